@@ -1,0 +1,68 @@
+"""The errors a user can cause. Every message says what is wrong, where, and what to do about it.
+
+The command line prints the message and exits with `exit_code`; anything that isn't an
+`AnomalyError` is a defect of this program and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AnomalyError(Exception):
+    """Base of every error that a user's input, files or machine can cause."""
+
+    exit_code = 2
+
+
+class ConfigError(AnomalyError):
+    """A config file or a `--set` override can't be used."""
+
+
+class DataError(AnomalyError):
+    """A data set is missing, empty or laid out in a way that can't be used."""
+
+
+class ImageError(AnomalyError):
+    """One image can't be turned into pixels.
+
+    Args:
+        message: what is wrong with which file.
+        status: `unreadable` (damaged, cut short, vanished, no permission) or `unsupported`
+            (a healthy file of a kind that isn't accepted: too many pixels, several pages).
+    """
+
+    def __init__(self, message: str, status: str = "unreadable") -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class WeightsError(AnomalyError):
+    """Backbone weights are missing, damaged, or belong to another network."""
+
+
+class LayerError(AnomalyError):
+    """A layer path doesn't exist in the network or can't be used as asked."""
+
+
+class ModelError(AnomalyError):
+    """A model folder is missing, incomplete, changed, or was made by something else."""
+
+
+class OutputError(AnomalyError):
+    """A result can't be written, or would overwrite an earlier one."""
+
+
+def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
+    """The known names most like `name`, as a phrase for an error message.
+
+    Returns:
+        `"did you mean 'a', 'b'?"`, or `"known: 'a', 'b', …"` when nothing is alike.
+    """
+    names = sorted(set(known))
+    close = difflib.get_close_matches(name, names, n=n, cutoff=0.5)
+    if close:
+        return "did you mean " + ", ".join(repr(c) for c in close) + "?"
+    shown = ", ".join(repr(k) for k in names[:12])
+    return f"known: {shown}" + (", …" if len(names) > 12 else "")

@@ -1,0 +1,1 @@
+"""What else hooks are good for: feature-map pictures, Grad-CAM, gradient monitoring."""
