@@ -1,0 +1,76 @@
+"""Full backward hooks that in-place layers can't break.
+
+PyTorch's `register_full_backward_hook` hands the layers around it views that mustn't be changed in
+place, and so raises on most networks: a ReLU6 behind a batch norm, or `out += identity` behind one.
+Here PyTorch's own mechanism is put in place by a forward-pre and a forward hook, which hand on
+copies instead of the views.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import BackwardHook
+
+from anomaly.errors import LayerError
+from anomaly.hooks.nested import map_tensors, named_tensors
+
+Hook = Callable[..., Any]
+
+
+class BackwardGates(threading.local):
+    """A pair of forward hooks, `enter` and `leave`, that put gates around a layer.
+
+    The backward pass goes through the gate at the layer's output, where `pre_hook` may replace
+    grad_output, and then through the one at its input, where `hook` may replace grad_input.
+    """
+
+    def __init__(self, hook: Hook | None = None, pre_hook: Hook | None = None) -> None:
+        self._hooks = [unmodified(hook)] if hook else []
+        self._pre_hooks = [unmodified(pre_hook)] if pre_hook else []
+        self._open: list[BackwardHook] = []
+
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Forward-pre hook: the gate at the input."""
+        gate = BackwardHook(module, self._hooks, self._pre_hooks)
+        self._open.append(gate)
+        gated = gate.setup_input_hook(inputs)  # type: ignore[no-untyped-call]
+        return None if gated is inputs else _copies(gated)
+
+    def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        """Forward hook: the gate at the output."""
+        gate = self._open.pop()
+        while gate.module is not module:  # one whose forward pass ended with an exception
+            gate = self._open.pop()
+        if isinstance(output, Tensor | tuple):
+            gated = gate.setup_output_hook(output)  # type: ignore[no-untyped-call]
+            return None if gated is output else _copies(gated)
+        tensors = tuple(tensor for _, tensor in named_tensors(output, ""))
+        gated = iter(_copies(gate.setup_output_hook(tensors)))  # type: ignore[no-untyped-call]
+        return map_tensors(lambda _: next(gated), output)
+
+
+def unmodified(hook: Hook) -> Hook:
+    """Refuse hooks that change a gradient in place: autograd may use the same tensor elsewhere."""
+
+    @wraps(hook)
+    def guarded(*args: Any) -> Any:
+        tensors = [tensor for _, tensor in named_tensors(args, "")]
+        versions = [tensor._version for tensor in tensors]
+        result = hook(*args)
+        if versions != [tensor._version for tensor in tensors]:
+            raise LayerError(
+                "a backward hook changed a gradient in place, which would change it for other "
+                "layers too: return the new gradient instead"
+            )
+        return result
+
+    return guarded
+
+
+def _copies(value: Any) -> Any:
+    return map_tensors(Tensor.clone, value)

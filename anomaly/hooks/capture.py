@@ -1,0 +1,238 @@
+"""Keep what layers put out during a forward pass, and end the pass after the last of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from anomaly.errors import LayerError
+from anomaly.hooks.nested import map_tensors, named_tensors
+from anomaly.hooks.paths import Selector, select
+
+
+@dataclass(frozen=True)
+class Policy:
+    """In what form captured tensors are kept; `capture` explains each field."""
+
+    grad: bool = False
+    clone: bool = True
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    keep: int | None = 1
+    max_bytes: int | None = None
+
+
+def capture(
+    model: nn.Module,
+    layers: Selector | Sequence[Selector],
+    *,
+    stop: bool = False,
+    grad: bool = False,
+    clone: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    keep: int | None = 1,
+    max_bytes: int | None = None,
+) -> Capture:
+    """Capture the outputs of layers; use it in a `with` statement.
+
+    Example:
+        with capture(model, ["layer2", "layer3"], stop=True) as captured:
+            captured.run(images)
+            maps = captured.pop()  # {"layer2": (B, 512, 28, 28), "layer3": (B, 1024, 14, 14)}
+
+    Args:
+        model: any network.
+        layers: paths, index forms, globs or types, see `match`.
+        stop: end each forward pass as soon as every layer named has run once.
+        grad: keep the autograd graph: the tensor captured is the one that the rest of the network
+            uses, so that it can stand in a loss or be differentiated by.
+        clone: copy, so that a later in-place layer (ReLU6, `out += identity`) can't overwrite what
+            was captured. Without it nothing is copied, and `pop` raises if that happened (which
+            PyTorch can't tell for tensors made under `torch.inference_mode`).
+        device: move to this device.
+        dtype: convert to this dtype.
+        keep: how many of the latest calls of each layer are kept; None keeps all.
+        max_bytes: refuse to hold more than this.
+
+    Raises:
+        LayerError: a layer doesn't exist, can't be hooked, or the options contradict each other.
+    """
+    if grad and (device is not None or dtype is not None or not clone):
+        raise LayerError(
+            "grad=True keeps the very tensor that the network uses: leave clone, device and dtype "
+            "as they are and convert what `pop` returns"
+        )
+    if keep is not None and keep < 1:
+        raise LayerError(f"keep={keep}: keep at least 1 call of each layer, or None for all")
+    modules = select(model, layers)
+    if not modules:
+        raise LayerError("no layer to capture: name at least one")
+    return Capture(model, modules, Policy(grad, clone, device, dtype, keep, max_bytes), stop)
+
+
+class Capture:
+    """Hooks that keep the outputs of layers, made by `capture`. Its hooks live inside `with`.
+
+    Only forward passes of the thread that entered `with` are heard, so that threads may share
+    a network.
+    """
+
+    def __init__(
+        self, model: nn.Module, modules: dict[str, nn.Module], policy: Policy, stop: bool
+    ) -> None:
+        self._model = model
+        self._modules = modules
+        self._policy = policy
+        self._stop = stop
+        self._handles: list[RemovableHandle] = []
+        self._pending: set[str] = set()
+        self._calls: dict[str, deque[list[_Kept]]] = {}
+        self._thread = 0
+
+    def __enter__(self) -> Capture:
+        if self._handles:
+            raise LayerError("this capture is already open: make a second one with capture(…)")
+        self._thread = threading.get_ident()
+        self._reset()
+        for path, module in self._modules.items():
+            self._handles.append(module.register_forward_hook(self._hook(path)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        return isinstance(error, _Stopped) and error.owner is self
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the network.
+
+        Returns:
+            The network's output; None where the pass was stopped after the last layer wanted.
+        """
+        if not self._handles:
+            raise LayerError("nothing is hooked: call run inside `with capture(…) as captured:`")
+        self._pending = set(self._modules)
+        try:
+            return self._model(*args, **kwargs)
+        except _Stopped as stopped:
+            if stopped.owner is not self:
+                raise
+            return None
+
+    def pop(self) -> dict[str, Tensor]:
+        """Take out each layer's latest output and forget the rest.
+
+        Returns:
+            Path to tensor, in the order in which the layers were named. Outputs that hold several
+            tensors give an entry for each: `lstm:0`, `lstm:1.0`, `head:out`.
+
+        Raises:
+            LayerError: a layer hasn't run since the last `pop`, or its tensor was overwritten.
+        """
+        return {name: tensors[-1] for name, tensors in self.pop_calls().items()}
+
+    def pop_calls(self) -> dict[str, list[Tensor]]:
+        """Take out the outputs of all calls kept, oldest first; otherwise like `pop`."""
+        calls, silent = self._calls, [path for path, kept in self._calls.items() if not kept]
+        self._reset()
+        if silent:
+            raise LayerError(
+                f"{', '.join(map(repr, silent))} didn't run: the forward pass doesn't come through "
+                "there, was stopped before, ran in another thread, or was already read"
+            )
+        result: dict[str, list[Tensor]] = {}
+        for kept in (kept for layer in calls.values() for call in layer for kept in call):
+            result.setdefault(kept.name, []).append(kept.checked())
+        return result
+
+    def pop_numpy(self) -> dict[str, NDArray[Any]]:
+        """`pop` as NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
+        return {name: _to_numpy(tensor) for name, tensor in self.pop().items()}
+
+    def _reset(self) -> None:
+        self._pending = set(self._modules)
+        self._calls = {path: deque(maxlen=self._policy.keep) for path in self._modules}
+
+    def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], Any]:
+        def keep(module: nn.Module, inputs: Any, output: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return None
+            self._pending.discard(path)
+            last = self._stop and not self._pending
+            # Nothing runs behind the last layer, so nothing can overwrite its output.
+            call = [self._keep(name, t, last) for name, t in named_tensors(output, path)]
+            if not call:
+                raise LayerError(f"{path!r} put out {type(output).__name__}, which has no tensor")
+            self._calls[path].append(call)
+            self._check_memory()
+            if last:
+                raise _Stopped(self)
+            return map_tensors(Tensor.clone, output) if self._policy.grad else None
+
+        return keep
+
+    def _keep(self, name: str, tensor: Tensor, last: bool) -> _Kept:
+        policy = self._policy
+        if policy.grad:
+            if not torch.is_grad_enabled():
+                raise LayerError("grad=True needs autograd: leave torch.no_grad or inference_mode")
+            return _Kept(name, tensor, None)
+        clone = policy.clone and not last
+        tensor = tensor.detach().to(policy.device, policy.dtype, copy=clone)
+        return _Kept(name, tensor, None if tensor.is_inference() else tensor._version)
+
+    def _check_memory(self) -> None:
+        limit = self._policy.max_bytes
+        if limit is None:
+            return
+        held = sum(k.tensor.nbytes for layer in self._calls.values() for c in layer for k in c)
+        if held > limit:
+            raise LayerError(
+                f"captured tensors take {held} bytes, more than max_bytes={limit}: name fewer "
+                "layers, lower keep, use a smaller dtype or batch, or read them more often"
+            )
+
+
+class _Stopped(BaseException):
+    """Ends a forward pass. Not an Exception, so that no `except Exception` of a network eats it."""
+
+    def __init__(self, owner: Capture) -> None:
+        self.owner = owner
+
+
+@dataclass(frozen=True)
+class _Kept:
+    name: str
+    tensor: Tensor
+    version: int | None
+
+    def checked(self) -> Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise LayerError(
+                f"the output of {self.name!r} was overwritten in place by a later layer: "
+                "capture it with clone=True"
+            )
+        return self.tensor
+
+
+def _to_numpy(tensor: Tensor) -> NDArray[Any]:
+    tensor = tensor.detach().cpu()
+    array: NDArray[Any] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return np.ascontiguousarray(array)

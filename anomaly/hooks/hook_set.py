@@ -1,0 +1,184 @@
+"""Run your own functions at the layers of a network: one set of hooks, removed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_hooks
+from torch.utils.hooks import RemovableHandle
+
+from anomaly.errors import LayerError
+from anomaly.hooks.backward import BackwardGates, unmodified
+from anomaly.hooks.paths import Selector, select
+
+Layers: TypeAlias = Selector | Sequence[Selector]
+Hook: TypeAlias = Callable[..., Any]
+Event: TypeAlias = Literal["forward", "forward_pre", "backward", "backward_pre"]
+
+
+class HookSet:
+    """Hooks on one network, all removed at the end of `with`, whatever happens inside.
+
+    Functions get PyTorch's own arguments first, then the extra ones given when registering. What
+    they return replaces what they were shown; None leaves it as it is.
+
+    Example:
+        def scale(module, inputs, output, factor):
+            return output * factor
+
+        with HookSet(model) as hooks:
+            hooks.forward("layer*.0.conv?", scale, factor=0.5)
+            model(images)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> HookSet:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove every hook of this set; a second time does nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def forward(
+        self, layers: Layers, hook: Hook, *extra: Any, with_kwargs: bool = False, **named: Any
+    ) -> list[RemovableHandle]:
+        """Call `hook(module, inputs, output, *extra, **named)` after a layer has run.
+
+        Args:
+            layers: paths, index forms, globs or types, see `match`.
+            hook: what it returns replaces the output.
+            *extra: further arguments for the hook.
+            with_kwargs: call `hook(module, inputs, kwargs, output, *extra, **named)` instead.
+            **named: further arguments by name.
+
+        Returns:
+            One handle for each layer; `handle.remove()` removes that one early.
+
+        Raises:
+            LayerError: no such layer, or one whose hooks would never be called.
+        """
+        call = _with_extra(hook, extra, named)
+        return self._add(
+            [
+                module.register_forward_hook(call, with_kwargs=with_kwargs)
+                for module in select(self._model, layers).values()
+            ]
+        )
+
+    def forward_pre(
+        self, layers: Layers, hook: Hook, *extra: Any, with_kwargs: bool = False, **named: Any
+    ) -> list[RemovableHandle]:
+        """Call `hook(module, inputs, *extra, **named)` before a layer runs.
+
+        What it returns replaces the inputs: one tensor or a tuple of all positional ones. With
+        `with_kwargs` it is called as `hook(module, inputs, kwargs, …)` and returns a pair
+        (inputs, kwargs). Otherwise like `forward`.
+        """
+        call = _with_extra(hook, extra, named)
+        return self._add(
+            [
+                module.register_forward_pre_hook(call, with_kwargs=with_kwargs)
+                for module in select(self._model, layers).values()
+            ]
+        )
+
+    def backward(
+        self, layers: Layers, hook: Hook, *extra: Any, **named: Any
+    ) -> list[RemovableHandle]:
+        """Call `hook(module, grad_input, grad_output, *extra, **named)` in the backward pass.
+
+        Both gradients are tuples, one entry for each positional input or output of the layer (None
+        where there is no gradient). What the hook returns replaces `grad_input`, which then flows
+        on to the layers before. Layers that work in place, here or behind, are no obstacle.
+        Otherwise like `forward`.
+        """
+        return self._gate(layers, BackwardGates(hook=_with_extra(hook, extra, named)))
+
+    def backward_pre(
+        self, layers: Layers, hook: Hook, *extra: Any, **named: Any
+    ) -> list[RemovableHandle]:
+        """Call `hook(module, grad_output, *extra, **named)` before the gradient enters a layer.
+
+        What it returns replaces `grad_output`, and with it the gradients of the layer's
+        parameters. Otherwise like `backward`.
+        """
+        return self._gate(layers, BackwardGates(pre_hook=_with_extra(hook, extra, named)))
+
+    def tensor(self, tensor: Tensor, hook: Hook, *extra: Any, **named: Any) -> RemovableHandle:
+        """Call `hook(grad, *extra, **named)` when the gradient of a tensor is known.
+
+        What it returns, of the same shape, replaces the gradient. Works for parameters and for
+        tensors captured with `grad=True`.
+
+        Raises:
+            LayerError: the tensor has no gradient.
+        """
+        if not tensor.requires_grad:
+            raise LayerError(
+                f"a tensor of shape {tuple(tensor.shape)} takes no part in the backward pass: make "
+                "it with requires_grad=True, or capture it with grad=True outside no_grad"
+            )
+        call = unmodified(_with_extra(hook, extra, named))
+        handle: RemovableHandle = tensor.register_hook(call)  # type: ignore[no-untyped-call]
+        return self._add([handle])[0]
+
+    def everywhere(
+        self, event: Event, hook: Hook, *extra: Any, **named: Any
+    ) -> list[RemovableHandle]:
+        """Call `hook` at every layer of every network in the process (global module hooks).
+
+        Args:
+            event: the method whose arguments the hook takes and whose return value it gives.
+            hook: the function.
+            *extra: further arguments for the hook.
+            **named: further arguments by name.
+        """
+        call = _with_extra(hook, extra, named)
+        if event == "forward":
+            return self._add([torch_hooks.register_module_forward_hook(call)])
+        if event == "forward_pre":
+            return self._add([torch_hooks.register_module_forward_pre_hook(call)])
+        gates = BackwardGates(call) if event == "backward" else BackwardGates(pre_hook=call)
+        enter: Hook = gates.enter
+        return self._add(
+            [
+                torch_hooks.register_module_forward_pre_hook(enter),
+                torch_hooks.register_module_forward_hook(gates.leave),
+            ]
+        )
+
+    def _gate(self, layers: Layers, gates: BackwardGates) -> list[RemovableHandle]:
+        handles: list[RemovableHandle] = []
+        for module in select(self._model, layers).values():
+            handles.append(module.register_forward_pre_hook(gates.enter))
+            handles.append(module.register_forward_hook(gates.leave))
+        return self._add(handles)
+
+    def _add(self, handles: list[RemovableHandle]) -> list[RemovableHandle]:
+        self._handles += handles
+        return handles
+
+
+def _with_extra(hook: Hook, extra: tuple[Any, ...], named: dict[str, Any]) -> Hook:
+    @wraps(hook)
+    def call(*args: Any) -> Any:
+        return hook(*args, *extra, **named)
+
+    return call

@@ -1,0 +1,42 @@
+"""Tensors inside a layer's output, which may be a tensor, a tuple, a list or a dict of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Walk the tensors of an output with a name for each.
+
+    A lone tensor has the name given; inside containers the way to it follows a colon:
+    `lstm:0`, `lstm:1.0`, `head:out`. What isn't a tensor is passed over.
+    """
+    for way, tensor in _walk(value, ()):
+        yield (f"{name}:{'.'.join(way)}" if way else name), tensor
+
+
+def _walk(value: Any, way: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    if isinstance(value, Tensor):
+        yield way, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _walk(item, (*way, str(key)))
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from _walk(item, (*way, str(index)))
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same structure with each tensor replaced by `function` of it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        items = {key: map_tensors(function, item) for key, item in value.items()}
+        return type(value)(**items) if hasattr(value, "to_tuple") else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, tuple | list):
+        mapped = [map_tensors(function, item) for item in value]
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    return value

@@ -1,0 +1,166 @@
+"""Find layers by path, index form, glob or type, and say which of them can be hooked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_hooks
+
+from anomaly.errors import LayerError, nearest
+
+Selector: TypeAlias = str | type[nn.Module]
+
+_STEP = re.compile(r"\[(-?\d+)\]|([^.\[\]]+)")
+_INDEX_FORM = re.compile(r"[^\[\]]*(\[-?\d+\](\.[^.\[\]]+)*)+")
+_HOOKS_OF_A_MODULE = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+_HOOKS_OF_A_TENSOR = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
+
+def resolve(model: nn.Module, path: str) -> tuple[str, nn.Module]:
+    """Find one layer by its path.
+
+    Args:
+        model: any network.
+        path: as PyTorch prints it (`layer1.2`, `features.13`), or in index form, where a number
+            in brackets counts the children and may be negative (`layer1[-1]`,
+            `features[3].conv[0]`). The empty path is the network itself.
+
+    Returns:
+        The path as PyTorch prints it, and the layer.
+
+    Raises:
+        LayerError: the network has no such layer; names the nearest ones.
+    """
+    names: list[str] = []
+    module = model
+    for index, name in _STEP.findall(path):
+        children = {key: child for key, child in module._modules.items() if child is not None}
+        if index:
+            keys = list(children)
+            name = keys[int(index)] if -len(keys) <= int(index) < len(keys) else ""
+        if name not in children:
+            raise LayerError(_unknown(model, path))
+        names.append(name)
+        module = children[name]
+    if _INDEX_FORM.fullmatch(path) is None and ".".join(names) != path:
+        raise LayerError(_unknown(model, path))
+    return ".".join(names), module
+
+
+def match(model: nn.Module, pattern: Selector) -> list[str]:
+    """Find every layer that a pattern names.
+
+    Args:
+        model: any network.
+        pattern: a path in either form of `resolve`, a glob (`layer*.0.conv?`: `?` is one
+            character and `*` any number, neither a dot; `**` crosses dots too), or a type such
+            as `nn.Conv2d`.
+
+    Returns:
+        The paths as PyTorch prints them, in the network's order, each layer once.
+
+    Raises:
+        LayerError: nothing matches.
+    """
+    if isinstance(pattern, type):
+        found = [name for name, module in model.named_modules() if isinstance(module, pattern)]
+        if not found:
+            types = {type(module).__name__ for module in model.modules()}
+            raise LayerError(
+                f"{type(model).__name__} has no layer of type {pattern.__name__}; "
+                + nearest(pattern.__name__, types)
+            )
+        return found
+    if not any(wildcard in pattern for wildcard in "*?"):
+        return [resolve(model, pattern)[0]]
+    wanted = re.compile(_regex(pattern))
+    found = [name for name in _names(model) if wanted.fullmatch(name)]
+    if not found:
+        raise LayerError(
+            f"no layer of {type(model).__name__} matches {pattern!r}; "
+            + nearest(pattern, _names(model))
+        )
+    return found
+
+
+def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str, nn.Module]:
+    """The layers that one or several patterns name, ready to be hooked.
+
+    Args:
+        model: any network.
+        layers: one pattern of `match` or several.
+
+    Returns:
+        Path to layer; in the order of the patterns, each path once.
+
+    Raises:
+        LayerError: nothing matches, or the layer's hooks would never be called.
+    """
+    _refuse_unhookable(model, model, "")
+    patterns = [layers] if isinstance(layers, str | type) else layers
+    selected: dict[str, nn.Module] = {}
+    for path in (path for pattern in patterns for path in match(model, pattern)):
+        names = path.split(".") if path else []
+        for depth in range(1, len(names) + 1):
+            above = ".".join(names[:depth])
+            _refuse_unhookable(model, model.get_submodule(above), above)
+        selected[path] = model.get_submodule(path)
+    return selected
+
+
+def live_hooks(model: nn.Module) -> int:
+    """Count the hooks that a forward or backward pass of this network would call.
+
+    Counts PyTorch's own tables: those of every module, of every parameter, and the global ones.
+    """
+    modules = list(model.modules())
+    tables: list[object] = [getattr(m, name) for m in modules for name in _HOOKS_OF_A_MODULE]
+    tables += [getattr(p, name, None) for p in model.parameters() for name in _HOOKS_OF_A_TENSOR]
+    tables += [getattr(torch_hooks, name) for name in _GLOBAL_HOOKS]
+    return sum(len(table) for table in tables if isinstance(table, dict))
+
+
+def _regex(glob: str) -> str:
+    meaning = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
+    return "".join(meaning.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*|\?)", glob))
+
+
+def _names(model: nn.Module) -> Iterable[str]:
+    return (name for name, _ in model.named_modules() if name)
+
+
+def _unknown(model: nn.Module, path: str) -> str:
+    return f"{type(model).__name__} has no layer {path!r}; " + nearest(path, _names(model))
+
+
+def _refuse_unhookable(model: nn.Module, module: nn.Module, path: str) -> None:
+    """Compiled and scripted code runs past hooks without a word, so say it here instead."""
+    what = f"layer {path!r} of {type(model).__name__}" if path else type(model).__name__
+    compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    if compiled:
+        raise LayerError(
+            f"{what} is compiled, and compiled code doesn't see hooks registered later: "
+            "hook the network that was given to torch.compile (`compiled._orig_mod`)"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise LayerError(f"{what} is scripted and can't be hooked: hook the original network")
+    if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+        raise LayerError(
+            f"{what} is copied to {len(module.device_ids)} GPUs, whose hooks run at the same time: "
+            "hook the network inside (`parallel.module`)"
+        )
