@@ -1,0 +1,31 @@
+"""How good the scores are: arrays in, floats out.
+
+A part or pixel counts as flagged when its score is *greater than* the threshold, here and
+everywhere else. Metrics only measure; no threshold in use is ever taken from them.
+"""
+
+from anomaly.metrics.curves import Curve
+from anomaly.metrics.images import (
+    bootstrap_intervals,
+    image_metrics,
+    pr_curve,
+    recall_at_false_reject_rates,
+    roc_curve,
+)
+from anomaly.metrics.pixels import PixelAccumulator
+from anomaly.metrics.result import Metrics
+from anomaly.metrics.verdicts import Confusion, VerdictCounts, confusion
+
+__all__ = [
+    "Confusion",
+    "Curve",
+    "Metrics",
+    "PixelAccumulator",
+    "VerdictCounts",
+    "bootstrap_intervals",
+    "confusion",
+    "image_metrics",
+    "pr_curve",
+    "recall_at_false_reject_rates",
+    "roc_curve",
+]

@@ -1,0 +1,173 @@
+"""Metrics of whole images: does the image score tell good parts from defective ones?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from anomaly.metrics import curves
+from anomaly.metrics.curves import Curve
+from anomaly.metrics.result import Metrics
+from anomaly.metrics.tally import Floats, Tally
+
+NO_GOOD = "no good images"
+NO_DEFECTS = "no defective images"
+
+# A resample of this many numbers fits the processor's outer cache.
+_RESAMPLED_AT_ONCE = 1 << 20
+
+
+def image_metrics(scores: ArrayLike, labels: ArrayLike) -> Metrics:
+    """AUROC, average precision and the best F1 over all thresholds.
+
+    Args:
+        scores: (n,) finite image scores, higher is more anomalous.
+        labels: (n,) bool, True for defective images.
+
+    Returns:
+        `image_auroc`, `image_ap`, `image_f1_max` in [0, 1] and `image_f1_max_threshold`. Without
+        good images only the AUROC is undefined, as in scikit-learn: precision is 1 throughout.
+
+    Raises:
+        ValueError: shapes differ, or a score isn't finite.
+    """
+    names = ("image_auroc", "image_ap", "image_f1_max", "image_f1_max_threshold")
+    tally = _tally(scores, labels)
+    if tally is None or not tally.weights[1].any():
+        return Metrics.undefined(names, NO_DEFECTS)
+    good, defect = tally.weights
+    f1 = curves.f1_scores(good, defect)
+    best = int(np.argmax(f1))
+    values: dict[str, float | None] = {
+        "image_auroc": None,
+        "image_ap": float(curves.average_precision(good, defect)),
+        "image_f1_max": float(f1[best]),
+        "image_f1_max_threshold": float(tally.thresholds()[best]),
+    }
+    if not good.any():
+        return Metrics(values, {"image_auroc": NO_GOOD})
+    return Metrics(values | {"image_auroc": float(curves.auroc(good, defect))})
+
+
+def recall_at_false_reject_rates(
+    scores: ArrayLike, labels: ArrayLike, rates: Sequence[float] = (0.01, 0.05)
+) -> Metrics:
+    """The share of defective images found while at most so many good ones are flagged.
+
+    The thresholds behind these figures come from the test images: they say what the scores could
+    do, not what the model's own threshold does. With n good images a rate below 1/n allows no
+    false reject at all.
+
+    Args:
+        scores: (n,) finite image scores.
+        labels: (n,) bool, True for defective images.
+        rates: shares of the good images, each in [0, 1].
+
+    Returns:
+        `recall_at_frr_0.01` and so on, each in [0, 1].
+
+    Raises:
+        ValueError: shapes differ, a score isn't finite, or a rate is out of range.
+    """
+    if any(not 0 <= rate <= 1 for rate in rates):
+        raise ValueError(f"false-reject rates must be from 0 to 1, not {list(rates)}")
+    names = tuple(f"recall_at_frr_{rate:g}" for rate in rates)
+    tally = _tally(scores, labels)
+    if tally is None or not tally.weights[1].any():
+        return Metrics.undefined(names, NO_DEFECTS)
+    if not tally.weights[0].any():
+        return Metrics.undefined(names, NO_GOOD)
+    false, recall = curves.cumulative(tally.weights[0]), curves.cumulative_share(tally.weights[1])
+    # A little slack: 0.07 of 100 images is seven, though 0.07 · 100 > 7 in floating point.
+    allowed = np.floor(np.array(rates) * false[-1] + 1e-9)
+    found = recall[np.searchsorted(false, allowed, side="right") - 1]
+    return Metrics(dict(zip(names, found.tolist(), strict=True)))
+
+
+def bootstrap_intervals(
+    scores: ArrayLike,
+    labels: ArrayLike,
+    *,
+    level: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> dict[str, tuple[float, float] | None]:
+    """Percentile bootstrap intervals of the image metrics.
+
+    Good and defective images are drawn separately, so that each resample has as many of either
+    as the data. Where the classes are parted without an overlap every resample is too, and the
+    AUROC's interval is [1, 1] however few images there are.
+
+    Args:
+        scores: (n,) finite image scores.
+        labels: (n,) bool, True for defective images.
+        level: share of the resamples inside the interval.
+        resamples: how often to draw.
+        seed: the same seed gives the same intervals.
+
+    Returns:
+        (low, high) of `image_auroc`, `image_ap` and `image_f1_max`; None without good or without
+        defective images.
+
+    Raises:
+        ValueError: shapes differ, or a score isn't finite.
+    """
+    names = ("image_auroc", "image_ap", "image_f1_max")
+    tally = _tally(scores, labels)
+    if tally is None or not tally.weights.any(axis=1).all():
+        return dict.fromkeys(names)
+    rng = np.random.default_rng(seed)
+    at_once = max(1, _RESAMPLED_AT_ONCE // tally.weights.shape[1])
+    drawn = [
+        _resampled_metrics(tally.weights, min(at_once, resamples - done), rng)
+        for done in range(0, resamples, at_once)
+    ]
+    tails = [(1 - level) / 2, (1 + level) / 2]
+    low, high = np.quantile(np.concatenate(drawn, axis=1), tails, axis=1)
+    return dict(zip(names, zip(low.tolist(), high.tolist(), strict=True), strict=True))
+
+
+def _resampled_metrics(weights: Floats, count: int, rng: np.random.Generator) -> Floats:
+    """(3, count): AUROC, average precision and best F1 of `count` resamples."""
+    good, defect = (
+        rng.multinomial(int(row.sum()), row / row.sum(), size=count).astype(np.float64)
+        for row in weights
+    )
+    return np.stack(
+        [
+            curves.auroc(good, defect),
+            curves.average_precision(good, defect),
+            curves.f1_scores(good, defect).max(axis=-1),
+        ]
+    )
+
+
+def roc_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve | None:
+    """Recall over the rate of false rejects, thinned for a plot; None without both classes."""
+    tally = _tally(scores, labels)
+    if tally is None or not tally.weights.any(axis=1).all():
+        return None
+    return curves.roc(tally.weights[0], tally.weights[1], tally.thresholds()).thinned(points)
+
+
+def pr_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve | None:
+    """Precision over recall, thinned for a plot; None without defective images."""
+    tally = _tally(scores, labels)
+    if tally is None or not tally.weights[1].any():
+        return None
+    return curves.precision_recall(tally.weights[0], tally.weights[1], tally.thresholds()).thinned(
+        points
+    )
+
+
+def _tally(scores: ArrayLike, labels: ArrayLike) -> Tally | None:
+    """Good and defective images at each score; None for no images at all."""
+    values = np.asarray(scores)
+    defective: NDArray[np.bool_] = np.asarray(labels, dtype=bool)
+    if values.ndim != 1 or values.shape != defective.shape:
+        raise ValueError(f"scores {values.shape} and labels {defective.shape} must be (n,) both")
+    if not np.isfinite(values).all():
+        raise ValueError("every image score must be finite")
+    return Tally.of(values, [~defective, defective]) if len(values) else None

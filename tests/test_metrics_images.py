@@ -1,0 +1,210 @@
+"""Image metrics against scikit-learn, brute force and their own promises."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import (
+    average_precision_score,
+    f1_score,
+    precision_recall_curve,
+    roc_auc_score,
+)
+from sklearn.metrics import roc_curve as sklearn_roc_curve
+
+from anomaly.metrics import (
+    Metrics,
+    bootstrap_intervals,
+    confusion,
+    image_metrics,
+    pr_curve,
+    recall_at_false_reject_rates,
+    roc_curve,
+)
+
+# Few distinct values, so that ties are the rule; neighbours in float32, so that a threshold
+# between two of them is hard to find.
+TIED = st.sampled_from(
+    [0.0, -0.0, 0.5, 1.0, float(np.nextafter(np.float32(1), np.float32(2))), 1e-30, 7.25, -3.0]
+)
+LABELLED = st.lists(
+    st.tuples(TIED | st.floats(-(2.0**100), 2.0**100, width=32), st.booleans()),
+    min_size=1,
+    max_size=40,
+)
+
+
+def sklearn_f1_max(labels, scores):
+    precision, recall, _ = precision_recall_curve(labels, scores)
+    both = precision + recall
+    return np.max(np.divide(2 * precision * recall, both, out=np.zeros_like(both), where=both > 0))
+
+
+@given(LABELLED)
+def test_agrees_with_scikit_learn(pairs):
+    scores, labels = (np.array(column) for column in zip(*pairs, strict=True))
+    got = image_metrics(scores, labels).values
+    if not labels.any():
+        assert set(got.values()) == {None}
+        return
+    assert got["image_ap"] == pytest.approx(average_precision_score(labels, scores), abs=1e-9)
+    assert got["image_f1_max"] == pytest.approx(sklearn_f1_max(labels, scores), abs=1e-9)
+    if labels.all():
+        assert got["image_auroc"] is None
+    else:
+        assert got["image_auroc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-9)
+
+
+@given(LABELLED)
+def test_f1_threshold_gives_f1_max_in_either_precision(pairs):
+    scores, labels = (np.array(column) for column in zip(*pairs, strict=True))
+    got = image_metrics(scores, labels).values
+    threshold = got["image_f1_max_threshold"]
+    if threshold is None:
+        return
+    for flagged in (scores > threshold, scores.astype(np.float32) > np.float32(threshold)):
+        assert f1_score(labels, flagged) == pytest.approx(got["image_f1_max"], abs=1e-12)
+
+
+def test_many_images_agree_with_scikit_learn():
+    rng = np.random.default_rng(3)
+    labels = rng.random(5000) < 0.3
+    scores = rng.normal(labels * 0.8, 1.0)
+    got = image_metrics(scores, labels).values
+    assert got["image_auroc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+    assert got["image_ap"] == pytest.approx(average_precision_score(labels, scores), abs=1e-12)
+    assert got["image_f1_max"] == pytest.approx(sklearn_f1_max(labels, scores), abs=1e-12)
+
+
+def test_undefined_metrics_have_reasons():
+    no_defects = image_metrics([1.0, 2.0], [False, False])
+    assert set(no_defects.values.values()) == {None}
+    assert set(no_defects.reasons) == set(no_defects.values)
+    assert no_defects.reasons["image_ap"] == "no defective images"
+    no_good = image_metrics([1.0, 2.0], [True, True])
+    assert no_good.reasons == {"image_auroc": "no good images"}
+    assert no_good.values["image_ap"] == 1.0
+    assert image_metrics([], []).values["image_auroc"] is None
+
+
+@pytest.mark.parametrize(
+    ("scores", "labels"),
+    [([1.0, math.nan], [True, False]), ([1.0, math.inf], [True, False]), ([1.0], [True, False])],
+)
+def test_unusable_arrays_are_refused(scores, labels):
+    with pytest.raises(ValueError, match="score"):
+        image_metrics(scores, labels)
+
+
+@given(LABELLED, st.floats(0, 1))
+def test_recall_at_rate_is_the_best_of_all_thresholds(pairs, rate):
+    scores, labels = (np.array(column) for column in zip(*pairs, strict=True))
+    got = recall_at_false_reject_rates(scores, labels, [rate])
+    (value,) = got.values.values()
+    if not labels.any() or labels.all():
+        assert value is None
+        assert got.reasons.keys() == got.values.keys()
+        return
+    allowed = rate * (~labels).sum() + 1e-9
+    candidates = [-np.inf, *scores]
+    within = [t for t in candidates if (scores[~labels] > t).sum() <= allowed]
+    assert value == pytest.approx(max((scores[labels] > t).mean() for t in within))
+
+
+def test_recall_keys_and_rounding():
+    scores = np.concatenate([np.arange(100.0), np.arange(90.5, 100.5)])
+    labels = np.arange(110) >= 100
+    # 0.07 · 100 is a hair above 7, 0.29 · 100 a hair below 29.
+    got = recall_at_false_reject_rates(scores, labels, (0.01, 0.07, 0.29)).values
+    assert got == {"recall_at_frr_0.01": 0.2, "recall_at_frr_0.07": 0.8, "recall_at_frr_0.29": 1.0}
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        recall_at_false_reject_rates(scores, labels, (1.5,))
+
+
+def test_bootstrap_agrees_with_a_plain_loop():
+    rng = np.random.default_rng(0)
+    labels = np.arange(90) < 40
+    scores = np.round(rng.normal(labels * 1.0, 1.0), 1)
+    drawn = []
+    for _ in range(1500):
+        index = np.concatenate(
+            [rng.choice(np.flatnonzero(labels == c), (labels == c).sum()) for c in (False, True)]
+        )
+        s, y = scores[index], labels[index]
+        drawn.append((roc_auc_score(y, s), average_precision_score(y, s), sklearn_f1_max(y, s)))
+    expected = np.quantile(drawn, [0.025, 0.975], axis=0).T
+    got = bootstrap_intervals(scores, labels, resamples=4000, seed=1)
+    np.testing.assert_allclose(list(got.values()), expected, atol=0.015)
+    point = image_metrics(scores, labels).values
+    for name, (low, high) in got.items():
+        assert low < point[name] < high
+
+
+def test_bootstrap_is_seeded_and_undefined_without_a_class():
+    scores, labels = np.arange(20.0) % 7, np.arange(20) % 3 == 0
+    once = bootstrap_intervals(scores, labels, resamples=50, seed=5)
+    assert once == bootstrap_intervals(scores, labels, resamples=50, seed=5)
+    assert once != bootstrap_intervals(scores, labels, resamples=50, seed=6)
+    assert set(bootstrap_intervals(scores, labels & False).values()) == {None}
+    assert set(bootstrap_intervals([], []).values()) == {None}
+
+
+def test_bootstrap_in_several_chunks_keeps_every_resample(monkeypatch):
+    scores, labels = np.arange(30.0) % 11, np.arange(30) % 2 == 0
+    whole = bootstrap_intervals(scores, labels, resamples=2000)
+    monkeypatch.setattr("anomaly.metrics.images._RESAMPLED_AT_ONCE", 64)
+    for name, interval in bootstrap_intervals(scores, labels, resamples=2000).items():
+        assert interval == pytest.approx(whole[name], abs=0.03)
+
+
+def test_curves_are_scikit_learns():
+    rng = np.random.default_rng(2)
+    labels = rng.random(200) < 0.4
+    scores = np.round(rng.normal(labels * 1.0, 1.0), 1)
+    roc, pr = roc_curve(scores, labels, points=10_000), pr_curve(scores, labels, points=10_000)
+    x, y, _ = sklearn_roc_curve(labels, scores, drop_intermediate=False)
+    np.testing.assert_allclose([roc.x, roc.y], [x, y], atol=1e-12)
+    precision, recall, _ = precision_recall_curve(labels, scores)
+    np.testing.assert_allclose([pr.x, pr.y], [recall[::-1], precision[::-1]], atol=1e-12)
+
+
+def test_thinned_curve_keeps_ends_and_true_points():
+    rng = np.random.default_rng(2)
+    labels = rng.random(3000) < 0.4
+    scores = rng.normal(labels * 1.0, 1.0)
+    roc = roc_curve(scores, labels, points=50)
+    assert 40 <= len(roc.x) <= 50
+    assert (roc.x[0], roc.y[0], roc.x[-1], roc.y[-1]) == (0, 0, 1, 1)
+    assert max(np.abs(np.diff(roc.x)).max(), np.abs(np.diff(roc.y)).max()) < 0.06
+    for x, y, threshold in zip(roc.x, roc.y, roc.thresholds, strict=True):
+        assert x == pytest.approx((scores[~labels] > threshold).mean())
+        assert y == pytest.approx((scores[labels] > threshold).mean())
+
+
+def test_curves_without_a_class_are_none():
+    assert roc_curve([1.0, 2.0], [True, True]) is None
+    assert pr_curve([1.0, 2.0], [False, False]) is None
+    assert pr_curve([1.0, 2.0], [True, True]).y.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_confusion_counts_by_type():
+    verdicts = ["good", "reject", "review", "good", "reject", "good"]
+    types = ["good", "good", "good", "scratch", "scratch", "dent"]
+    labels = [False, False, False, True, True, True]
+    got = confusion(verdicts, labels, types)
+    assert (got.escapes, got.false_rejects) == (2, 1)
+    assert (got.good.review, got.good.total, got.defective.total) == (1, 3, 3)
+    assert list(got.by_type) == ["good", "scratch", "dent"]
+    assert (got.by_type["scratch"].good, got.by_type["scratch"].reject) == (1, 1)
+    assert got.by_type["dent"].total == 1
+    with pytest.raises(ValueError, match="bad"):
+        confusion(["bad"], [True], ["dent"])
+
+
+def test_joined_metrics_keep_one_truth_per_name():
+    first = Metrics({"a": None, "b": 1.0}, {"a": "why"}, {"b": 0.1})
+    second = Metrics({"a": 2.0, "b": None}, {"b": "because"})
+    assert first | second == Metrics({"a": 2.0, "b": None}, {"b": "because"}, {})
+    assert second | first == first
