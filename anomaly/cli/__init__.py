@@ -1,0 +1,65 @@
+"""The command line: `anomaly <command>`; `scripts/<command>.py` are the same commands."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from anomaly import __version__
+from anomaly.errors import AnomalyError
+
+# Command to (module, one line for the help text); modules are imported when they're asked for.
+COMMANDS = {
+    "train": "learn what good looks like from a folder of good images",
+    "infer": "score images: verdicts in results.csv, heatmaps beside them",
+    "evaluate": "measure trained models on their test splits",
+    "sample-data": "generate a small data set to try things on",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code: 0 all done, 3 some images couldn't be used, 2 nothing done, 130 interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logging.addLevelName(logging.WARNING, "warning")
+    command = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    parser = _parser(command)
+    options = parser.parse_args(arguments)
+    try:
+        return int(_module(options.command).run(options))
+    except AnomalyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away; Python would complain again while shutting down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parser(command: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="anomaly", description="Visual inspection that learns what good looks like."
+    )
+    parser.add_argument("--version", action="version", version=f"anomaly {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, text in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == command:
+            _module(name).add_arguments(sub)
+    return parser
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"anomaly.cli.{command.replace('-', '_')}")

@@ -1,0 +1,69 @@
+"""What is settled once, at the edge: the device, the threads, and memory used."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from anomaly.errors import AnomalyError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that every command with a network takes."""
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to compute; auto takes the GPU where there is one",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=None,
+        metavar="N",
+        help="processor threads (default: as many as this process may use)",
+    )
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def settle(options: argparse.Namespace) -> tuple[object, int]:
+    """Set the threads of every library and choose the device.
+
+    Returns:
+        The torch device, and the number of threads.
+
+    Raises:
+        AnomalyError: a GPU was asked for and isn't there, or an impossible number of threads.
+    """
+    import cv2
+    import torch
+
+    threads = cores() if options.threads is None else options.threads
+    if threads < 1:
+        raise AnomalyError(f"--threads is {threads}; it must be 1 or more")
+    torch.set_num_threads(threads)  # faiss follows when its index is made
+    cv2.setNumThreads(1)  # files are decoded in parallel already
+    has_gpu = torch.cuda.is_available()
+    if options.device == "cuda" and not has_gpu:
+        raise AnomalyError(
+            "--device cuda: torch finds no usable GPU here; use --device cpu or auto"
+        )
+    name = "cuda" if options.device != "cpu" and has_gpu else "cpu"
+    return torch.device(name), threads
+
+
+def peak_memory() -> int:
+    """The most memory that this process has held so far, in bytes; 0 where the system can't say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

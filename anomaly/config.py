@@ -1,0 +1,233 @@
+"""Typed settings. Every default stands here, once; an unknown key is an error, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from anomaly.errors import ConfigError, nearest
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=32, le=8192)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataConfig(_Section):
+    """Where the images are.
+
+    `root` is taken from the working directory when it isn't absolute. With `format: mvtec` the
+    images lie in `root/category/{train,test,ground_truth}` (`root/…` without a category); with
+    `format: folder`, `root/category` is simply a folder of good images.
+    """
+
+    format: Literal["mvtec", "folder"] = "mvtec"
+    root: Path | None = None
+    category: str | None = None
+
+
+class ImageConfig(_Section):
+    """How an image becomes the network's input.
+
+    Either `resize` (both sides, aspect not kept) and an optional centred `crop`, as in the papers,
+    or, without them, `area`: the aspect is kept and the area is that of a square of this side.
+    """
+
+    area: Size = 256
+    resize: Size | None = None
+    crop: Size | None = None
+    bit_depth: Annotated[int, Field(ge=1, le=16)] | None = None
+    max_pixels: PositiveInt = 250_000_000
+
+    @model_validator(mode="after")
+    def _crop_fits(self) -> ImageConfig:
+        if self.crop is not None and self.resize is None:
+            raise ValueError("image.crop needs image.resize: a crop is cut out of a resized image")
+        if self.crop is not None and self.resize is not None and self.crop > self.resize:
+            raise ValueError(
+                f"image.crop is {self.crop}, larger than image.resize ({self.resize}); "
+                "make it equal or smaller, or leave it out"
+            )
+        return self
+
+
+class BackboneConfig(_Section):
+    """The network whose layers are hooked.
+
+    `weights` is `imagenet`, `random`, or a path to a `.safetensors` or `.pth` file. `layers` are
+    paths as PyTorch prints them; left out, they follow from the network's family and `model.kind`.
+    """
+
+    name: str = "wide_resnet50_2"
+    weights: str = "imagenet"
+    layers: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+
+
+class ModelConfig(_Section):
+    """What is learned from the patch embeddings. Keys of the other kind are allowed and unused."""
+
+    kind: Literal["patchcore", "padim"] = "patchcore"
+    image_score: Literal["max", "reweighted", "top_percent", "map_max"] | None = None
+    smoothing: Annotated[float, Field(ge=0, le=100)] = 4.0
+
+    coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
+    coreset_size: PositiveInt | None = None
+    embedding: Literal["concat", "adaptive"] = "concat"
+    neighbours: Annotated[int, Field(ge=2, le=1000)] = 3
+
+    dimensions: PositiveInt = 100
+    projection: Literal["random", "orthogonal"] = "random"
+    regularisation: Annotated[float, Field(gt=0)] = 0.01
+
+    @property
+    def image_score_in_force(self) -> str:
+        """The image score that this kind of model uses.
+
+        PatchCore takes the maximum of the patch scores, PaDiM that of the blurred map, unless told
+        otherwise; `reweighted` needs a memory bank, so PaDiM falls back on its own default.
+        """
+        if self.image_score is None or (self.image_score == "reweighted" and self.kind == "padim"):
+            return "max" if self.kind == "patchcore" else "map_max"
+        return self.image_score
+
+
+class Config(_Section):
+    """All settings of one training."""
+
+    name: Annotated[str, Field(pattern=r"^[^/\\\0]+$", max_length=100)] = "model"
+    data: DataConfig = DataConfig()
+    image: ImageConfig = ImageConfig()
+    backbone: BackboneConfig = BackboneConfig()
+    model: ModelConfig = ModelConfig()
+    batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), folders: Sequence[Path] = ()
+) -> Config:
+    """Read a YAML config, its bases and the command line's overrides.
+
+    Args:
+        path: a file, or a bare name that is looked up in `folders`. A file may name another one
+            that it builds on (`base: other.yaml`, relative to itself).
+        overrides: `key=value` with dotted keys; the value is read as YAML.
+        folders: where a bare name is looked for after the working directory.
+
+    Raises:
+        ConfigError: no such file, no YAML, an unknown key, a wrong type or range.
+    """
+    file = find_config(path, folders)
+    values = _read_with_base(file, seen=())
+    values.setdefault("name", file.stem)
+    for override in overrides:
+        _apply(values, override)
+    return parse_config(values, where=str(file))
+
+
+def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
+    """The config file meant by `path`: itself, or a bare name inside one of `folders`."""
+    given = Path(path).expanduser()
+    names = [given] if given.suffix else [given, given.with_suffix(".yaml")]
+    places = [Path(), *([] if len(given.parts) > 1 else folders)]
+    for place in places:
+        for name in names:
+            if (place / name).is_file():
+                return place / name
+    if given.is_dir():
+        raise ConfigError(f"{given} is a folder; --config takes one YAML file")
+    known = [f.name for folder in folders if folder.is_dir() for f in folder.glob("*.yaml")]
+    looked = ", ".join(str(p) for p in places[1:]) or "nowhere else"
+    hint = f"; {nearest(given.name, known)}" if known else ""
+    raise ConfigError(f"no config {given} (also looked in: {looked}){hint}")
+
+
+def parse_config(values: Mapping[str, Any], where: str) -> Config:
+    """Check plain values against the schema; `where` names their source in error messages."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(dict(e)) for e in error.errors()]
+        raise ConfigError(f"{where}: " + "\n  ".join(lines)) from None
+
+
+def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if file.resolve() in seen:
+        raise ConfigError(
+            f"{file}: its `base` leads back to itself; remove one of the `base` lines"
+        )
+    values = _read_yaml(file)
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    base_file = file.parent / str(base)
+    if not base_file.is_file():
+        raise ConfigError(f"{file}: its base {base_file} doesn't exist; correct the `base` line")
+    return _merge(_read_with_base(base_file, (*seen, file.resolve())), values)
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} can't be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} isn't valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} must hold `key: value` lines, not a {type(values).__name__}")
+    return values
+
+
+def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        lower = merged.get(key)
+        both = isinstance(lower, dict) and isinstance(value, dict)
+        merged[key] = _merge(lower, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(
+            f"--set {override!r} must look like key=value, e.g. --set model.kind=padim"
+        )
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override!r}: {text!r} isn't a YAML value") from None
+    *sections, last = key.strip().split(".")
+    inner = values
+    for section in sections:
+        child = inner.get(section)
+        # The shared parts of a parsed YAML file must not change under another reader.
+        inner[section] = dict(child) if isinstance(child, dict) else {}
+        inner = inner[section]
+    inner[last] = value
+
+
+def _explain(error: dict[str, Any]) -> str:
+    location = tuple(error["loc"])
+    key = ".".join(str(part) for part in location)
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}; {nearest(str(location[-1]), _known_keys(location[:-1]))}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    message = str(error["msg"])
+    return f"{key} is {error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _known_keys(location: tuple[Any, ...]) -> list[str]:
+    section: Any = Config
+    for part in location:
+        section = section.model_fields[part].annotation
+    return list(section.model_fields)

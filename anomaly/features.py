@@ -1,0 +1,191 @@
+"""Hook the wanted layers of a network and run nothing behind the last of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anomaly.errors import LayerError
+from anomaly.hooks import capture, resolve
+
+
+@dataclass(frozen=True)
+class FeatureMap:
+    """What one layer makes of a batch.
+
+    Attributes:
+        layer: its path, as PyTorch prints it.
+        values: (B, C, h, w).
+        stride: network pixels between neighbouring positions.
+    """
+
+    layer: str
+    values: Tensor
+    stride: int
+
+
+class FeatureExtractor:
+    """The part of a network up to the last wanted layer, read through forward hooks.
+
+    Args:
+        network: an already truncated network (see `truncate`), with its weights.
+        layers: canonical paths, in the order in which they run.
+        channels: C of each layer.
+        strides: stride of each layer.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        layers: Sequence[str],
+        channels: Sequence[int],
+        strides: Sequence[int],
+        copies: bool,
+    ) -> None:
+        self.network = network.eval().requires_grad_(False)
+        self.layers = tuple(layers)
+        self.channels = tuple(channels)
+        self.strides = tuple(strides)
+        self._copies = copies
+
+    @property
+    def coarsest_stride(self) -> int:
+        """The largest stride of the hooked layers."""
+        return max(self.strides)
+
+    def to(self, device: torch.device | str) -> FeatureExtractor:
+        """Move the network, in the memory format that convolutions are fastest in."""
+        self.network = self.network.to(device, memory_format=torch.channels_last)
+        return self
+
+    def __call__(self, images: Tensor) -> list[FeatureMap]:
+        """Run the network as far as needed.
+
+        Args:
+            images: (B, 3, H, W), normalised.
+
+        Returns:
+            One map for each layer, in the order of `layers`.
+        """
+        images = images.contiguous(memory_format=torch.channels_last)
+        with (
+            torch.inference_mode(),
+            capture(self.network, self.layers, stop=True, clone=self._copies) as captured,
+        ):
+            captured.run(images)
+            maps = captured.pop()
+        return [
+            FeatureMap(layer, maps[layer], s)
+            for layer, s in zip(self.layers, self.strides, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """A network cut behind its last wanted layer, still without weights.
+
+    Attributes:
+        network: on the meta device; what doesn't run before the last layer is gone.
+        layers: canonical paths, in the order in which they run.
+        channels: C of each layer.
+        strides: stride of each layer.
+        copies: whether a later layer overwrites a wanted one in place.
+    """
+
+    network: nn.Module
+    layers: tuple[str, ...]
+    channels: tuple[int, ...]
+    strides: tuple[int, ...]
+    copies: bool
+
+    def extractor(self) -> FeatureExtractor:
+        """The extractor, once the network has its weights."""
+        return FeatureExtractor(self.network, self.layers, self.channels, self.strides, self.copies)
+
+
+def truncate(network: nn.Module, layers: Sequence[str], probe: int = 256) -> Truncated:
+    """Drop every part of a network that isn't needed to compute `layers`, in place.
+
+    A dry run on the meta device, which computes nothing, shows which parameters are touched before
+    the last wanted layer has run; modules none of whose parameters are touched are replaced.
+
+    Args:
+        network: on the meta device.
+        layers: paths in any form that `anomaly.hooks.resolve` takes.
+        probe: side of the square dry-run image; any size that the network accepts.
+
+    Raises:
+        LayerError: a layer doesn't exist, never runs, or gives no (B, C, h, w) map.
+    """
+    paths = list(dict.fromkeys(resolve(network, layer)[0] for layer in layers))
+    image = torch.empty(1, 3, probe, probe, device="meta")
+    order: list[str] = []
+    handles = [
+        network.get_submodule(p).register_forward_hook(lambda *_, p=p: order.append(p))  # type: ignore[misc]
+        for p in paths
+    ]
+    used = _UsedTensors()
+    try:
+        with torch.no_grad(), used, capture(network, paths, stop=True) as captured:
+            captured.run(image)
+            maps = captured.pop()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for path in paths:
+        # A square image must give a square grid; Swin's (B, h, w, C) doesn't.
+        shape = maps[path].shape if path in maps else ()
+        if len(shape) != 4 or shape[-2] != shape[-1]:
+            what = tuple(shape) if shape else "several tensors"
+            raise LayerError(
+                f"layer {path!r} gives {what}, not a feature map (B, C, h, w); choose another layer"
+            )
+    paths = list(dict.fromkeys(p for p in order if p in paths))
+    copies = _overwritten(network, paths, image)
+    _drop_unused(network, used.seen, keep=paths)
+    return Truncated(
+        network,
+        tuple(paths),
+        tuple(int(maps[p].shape[1]) for p in paths),
+        tuple(max(1, round(probe / int(maps[p].shape[-1]))) for p in paths),
+        copies,
+    )
+
+
+class _UsedTensors(TorchDispatchMode):
+    """Notes every tensor that an operation reads, also those no module call would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+        self.seen.update(id(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def _overwritten(network: nn.Module, paths: Sequence[str], image: Tensor) -> bool:
+    with torch.no_grad(), capture(network, paths, stop=True, clone=False) as captured:
+        captured.run(image)
+        try:
+            captured.pop()
+        except LayerError:
+            return True
+    return False
+
+
+def _drop_unused(module: nn.Module, used: set[int], keep: Sequence[str], path: str = "") -> None:
+    for name, child in list(module.named_children()):
+        inner = f"{path}.{name}" if path else name
+        tensors = [*child.parameters(), *child.buffers()]
+        wanted = any(p == inner or p.startswith(inner + ".") for p in keep)
+        if tensors and not wanted and not any(id(t) in used for t in tensors):
+            module.register_module(name, nn.Identity())
+        else:
+            _drop_unused(child, used, keep, inner)

@@ -1,0 +1,1 @@
+"""Evaluations -> files and tables that people read."""

@@ -1,0 +1,131 @@
+"""Evaluations -> metrics.json, scores.csv and a table on screen."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from anomaly.detector import Thresholds
+from anomaly.evaluation import Evaluation
+
+COLUMNS = (
+    ("image AUROC", "image_auroc"),
+    ("image AP", "image_ap"),
+    ("image F1", "image_f1_max"),
+    ("pixel AUROC", "pixel_auroc"),
+    ("pixel AP", "pixel_ap"),
+    ("pixel F1", "pixel_f1_max"),
+    ("AUPRO", "aupro_30"),
+)
+
+
+def metrics_json(evaluations: Sequence[Evaluation]) -> str:
+    """`{"categories": {name: figures}, "mean": figures}`; an undefined figure is null.
+
+    Each category says why a figure is undefined under `undefined`, and how far a binned figure can
+    be off under `error_bounds`. The mean leaves undefined figures out.
+    """
+    categories = {e.name: _figures(e) for e in evaluations}
+    return json.dumps({"categories": categories, "mean": _mean(evaluations)}, indent=2) + "\n"
+
+
+def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Thresholds | None]) -> str:
+    """One row for each test image; columns are described in the README."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(
+        (
+            "category",
+            "path",
+            "defect_type",
+            "is_defect",
+            "image_score",
+            "threshold",
+            "verdict",
+            "reason",
+        )
+    )
+    for evaluation, limits in zip(evaluations, thresholds, strict=True):
+        for row in evaluation.scored:
+            score = row.image_score
+            known = score is not None and limits is not None
+            writer.writerow(
+                (
+                    evaluation.name,
+                    row.sample.name,
+                    row.sample.defect_type,
+                    int(row.sample.is_defect),
+                    "" if score is None else repr(score),
+                    "" if limits is None else repr(limits.image),
+                    limits.verdict(score) if known else "",  # type: ignore[union-attr,arg-type]
+                    row.reason,
+                )
+            )
+    return text.getvalue()
+
+
+def table(evaluations: Sequence[Evaluation]) -> str:
+    """The figures for people, one line a category and their mean."""
+    header = ["", "good", "defect", *(title for title, _ in COLUMNS)]
+    lines = [
+        [e.name, str(e.n_good), str(e.n_defect)]
+        + [_shown(e.metrics.values.get(key)) for _, key in COLUMNS]
+        for e in evaluations
+    ]
+    if len(evaluations) > 1:
+        mean = _mean(evaluations)
+        lines.append(["mean", "", "", *(_shown(mean.get(key)) for _, key in COLUMNS)])
+    widths = [max(len(row[i]) for row in [header, *lines]) for i in range(len(header))]
+    rows = [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
+        for row in [header, *lines]
+    ]
+    return "\n".join([rows[0], "─" * len(rows[0]), *rows[1:]])
+
+
+def undefined(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Why figures are missing: one line for each reason of each category."""
+    lines = []
+    for e in evaluations:
+        by_reason: dict[str, list[str]] = {}
+        for key, reason in e.metrics.reasons.items():
+            by_reason.setdefault(reason, []).append(key)
+        lines += [
+            f"{e.name}: {', '.join(keys)} undefined: {why}" for why, keys in by_reason.items()
+        ]
+    return lines
+
+
+def _figures(evaluation: Evaluation) -> dict[str, Any]:
+    metrics = evaluation.metrics
+    return {
+        **metrics.values,
+        "n_good": evaluation.n_good,
+        "n_defect": evaluation.n_defect,
+        "n_not_scored": len(evaluation.scored) - evaluation.n_good - evaluation.n_defect,
+        "undefined": metrics.reasons,
+        "error_bounds": metrics.error_bounds,
+    }
+
+
+def _mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
+    keys = dict.fromkeys(key for e in evaluations for key in e.metrics.values)
+    mean: dict[str, float | None] = {}
+    for key in keys:
+        if key.endswith("_threshold"):  # in the score units of one model
+            continue
+        values = [v for e in evaluations if (v := e.metrics.values.get(key)) is not None]
+        mean[key] = sum(values) / len(values) if values else None
+    return mean
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
