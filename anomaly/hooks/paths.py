@@ -14,8 +14,7 @@ from anomaly.errors import LayerError, nearest
 
 Selector: TypeAlias = str | type[nn.Module]
 
-_STEP = re.compile(r"\[(-?\d+)\]|([^.\[\]]+)")
-_INDEX_FORM = re.compile(r"[^\[\]]*(\[-?\d+\](\.[^.\[\]]+)*)+")
+_INDEX = re.compile(r"\[(-?\d+)\]")
 _HOOKS_OF_A_MODULE = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -48,17 +47,15 @@ def resolve(model: nn.Module, path: str) -> tuple[str, nn.Module]:
     """
     names: list[str] = []
     module = model
-    for index, name in _STEP.findall(path):
-        children = {key: child for key, child in module._modules.items() if child is not None}
-        if index:
-            keys = list(children)
-            name = keys[int(index)] if -len(keys) <= int(index) < len(keys) else ""
+    # `layer1[-1].conv1` -> `layer1.[-1].conv1`, one step a dot.
+    steps = _INDEX.sub(r".\g<0>", path).removeprefix("." if path.startswith("[") else "")
+    for step in steps.split(".") if path else []:
+        children = {name: child for name, child in module._modules.items() if child is not None}
+        name = _child_at(list(children), step)
         if name not in children:
             raise LayerError(_unknown(model, path))
         names.append(name)
         module = children[name]
-    if _INDEX_FORM.fullmatch(path) is None and ".".join(names) != path:
-        raise LayerError(_unknown(model, path))
     return ".".join(names), module
 
 
@@ -133,6 +130,14 @@ def live_hooks(model: nn.Module) -> int:
     tables += [getattr(p, name, None) for p in model.parameters() for name in _HOOKS_OF_A_TENSOR]
     tables += [getattr(torch_hooks, name) for name in _GLOBAL_HOOKS]
     return sum(len(table) for table in tables if isinstance(table, dict))
+
+
+def _child_at(names: list[str], step: str) -> str:
+    index = _INDEX.fullmatch(step)
+    if index is None:
+        return step
+    position = int(index[1])
+    return names[position] if -len(names) <= position < len(names) else ""
 
 
 def _regex(glob: str) -> str:

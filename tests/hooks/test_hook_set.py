@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from anomaly.errors import LayerError
+from anomaly.hooks import HookSet, live_hooks
+
+ACTIVATIONS = {"relu": nn.ReLU, "relu6": nn.ReLU6, "hardswish": nn.Hardswish, "silu": nn.SiLU}
+
+
+class Block(nn.Module):
+    """Convolution, batch norm, in-place activation, in-place residual: all the traps at once."""
+
+    def __init__(self, activation: str, residual: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.norm = nn.BatchNorm2d(2)
+        self.act = ACTIVATIONS[activation](inplace=True)
+        self.residual = residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(self.act(self.norm(self.conv(x)))))
+        if self.residual:
+            y += x
+        return self.act(y)
+
+
+NETWORKS = st.lists(
+    st.tuples(st.sampled_from(sorted(ACTIVATIONS)), st.booleans()), min_size=1, max_size=3
+)
+
+
+def build(blocks: list[tuple[str, bool]]) -> nn.Sequential:
+    torch.manual_seed(len(blocks))
+    return nn.Sequential(*(Block(*block) for block in blocks)).eval()
+
+
+def without_inplace(network: nn.Sequential, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(input, output) of each block, written out by hand."""
+    pairs = []
+    for block in network:
+        assert isinstance(block, Block)
+        act = type(block.act)()
+        y = block.norm(block.conv(act(block.norm(block.conv(x)))))
+        out = act(y + x if block.residual else y)
+        pairs.append((x, out))
+        x = out
+    return pairs
+
+
+@settings(deadline=None, max_examples=40)
+@given(blocks=NETWORKS)
+def test_backward_hooks_see_the_gradients_of_autograd(blocks: list[tuple[str, bool]]) -> None:
+    network = build(blocks)
+    x = torch.randn(2, 2, 4, 4, requires_grad=True)
+    seen: dict[str, list[Any]] = {}
+
+    def record(
+        module: nn.Module, grad_input: Any, grad_output: Any, path: str, *, into: dict[str, Any]
+    ) -> None:
+        into[path] = [grad_input, grad_output]
+
+    with HookSet(network) as hooks:
+        for i in range(len(blocks)):
+            hooks.backward(str(i), record, str(i), into=seen)
+        hooks.backward(nn.BatchNorm2d, lambda *_: None)
+        network(x).square().sum().backward()
+    assert live_hooks(network) == 0
+
+    pairs = without_inplace(network, x)
+    loss = pairs[-1][1].square().sum()
+    for i, (inputs, output) in enumerate(pairs):
+        grad_in, grad_out = torch.autograd.grad(loss, [inputs, output], retain_graph=True)
+        torch.testing.assert_close(seen[str(i)][1], (grad_out,))
+        # An in-place residual reaches the block's input by two ways; a full hook sees their sum.
+        through = torch.autograd.grad(output, inputs, grad_out, retain_graph=True)
+        torch.testing.assert_close(seen[str(i)][0], through)
+        if i == 0:
+            torch.testing.assert_close(x.grad, grad_in)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mobilenet_v2",
+        "mobilenet_v3_small",
+        "resnet18",
+        pytest.param("resnext50_32x4d", marks=pytest.mark.slow),
+        pytest.param("wide_resnet50_2", marks=pytest.mark.slow),
+        "vgg11_bn",
+        "densenet121",
+        "efficientnet_b0",
+        pytest.param("efficientnet_v2_s", marks=pytest.mark.slow),
+        "convnext_tiny",
+    ],
+)
+def test_backward_hooks_on_every_layer_of_every_family_change_nothing(name: str) -> None:
+    torch.manual_seed(0)
+    network = torchvision.models.get_model(name, weights=None, num_classes=4).eval()
+    x = torch.randn(1, 3, 48, 48, requires_grad=True)
+    probe = [x, *(p for p in network.parameters() if p.ndim == 4)]
+    expected = torch.autograd.grad(network(x).square().sum(), probe)
+    called: set[nn.Module] = set()
+    fired: list[nn.Module] = []
+    with HookSet(network) as hooks:
+        hooks.forward(nn.Module, lambda module, *_: called.add(module))
+        hooks.backward(nn.Module, lambda module, *_: fired.append(module))
+        hooks.backward_pre(nn.Module, lambda *_: None)
+        got = torch.autograd.grad(network(x).square().sum(), probe)
+    torch.testing.assert_close(got, expected)
+    assert set(fired) == called
+    assert live_hooks(network) == 0
+
+
+def test_pytorchs_own_backward_hook_fails_where_ours_works() -> None:
+    """The reason for `backward.py`: when this stops raising, PyTorch's own is enough."""
+    network = nn.Sequential(nn.BatchNorm2d(2), nn.ReLU6(inplace=True)).eval()
+    handle = network[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="being modified inplace"):
+        network(torch.zeros(1, 2, 3, 3, requires_grad=True))
+    handle.remove()
+
+
+def test_forward_hooks_get_extra_arguments_and_replace_outputs() -> None:
+    network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+
+    def blend(module: nn.Module, inputs: Any, output: Tensor, factor: float, *, add: float) -> Any:
+        assert inputs[0] is x
+        return output * factor + add
+
+    with HookSet(network) as hooks:
+        hooks.forward("[0]", blend, 2.0, add=1.0)
+        got = network(x)
+    torch.testing.assert_close(got, network[1](network[0](x) * 2.0 + 1.0))
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return x * scale
+
+
+def test_hooks_with_kwargs_see_and_replace_keyword_arguments() -> None:
+    network = nn.ModuleDict({"scaled": Scaled()})
+    seen = []
+
+    def see(module: nn.Module, inputs: Any, kwargs: Any, output: Tensor, note: str) -> None:
+        seen.append((kwargs, note))
+
+    def replace(module: nn.Module, inputs: Any, kwargs: dict[str, Any], to: float) -> Any:
+        return inputs, {**kwargs, "scale": to}
+
+    with HookSet(network) as hooks:
+        hooks.forward("scaled", see, "note", with_kwargs=True)
+        hooks.forward_pre("scaled", replace, with_kwargs=True, to=5.0)
+        assert network["scaled"](torch.ones(1), scale=3.0).item() == 5.0
+    assert seen == [({"scale": 5.0}, "note")]
+    assert network["scaled"](torch.ones(1), scale=3.0).item() == 3.0
+
+
+def test_forward_pre_hooks_replace_inputs() -> None:
+    network = nn.Sequential(nn.Linear(3, 3))
+    x = torch.randn(4, 3)
+    with HookSet(network) as hooks:
+        hooks.forward_pre("0", lambda module, inputs, by: inputs[0] + by, 1.0)
+        torch.testing.assert_close(network(x), network[0].forward(x + 1))
+
+
+def test_backward_hooks_clip_and_scale_what_flows_on() -> None:
+    network = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
+    x = torch.randn(4, 3, requires_grad=True)
+    (plain,) = torch.autograd.grad(network(x).sum(), x)
+    with HookSet(network) as hooks:
+        hooks.backward("1", lambda module, gi, go, by: tuple(g * by for g in gi), 0.5)
+        (scaled,) = torch.autograd.grad(network(x).sum(), x)
+    torch.testing.assert_close(scaled, plain * 0.5)
+    with HookSet(network) as hooks:
+        hooks.backward_pre("2", lambda module, go: (go[0] * 3,))
+        weight, (tripled,) = network[2].weight, torch.autograd.grad(network(x).sum(), x)
+        got = torch.autograd.grad(network(x).sum(), weight)[0]
+    torch.testing.assert_close(tripled, plain * 3)
+    torch.testing.assert_close(got, torch.autograd.grad(network(x).sum(), weight)[0] * 3)
+
+
+def test_tensor_hooks_replace_gradients_and_are_removed() -> None:
+    x = torch.ones(3, requires_grad=True)
+    network = nn.Linear(3, 1)
+    with HookSet(network) as hooks:
+        hooks.tensor(x, torch.clamp, -0.01, max=0.01)
+        hooks.tensor(network.weight, lambda grad: grad * 2)
+        assert live_hooks(network) == 1
+        network(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().max() <= 0.01
+    torch.testing.assert_close(network.weight.grad, torch.full((1, 3), 2.0))
+    assert live_hooks(network) == 0
+    assert not x._backward_hooks
+    with HookSet(network) as hooks, pytest.raises(LayerError, match="takes no part"):
+        hooks.tensor(torch.zeros(2), torch.clone)
+
+
+@pytest.mark.parametrize("where", ["layer", "tensor"])
+def test_changing_a_gradient_in_place_is_refused(where: str) -> None:
+    network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    x = torch.ones(2, 3, requires_grad=True)
+    with HookSet(network) as hooks:
+        if where == "layer":
+            hooks.backward("0", lambda module, gi, go: (gi[0].mul_(2),))
+        else:
+            hooks.tensor(x, lambda grad: grad.mul_(2))
+        with pytest.raises(LayerError, match="changed a gradient in place"):
+            network(x).square().sum().backward()
+    assert live_hooks(network) == 0
+
+
+class DictOutput(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return OrderedDict(low=x * 2, high=x * 3)
+
+
+class Reader(nn.Module):
+    def forward(self, values: dict[str, Tensor]) -> Tensor:
+        return values["low"].add_(values["high"])
+
+
+def test_backward_hooks_reach_inside_dicts() -> None:
+    network = nn.Sequential(DictOutput(), Reader())
+    x = torch.ones(2, requires_grad=True)
+    seen = []
+    with HookSet(network) as hooks:
+        hooks.backward("0", lambda module, gi, go: seen.append((gi, go)))
+        network(x).sum().backward()
+    ((grad_input, grad_output),) = seen
+    torch.testing.assert_close(grad_output, (torch.ones(2), torch.ones(2)))
+    torch.testing.assert_close(grad_input, (torch.full((2,), 5.0),))
+
+
+@pytest.mark.parametrize("event", ["forward", "forward_pre", "backward", "backward_pre"])
+def test_global_hooks_fire_for_every_module_and_are_removed(event: Any) -> None:
+    network = nn.Sequential(nn.BatchNorm2d(2), nn.ReLU6(inplace=True)).eval()
+    other = nn.Linear(2, 2)
+    fired = set()
+    with HookSet(network) as hooks:
+        hooks.everywhere(event, lambda module, *args: fired.add(module) and None)
+        network(torch.zeros(1, 2, 3, 3, requires_grad=True)).sum().backward()
+        other(torch.zeros(1, 2, requires_grad=True)).sum().backward()
+        assert live_hooks(other) > 0
+    assert fired == {network, network[0], network[1], other}
+    assert live_hooks(network) == live_hooks(other) == 0
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing = nn.Conv2d(5, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.failing(x)
+        except RuntimeError:
+            return x * 1
+
+
+def test_a_layer_that_failed_does_not_confuse_backward_hooks() -> None:
+    network = nn.Sequential(Sometimes(), nn.Conv2d(2, 2, 1))
+    fired = []
+    x = torch.zeros(1, 2, 3, 3, requires_grad=True)
+    with HookSet(network) as hooks, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hooks.backward(nn.Module, lambda module, gi, go: fired.append(type(module).__name__))
+        network(x).sum().backward()
+    assert fired == ["Conv2d", "Sometimes", "Sequential"]
+
+
+@pytest.mark.parametrize("register", ["forward", "forward_pre", "backward", "backward_pre"])
+def test_no_hook_survives_an_exception_in_a_hook(register: str) -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("broken hook")
+
+    x = torch.zeros(1, 2, requires_grad=True)
+    with pytest.raises(ValueError, match="broken hook"), HookSet(network) as hooks:  # noqa: PT012
+        getattr(hooks, register)("*", fail)
+        network(x).sum().backward()
+    assert live_hooks(network) == 0
+
+
+def test_a_bad_layer_leaves_nothing_registered_and_handles_remove_one_early() -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with HookSet(network) as hooks:
+        with pytest.raises(LayerError, match="no layer '7'"):
+            hooks.forward(["0", "7"], lambda *_: None)
+        assert live_hooks(network) == 0
+        handles = hooks.forward("*", lambda *_: None)
+        assert len(handles) == live_hooks(network) == 2
+        handles[0].remove()
+        assert live_hooks(network) == 1
+        with HookSet(network) as inner:
+            inner.forward_pre("0", lambda *_: None)
+            assert live_hooks(network) == 2
+        assert live_hooks(network) == 1
+    assert live_hooks(network) == 0
