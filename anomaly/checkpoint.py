@@ -235,7 +235,7 @@ def _check_files(folder: Path, manifest: dict[str, Any]) -> None:
         raise ModelError(f"{folder} lacks {', '.join(missing)}{again}")
     if foreign := sorted(present - set(expected)):
         raise ModelError(
-            f"{folder} holds {', '.join(foreign)}, which the model doesn't know; remove it from there"
+            f"{folder} holds {', '.join(foreign)}, which isn't part of the model; remove it there"
         )
     for name, record in expected.items():
         if (folder / name).stat().st_size != record["bytes"]:

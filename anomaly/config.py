@@ -100,7 +100,7 @@ class ModelConfig(_Section):
 class Config(_Section):
     """All settings of one training."""
 
-    name: Annotated[str, Field(pattern=r"^[^/\\\0]+$", max_length=100)] = "model"
+    name: Annotated[str, Field(pattern=r"^[^/\\\x00]+$", max_length=100)] = "model"
     data: DataConfig = DataConfig()
     image: ImageConfig = ImageConfig()
     backbone: BackboneConfig = BackboneConfig()

@@ -102,7 +102,8 @@ class TrainingPatches:
 
     def _compute(self) -> Iterator[tuple[tuple[int, ...], list[Tensor]]]:
         self.refused = []
-        file = None if self._spill is None else tempfile.TemporaryFile(dir=self._spill)
+        # Stays open for the later readings, until `close`.
+        file = None if self._spill is None else tempfile.TemporaryFile(dir=self._spill)  # noqa: SIM115
         self._written = []
         done = 0
         started = time.perf_counter()

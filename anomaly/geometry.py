@@ -43,7 +43,8 @@ class AxisView:
     def visible(self) -> slice:
         """The original pixels whose centres the network sees."""
         inside = self.to_network(np.arange(self.source) + 0.5)
-        kept = np.flatnonzero((inside >= 0) & (inside <= self.size))
+        # A centre on the crop's very edge is in at its start and out at its end.
+        kept = np.flatnonzero((inside > -1e-9) & (inside < self.size - 1e-9))
         return slice(int(kept[0]), int(kept[-1]) + 1)
 
 

@@ -107,16 +107,14 @@ class _Job:
         self.rows[index] = row
 
     def _draw(self, result: Prediction) -> None:
+        import numpy as np
+
         from anomaly.files import write
         from anomaly.heatmap import display, encode_png, overlay
 
         anomaly_map = result.anomaly_map()
         thresholds = self.model.detector.thresholds
-        limit = (
-            float(anomaly_map[~_isnan(anomaly_map)].max())
-            if thresholds is None
-            else thresholds.pixel
-        )
+        limit = float(np.nanmax(anomaly_map)) if thresholds is None else thresholds.pixel
         picture = overlay(display(result.image), anomaly_map, limit)
         write(self.output / "heatmaps" / self.pictures[result.index], encode_png(picture))
 

@@ -124,9 +124,9 @@ def _say(summary: dict[str, Any], output: Path) -> None:
             f"{thresholds['images']} good images held out of training"
         )
     _say_refused(summary["refused"])
+    seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9
     print(
-        f"{summary['seconds']['total']:.1f} s, {summary['peak_memory_bytes'] / 1e9:.2f} GB at most; "
-        f"model {summary['model_id']} in {output / 'model'}"
+        f"{seconds:.1f} s, {peak:.2f} GB at most; model {summary['model_id']} in {output / 'model'}"
     )
 
 

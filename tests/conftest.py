@@ -1,0 +1,111 @@
+"""A tiny product, and the commands run in-process on it."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+# Wide terminals and narrow ones must not change what argparse prints.
+os.environ["COLUMNS"] = "100"
+
+REPOSITORY = Path(__file__).parents[1]
+SHARED = REPOSITORY.parent / "shared"
+FAST = [
+    "backbone.name=resnet18",
+    "backbone.weights=random",
+    "image.area=64",
+    "model.coreset_ratio=0.1",
+    "model.dimensions=20",
+]
+
+
+def write_part(file: Path, seed: int, mark: tuple[int, int] | None = None) -> None:
+    """A 96×120 picture of a grey disc; `mark` is the corner of a 10×10 red square on it."""
+    rng = np.random.default_rng(seed)
+    picture = np.full((96, 120, 3), 40, dtype=np.uint8)
+    cv2.circle(picture, (60, 48), 38, (150, 150, 150), -1)
+    picture = np.clip(picture + rng.normal(0, 6, picture.shape), 0, 255).astype(np.uint8)
+    if mark is not None:
+        picture[mark[0] : mark[0] + 10, mark[1] : mark[1] + 10] = (30, 30, 220)  # BGR
+    file.parent.mkdir(parents=True, exist_ok=True)
+    cv2.imwrite(str(file), picture)
+
+
+def write_product(root: Path, n_train: int = 12) -> Path:
+    """A whole category in MVTec AD layout."""
+    for i in range(n_train):
+        write_part(root / "train" / "good" / f"{i:03}.png", seed=i)
+    for i in range(3):
+        write_part(root / "test" / "good" / f"{i:03}.png", seed=100 + i)
+        write_part(root / "test" / "spot" / f"{i:03}.png", seed=200 + i, mark=(30, 40 + 10 * i))
+        mask = np.zeros((96, 120), dtype=np.uint8)
+        mask[30:40, 40 + 10 * i : 50 + 10 * i] = 255
+        (root / "ground_truth" / "spot").mkdir(parents=True, exist_ok=True)
+        cv2.imwrite(str(root / "ground_truth" / "spot" / f"{i:03}_mask.png"), mask)
+    return root
+
+
+@pytest.fixture(scope="session")
+def product(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny product's folder; read only."""
+    return write_product(tmp_path_factory.mktemp("data") / "disc")
+
+
+Command = Callable[[str, Sequence[object]], tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process; returns (exit code, stdout, stderr)."""
+    from anomaly.cli import main
+
+    def run(name: str, arguments: Sequence[object]) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = main([name, *map(str, arguments)])
+        except SystemExit as stop:  # argparse
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def train_arguments(product: Path, output: Path, *overrides: str) -> list[object]:
+    """Arguments of `train` for the tiny product."""
+    arguments: list[object] = ["--config", REPOSITORY / "configs" / "folder.yaml"]
+    settings = [
+        "data.format=mvtec",
+        f"data.root={product.parent}",
+        f"data.category={product.name}",
+        "name=disc",
+        *FAST,
+        *overrides,
+    ]
+    for setting in settings:
+        arguments += ["--set", setting]
+    return [*arguments, "--output", output, "--device", "cpu"]
+
+
+@pytest.fixture(scope="session")
+def run_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained PatchCore run; read only."""
+    from anomaly.cli import main
+
+    output = tmp_path_factory.mktemp("runs") / "disc"
+    assert main(["train", *map(str, train_arguments(product, output))]) == 0
+    return output
+
+
+@pytest.fixture(scope="session")
+def padim_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained PaDiM run; read only."""
+    from anomaly.cli import main
+
+    output = tmp_path_factory.mktemp("runs") / "disc"
+    arguments = train_arguments(product, output, "model.kind=padim")
+    assert main(["train", *map(str, arguments)]) == 0
+    return output

@@ -1,0 +1,68 @@
+"""Heatmaps: colours mean the same on every image, and marks lie where the map is high."""
+
+import cv2
+import numpy as np
+import pytest
+
+from anomaly.heatmap import display, encode_png, overlay
+from anomaly.images import Image
+
+
+def _grey(height: int, width: int) -> np.ndarray:
+    return np.full((height, width, 3), 128, dtype=np.uint8)
+
+
+def test_below_half_the_threshold_nothing_changes() -> None:
+    picture = _grey(40, 60)
+    shown = overlay(picture, np.full((40, 60), 0.49, dtype=np.float32), threshold=1.0)
+    np.testing.assert_array_equal(shown, picture)
+
+
+def test_above_the_threshold_is_coloured_and_outlined() -> None:
+    picture = _grey(100, 120)
+    anomaly_map = np.zeros((100, 120), dtype=np.float32)
+    anomaly_map[30:60, 40:80] = 1.5
+    shown = overlay(picture, anomaly_map, threshold=1.0)
+    changed = (shown != picture).any(-1)
+    assert changed[30:60, 40:80].all()
+    assert not changed[:28].any()
+    assert not changed[:, 83:].any()
+    assert shown[30, 60].min() > 200  # a white line, antialiased
+    inside = shown[45, 60].astype(int)
+    assert inside[0] > inside[2]  # inferno: warm, in RGB order
+
+
+def test_equal_scores_look_equal_whatever_else_is_in_the_image() -> None:
+    picture = _grey(50, 50)
+    one = np.zeros((50, 50), dtype=np.float32)
+    one[10:20, 10:20] = 0.8
+    two = one.copy()
+    two[30:40, 30:40] = 5.0
+    np.testing.assert_array_equal(
+        overlay(picture, one, 1.0)[:25, :25], overlay(picture, two, 1.0)[:25, :25]
+    )
+
+
+def test_what_the_network_did_not_see_is_darkened() -> None:
+    anomaly_map = np.zeros((20, 20), dtype=np.float32)
+    anomaly_map[:5] = np.nan
+    shown = overlay(_grey(20, 20), anomaly_map, threshold=1.0)
+    assert (shown[:5] == 64).all()
+    assert (shown[5:] == 128).all()
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(8, np.uint8), (12, np.uint16), (16, np.uint16)])
+def test_display_uses_the_declared_depth(bits: int, kind: type) -> None:
+    top = 2**bits - 1
+    pixels = np.zeros((2, 2, 3), dtype=kind)
+    pixels[0, 0] = top
+    pixels[0, 1] = round(top / 2)
+    image = Image(pixels, float(top), "", "png", "")
+    assert display(image)[0, 0].tolist() == [255, 255, 255]
+    assert abs(int(display(image)[0, 1, 0]) - 128) <= 1
+
+
+def test_png_round_trip() -> None:
+    picture = np.random.default_rng(0).integers(0, 256, (13, 17, 3), dtype=np.uint8)
+    data = np.frombuffer(encode_png(picture), np.uint8)
+    np.testing.assert_array_equal(cv2.imdecode(data, cv2.IMREAD_COLOR)[..., ::-1], picture)
