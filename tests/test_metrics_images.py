@@ -114,7 +114,7 @@ def test_recall_at_rate_is_the_best_of_all_thresholds(pairs, rate):
 
 
 def test_recall_keys_and_rounding():
-    scores = np.concatenate([np.arange(100.0), np.arange(90.5, 100.5)])
+    scores = np.concatenate([np.arange(100.0), [70.5], np.arange(91.5, 100.5)])
     labels = np.arange(110) >= 100
     # 0.07 · 100 is a hair above 7, 0.29 · 100 a hair below 29.
     got = recall_at_false_reject_rates(scores, labels, (0.01, 0.07, 0.29)).values

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from anomaly.metrics.tally import Floats, Tally
 
 _SIGN = np.uint32(1 << 31)
+# The keys of the lowest and the highest finite float32.
+_LEAST, _MOST = np.uint64(0x0080_0000), np.uint64(0xFF7F_FFFF)
 
 
 class ScoreHistogram:
@@ -119,7 +121,7 @@ def _ordered_keys(scores: NDArray[np.float32]) -> NDArray[np.uint32]:
 
 
 def _scores_of(keys: NDArray[np.uint64]) -> Floats:
-    """The scores of `_ordered_keys`."""
-    bits = keys.astype(np.uint32)
+    """The scores of `_ordered_keys`; a bin's border past the finite ones becomes the last."""
+    bits = np.clip(keys, _LEAST, _MOST).astype(np.uint32)
     bits = np.where(bits & _SIGN, bits ^ _SIGN, ~bits)
     return bits.view(np.float32).astype(np.float64)
