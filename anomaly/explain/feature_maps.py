@@ -1,0 +1,122 @@
+"""What a layer sees: its most active channels, and all channels at once as three colours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from anomaly.errors import LayerError
+from anomaly.explain.tiles import Picture, captioned, colored, grid, resized, stacked
+from anomaly.hooks import capture
+
+_TILE = 120
+_COLUMNS = 6
+
+
+def feature_map_pictures(
+    model: nn.Module, image: Tensor, layers: Sequence[str], n_channels: int = 16
+) -> dict[str, Picture]:
+    """Draw what each layer makes of an image.
+
+    Args:
+        model: any network.
+        image: (3, H, W), normalised as the network wants it, on the network's device.
+        layers: paths of layers that put out feature maps, see `anomaly.hooks.match`.
+        n_channels: how many channels are shown, the most active first.
+
+    Returns:
+        For each layer's path a picture (h', w', 3): the image, PCA to RGB, then the channels.
+
+    Raises:
+        LayerError: no such layer, or its output isn't a feature map.
+    """
+    with torch.no_grad(), capture(model, layers, stop=True) as captured:
+        captured.run(image[None])
+        maps = captured.pop_numpy()
+    shown = _as_picture(image.detach().cpu().float().numpy())
+    return {
+        layer: feature_map_picture(_one_map(values, layer), layer, shown, n_channels)
+        for layer, values in maps.items()
+    }
+
+
+def feature_map_picture(
+    values: NDArray[Any], title: str, image: Picture | None = None, n_channels: int = 16
+) -> Picture:
+    """Draw one feature map.
+
+    Args:
+        values: (C, h, w) floats.
+        title: the first line.
+        image: what the network looked at, (H, W, 3).
+        n_channels: how many channels are shown, the most active first.
+    """
+    _, height, width = values.shape
+    scale = _TILE / max(height, width)
+    size = max(1, round(height * scale)), max(1, round(width * scale))
+    channels = most_active(values, n_channels)
+    tiles = [] if image is None else [captioned(resized(image, *size), "image")]
+    tiles.append(captioned(resized(pca_rgb(values), *size), "PCA to RGB"))
+    tiles += [captioned(resized(colored(values[c]), *size), f"channel {c}") for c in channels]
+    sheet = grid(tiles, min(_COLUMNS, len(tiles)))
+    heading = f"{title}: {values.shape[0]} channels of {height} x {width}"
+    return stacked([captioned(sheet[:0], heading), sheet])
+
+
+def most_active(values: NDArray[Any], n: int) -> list[int]:
+    """The n channels of (C, h, w) with the largest mean absolute value, largest first."""
+    activity = np.abs(values.astype(np.float64)).mean(axis=(1, 2))
+    return [int(c) for c in np.argsort(-activity, kind="stable")[:n]]
+
+
+def pca_rgb(values: NDArray[Any]) -> Picture:
+    """Show all channels at once: each position's first three principal components as a colour.
+
+    Positions that the layer describes alike get the same colour. Components run over the positions
+    of this map; each is stretched from its 1st to its 99th percentile.
+
+    Args:
+        values: (C, h, w) floats.
+
+    Returns:
+        (h, w, 3) RGB; components that a map doesn't have are mid-grey.
+    """
+    n_channels, height, width = values.shape
+    positions = values.reshape(n_channels, -1).T.astype(np.float64)
+    positions = positions - positions.mean(axis=0)
+    left, strength, _ = np.linalg.svd(positions, full_matrices=False)
+    rgb = np.full((height * width, 3), 0.5)
+    for i in range(min(3, len(strength))):
+        if strength[i] <= strength[0] * 1e-6:
+            break
+        component = left[:, i] * _sign(left[:, i])
+        low, high = np.percentile(component, [1, 99])
+        rgb[:, i] = np.clip((component - low) / max(high - low, 1e-12), 0, 1)
+    return np.asarray(np.rint(rgb.reshape(height, width, 3) * 255), np.uint8)
+
+
+def _sign(component: NDArray[np.float64]) -> float:
+    """A component's sign is arbitrary; this makes it the same each time."""
+    return 1.0 if component[np.abs(component).argmax()] >= 0 else -1.0
+
+
+def _one_map(values: NDArray[Any], layer: str) -> NDArray[Any]:
+    if values.ndim != 4:
+        raise LayerError(
+            f"{layer!r} puts out shape {values.shape}, not a feature map (1, C, h, w): "
+            "choose a layer before the pooling"
+        )
+    one: NDArray[Any] = values[0]
+    return one
+
+
+def _as_picture(image: NDArray[np.float32]) -> Picture:
+    """A normalised image (3, H, W) stretched to what the eye can see."""
+    low, high = float(image.min()), float(image.max())
+    unit = (image - low) / max(high - low, 1e-12)
+    return np.ascontiguousarray(np.rint(unit * 255).astype(np.uint8).transpose(1, 2, 0))

@@ -1,0 +1,84 @@
+"""Where a classifier looks: Grad-CAM and guided Grad-CAM.
+
+Selvaraju et al., "Grad-CAM: Visual Explanations from Deep Networks via Gradient-based
+Localization", ICCV 2017.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from anomaly.errors import AnomalyError, LayerError
+from anomaly.explain.saliency import guided_backpropagation
+from anomaly.hooks import capture
+
+
+def grad_cam(
+    model: nn.Module, image: Tensor, layer: str, target_class: int | None = None
+) -> NDArray[np.float32]:
+    """Where the evidence for a class lies (eq. 1 and 2).
+
+    Args:
+        model: a classifier in eval mode, whose output for one image is (1, classes).
+        image: (3, H, W), normalised as the network wants it, on the network's device.
+        layer: path of the layer looked at, usually the last one before the pooling
+            (`features[-1]`, `layer4`).
+        target_class: index of the class; the highest-scoring one if not given.
+
+    Returns:
+        (H, W) in [0, 1], 1 where the evidence is strongest; all zero if there is none.
+
+    Raises:
+        LayerError: no such layer, or its output isn't a feature map.
+        AnomalyError: the network isn't a classifier, or has no such class.
+    """
+    batch = image.detach().clone()[None].requires_grad_()
+    with torch.enable_grad(), capture(model, layer, grad=True) as captured:
+        score = _class_score(captured.run(batch), target_class)
+        ((path, maps),) = captured.pop().items()
+        if maps.ndim != 4:
+            raise LayerError(
+                f"{path!r} puts out shape {tuple(maps.shape)}, not a feature map (1, C, h, w): "
+                "choose a layer before the pooling"
+            )
+        (gradients,) = torch.autograd.grad(score, maps, materialize_grads=True)
+    weights = gradients.mean(dim=(2, 3), keepdim=True)  # eq. 1
+    evidence = functional.relu((weights * maps).sum(dim=1, keepdim=True)).detach()  # eq. 2
+    cam = functional.interpolate(evidence.float(), image.shape[1:], mode="bilinear")[0, 0]
+    strongest = float(cam.max())
+    return np.asarray((cam / strongest if strongest > 0 else cam).cpu().numpy(), np.float32)
+
+
+def guided_grad_cam(
+    model: nn.Module, image: Tensor, layer: str, target_class: int | None = None
+) -> NDArray[np.float32]:
+    """Which details are the evidence for a class: Grad-CAM times guided backpropagation (3.2).
+
+    Args and errors as in `grad_cam`; also a LayerError where the network has no ReLU layers.
+
+    Returns:
+        (H, W, 3), signed, the largest absolute value 1 (all zero if there is no evidence).
+    """
+    cam = grad_cam(model, image, layer, target_class)
+    gradient = guided_backpropagation(
+        model, lambda batch: _class_score(model(batch), target_class), image
+    )
+    guided = gradient.permute(1, 2, 0).float().cpu().numpy() * cam[..., None]
+    strongest = float(np.abs(guided).max())
+    return np.asarray(guided / strongest if strongest > 0 else guided, np.float32)
+
+
+def _class_score(output: object, target_class: int | None) -> Tensor:
+    if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 1:
+        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise AnomalyError(f"Grad-CAM needs a classifier that puts out (1, classes), not {shape}")
+    n_classes = output.shape[1]
+    if target_class is None:
+        return output[0].max()
+    if not 0 <= target_class < n_classes:
+        raise AnomalyError(f"target_class={target_class}: the network has 0 to {n_classes - 1}")
+    return output[0, target_class]

@@ -1,0 +1,87 @@
+"""Small labelled pictures and how they are put together. RGB, uint8, (H, W, 3) throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+Picture = NDArray[np.uint8]
+
+_CAPTION_HEIGHT = 18
+_BACKGROUND = 255
+_INK = (40, 40, 40)
+
+
+def colored(values: NDArray[Any], low: float | None = None, high: float | None = None) -> Picture:
+    """Show numbers as colours (viridis: dark blue low, yellow high).
+
+    Args:
+        values: (H, W) floats; what isn't finite becomes grey.
+        low: the value shown darkest; the smallest one if not given.
+        high: the value shown brightest; the largest one if not given.
+
+    Returns:
+        (H, W, 3) RGB.
+    """
+    if values.size == 0:  # OpenCV dies of a division by zero
+        return np.zeros((*values.shape, 3), np.uint8)
+    finite = np.isfinite(values)
+    known = values[finite] if finite.any() else np.zeros(1)
+    darkest = float(known.min()) if low is None else low
+    brightest = float(known.max()) if high is None else high
+    unit = (np.where(finite, values, darkest) - darkest) / max(brightest - darkest, 1e-30)
+    levels = np.rint(np.clip(unit, 0, 1) * 255).astype(np.uint8)
+    picture = cv2.cvtColor(cv2.applyColorMap(levels, cv2.COLORMAP_VIRIDIS), cv2.COLOR_BGR2RGB)
+    picture[~finite] = 128
+    return np.asarray(picture, np.uint8)
+
+
+def resized(picture: Picture, height: int, width: int) -> Picture:
+    """Bring a picture (H, W, 3) to (height, width, 3); enlarged pixels keep their edges."""
+    enlarging = height * width >= picture.shape[0] * picture.shape[1]
+    how = cv2.INTER_NEAREST if enlarging else cv2.INTER_AREA
+    return np.asarray(cv2.resize(picture, (width, height), interpolation=how), np.uint8)
+
+
+def captioned(picture: Picture, text: str) -> Picture:
+    """The picture with one line of text above it, cut where the picture ends."""
+    line = np.full((_CAPTION_HEIGHT, picture.shape[1], 3), _BACKGROUND, np.uint8)
+    cv2.putText(line, text, (2, 13), cv2.FONT_HERSHEY_SIMPLEX, 0.4, _INK, 1, cv2.LINE_AA)
+    return np.vstack([line, picture])
+
+
+def grid(tiles: Sequence[Picture], columns: int, gap: int = 4) -> Picture:
+    """Put pictures of one size side by side, row by row.
+
+    Args:
+        tiles: at least one, all (H, W, 3).
+        columns: how many in a row.
+        gap: pixels of white around each.
+
+    Returns:
+        (rows · (H + gap) + gap, columns · (W + gap) + gap, 3).
+    """
+    height, width = tiles[0].shape[:2]
+    rows = -(-len(tiles) // columns)
+    shape = (rows * (height + gap) + gap, columns * (width + gap) + gap, 3)
+    sheet = np.full(shape, _BACKGROUND, np.uint8)
+    for index, tile in enumerate(tiles):
+        top = gap + index // columns * (height + gap)
+        left = gap + index % columns * (width + gap)
+        sheet[top : top + height, left : left + width] = tile
+    return sheet
+
+
+def stacked(pictures: Sequence[Picture]) -> Picture:
+    """Put pictures below each other, left-aligned; the narrow ones get white to their right."""
+    width = max(picture.shape[1] for picture in pictures)
+    return np.vstack([_widened(picture, width) for picture in pictures])
+
+
+def _widened(picture: Picture, width: int) -> Picture:
+    padding = ((0, 0), (0, width - picture.shape[1]), (0, 0))
+    return np.pad(picture, padding, constant_values=_BACKGROUND)

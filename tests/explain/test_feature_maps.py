@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from sklearn.decomposition import PCA
+from torch import nn
+
+from anomaly.errors import LayerError
+from anomaly.explain.feature_maps import (
+    feature_map_picture,
+    feature_map_pictures,
+    most_active,
+    pca_rgb,
+)
+from anomaly.hooks import live_hooks
+
+
+@given(arrays(np.float32, (6, 3, 4), elements=st.floats(-100, 100, width=32)), st.integers(1, 8))
+def test_most_active_channels_are_the_largest_in_order(values: np.ndarray, n: int) -> None:
+    chosen = most_active(values, n)
+    activity = [float(np.mean([abs(float(v)) for v in values[c].ravel()])) for c in range(6)]
+    assert len(chosen) == len(set(chosen)) == min(n, 6)
+    assert [activity[c] for c in chosen] == pytest.approx(sorted(activity, reverse=True)[:n])
+
+
+def test_pca_colours_are_scikit_learns_components() -> None:
+    values = np.random.default_rng(0).normal(size=(8, 9, 7)) * np.arange(1, 9)[:, None, None]
+    expected = PCA(3).fit_transform(values.reshape(8, -1).T)
+    got = pca_rgb(values).reshape(-1, 3).astype(float)
+    for i in range(3):
+        assert abs(np.corrcoef(got[:, i], expected[:, i])[0, 1]) > 0.99
+
+
+@pytest.mark.parametrize("channels", [1, 2, 5])
+def test_components_that_a_map_lacks_are_grey(channels: int) -> None:
+    ramp = np.broadcast_to(np.arange(12.0).reshape(3, 4), (channels, 3, 4))
+    picture = pca_rgb(ramp)
+    assert (picture[..., 1:] == 128).all()
+    assert picture[..., 0].min() == 0
+    assert picture[..., 0].max() == 255
+    assert (pca_rgb(np.ones((channels, 3, 4))) == 128).all()
+
+
+def test_pictures_of_a_network_show_image_pca_and_channels() -> None:
+    torch.manual_seed(0)
+    network = torchvision.models.mobilenet_v2(weights=None).eval()
+    pictures = feature_map_pictures(network, torch.randn(3, 64, 96), ["features[2]", "features.6"])
+    assert list(pictures) == ["features.2", "features.6"]
+    for picture in pictures.values():
+        assert picture.dtype == np.uint8
+        assert picture.ndim == 3
+        # 18 tiles of 80 x 120 under a caption, 6 in a row, below the heading.
+        assert picture.shape == (18 + 3 * (80 + 18 + 4) + 4, 6 * 124 + 4, 3)
+    assert live_hooks(network) == 0
+
+
+def test_fewer_channels_than_asked_for_and_extreme_aspects_are_drawn() -> None:
+    picture = feature_map_picture(np.random.default_rng(0).normal(size=(2, 1, 300)), "thin")
+    assert picture.shape == (18 + 1 + 18 + 8, 3 * 124 + 4, 3)
+
+
+def test_a_vector_is_not_a_feature_map() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    with pytest.raises(LayerError, match=r"'1' puts out shape \(1, 3\), not a feature map"):
+        feature_map_pictures(network, torch.zeros(3, 2, 2), ["1"])
+    assert live_hooks(network) == 0

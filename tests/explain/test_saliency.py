@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from anomaly.errors import AnomalyError, LayerError
+from anomaly.explain.saliency import guided_backpropagation, image_gradient, saliency_map
+from anomaly.hooks import live_hooks
+
+
+def test_image_gradient_equals_finite_differences() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Softplus(), nn.Conv2d(4, 1, 2)).double()
+    image = torch.randn(3, 5, 6, dtype=torch.float64)
+
+    def score(batch: Tensor) -> Tensor:
+        return network(batch).square().amax()
+
+    gradient = image_gradient(score, image)
+    step = 1e-6
+    for c, y, x in [(0, 1, 2), (2, 4, 5), (1, 3, 3)]:
+        nudged = image.clone()
+        nudged[c, y, x] += step
+        slope = (score(nudged[None]) - score(image[None])).item() / step
+        assert gradient[c, y, x].item() == pytest.approx(slope, abs=1e-4)
+    assert all(p.grad is None for p in network.parameters())
+    assert not image.requires_grad
+
+
+def test_it_works_under_no_grad() -> None:
+    with torch.no_grad():
+        gradient = image_gradient(lambda batch: (batch * 3).sum(), torch.zeros(3, 2, 2))
+    torch.testing.assert_close(gradient, torch.full((3, 2, 2), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (lambda batch: batch.detach().sum(), "doesn't depend on the image"),
+        (lambda batch: torch.tensor(float(batch.detach().numpy().max())), "doesn't depend"),
+        (lambda batch: batch.sum(dim=(0, 1, 2)), r"shape \(2,\), not one number"),
+    ],
+)
+def test_scores_without_a_gradient_are_refused(score: object, message: str) -> None:
+    with pytest.raises(AnomalyError, match=message):
+        image_gradient(score, torch.zeros(3, 2, 2))
+
+
+@settings(deadline=None, max_examples=12)
+@given(seed=st.integers(0, 1000), inplace=st.booleans(), shared=st.booleans())
+def test_guided_backpropagation_equals_its_definition(
+    seed: int, inplace: bool, shared: bool
+) -> None:
+    torch.manual_seed(seed)
+    convolutions = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)]
+    first = nn.ReLU(inplace)
+    second = first if shared else nn.ReLU6(inplace)
+    network = nn.Sequential(
+        convolutions[0], first, convolutions[1], second, nn.BatchNorm2d(3).eval(), convolutions[2]
+    )
+    image = torch.randn(3, 4, 5) * 3
+    got = guided_backpropagation(network, lambda batch: network(batch).sum(), image)
+    assert live_hooks(network) == 0
+
+    # By hand, layer by layer: R_l = (f_l > 0) · (R_{l+1} > 0) · R_{l+1}
+    inputs, x = [], image[None]
+    for layer in network:
+        inputs.append(x)
+        x = layer(x.clone()).detach()
+    flow = torch.ones_like(x)
+    for layer, before in zip(reversed(network), reversed(inputs), strict=True):
+        if isinstance(layer, nn.ReLU | nn.ReLU6):
+            passes = (before > 0) & (before < (6 if isinstance(layer, nn.ReLU6) else torch.inf))
+            flow = flow.clamp(min=0) * passes
+        else:
+            leaf = before.clone().requires_grad_()
+            (flow,) = torch.autograd.grad(layer(leaf), leaf, flow)
+    torch.testing.assert_close(got, flow[0])
+
+
+def test_guided_backpropagation_needs_relu_layers() -> None:
+    with pytest.raises(LayerError, match="Sequential has none"):
+        guided_backpropagation(
+            nn.Sequential(nn.GELU()), lambda batch: batch.sum(), torch.ones(3, 1, 1)
+        )
+
+
+def test_saliency_is_the_largest_absolute_gradient_of_the_colours() -> None:
+    gradient = torch.zeros(3, 20, 20)
+    gradient[0, 3, 4], gradient[2, 3, 4], gradient[1, 7, 8] = 1.0, -4.0, 2.0
+    saliency = saliency_map(gradient)
+    assert saliency.dtype == np.float32
+    assert saliency.shape == (20, 20)
+    assert np.argwhere(saliency).tolist() == [[3, 4], [7, 8]]
+    assert saliency[3, 4] == 1.0
+    assert not saliency_map(torch.zeros(3, 4, 4)).any()
