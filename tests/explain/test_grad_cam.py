@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import sklearn.datasets
+import torch
+import torchvision
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from anomaly.errors import AnomalyError, LayerError
+from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
+from anomaly.explain.saliency import guided_backpropagation
+from anomaly.hooks import live_hooks
+
+Array = np.ndarray
+OFFICIAL = "mobilenet_v2-b0353104.pth"
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CRASH_HELMET, EGYPTIAN_CAT, PALACE, DAISY, ESPRESSO = 518, 285, 698, 985, 967
+
+
+def build(seed: int, inplace: bool = False) -> tuple[nn.Sequential, nn.Sequential, nn.Sequential]:
+    torch.manual_seed(seed)
+    body = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 2))
+    head = nn.Sequential(nn.ReLU(inplace), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 5))
+    return nn.Sequential(body, head).eval(), body, head
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 1000),
+    inplace=st.booleans(),
+    target=st.one_of(st.none(), st.integers(0, 4)),
+    size=st.tuples(st.integers(9, 20), st.integers(9, 20)),
+)
+def test_grad_cam_equals_its_formula_on_a_network_cut_in_two(
+    seed: int, inplace: bool, target: int | None, size: tuple[int, int]
+) -> None:
+    network, body, head = build(seed, inplace)
+    image = torch.randn(3, *size)
+    cam = grad_cam(network, image, "[0][-1]", target)
+    assert cam.shape == size
+    assert cam.dtype == np.float32
+    assert live_hooks(network) == 0
+    assert all(p.grad is None for p in network.parameters())
+
+    maps = body(image[None]).detach().requires_grad_()
+    logits = head(maps.clone())[0]
+    (gradient,) = torch.autograd.grad(logits[logits.argmax() if target is None else target], maps)
+    a, g = maps.detach().numpy()[0], gradient.numpy()[0]
+    evidence = np.maximum(sum(g[k].mean() * a[k] for k in range(6)), 0)
+    coarse = torch.from_numpy(evidence)[None, None]
+    expected = nn.functional.interpolate(coarse, size, mode="bilinear")[0, 0].numpy()
+    expected = expected / max(expected.max(), 1e-30)
+    np.testing.assert_allclose(cam, expected, atol=1e-4)
+    assert cam.max() == pytest.approx(1) or not cam.any()
+
+
+def test_guided_grad_cam_is_the_product_of_its_two_parts() -> None:
+    network, _, _ = build(1)
+    image = torch.randn(3, 12, 14)
+    guided = guided_grad_cam(network, image, "0", 2)
+    gradient = guided_backpropagation(network, lambda batch: network(batch)[0, 2], image)
+    expected = gradient.numpy().transpose(1, 2, 0) * grad_cam(network, image, "0", 2)[..., None]
+    assert np.abs(guided).max() == pytest.approx(1)
+    np.testing.assert_allclose(guided, expected / np.abs(expected).max(), atol=1e-6)
+    assert live_hooks(network) == 0
+
+
+def test_frozen_networks_and_no_grad_make_no_difference() -> None:
+    network, _, _ = build(3)
+    image = torch.randn(3, 12, 12)
+    expected = grad_cam(network, image, "0", 1)
+    network.requires_grad_(False)
+    with torch.no_grad():
+        np.testing.assert_array_equal(grad_cam(network, image, "0", 1), expected)
+
+
+def test_what_grad_cam_cannot_explain_is_said() -> None:
+    network, body, _ = build(0)
+    image = torch.randn(3, 12, 12)
+    with pytest.raises(LayerError, match=r"'1.2' puts out shape .* not a feature map"):
+        grad_cam(network, image, "1[2]")
+    with pytest.raises(LayerError, match="no layer 'head'"):
+        grad_cam(network, image, "head")
+    with pytest.raises(AnomalyError, match=r"puts out \(1, classes\), not \(1, 6,"):
+        grad_cam(body, image, "0")
+    for target in (-1, 5):
+        with pytest.raises(AnomalyError, match="the network has 0 to 4"):
+            grad_cam(network, image, "0", target)
+    assert live_hooks(network) == 0
+
+
+@pytest.fixture(scope="module")
+def mobilenet() -> nn.Module:
+    folders = [Path(torch.hub.get_dir()) / "checkpoints", Path(__file__).parents[2] / "weights"]
+    found = [folder / OFFICIAL for folder in folders if (folder / OFFICIAL).is_file()]
+    if not found:
+        pytest.skip(f"needs torchvision's {OFFICIAL} in one of {', '.join(map(str, folders))}")
+    network = torchvision.models.mobilenet_v2(weights=None)
+    network.load_state_dict(torch.load(found[0], weights_only=True))
+    return network.eval()
+
+
+def picture(name: str) -> Array:
+    """A picture of scikit-learn's or scikit-image's package, RGB, its longer side 320."""
+    if name in ("china.jpg", "flower.jpg"):
+        path = Path(sklearn.datasets.__file__).parent / "images" / name
+    else:
+        package = importlib.util.find_spec("skimage")
+        if package is None:
+            pytest.skip("needs the pictures of scikit-image: pip install scikit-image")
+        path = Path(next(iter(package.submodule_search_locations))) / "data" / name
+    image = cv2.cvtColor(cv2.imread(str(path)), cv2.COLOR_BGR2RGB)
+    height, width = (round(side * 10 / max(image.shape)) * 32 for side in image.shape[:2])
+    return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
+
+
+def normalised(image: Array) -> Tensor:
+    return torch.from_numpy(((image / 255 - MEAN) / STD).astype(np.float32)).permute(2, 0, 1)
+
+
+# Boxes drawn by hand around the object: top, bottom, left, right as shares of the picture.
+@pytest.mark.parametrize(
+    ("name", "target", "box", "least"),
+    [
+        ("flower.jpg", None, (0.18, 0.84, 0.25, 0.71), 0.55),
+        ("coffee.png", None, (0.02, 0.78, 0.28, 0.73), 0.55),
+        ("astronaut.png", CRASH_HELMET, (0.60, 1.0, 0.56, 1.0), 0.38),
+    ],
+)
+def test_the_energy_lies_in_the_box_of_the_object(
+    mobilenet: nn.Module,
+    name: str,
+    target: int | None,
+    box: tuple[float, float, float, float],
+    least: float,
+) -> None:
+    image = picture(name)
+    height, width = image.shape[:2]
+    inside = np.zeros((height, width), bool)
+    top, bottom, left, right = box
+    rows = slice(round(top * height), round(bottom * height))
+    inside[rows, round(left * width) : round(right * width)] = True
+    cam = grad_cam(mobilenet, normalised(image), "features[-1]", target)
+    energy = cam[inside].sum() / cam.sum()
+    assert energy >= least
+    assert energy >= 1.8 * inside.mean()  # what a map without any idea would have
+    assert inside[np.unravel_index(cam.argmax(), cam.shape)]
+    assert live_hooks(mobilenet) == 0
+
+
+@pytest.mark.parametrize("explain", [grad_cam, guided_grad_cam])
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (("flower.jpg", DAISY), ("china.jpg", PALACE)),
+        (("chelsea.png", EGYPTIAN_CAT), ("coffee.png", ESPRESSO)),
+    ],
+    ids=["flower and palace", "cat and espresso"],
+)
+def test_of_two_objects_it_finds_the_one_asked_for(
+    mobilenet: nn.Module,
+    pair: tuple[tuple[str, int], tuple[str, int]],
+    swapped: bool,
+    explain: Callable[..., Array],
+) -> None:
+    order = pair[::-1] if swapped else pair
+    image = np.hstack([cv2.resize(picture(name), (224, 224)) for name, _ in order])
+    for half, (_, target) in enumerate(order):
+        values = np.abs(explain(mobilenet, normalised(image), "features[-1]", target))
+        columns = slice(half * 224, (half + 1) * 224)
+        assert values[:, columns].sum() / values.sum() > 0.85
