@@ -26,9 +26,8 @@ from anomaly.metrics import (
 
 # Few distinct values, so that ties are the rule; neighbours in float32, so that a threshold
 # between two of them is hard to find.
-TIED = st.sampled_from(
-    [0.0, -0.0, 0.5, 1.0, float(np.nextafter(np.float32(1), np.float32(2))), 1e-30, 7.25, -3.0]
-)
+ONE = np.arange(np.float32(1).view(np.int32), np.float32(1).view(np.int32) + 3, dtype=np.int32)
+TIED = st.sampled_from([0.0, -0.0, 0.5, *ONE.view(np.float32).tolist(), 1e-30, 7.25, -3.0])
 LABELLED = st.lists(
     st.tuples(TIED | st.floats(-(2.0**100), 2.0**100, width=32), st.booleans()),
     min_size=1,
@@ -66,6 +65,14 @@ def test_f1_threshold_gives_f1_max_in_either_precision(pairs):
         return
     for flagged in (scores > threshold, scores.astype(np.float32) > np.float32(threshold)):
         assert f1_score(labels, flagged) == pytest.approx(got["image_f1_max"], abs=1e-12)
+
+
+def test_threshold_between_neighbouring_floats():
+    # Their middle rounds to the upper one, which would then not be above the threshold.
+    low, high = ONE.view(np.float32)[1:].tolist()
+    threshold = image_metrics([low, high], [False, True]).values["image_f1_max_threshold"]
+    assert low <= threshold < high
+    assert image_metrics([1.0, 2.0], [False, True]).values["image_f1_max_threshold"] == 1.5
 
 
 def test_many_images_agree_with_scikit_learn():

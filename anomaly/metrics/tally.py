@@ -56,5 +56,6 @@ class Tally:
         above, below = self.lowest[:-1], self.highest[1:]
         midway = (above / 2 + below / 2).astype(np.float32).astype(np.float64)
         parting = np.where((midway >= below) & (midway < above), midway, below)
-        under_all = np.nextafter(self.lowest[-1:].astype(np.float32), np.float32(-np.inf))
+        with np.errstate(over="ignore"):
+            under_all = np.nextafter(self.lowest[-1:].astype(np.float32), np.float32(-np.inf))
         return np.concatenate([self.highest[:1], parting, under_all.astype(np.float64)])
