@@ -1,0 +1,78 @@
+"""Fewer channels for PaDiM: a random subset of them, or a semi-orthogonal projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anomaly.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A fixed linear map of patch embeddings from D to d channels.
+
+    Attributes:
+        weights: (d,) int64, the channels to keep, ascending; or (D, d) float32 with orthonormal
+            columns.
+        dim: D.
+    """
+
+    weights: Tensor
+    dim: int
+
+    @property
+    def dimensions(self) -> int:
+        """The d channels that are left."""
+        return self.weights.shape[-1]
+
+    def __call__(self, embeddings: Tensor) -> Tensor:
+        """Embeddings (..., D) -> (..., d)."""
+        if self.weights.ndim == 2:
+            return embeddings @ self.weights
+        if self.dimensions == self.dim:
+            return embeddings
+        # On the last axis alone, index_select gathers row by row: twice as fast on a matrix.
+        rows = embeddings.reshape(-1, self.dim).index_select(1, self.weights)
+        return rows.view(*embeddings.shape[:-1], self.dimensions)
+
+    def to(self, target: torch.device | str) -> Projection:
+        """The same projection on another device."""
+        return Projection(self.weights.to(target), self.dim)
+
+
+def channel_projection(
+    kind: str, dim: int, target: int, *, generator: torch.Generator
+) -> Projection:
+    """Draw the projection of a PaDiM model.
+
+    Args:
+        kind: `random`, a random subset of the channels (Defard et al. 2020, section 3.2), or
+            `orthogonal`, the Q factor of a Gaussian matrix, uniform over all semi-orthogonal ones
+            (Kim et al. 2021, "Semi-orthogonal embedding"); more accurate at the same d.
+        dim: D, channels of the embeddings.
+        target: d, channels wanted. With d = D all are kept as they are: rotating them changes no
+            Mahalanobis distance.
+        generator: on the CPU, so that every device gets the same projection.
+
+    Raises:
+        ConfigError: an unknown kind, or d outside 1..D.
+    """
+    if kind not in ("random", "orthogonal"):
+        raise ConfigError(f"projection {kind!r} is unknown; use 'random' or 'orthogonal'")
+    if not 1 <= target <= dim:
+        raise ConfigError(
+            f"model.dimensions is {target}, but the hooked layers give {dim} channels; "
+            f"choose 1 to {dim}, or hook more layers"
+        )
+    if target == dim:
+        return Projection(torch.arange(dim), dim)
+    if kind == "random":
+        chosen = torch.randperm(dim, generator=generator)[:target]
+        return Projection(chosen.sort().values, dim)
+    gaussian = torch.randn(dim, target, generator=generator, dtype=torch.float64)
+    q, r = torch.linalg.qr(gaussian)
+    # With a positive diagonal in R the factorisation is unique, and Q uniformly distributed.
+    return Projection((q * r.diagonal().sign()).float(), dim)

@@ -1,0 +1,143 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.distance import mahalanobis
+
+from anomaly.errors import ConfigError
+from anomaly.scorers.covariance import (
+    CholeskyWhitening,
+    GaussianStatistics,
+    LowRankWhitening,
+    centre,
+    pack_triangle,
+    packed_size,
+    unpack_triangle,
+)
+
+
+def correlated(positions, count, dimensions, *, seed=0, spread=3.0, offset=0.0):
+    """Samples (P, N, d) whose variances span several orders of magnitude."""
+    rng = np.random.default_rng(seed)
+    mixing = rng.normal(size=(positions, dimensions, dimensions)) / dimensions**0.5
+    scales = spread * np.logspace(0, -3, dimensions)
+    latent = rng.normal(size=(positions, count, dimensions)) * scales
+    return torch.from_numpy((latent @ mixing + offset).astype(np.float32))
+
+
+def reference(samples, queries, regularisation):
+    """Mahalanobis distances (P, B) by scipy, float64."""
+    distances = []
+    for x, q in zip(samples.double().numpy(), queries.double().numpy(), strict=True):
+        covariance = np.cov(x, rowvar=False).reshape(x.shape[1], x.shape[1])
+        inverse = np.linalg.inv(covariance + regularisation * np.eye(x.shape[1]))
+        distances.append([mahalanobis(v, x.mean(axis=0), inverse) for v in q])
+    return np.array(distances)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+@pytest.mark.parametrize(("count", "dimensions"), [(2, 3), (30, 7), (50, 65), (200, 130)])
+def test_statistics_agree_with_numpy(count, dimensions, offset):
+    samples = correlated(4, count, dimensions, offset=offset)
+    statistics = GaussianStatistics.of(samples)
+    for i, x in enumerate(samples.double().numpy()):
+        np.testing.assert_allclose(statistics.mean[i], x.mean(axis=0), rtol=1e-7, atol=1e-6)
+        expected = np.cov(x, rowvar=False)
+        error = np.abs(statistics.covariance()[i].numpy() - expected).max()
+        assert error < 1e-6 * np.abs(expected).max()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=6),
+    st.sampled_from([0.0, 1e4, -1e6]),
+    st.integers(0, 99),
+)
+def test_merging_parts_equals_one_pass(lengths, offset, seed):
+    samples = correlated(3, sum(lengths), 5, seed=seed, offset=offset)
+    whole = GaussianStatistics.of(samples)
+    first, *rest = samples.split(lengths, dim=1)
+    one_by_one = GaussianStatistics.of(first)
+    for part in rest:
+        one_by_one = one_by_one.update(part)
+    tail = GaussianStatistics.of(rest[-1])
+    for part in reversed(rest[:-1]):
+        tail = GaussianStatistics.of(part).merge(tail)
+    for merged in (one_by_one, GaussianStatistics.of(first).merge(tail)):
+        assert merged.count == whole.count
+        # A part's mean is known to float32's rounding of the spread, whatever the offset.
+        torch.testing.assert_close(merged.mean, whole.mean, rtol=0, atol=2e-6)
+        size = float(whole.scatter.abs().max())
+        torch.testing.assert_close(merged.scatter, whole.scatter, rtol=0, atol=3e-6 * size)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 150))
+def test_packed_triangle_comes_back(dimensions):
+    lower = torch.randn(2, dimensions, dimensions).tril()
+    packed = pack_triangle(lower)
+    assert packed.shape == (2, packed_size(dimensions))
+    assert torch.equal(unpack_triangle(packed, dimensions), lower)
+
+
+def test_packed_triangle_is_little_more_than_half():
+    assert packed_size(550) < 0.56 * 550**2
+
+
+@pytest.mark.parametrize(("count", "dimensions"), [(20, 1), (40, 30), (300, 130)])
+def test_cholesky_whitening_agrees_with_scipy(count, dimensions):
+    samples = correlated(3, count, dimensions)
+    queries = correlated(3, 6, dimensions, seed=1)
+    statistics = GaussianStatistics.of(samples)
+    residuals = (queries - statistics.mean[:, None]).float()
+    whitening = CholeskyWhitening.of(statistics, 0.01)
+    found = whitening.squared_distances(residuals, slice(0, 3)).sqrt()
+    np.testing.assert_allclose(found, reference(samples, queries, 0.01), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("count", "dimensions"), [(2, 9), (30, 31), (40, 130)])
+@pytest.mark.parametrize(("spread", "rtol"), [(0.01, 1e-5), (3.0, 1e-4), (30.0, 1e-3)])
+def test_low_rank_whitening_agrees_with_scipy(count, dimensions, spread, rtol):
+    samples = correlated(3, count, dimensions, spread=spread)
+    # The samples themselves lie in the span, where the textbook form cancels.
+    queries = torch.cat([samples[:, :5], correlated(3, 5, dimensions, seed=1, spread=spread)], 1)
+    mean, centred = centre(samples)
+    whitening = LowRankWhitening.of(centred, 0.01)
+    residuals = (queries - mean[:, None]).float()
+    found = whitening.squared_distances(residuals, slice(0, 3)).sqrt()
+    np.testing.assert_allclose(found, reference(samples, queries, 0.01), rtol=rtol)
+
+
+def test_low_rank_whitening_keeps_the_digits_the_textbook_form_loses():
+    samples = correlated(1, 40, 130, spread=300.0)
+    expected = reference(samples, samples, 0.01)
+    mean, centred = centre(samples)
+    whitening = LowRankWhitening.of(centred, 0.01)
+    residuals = (samples - mean[:, None]).float()
+    found = whitening.squared_distances(residuals, slice(0, 1)).sqrt().numpy()
+
+    inverse = torch.linalg.inv(centred @ centred.mT + 39 * 0.01 * torch.eye(40))
+    h = residuals @ centred.mT
+    textbook = (residuals.square().sum(2) - ((h @ inverse) * h).sum(2)).clamp_min(0) / 0.01
+
+    def worst(distances):
+        return np.abs(distances / expected - 1).max()
+
+    assert worst(found) < 0.01
+    assert worst(textbook.sqrt().numpy()) > 10 * worst(found)
+
+
+def test_samples_without_any_variance_leave_the_euclidean_distance():
+    samples = torch.ones(2, 5, 9)
+    whitening = LowRankWhitening.of(centre(samples)[1], 0.25)
+    residuals = torch.randn(2, 3, 9)
+    found = whitening.squared_distances(residuals, slice(0, 2)).sqrt()
+    torch.testing.assert_close(found, residuals.norm(dim=2) / 0.5)
+
+
+def test_regularisation_that_vanishes_beside_the_variances_is_refused():
+    # Two equal channels: without ε, the covariance is singular.
+    samples = 1e4 * correlated(1, 50, 4)[:, :, [0, 0, 1, 2]]
+    with pytest.raises(ConfigError, match=r"model.regularisation 1e-12 is too small"):
+        CholeskyWhitening.of(GaussianStatistics.of(samples), 1e-12)
