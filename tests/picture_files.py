@@ -1,0 +1,70 @@
+"""Pictures and the files that tests make of them. Nothing here reads a file."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import cv2
+import numpy as np
+from PIL import Image as Pil
+
+H, W = 37, 53
+
+
+def picture():
+    """A picture (H, W, 3) with smooth parts, edges and noise."""
+    y, x = np.mgrid[:H, :W]
+    smooth = np.stack([x * 255 // W, y * 255 // H, (x + y) * 2], axis=-1)
+    noise = np.random.default_rng(0).integers(-20, 20, smooth.shape)
+    smooth[10:20, 15:30] = (240, 20, 60)
+    return np.clip(smooth + noise, 0, 255).astype(np.uint8)
+
+
+def encoded(pixels, kind, mode=None, **options):
+    """Encode by Pillow; `mode` tells CMYK from RGBA."""
+    picture = (
+        Pil.fromarray(pixels)
+        if mode is None
+        else Pil.frombytes(mode, pixels.shape[1::-1], pixels.tobytes())
+    )
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def converted(pixels, mode, kind, **options):
+    buffer = io.BytesIO()
+    Pil.fromarray(pixels).convert(mode).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def by_opencv(suffix, pixels, *options):
+    """Encode RGB, RGBA or grey pixels of any depth."""
+    if pixels.ndim == 3:
+        pixels = pixels[..., [2, 1, 0, 3][: pixels.shape[2]]]
+    done, data = cv2.imencode(suffix, np.ascontiguousarray(pixels), options)
+    assert done
+    return data.tobytes()
+
+
+def chunk(kind, content):
+    body = kind + content
+    return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+
+def png(width, height, depth, colour, idat, *before):
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return b"".join(
+        [b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", header), *before]
+        + [chunk(b"IDAT", part) for part in idat]
+        + [chunk(b"IEND", b"")]
+    )
+
+
+def written(folder, data, name="part.png"):
+    path = folder / name
+    path.unlink(missing_ok=True)  # writing over a file makes some file systems flush: slow
+    path.write_bytes(data)
+    return path
