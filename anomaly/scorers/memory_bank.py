@@ -1,0 +1,223 @@
+"""PatchCore (Roth et al. 2022): a memory bank of good patches, and the distance to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from anomaly.errors import ConfigError, DataError, ModelError
+from anomaly.scorers.base import PatchBatch, PatchScores
+from anomaly.scorers.coreset import coreset_size, random_projection
+from anomaly.scorers.neighbors import NearestNeighbors
+from anomaly.scorers.shards import ShardedSelection
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryBank:
+    """Good patches, and where each came from.
+
+    Attributes:
+        vectors: (M, D) float32, in the order in which they were picked.
+        origins: (M, 3) int32: training image, patch row, patch column.
+        covering_radius: the largest distance of any training patch to its nearest bank vector,
+            among the projected embeddings that the coreset was selected on.
+        shards: how many parts the training patches were reduced in before the selection; 1 where
+            the selection saw all of them.
+        search: how neighbours are found, see `NearestNeighbors`.
+    """
+
+    vectors: Tensor
+    origins: Tensor
+    covering_radius: float
+    shards: int = 1
+    search: str = "auto"
+
+    @cached_property
+    def _neighbours(self) -> NearestNeighbors:
+        return NearestNeighbors(self.vectors, self.search)
+
+    def score(self, embeddings: Tensor) -> PatchScores:
+        """The distance of each patch to its nearest bank vector (PatchCore, section 3.3).
+
+        Args:
+            embeddings: (B, h, w, D) float32, on the bank's device.
+
+        Raises:
+            DataError: another number of channels than the bank has.
+        """
+        self._check(embeddings)
+        shape = embeddings.shape[:3]
+        distances, found = self._neighbours.search(embeddings.reshape(-1, embeddings.shape[3]))
+        return PatchScores(distances.view(shape), found.view(shape))
+
+    def reweighted(self, embeddings: Tensor, scores: PatchScores, neighbours: int) -> Tensor:
+        """The paper's image score (PatchCore, eq. 6 and 7).
+
+        The highest patch score s* of an image, at patch m_test with nearest bank vector m*, is
+        weighed by 1 − exp(‖m_test − m*‖) / Σ exp(‖m_test − m‖), the sum over m* and the vectors
+        of the bank that are nearest to it: a patch whose nearest vector is itself a rare one
+        among good patches scores higher.
+
+        Args:
+            embeddings: (B, h, w, D), those that were scored.
+            scores: what `score` said about them.
+            neighbours: b, vectors in the sum, with m*. 1 leaves a weight of 0, so at least 2.
+
+        Returns:
+            (B,) float32, in score units.
+
+        Raises:
+            ConfigError: fewer than 2 neighbours.
+        """
+        if neighbours < 2:
+            raise ConfigError(f"image-score neighbours must be at least 2, not {neighbours}")
+        if scores.nearest is None:
+            raise ValueError("scores name no bank vectors; take those of this bank's score()")
+        if len(self.vectors) == 1:
+            return scores.scores.flatten(1).amax(1)
+        highest, at = scores.scores.flatten(1).max(1)
+        images = torch.arange(len(at), device=at.device)
+        patches = embeddings.flatten(1, 2)[images, at]
+        centre = scores.nearest.flatten(1)[images, at]
+        group = self._neighbours.search(self.vectors[centre], neighbours)[1]
+        distances = torch.linalg.vector_norm(self.vectors[group] - patches[:, None], dim=2)
+        # Duplicates may push m* out of its own group, so its distance is the numerator's alone.
+        share = torch.exp(highest - torch.logsumexp(distances, 1))
+        return highest * (1 - share).clamp(min=0)
+
+    def to(self, target: torch.device | str) -> MemoryBank:
+        """The same bank on another device."""
+        return MemoryBank(
+            self.vectors.to(target),
+            self.origins.to(target),
+            self.covering_radius,
+            self.shards,
+            self.search,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that has to be saved, by name."""
+        return {
+            "vectors": self.vectors,
+            "origins": self.origins,
+            "covering_radius": torch.tensor(self.covering_radius, dtype=torch.float64),
+            "shards": torch.tensor(self.shards),
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> MemoryBank:
+        """The way back from `tensors`.
+
+        Raises:
+            ModelError: a tensor is missing, or shapes don't belong together.
+        """
+        missing = {"vectors", "origins", "covering_radius", "shards"} - tensors.keys()
+        if missing:
+            raise ModelError(f"the memory bank lacks {', '.join(sorted(missing))}; train anew")
+        vectors, origins = tensors["vectors"], tensors["origins"]
+        if vectors.ndim != 2 or origins.shape != (len(vectors), 3):
+            raise ModelError(
+                f"the memory bank's vectors {tuple(vectors.shape)} and origins "
+                f"{tuple(origins.shape)} don't belong together; train anew"
+            )
+        return cls(vectors, origins, float(tensors["covering_radius"]), int(tensors["shards"]))
+
+    def _check(self, embeddings: Tensor) -> None:
+        if embeddings.shape[3] != self.vectors.shape[1]:
+            raise DataError(
+                f"embeddings have {embeddings.shape[3]} channels where the memory bank's have "
+                f"{self.vectors.shape[1]}; use the backbone and layers it was made with"
+            )
+
+
+@dataclass(frozen=True)
+class MemoryBankFitter:
+    """Settings of PatchCore.
+
+    Attributes:
+        coreset_ratio: share of the training patches that the bank keeps; None with coreset_size.
+        coreset_size: how many it keeps; None with coreset_ratio.
+        projection_dim: dimensions in which the coreset is selected (PatchCore, section 3.2).
+        seed: of the projection and the first pick.
+        memory_limit: bytes of projected patches held at once. More are reduced in shards, of which
+            the bank tells.
+    """
+
+    coreset_ratio: float | None = 0.1
+    coreset_size: int | None = None
+    projection_dim: int = 128
+    seed: int = 0
+    memory_limit: int = 256 * 1024**2
+
+    def fit(self, batches: Iterable[PatchBatch], progress: Progress | None = None) -> MemoryBank:
+        """Choose the bank: one reading for the projections, another for the chosen vectors.
+
+        Args:
+            batches: good patches, of any grids. Read twice, the same each time.
+            progress: called with (bank vectors selected, all of them).
+
+        Raises:
+            ConfigError: the coreset's ratio or size can't be had.
+            DataError: no patches, or some that hold NaN or infinite values.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        selection: ShardedSelection | None = None
+        projection: Tensor | None = None
+        for batch in batches:
+            if selection is None or projection is None:
+                dim = batch.embeddings.shape[3]
+                projection = random_projection(dim, self.projection_dim, generator=generator)
+                projection = projection.to(batch.embeddings.device)
+                selection = ShardedSelection(
+                    projection.shape[1], batch.embeddings.device, self.memory_limit, generator
+                )
+            # One image at a time: a product's rounding depends on its shape, and which images
+            # share a batch must not change the bank.
+            for image in batch.embeddings.flatten(1, 2):
+                selection.add(image @ projection)
+        if selection is None:
+            raise DataError("no training patches; check the training images")
+        size = coreset_size(selection.count, ratio=self.coreset_ratio, size=self.coreset_size)
+        chosen = selection.select(size, progress)
+        vectors, origins = _gather(batches, chosen.picks)
+        return MemoryBank(vectors, origins, chosen.covering_radius, selection.shards)
+
+
+def _gather(batches: Iterable[PatchBatch], picks: Tensor) -> tuple[Tensor, Tensor]:
+    """Embeddings and origins of the patches `picks`, counted through all batches.
+
+    Args:
+        batches: the batches that were selected from.
+        picks: (M,) int64.
+
+    Returns:
+        (M, D) float32 and (M, 3) int32, in the order of `picks`.
+    """
+    ascending, places = picks.sort()
+    vectors: Tensor | None = None
+    origins = torch.empty(len(picks), 3, dtype=torch.int32, device=picks.device)
+    start = 0
+    for batch in batches:
+        images, height, width, dim = batch.embeddings.shape
+        if vectors is None:
+            vectors = batch.embeddings.new_empty(len(picks), dim)
+        stop = start + images * height * width
+        bounds = torch.searchsorted(ascending, torch.tensor([start, stop], device=picks.device))
+        here = slice(*bounds.tolist())
+        offsets, to = ascending[here] - start, places[here]
+        vectors[to] = batch.embeddings.reshape(-1, dim)[offsets]
+        names = torch.tensor(batch.images, dtype=torch.int32, device=picks.device)
+        cell = offsets % (height * width)
+        origins[to] = torch.stack(
+            [names[offsets // (height * width)], (cell // width).int(), (cell % width).int()], 1
+        )
+        start = stop
+    if vectors is None or start <= int(ascending[-1]):
+        raise DataError("the training patches changed while they were read; train again")
+    return vectors, origins
