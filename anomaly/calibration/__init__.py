@@ -1,0 +1,38 @@
+"""Thresholds from good images alone: how many good parts they will reject, and how sure that is.
+
+Pure statistics of scores; nothing here knows a model or sees a test split.
+"""
+
+from anomaly.calibration.costs import Choice, cheapest_threshold, recall_at
+from anomaly.calibration.rates import (
+    Rate,
+    beta_binomial_interval,
+    images_needed,
+    supported_rate,
+)
+from anomaly.calibration.scale import ScoreScale
+from anomaly.calibration.thresholds import (
+    Calibration,
+    Threshold,
+    calibrate,
+    threshold_at,
+    threshold_for_false_reject_rate,
+    verdict,
+)
+
+__all__ = [
+    "Calibration",
+    "Choice",
+    "Rate",
+    "ScoreScale",
+    "Threshold",
+    "beta_binomial_interval",
+    "calibrate",
+    "cheapest_threshold",
+    "images_needed",
+    "recall_at",
+    "supported_rate",
+    "threshold_at",
+    "threshold_for_false_reject_rate",
+    "verdict",
+]

@@ -1,0 +1,172 @@
+"""Thresholds from the scores of good images alone, and how far to trust them.
+
+The scores must come from images that the scoring model hasn't learned from. If they and the parts
+still to come are alike (exchangeable), the rate of false rejects above the k-th highest of n
+scores follows Beta(k, n − k + 1) whatever the scores' distribution: its mean is k / (n + 1), and
+its quantiles are the bounds given here (Wilks 1941; Vovk 2012, "Conditional validity of inductive
+conformal predictors", proposition 2). Ties only lower the true rate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from anomaly.calibration.rates import Rate, images_needed, rate_of, sorted_scores
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A threshold and what it will do to good parts.
+
+    Attributes:
+        value: a score above it is flagged.
+        false_rejects: the good calibration images above it, and the rate to expect of new good
+            parts: (count + 1) / (images + 1).
+        confidence: of the bounds.
+        target: the rate asked for; None for a threshold that was set by hand or by cost.
+    """
+
+    value: float
+    false_rejects: Rate
+    confidence: float
+    target: float | None = None
+
+    @property
+    def supported(self) -> bool:
+        """Whether the target is kept at the confidence asked for. True without a target."""
+        return self.target is None or self.false_rejects.at_most <= self.target * (1 + 1e-9)
+
+    @property
+    def statement(self) -> str:
+        """What to expect, as a sentence for people."""
+        rate = self.false_rejects
+        said = (
+            f"flags about {_percent(rate.expected)} of good parts, at most "
+            f"{_percent(rate.at_most)} ({self.confidence:.0%} confidence, "
+            f"{rate.images} good images)"
+        )
+        if self.target is None or self.supported:
+            return said
+        needed = images_needed(self.target, self.confidence)
+        return f"{said}; a target of {_percent(self.target)} needs {needed} good images"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Two thresholds: good up to `review`, rejected above `reject`, for a person in between.
+
+    Raises:
+        ValueError: the review threshold lies above the reject threshold.
+    """
+
+    review: Threshold
+    reject: Threshold
+
+    def __post_init__(self) -> None:
+        if self.review.value > self.reject.value:
+            raise ValueError(
+                f"the review threshold {self.review.value:g} lies above the reject threshold "
+                f"{self.reject.value:g}"
+            )
+
+    def verdict(self, score: float) -> str:
+        """`good`, `review` or `reject`."""
+        return verdict(score, self.review.value, self.reject.value)
+
+
+def verdict(score: float, review: float, reject: float) -> str:
+    """`good` up to and including `review`, `review` up to and including `reject`, else `reject`.
+
+    A score that isn't a number is rejected: what wasn't measured must not pass.
+    """
+    if score <= review:
+        return "good"
+    return "review" if score <= reject else "reject"
+
+
+def threshold_for_false_reject_rate(
+    scores: ArrayLike, target: float, confidence: float = 0.95
+) -> Threshold:
+    """The lowest threshold that rejects at most `target` of good parts, with `confidence`.
+
+    Where there are too few images to vouch for the target the threshold is their highest score,
+    the most careful one that needs no guess about scores nobody has seen; `supported` is False
+    and the bounds say what it is good for.
+
+    Args:
+        scores: (n,) finite scores of good images, higher is more anomalous.
+        target: in (0, 1).
+        confidence: in (0, 1).
+
+    Raises:
+        DataError: no scores.
+        ValueError: a score isn't finite, or target or confidence are out of range.
+    """
+    from scipy.special import bdtr
+
+    good = sorted_scores(scores, "a threshold")
+    for name, value in (("target", target), ("confidence", confidence)):
+        if not 0 < value < 1:
+            raise ValueError(f"{name} must lie between 0 and 1, not {value}")
+    # At most c of n above: the bound is within the target where a rate of `target` would show as
+    # few as c only by a chance of 1 − confidence. The slack is for c = 0 at supported_rate.
+    chances = bdtr(np.arange(len(good)), len(good), target)
+    fitting = int(np.searchsorted(chances, (1 - confidence) * (1 + 1e-12), side="right"))
+    above = max(fitting - 1, 0)
+    return threshold_at(float(good[len(good) - 1 - above]), good, confidence, target)
+
+
+def threshold_at(
+    value: float, scores: ArrayLike, confidence: float = 0.95, target: float | None = None
+) -> Threshold:
+    """What a threshold does to good parts, wherever it came from.
+
+    Args:
+        value: a score above it is flagged.
+        scores: (n,) finite scores of good images.
+        confidence: of the bounds.
+        target: the false-reject rate that was asked for.
+
+    Raises:
+        DataError: no scores.
+        ValueError: a score isn't finite, or the value isn't a number.
+    """
+    if math.isnan(value):
+        raise ValueError("a threshold must be a number, not NaN")
+    good = sorted_scores(scores, "a threshold")
+    above = int((good > value).sum())
+    expected = (above + 1) / (len(good) + 1)
+    return Threshold(value, rate_of(above, len(good), expected, confidence), confidence, target)
+
+
+def calibrate(
+    scores: ArrayLike, *, review_rate: float, reject_rate: float, confidence: float = 0.95
+) -> Calibration:
+    """Both thresholds from the scores of good images.
+
+    Args:
+        scores: (n,) finite.
+        review_rate: the share of good parts that may be called anything but good.
+        reject_rate: the share that may be rejected; at most `review_rate`.
+        confidence: that either rate is kept.
+
+    Raises:
+        DataError: no scores.
+        ValueError: rates out of range or in the wrong order, or a score isn't finite.
+    """
+    if reject_rate > review_rate:
+        raise ValueError(
+            f"more good parts can't be rejected ({reject_rate}) than reviewed ({review_rate})"
+        )
+    return Calibration(
+        review=threshold_for_false_reject_rate(scores, review_rate, confidence),
+        reject=threshold_for_false_reject_rate(scores, reject_rate, confidence),
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{float(f'{100 * share:.2g}'):g} %"

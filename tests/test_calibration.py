@@ -1,0 +1,290 @@
+"""Calibration against scipy's closed forms, seeded simulations and its own promises."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from anomaly.calibration import (
+    Calibration,
+    ScoreScale,
+    beta_binomial_interval,
+    calibrate,
+    cheapest_threshold,
+    images_needed,
+    recall_at,
+    supported_rate,
+    threshold_at,
+    threshold_for_false_reject_rate,
+    verdict,
+)
+from anomaly.errors import DataError
+
+SCORES = st.lists(st.floats(0, 100, width=32), min_size=1, max_size=60)
+TIED = st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.25, 7.0]), min_size=1, max_size=30)
+
+
+def test_forty_images_support_seven_percent():
+    assert supported_rate(40) == pytest.approx(1 - 0.05 ** (1 / 40), rel=1e-12)
+    assert supported_rate(40) == pytest.approx(0.0722, abs=1e-4)
+    assert images_needed(0.01) == 299
+    for images in (1, 2, 40, 59, 300, 5000):
+        assert images_needed(supported_rate(images)) == images
+        assert images_needed(supported_rate(images, 0.9) * 0.999, 0.9) > images
+
+
+@pytest.mark.parametrize(("count", "images"), [(0, 1), (0, 40), (3, 40), (39, 40), (40, 40)])
+def test_bounds_are_clopper_pearson(count, images):
+    scores = np.arange(images)
+    got = threshold_at(images - 1 - count, scores).false_rejects
+    two_sided = stats.binomtest(count, images).proportion_ci(0.95, "exact")
+    one_sided = stats.binomtest(count, images, alternative="less").proportion_ci(0.95, "exact")
+    assert (got.count, got.images) == (count, images)
+    assert (got.low, got.high) == pytest.approx((two_sided.low, two_sided.high), abs=1e-12)
+    assert got.at_most == pytest.approx(one_sided.high, abs=1e-12)
+    assert got.expected == pytest.approx((count + 1) / (images + 1))
+
+
+@given(SCORES | TIED, st.floats(0.001, 0.6), st.floats(0.5, 0.99))
+def test_threshold_is_the_lowest_that_keeps_the_target(scores, target, confidence):
+    got = threshold_for_false_reject_rate(scores, target, confidence)
+    good, n = np.array(scores), len(scores)
+
+    def bound(value):
+        above = (good > value).sum()
+        return stats.beta.ppf(confidence, above + 1, n - above) if above < n else 1.0
+
+    assert got.value in good
+    assert got.false_rejects.count == (good > got.value).sum()
+    assert got.supported == (got.false_rejects.at_most <= target * (1 + 1e-9))
+    if got.supported:
+        lower = good[good < got.value]
+        assert bound(got.value) <= target * (1 + 1e-6)
+        assert not lower.size or bound(lower.max()) >= target * (1 - 1e-6)
+    else:
+        assert got.value == good.max()
+        assert n < images_needed(target, confidence)
+
+
+def test_the_smallest_supported_target_is_supported():
+    for images in (1, 7, 40, 59, 299, 1000):
+        target = supported_rate(images)
+        assert threshold_for_false_reject_rate(np.arange(images), target).supported
+        less = threshold_for_false_reject_rate(np.arange(images), target * 0.999)
+        assert not less.supported
+        assert less.value == images - 1
+
+
+@pytest.mark.parametrize(("images", "target"), [(40, 0.08), (100, 0.05), (400, 0.05)])
+def test_target_is_kept_as_often_as_promised(images, target):
+    # Uniform scores: the true rate above a threshold t is 1 − t.
+    rng = np.random.default_rng(images)
+    kept = [
+        1 - threshold_for_false_reject_rate(rng.random(images), target).value <= target
+        for _ in range(2000)
+    ]
+    # Three standard deviations below 95 %; the steps of so few images only err to the safe side.
+    assert np.mean(kept) >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 2000)
+
+
+def test_expected_rate_is_what_new_parts_show():
+    rng = np.random.default_rng(0)
+    rates, claimed = [], set()
+    for _ in range(4000):
+        got = threshold_for_false_reject_rate(rng.gamma(3, 1, 120), 0.08)
+        rates.append(stats.gamma.sf(got.value, 3))
+        claimed.add(got.false_rejects.expected)
+    (expected,) = claimed
+    assert np.mean(rates) == pytest.approx(expected, abs=4 * np.std(rates) / math.sqrt(4000))
+
+
+@pytest.mark.parametrize(
+    ("n_cal", "k", "n_test"), [(1, 1, 1), (40, 1, 60), (200, 7, 100), (50, 50, 9), (300, 3, 4000)]
+)
+@pytest.mark.parametrize("level", [0.5, 0.95, 0.999])
+def test_beta_binomial_interval_is_scipys(n_cal, k, n_test, level):
+    law = stats.betabinom(n_test, k, n_cal - k + 1)
+    low, high = beta_binomial_interval(n_cal, k, n_test, level)
+    assert (low, high) == (law.ppf((1 - level) / 2), law.ppf((1 + level) / 2))
+    assert law.cdf(high) - law.cdf(low - 1) >= level
+
+
+def test_beta_binomial_interval_holds_held_out_rejects():
+    rng = np.random.default_rng(1)
+    inside = 0
+    for _ in range(1000):
+        calibration, held_out = rng.normal(size=90), rng.normal(size=70)
+        got = threshold_for_false_reject_rate(calibration, 0.1)
+        low, high = beta_binomial_interval(90, got.false_rejects.count + 1, 70)
+        inside += low <= (held_out > got.value).sum() <= high
+    assert inside >= 950 - 3 * math.sqrt(1000 * 0.95 * 0.05)
+    with pytest.raises(ValueError, match="0-th"):
+        beta_binomial_interval(90, 0, 70)
+
+
+def test_statement_says_how_far_to_trust():
+    scores = np.arange(40.0)
+    assert threshold_for_false_reject_rate(scores, 0.01).statement == (
+        "flags about 2.4 % of good parts, at most 7.2 % (95% confidence, 40 good images); "
+        "a target of 1 % needs 299 good images"
+    )
+    assert threshold_for_false_reject_rate(scores, 0.08).statement.endswith("40 good images)")
+    assert "about 100 % of good parts" in threshold_at(-1.0, scores).statement
+
+
+def test_two_thresholds_and_their_verdicts():
+    got = calibrate(np.arange(1000.0), review_rate=0.05, reject_rate=0.01)
+    assert got.review.value < got.reject.value
+    assert (got.review.target, got.reject.target) == (0.05, 0.01)
+    between = (got.review.value + got.reject.value) / 2
+    assert [got.verdict(s) for s in (0.0, got.review.value, between, got.reject.value, 1e9)] == [
+        "good",
+        "good",
+        "review",
+        "review",
+        "reject",
+    ]
+    with pytest.raises(ValueError, match="can't be rejected"):
+        calibrate(np.arange(10.0), review_rate=0.01, reject_rate=0.05)
+    with pytest.raises(ValueError, match="lies above"):
+        Calibration(review=got.reject, reject=got.review)
+
+
+def test_what_was_not_measured_does_not_pass():
+    assert verdict(math.nan, 1.0, 2.0) == "reject"
+    assert verdict(math.inf, 1.0, 2.0) == "reject"
+    assert verdict(1.5, 1.5, 1.5) == "good"
+    assert verdict(1.6, 1.5, 1.5) == "reject"
+
+
+@pytest.mark.parametrize("target", [0.0, 1.0, -0.1, math.nan])
+def test_impossible_targets_are_refused(target):
+    with pytest.raises(ValueError, match="target"):
+        threshold_for_false_reject_rate([1.0], target)
+
+
+def test_unusable_scores_are_refused():
+    for use in (
+        lambda s: threshold_for_false_reject_rate(s, 0.05),
+        lambda s: threshold_at(1.0, s),
+        lambda s: recall_at(1.0, s),
+        ScoreScale,
+    ):
+        with pytest.raises(DataError, match="at least one image"):
+            use([])
+        with pytest.raises(ValueError, match="finite"):
+            use([1.0, math.nan])
+        with pytest.raises(ValueError, match=r"\(1, 2\)"):
+            use([[1.0, 2.0]])
+    with pytest.raises(ValueError, match="NaN"):
+        threshold_at(math.nan, [1.0])
+
+
+def test_recall_of_the_defects_at_hand():
+    got = recall_at(2.0, [1.0, 2.0, 3.0, 4.0, 5.0])
+    interval = stats.binomtest(3, 5).proportion_ci(0.95, "exact")
+    assert (got.count, got.images, got.expected) == (3, 5, 0.6)
+    assert (got.low, got.high) == pytest.approx((interval.low, interval.high))
+
+
+COSTS = st.floats(0.01, 100)
+
+
+@given(SCORES | TIED, SCORES | TIED, COSTS, COSTS, st.floats(0, 1))
+def test_cheapest_threshold_beats_every_other(good, defects, reject_cost, escape_cost, share):
+    got = cheapest_threshold(
+        good,
+        defects,
+        false_reject_cost=reject_cost,
+        escape_cost=escape_cost,
+        defect_share=share,
+    )
+    g, d = np.array(good), np.array(defects)
+
+    def cost(value):
+        rejects = ((g > value).sum() + 1) / (len(g) + 1)
+        return (1 - share) * reject_cost * rejects + share * escape_cost * (d <= value).mean()
+
+    assert got.cost == pytest.approx(cost(got.threshold.value), rel=1e-9)
+    assert got.recall.count == (d > got.threshold.value).sum()
+    assert got.threshold.false_rejects.count == (g > got.threshold.value).sum()
+    every = np.concatenate([[-1.0], g, d])
+    assert got.cost <= min(cost(value) for value in every) * (1 + 1e-9)
+
+
+def test_cheapest_threshold_lies_between_parted_classes():
+    costs = {"false_reject_cost": 1.0, "escape_cost": 50.0, "defect_share": 0.02}
+    got = cheapest_threshold([1.0, 2.0, 3.0], [5.0, 6.0], **costs)
+    assert got.threshold.value == 4.0
+    assert got.threshold.target is None
+    assert got.threshold.supported
+    dear = cheapest_threshold([1.0, 2.0, 3.0], [2.5, 6.0], **costs | {"escape_cost": 1e6})
+    cheap = cheapest_threshold([1.0, 2.0, 3.0], [2.5, 6.0], **costs | {"escape_cost": 1e-6})
+    assert (dear.recall.expected, cheap.recall.expected) == (1.0, 0.5)
+    with pytest.raises(ValueError, match="costs"):
+        cheapest_threshold([1.0], [2.0], **costs | {"escape_cost": -1.0})
+    with pytest.raises(ValueError, match="share"):
+        cheapest_threshold([1.0], [2.0], **costs | {"defect_share": 1.5})
+
+
+def test_cheapest_threshold_between_neighbouring_floats():
+    low, high = (np.float32(1).view(np.int32) + np.array([1, 2], np.int32)).view(np.float32)
+    got = cheapest_threshold(
+        [float(low)], [float(high)], false_reject_cost=1.0, escape_cost=1.0, defect_share=0.5
+    )
+    assert low <= got.threshold.value < high
+    assert high > np.float32(got.threshold.value)
+
+
+def test_rarity_is_the_rate_to_expect():
+    scores = np.random.default_rng(0).gamma(3, 1, 99)
+    scale = ScoreScale(scores)
+    ranked = np.sort(scores)[::-1]
+    np.testing.assert_allclose(scale(ranked), -np.log10(np.arange(1, 100) / 100), atol=1e-12)
+    for target in (0.1, 0.3):
+        got = threshold_for_false_reject_rate(scores, target)
+        assert 10 ** -float(scale(got.value)) == pytest.approx(got.false_rejects.expected)
+
+
+def test_tail_is_exponential_and_continuous():
+    scores = np.random.default_rng(0).gamma(3, 1, 80)
+    scale, ranked = ScoreScale(scores), np.sort(scores)[::-1]
+    excess = np.mean(ranked[:8] - ranked[8])
+    beyond = ranked[0] + np.array([0.0, 1e-9, 1.0, 50.0])
+    expected = math.log10(81) + (beyond - ranked[0]) / excess / math.log(10)
+    np.testing.assert_allclose(scale(beyond), expected, rtol=1e-9)
+    deficit = np.mean(ranked[-9] - ranked[-8:])
+    below = ranked[-1] - np.array([1e-12, 0.5])
+    shares = 1 - (1 / 81) * np.exp(-(ranked[-1] - below) / deficit)
+    np.testing.assert_allclose(scale(below), -np.log10(shares), rtol=1e-6)
+
+
+def test_tail_is_right_for_exponential_scores():
+    # Nothing is fitted to a single sample's luck: over many, the claimed rarity of a far score
+    # is that of the law, 6, on average.
+    rng = np.random.default_rng(5)
+    far = -math.log(1e-6)
+    claimed = [float(ScoreScale(rng.exponential(1, 400))(far)) for _ in range(300)]
+    assert np.mean(claimed) == pytest.approx(6.0, abs=0.25)
+
+
+@given(SCORES | TIED, st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=20))
+def test_rarity_rises_with_the_score(scores, probes):
+    scale = ScoreScale(scores)
+    probes = np.sort(np.concatenate([probes, scores]))
+    rarities = scale(probes)
+    assert (np.diff(rarities) >= -1e-12).all()
+    assert (rarities >= 0).all()
+    assert np.isfinite(rarities).all()
+    top = float(scale(max(scores)))
+    assert scale(max(scores) + 1.0) > top
+    assert scale(max(scores) + 2.0) > scale(max(scores) + 1.0)
+
+
+def test_rarity_keeps_shape_and_unknowns():
+    got = ScoreScale([1.0, 2.0])(np.array([[1.0, math.nan], [3.0, 0.0]]))
+    assert got.shape == (2, 2)
+    assert np.isnan(got).tolist() == [[False, True], [False, False]]
