@@ -45,18 +45,8 @@ def resolve(model: nn.Module, path: str) -> tuple[str, nn.Module]:
     Raises:
         LayerError: the network has no such layer; names the nearest ones.
     """
-    names: list[str] = []
-    module = model
-    # `layer1[-1].conv1` -> `layer1.[-1].conv1`, one step a dot.
-    steps = _INDEX.sub(r".\g<0>", path).removeprefix("." if path.startswith("[") else "")
-    for step in steps.split(".") if path else []:
-        children = {name: child for name, child in module._modules.items() if child is not None}
-        name = _child_at(list(children), step)
-        if name not in children:
-            raise LayerError(_unknown(model, path))
-        names.append(name)
-        module = children[name]
-    return ".".join(names), module
+    steps = _walk(model, path)
+    return ".".join(name for name, _ in steps), steps[-1][1] if steps else model
 
 
 def match(model: nn.Module, pattern: Selector) -> list[str]:
@@ -112,11 +102,11 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
     patterns = [layers] if isinstance(layers, str | type) else layers
     selected: dict[str, nn.Module] = {}
     for path in (path for pattern in patterns for path in match(model, pattern)):
-        names = path.split(".") if path else []
-        for depth in range(1, len(names) + 1):
-            above = ".".join(names[:depth])
-            _refuse_unhookable(model, model.get_submodule(above), above)
-        selected[path] = model.get_submodule(path)
+        module, above = model, ""
+        for name, module in _walk(model, path):
+            above = f"{above}.{name}" if above else name
+            _refuse_unhookable(model, module, above)
+        selected[path] = module
     return selected
 
 
@@ -132,11 +122,27 @@ def live_hooks(model: nn.Module) -> int:
     return sum(len(table) for table in tables if isinstance(table, dict))
 
 
-def _child_at(names: list[str], step: str) -> str:
+def _walk(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """Name and module of each step on the way to a layer."""
+    # `layer1[-1].conv1` -> `layer1.[-1].conv1`, one step a dot.
+    spelled = _INDEX.sub(r".\g<0>", path).removeprefix("." if path.startswith("[") else "")
+    steps: list[tuple[str, nn.Module]] = []
+    module = model
+    for step in spelled.split(".") if path else []:
+        name = _child_at(module, step) if step.startswith("[") else step
+        child = module._modules.get(name)
+        if child is None:
+            raise LayerError(_unknown(model, path))
+        steps.append((name, child))
+        module = child
+    return steps
+
+
+def _child_at(module: nn.Module, step: str) -> str:
+    # Not named_children(), which leaves out a module that it has met before.
+    names = [name for name, child in module._modules.items() if child is not None]
     index = _INDEX.fullmatch(step)
-    if index is None:
-        return step
-    position = int(index[1])
+    position = int(index[1]) if index else len(names)
     return names[position] if -len(names) <= position < len(names) else ""
 
 
@@ -155,17 +161,23 @@ def _unknown(model: nn.Module, path: str) -> str:
 
 def _refuse_unhookable(model: nn.Module, module: nn.Module, path: str) -> None:
     """Compiled and scripted code runs past hooks without a word, so say it here instead."""
-    what = f"layer {path!r} of {type(model).__name__}" if path else type(model).__name__
-    compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-    if compiled:
-        raise LayerError(
-            f"{what} is compiled, and compiled code doesn't see hooks registered later: "
+    reason = _unhookable(module)
+    if reason:
+        what = f"layer {path!r} of {type(model).__name__}" if path else type(model).__name__
+        raise LayerError(f"{what} {reason}")
+
+
+def _unhookable(module: nn.Module) -> str:
+    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+        return (
+            "is compiled, and compiled code doesn't see hooks registered later: "
             "hook the network that was given to torch.compile (`compiled._orig_mod`)"
         )
     if isinstance(module, torch.jit.ScriptModule):
-        raise LayerError(f"{what} is scripted and can't be hooked: hook the original network")
+        return "is scripted and can't be hooked: hook the original network"
     if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
-        raise LayerError(
-            f"{what} is copied to {len(module.device_ids)} GPUs, whose hooks run at the same time: "
+        return (
+            f"is copied to {len(module.device_ids)} GPUs, whose hooks run at the same time: "
             "hook the network inside (`parallel.module`)"
         )
+    return ""

@@ -67,6 +67,13 @@ def test_the_nearest_name_is_among_those_listed(resnet: nn.Module) -> None:
         resolve(resnet, "layer3.1.conv")
 
 
+def test_indices_count_a_module_that_is_used_twice_each_time() -> None:
+    relu = nn.ReLU()
+    network = nn.Sequential(relu, nn.Identity(), relu)
+    assert resolve(network, "[2]") == ("2", relu)
+    assert resolve(network, "[-3]") == ("0", relu)
+
+
 def test_globs_stay_within_a_level_unless_doubled(resnet: nn.Module) -> None:
     assert match(resnet, "layer?") == ["layer1", "layer2", "layer3", "layer4"]
     assert match(resnet, "layer*") == match(resnet, "layer?")
