@@ -31,7 +31,7 @@ def test_forty_images_support_seven_percent():
     assert supported_rate(40) == pytest.approx(1 - 0.05 ** (1 / 40), rel=1e-12)
     assert supported_rate(40) == pytest.approx(0.0722, abs=1e-4)
     assert images_needed(0.01) == 299
-    for images in (1, 2, 40, 59, 300, 5000):
+    for images in range(1, 1000):
         assert images_needed(supported_rate(images)) == images
         assert images_needed(supported_rate(images, 0.9) * 0.999, 0.9) > images
 
@@ -70,7 +70,7 @@ def test_threshold_is_the_lowest_that_keeps_the_target(scores, target, confidenc
 
 
 def test_the_smallest_supported_target_is_supported():
-    for images in (1, 7, 40, 59, 299, 1000):
+    for images in range(1, 400):
         target = supported_rate(images)
         assert threshold_for_false_reject_rate(np.arange(images), target).supported
         less = threshold_for_false_reject_rate(np.arange(images), target * 0.999)

@@ -38,6 +38,7 @@ class Threshold:
     @property
     def supported(self) -> bool:
         """Whether the target is kept at the confidence asked for. True without a target."""
+        # The slack is for a target that is just what the images support, but for rounding.
         return self.target is None or self.false_rejects.at_most <= self.target * (1 + 1e-9)
 
     @property
@@ -113,9 +114,9 @@ def threshold_for_false_reject_rate(
         if not 0 < value < 1:
             raise ValueError(f"{name} must lie between 0 and 1, not {value}")
     # At most c of n above: the bound is within the target where a rate of `target` would show as
-    # few as c only by a chance of 1 − confidence. The slack is for c = 0 at supported_rate.
+    # few as c only by a chance of 1 − confidence.
     chances = bdtr(np.arange(len(good)), len(good), target)
-    fitting = int(np.searchsorted(chances, (1 - confidence) * (1 + 1e-12), side="right"))
+    fitting = int(np.searchsorted(chances, 1 - confidence, side="right"))
     above = max(fitting - 1, 0)
     return threshold_at(float(good[len(good) - 1 - above]), good, confidence, target)
 
