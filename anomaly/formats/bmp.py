@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anomaly.formats.colour import over_black
+from anomaly.formats.colour import bgr_to_rgb, look_up, over_black
 from anomaly.formats.header import ImageHeader, Pixels, damaged, unsupported
 
 _RGB, _BITFIELDS = 0, 3
@@ -48,8 +48,8 @@ def decode(data: bytes) -> Pixels:
     if layout.bits <= 8:
         return _look_up(data, layout, rows)
     if layout.bits == 24:
-        bgr = rows[:, : layout.width * 3].reshape(layout.height, layout.width, 3)
-        return np.ascontiguousarray(bgr[..., ::-1])
+        bgr = rows[:, : layout.width * 3].copy()
+        return bgr_to_rgb(bgr.reshape(layout.height, layout.width, 3))
     words = np.ascontiguousarray(rows).view("<u2" if layout.bits == 16 else "<u4")
     return _masked(words[:, : layout.width], layout.masks)
 
@@ -107,9 +107,7 @@ def _look_up(data: bytes, layout: _Layout, rows: Pixels) -> Pixels:
         shifts = np.arange(8 - layout.bits, -1, -layout.bits, dtype=np.uint8)
         indices = (rows[..., None] >> shifts & (2**layout.bits - 1)).reshape(layout.height, -1)
     indices = indices[:, : layout.width]
-    if indices.max() >= count:
-        raise damaged(f"it uses colour {indices.max()} of a palette of {count}")
-    return np.ascontiguousarray(palette[:, 2::-1])[indices]
+    return look_up(np.ascontiguousarray(indices), palette[:256, 2::-1])
 
 
 def _masked(words: Pixels, masks: tuple[int, int, int, int]) -> Pixels:

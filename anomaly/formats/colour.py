@@ -10,9 +10,23 @@ from __future__ import annotations
 import cv2
 import numpy as np
 
-from anomaly.formats.header import Pixels
+from anomaly.formats.header import Pixels, damaged
 
 _ROWS = 256  # rows multiplied at a time, which bounds the wide temporaries
+
+
+def look_up(indices: Pixels, colours: Pixels) -> Pixels:
+    """Replace palette indices (H, W) by colours (N, 3), both uint8."""
+    if indices.max() >= len(colours):
+        raise damaged(f"it uses colour {indices.max()} of a palette of {len(colours)}")
+    table = np.zeros((256, 1, 3), np.uint8)
+    table[: len(colours), 0] = colours
+    return np.asarray(cv2.LUT(grey_to_rgb(indices), table))
+
+
+def bgr_to_rgb(bgr: Pixels) -> Pixels:
+    """Swap red and blue in place, which for (H, W, 3) needs no second picture."""
+    return np.asarray(cv2.cvtColor(bgr, cv2.COLOR_BGR2RGB, dst=bgr))
 
 
 def grey_to_rgb(grey: Pixels) -> Pixels:

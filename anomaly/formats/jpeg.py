@@ -75,18 +75,35 @@ def decode(data: bytes) -> Pixels:
     if any(bits.any() for bits in segments.missing_bits.values()):
         raise damaged("it is cut short: some scans of the JPEG are missing")
     cmyk = len(segments.components) == 4
+    colours = "CMYK" if cmyk else "RGB"
     try:
-        pixels = simplejpeg.decode_jpeg(data, colorspace="CMYK" if cmyk else "RGB", strict=True)
-    except (ValueError, TypeError, RuntimeError) as error:
-        if "subsampling" in str(error):
-            raise unsupported("its JPEG chroma subsampling isn't a common one") from None
-        raise damaged(f"its JPEG data is cut short or damaged ({error})") from None
+        pixels = _decode_strictly(data, colours)
+    except ImageError as error:
+        if "extraneous" not in str(error):
+            raise
+        pixels = _decode_strictly(_without_padding(data), colours)
     if pixels.shape[:2] != segments.size:
         raise damaged("its pixels can't be decoded")
     if cmyk:
         # Adobe's programs, the usual source, store light instead of ink and leave their mark.
         return cmyk_to_rgb(255 - pixels if segments.adobe else pixels, 255)
-    return np.asarray(pixels)
+    return pixels
+
+
+def _decode_strictly(data: bytes, colours: str) -> Pixels:
+    try:
+        return np.asarray(simplejpeg.decode_jpeg(data, colorspace=colours, strict=True))
+    except (ValueError, TypeError, RuntimeError) as error:
+        if "subsampling" in str(error):
+            raise unsupported("its JPEG chroma subsampling isn't a common one") from None
+        raise damaged(f"its JPEG data is cut short or damaged ({error})") from None
+
+
+def _without_padding(data: bytes) -> bytes:
+    """Drop zeros before the end marker, which some cameras pad with to a multiple of some size."""
+    pixel_data = data[: data.rfind(b"\xff\xd9")].rstrip(b"\0")
+    stuffing = b"\0" if pixel_data.endswith(b"\xff") else b""
+    return pixel_data + stuffing + b"\xff\xd9"
 
 
 def _read(data: bytes) -> _Segments:

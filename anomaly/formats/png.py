@@ -20,7 +20,7 @@ from zlib_ng import zlib_ng
 
 from anomaly.formats import exif
 from anomaly.formats.codecs import decode_by_opencv, inflate
-from anomaly.formats.colour import grey_to_rgb, over_black
+from anomaly.formats.colour import bgr_to_rgb, grey_to_rgb, look_up, over_black
 from anomaly.formats.header import ImageHeader, Pixels, damaged, unsupported, upright
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -179,10 +179,8 @@ def _look_up(chunks: dict[bytes, list[memoryview]], depth: int, shown: Pixels) -
     alpha = np.full((len(colours), 1), 255, np.uint8)
     opacity = np.frombuffer(b"".join(chunks.get(b"tRNS", [])), np.uint8)[: len(alpha)]
     alpha[: len(opacity), 0] = opacity
-    indices = shown // (255 // (2**depth - 1))
-    if indices.max() >= len(colours):
-        raise damaged(f"it uses colour {indices.max()} of a palette of {len(colours)}")
-    return np.ascontiguousarray(over_black(colours, alpha, 255)[:, 0][indices])
+    indices = shown // (255 // (2**depth - 1)) if depth < 8 else shown
+    return look_up(indices, over_black(colours, alpha, 255)[:, 0])
 
 
 def _rgb(chunks: dict[bytes, list[memoryview]], layout: _Layout, pixels: Pixels) -> Pixels:
@@ -190,10 +188,7 @@ def _rgb(chunks: dict[bytes, list[memoryview]], layout: _Layout, pixels: Pixels)
     if layout.colour in (4, 6):
         rgba = np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGRA2RGBA))
         return over_black(rgba[..., :3], rgba[..., 3], full_scale)
-    if layout.colour == 2:
-        rgb = np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels))
-    else:
-        rgb = grey_to_rgb(pixels)
+    rgb = bgr_to_rgb(pixels) if layout.colour == 2 else grey_to_rgb(pixels)
     key = b"".join(chunks.get(b"tRNS", []))
     if len(key) == 2 * _KINDS[layout.colour][1]:
         # One colour is declared transparent. Low-bit greys have been spread over 0..255.

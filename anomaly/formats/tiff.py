@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from anomaly.formats import exif
-from anomaly.formats.colour import cmyk_to_rgb, grey_to_rgb, over_black
+from anomaly.formats.colour import cmyk_to_rgb, grey_to_rgb, look_up, over_black
 from anomaly.formats.header import ImageHeader, Pixels, damaged, unsupported, upright
 from anomaly.formats.tiff_directory import (
     BITS,
@@ -52,6 +52,7 @@ _KINDS = {
     _INK: ("cmyk", 4),
 }
 _PREMULTIPLIED, _STRAIGHT = 1, 2
+_LARGEST_MARGIN = 4096  # pixels of a tile outside its picture
 _REDUCED = 1  # bit of NewSubfileType: a thumbnail of another picture in the file
 _UINT, _FLOAT = 1, 3
 _BIT_DEPTHS = {_UINT: (1, 2, 4, 8, 10, 12, 14, 16), _FLOAT: (16, 32, 64)}
@@ -70,7 +71,7 @@ class _Layout:
         bits = self.samples.bits
         if self.samples.is_float:
             return 1.0
-        return 255.0 if bits <= 8 or self.photometric == _PALETTE else float(2**bits - 1)
+        return 255.0 if bits <= 8 else float(2**bits - 1)
 
 
 def read_header(data: bytes) -> ImageHeader:
@@ -116,7 +117,7 @@ def _look_up(layout: _Layout, indices: Pixels) -> Pixels:
     # TIFF palettes have 16 bits; a few programs write 8.
     if palette.max() > 255:
         palette = (palette + 128) // 257
-    return np.ascontiguousarray(palette.astype(np.uint8)[indices])
+    return look_up(np.ascontiguousarray(indices), palette.astype(np.uint8))
 
 
 def _layout(data: bytes) -> _Layout:
@@ -131,6 +132,8 @@ def _layout(data: bytes) -> _Layout:
         raise unsupported(f"its TIFF colour model {photometric} isn't grey, RGB, palette or CMYK")
     samples = _samples(data, page)
     colour_map = page.get(COLOUR_MAP, ())
+    if photometric == _PALETTE and (samples.bits > 8 or samples.is_float):
+        raise unsupported("its palette has more than 256 colours")
     if photometric == _PALETTE and len(colour_map) != 3 << samples.bits:
         raise damaged("its palette is missing or malformed")
     if samples.is_float and photometric not in (_BLACK_IS_ZERO, _RGB):
@@ -172,7 +175,9 @@ def _samples(data: bytes, page: Directory) -> Samples:
         offsets=page.get(TILE_OFFSETS if tiled else STRIP_OFFSETS, ()),
         sizes=page.get(TILE_BYTES if tiled else STRIP_BYTES, ()),
     )
-    if not (width and height and count and min(samples.block)):
+    # A tile may be larger than its picture, but one far larger only serves to fill the memory.
+    sane = max(samples.block) <= max(width, height) + _LARGEST_MARGIN
+    if not (width and height and count and min(samples.block) and sane):
         raise damaged("its TIFF header has illegal values")
     if samples.compression not in COMPRESSIONS:
         raise unsupported(f"its TIFF compression {samples.compression} isn't none, LZW or deflate")

@@ -15,6 +15,8 @@ from anomaly.formats.header import Pixels, damaged
 _NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE = 1, 5, 8, 32773, 32946
 COMPRESSIONS = frozenset((_NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE))
 _DIFFERENCES, _FLOAT_DIFFERENCES = 2, 3
+_WIDEST = 1 << 20  # columns that OpenCV takes
+_BAND = 4096  # rows whose samples are unpacked at a time, which bounds the temporaries
 
 _Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -75,23 +77,55 @@ def read_samples(data: bytes, samples: Samples) -> Pixels:
     Raises:
         ImageError: `unreadable` where a block is damaged or shorter than its size asks for.
     """
-    whole = np.empty((samples.height, samples.width, samples.count), samples.dtype)
-    down, across = samples.grid
-    rows, columns = samples.block
-    each = 1 if samples.planar else samples.count
-    row_bytes = (columns * each * samples.bits + 7) // 8
     view = memoryview(data)
-    for i, (offset, size) in enumerate(zip(samples.offsets, samples.sizes, strict=True)):
-        plane, position = divmod(i, down * across)
-        y, x = position // across * rows, position % across * columns
-        height = rows if samples.tiled else min(rows, samples.height - y)
-        shape = (height, row_bytes)
-        stored = _decompress(view[offset : offset + size], samples.compression, shape)
-        values = _values(stored, samples, (height, columns, each))
-        target = whole[y : y + rows, x : x + columns, plane : plane + each]
-        with np.errstate(over="ignore"):  # a double beyond float32 becomes inf, which is refused
-            target[...] = values[: target.shape[0], : target.shape[1]]
+    blocks = [
+        view[offset : offset + size]
+        for offset, size in zip(samples.offsets, samples.sizes, strict=True)
+    ]
+    whole = np.empty((samples.height, samples.width, samples.count), samples.dtype)
+    planes = [whole[..., c : c + 1] for c in range(samples.count)] if samples.planar else [whole]
+    each = len(blocks) // len(planes)
+    read = _read_tiles if samples.tiled else _read_strips
+    with np.errstate(over="ignore"):  # a double beyond float32 becomes inf, which is refused
+        for i, plane in enumerate(planes):
+            read(blocks[i * each : (i + 1) * each], samples, plane)
     return whole
+
+
+def _read_tiles(blocks: list[memoryview], samples: Samples, plane: Pixels) -> None:
+    rows, columns = samples.block
+    shape = (rows, columns, plane.shape[2])
+    across = samples.grid[1]
+    for i, block in enumerate(blocks):
+        y, x = i // across * rows, i % across * columns
+        stored = _decompress(block, samples.compression, (rows, _row_bytes(shape, samples.bits)))
+        target = plane[y : y + rows, x : x + columns]
+        target[...] = _values(stored, samples, shape)[: target.shape[0], : target.shape[1]]
+
+
+def _read_strips(blocks: list[memoryview], samples: Samples, plane: Pixels) -> None:
+    row_bytes = _row_bytes(plane.shape, samples.bits)
+    stored = _decompress_strips(blocks, samples, row_bytes)
+    for y in range(0, len(plane), _BAND):
+        band = plane[y : y + _BAND]
+        band[...] = _values(stored[y : y + _BAND], samples, band.shape)
+
+
+def _row_bytes(shape: tuple[int, ...], bits: int) -> int:
+    """Bytes of a row of samples (rows, columns, count); rows start on a byte."""
+    return (shape[1] * shape[2] * bits + 7) // 8
+
+
+def _decompress_strips(blocks: list[memoryview], samples: Samples, row_bytes: int) -> _Bytes:
+    """Decompress the strips of one plane into (H, bytes a row)."""
+    height, rows = samples.height, samples.block[0]
+    if samples.compression == _LZW and row_bytes % 2 == 0:  # all in one go; strips can be many
+        return _as_bytes(_lzw_picture(blocks, 16, (height, row_bytes // 2), rows))
+    stored = np.empty((height, row_bytes), np.uint8)
+    for i, block in enumerate(blocks):
+        strip = stored[i * rows : (i + 1) * rows]
+        strip[...] = _decompress(block, samples.compression, strip.shape)
+    return stored
 
 
 def _decompress(stored: memoryview, compression: int, shape: tuple[int, int]) -> _Bytes:
@@ -126,20 +160,56 @@ def _unpack_bits(stored: memoryview) -> bytes:
 
 
 def _decompress_lzw(stored: memoryview, shape: tuple[int, int]) -> _Bytes:
-    """Undo LZW, by showing the block to OpenCV's libtiff as an 8-bit grey picture of its own."""
+    """Undo LZW for one block of any size.
+
+    OpenCV reports damage in 16-bit pictures but ignores it in 8-bit ones, so the block is read as
+    16-bit. Of an odd number of bytes, the last ones don't fit into that and are read the other way.
+    """
     rows, columns = shape
-    entries = [(256, columns), (257, rows), (258, 8), (259, _LZW), (262, 1)]
-    start = 8 + 2 + 12 * (len(entries) + 4) + 4
-    entries += [(273, start), (277, 1), (278, rows), (279, len(stored))]
-    directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
-    head = struct.pack("<2sHIH", b"II", 42, 8, len(entries)) + directory + bytes(4)
-    content = decode_by_opencv(head + stored)
-    if content is None or content.shape != shape:
+    words = rows * columns // 2
+    height = max(1, -(-words // _WIDEST))
+    if words:
+        wide = _as_bytes(_lzw_picture([stored], 16, (height, words // height), height))
+        if wide.size == rows * columns:
+            return wide.reshape(shape)
+    return _as_bytes(_lzw_picture([stored], 8, shape, rows))
+
+
+def _as_bytes(picture: bytes) -> _Bytes:
+    """Decode a grey picture into the bytes of its rows."""
+    content = decode_by_opencv(picture)
+    if content is None:
         raise damaged("its LZW pixel data is damaged or cut short")
-    return content
+    return content.view(np.uint8)
 
 
-def _values(stored: _Bytes, samples: Samples, shape: tuple[int, int, int]) -> Pixels:
+def _lzw_picture(
+    strips: list[memoryview], bits: int, size: tuple[int, int], rows_a_strip: int
+) -> bytes:
+    """Write a little-endian grey TIFF of LZW strips (TIFF 6.0, sections 2 and 13)."""
+    lengths = [len(strip) for strip in strips]
+    lists_at = 8 + 2 + 12 * 9 + 4
+    starts = np.cumsum([lists_at + 8 * len(strips), *lengths[:-1]]).tolist()
+    inline = len(strips) == 1  # a list of one value lies in the entry itself
+    offsets, counts = (starts[0], lengths[0]) if inline else (lists_at, lists_at + 4 * len(strips))
+    entries = [
+        (256, 1, size[1]),
+        (257, 1, size[0]),
+        (258, 1, bits),
+        (259, 1, _LZW),
+        (262, 1, 1),
+        (273, len(strips), offsets),
+        (277, 1, 1),
+        (278, 1, rows_a_strip),
+        (279, len(strips), counts),
+    ]
+    head = struct.pack("<2sHIH", b"II", 42, 8, len(entries))
+    directory = b"".join(struct.pack("<HHII", tag, 4, n, value) for tag, n, value in entries)
+    lists = struct.pack(f"<{2 * len(strips)}I", *starts, *lengths)
+    return b"".join([head, directory, bytes(4), lists, *strips])
+
+
+def _values(stored: _Bytes, samples: Samples, shape: tuple[int, ...]) -> Pixels:
     """Turn one block's bytes (rows, bytes a row) into samples (rows, columns, count)."""
     if samples.bits < 8 or samples.bits in (10, 12, 14):
         if samples.predictor != 1:
@@ -155,7 +225,7 @@ def _values(stored: _Bytes, samples: Samples, shape: tuple[int, int, int]) -> Pi
     return stored.view(number.newbyteorder(samples.byte_order)).reshape(shape)
 
 
-def _undo_float_differences(stored: _Bytes, size: int, shape: tuple[int, int, int]) -> Pixels:
+def _undo_float_differences(stored: _Bytes, size: int, shape: tuple[int, ...]) -> Pixels:
     """Undo Adobe's floating-point predictor (TIFF Technical Note 3).
 
     Each row holds first all most significant bytes, then all next ones, and so on, and then the
@@ -168,7 +238,7 @@ def _undo_float_differences(stored: _Bytes, size: int, shape: tuple[int, int, in
     return numbers.reshape(shape)
 
 
-def _unpacked(stored: _Bytes, bits: int, shape: tuple[int, int, int]) -> Pixels:
+def _unpacked(stored: _Bytes, bits: int, shape: tuple[int, ...]) -> Pixels:
     """Unpack samples that aren't whole bytes; rows start on a byte, high bits come first."""
     rows, columns, count = shape
     flat = np.unpackbits(stored, axis=1, count=columns * count * bits)

@@ -9,7 +9,7 @@ import numpy as np
 
 from anomaly.formats import exif
 from anomaly.formats.codecs import decode_by_opencv
-from anomaly.formats.colour import over_black
+from anomaly.formats.colour import bgr_to_rgb, over_black
 from anomaly.formats.header import ImageHeader, Pixels, damaged, unsupported, upright
 
 _ANIMATION = 0x02
@@ -39,7 +39,7 @@ def decode(data: bytes) -> Pixels:
     if pixels is None or pixels.shape[:2] != size or pixels.ndim != 3:
         raise damaged("its pixels can't be decoded")
     if pixels.shape[2] == 3:
-        return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels))
+        return bgr_to_rgb(pixels)
     rgba = np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGRA2RGBA, dst=pixels))
     return over_black(rgba[..., :3], rgba[..., 3], 255)
 

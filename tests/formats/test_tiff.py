@@ -1,0 +1,236 @@
+"""TIFF layouts, written here by hand in every order that the format allows."""
+
+import io
+import itertools
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image as Pil
+
+from anomaly.errors import ImageError
+from anomaly.formats import tiff
+
+H, W = 21, 35
+
+
+def file(pages, order="<", big=False):
+    """A TIFF of pages, each (tags, blocks); offsets and sizes of the blocks are filled in."""
+    mark = b"II" if order == "<" else b"MM"
+    number, entry, pointer = ("Q", "HHQ", "Q") if big else ("H", "HHI", "I")
+    out = bytearray(
+        mark + struct.pack(order + ("HHH" if big else "H"), *((43, 8, 0) if big else (42,)))
+    )
+    link = len(out)
+    out += bytes(struct.calcsize(pointer))
+    for tags, blocks in pages:
+        tags = dict(tags)
+        where, sizes = (324, 325) if 322 in tags else (273, 279)
+        tags[where], tags[sizes] = [], [len(block) for block in blocks]
+        for block in blocks:
+            tags[where].append(len(out))
+            out += block
+        entries = b""
+        for tag, values in sorted(tags.items()):
+            values = values if isinstance(values, list) else [values]
+            content = struct.pack(f"{order}{len(values)}I", *values)
+            if len(content) <= struct.calcsize(pointer):
+                field = content.ljust(struct.calcsize(pointer), b"\0")
+            else:
+                field = struct.pack(order + pointer, len(out))
+                out += content
+            entries += struct.pack(order + entry, tag, 4, len(values)) + field
+        struct.pack_into(order + pointer, out, link, len(out))
+        out += struct.pack(order + number, len(tags)) + entries
+        link = len(out)
+        out += bytes(struct.calcsize(pointer))
+    return bytes(out)
+
+
+def blocks_of(values, planar, block, tiled):
+    """Cut (H, W, C) into strips or tiles, the way TIFF 6.0 orders them."""
+    planes = [values[..., c : c + 1] for c in range(values.shape[2])] if planar else [values]
+    rows, columns = block
+    for plane in planes:
+        for y, x in itertools.product(range(0, H, rows), range(0, W, columns)):
+            part = plane[y : y + rows, x : x + columns]
+            if tiled:
+                part = np.pad(
+                    part, ((0, rows - part.shape[0]), (0, columns - part.shape[1]), (0, 0))
+                )
+            yield part
+
+
+def layout(values, *, planar=False, tiled=False, order="<", big=False, deflate=False, **more):
+    """A TIFF of (H, W, C) samples of any dtype."""
+    block = (16, 16) if tiled else (6, W)
+    count, kind = values.shape[2], values.dtype
+    tags = {256: W, 257: H, 258: [kind.itemsize * 8] * count, 259: 8 if deflate else 1}
+    tags |= {262: 2 if count >= 3 else 1, 277: count, 284: 2 if planar else 1}
+    tags |= {322: 16, 323: 16} if tiled else {278: 6}
+    tags |= {339: [3 if kind.kind == "f" else 1] * count} | {int(k[1:]): v for k, v in more.items()}
+    blocks = []
+    for part in blocks_of(values, planar, block, tiled):
+        if tags.get(317) == 2:
+            part = np.diff(part, axis=1, prepend=np.zeros_like(part[:, :1]))
+        content = part.astype(kind.newbyteorder(order)).tobytes()
+        blocks.append(zlib.compress(content) if deflate else content)
+    return file([(tags, blocks)], order, big)
+
+
+def samples(count, dtype=np.uint16, seed=0):
+    rng = np.random.default_rng(seed)
+    if np.dtype(dtype).kind == "f":
+        return rng.random((H, W, count)).astype(dtype)
+    return rng.integers(0, np.iinfo(dtype).max + 1, (H, W, count)).astype(dtype)
+
+
+def refusal(data):
+    with pytest.raises(ImageError) as caught:
+        tiff.decode(data)
+    return caught.value.status, str(caught.value)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from([np.uint8, np.uint16, np.float16, np.float32, np.float64]),
+    st.sampled_from([1, 3]),
+    st.sampled_from("<>"),
+    *[st.booleans()] * 4,
+)
+def test_every_layout_gives_the_same_samples(dtype, count, order, planar, tiled, big, deflate):
+    values = samples(count, dtype)
+    data = layout(values, planar=planar, tiled=tiled, order=order, big=big, deflate=deflate)
+    expected = values.astype(np.float32) if values.dtype.kind == "f" else values
+    decoded = tiff.decode(data)
+    assert decoded.dtype == expected.dtype
+    np.testing.assert_array_equal(decoded, np.broadcast_to(expected, (H, W, 3)))
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_differences_are_summed_up(order, dtype, tiled):
+    values = samples(3, dtype)
+    data = layout(values, order=order, tiled=tiled, deflate=True, t317=2)
+    np.testing.assert_array_equal(tiff.decode(data), values)
+
+
+@pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_deflate"])
+def test_float_differences_as_libtiff_writes_them(compression):
+    floats = samples(1, np.float32)[..., 0]
+    buffer = io.BytesIO()
+    Pil.fromarray(floats).save(buffer, "TIFF", compression=compression, tiffinfo={317: 3})
+    np.testing.assert_array_equal(tiff.decode(buffer.getvalue())[..., 1], floats)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 10, 12, 14])
+@pytest.mark.parametrize("count", [1, 3])
+def test_packed_samples_and_their_declared_depth(bits, count):
+    values = samples(count) >> (16 - bits)
+    digits = np.unpackbits(values.astype(">u2")[..., None].view(np.uint8), axis=-1)
+    rows = np.packbits(digits[..., 16 - bits :].reshape(H, -1), axis=1)
+    tags = {256: W, 257: H, 258: [bits] * count, 262: 2 if count == 3 else 1, 277: count, 278: H}
+    data = file([(tags, [rows.tobytes()])])
+    header = tiff.read_header(data)
+    assert header.full_scale == (255 if bits < 8 else 2**bits - 1)
+    np.testing.assert_allclose(
+        tiff.decode(data) / header.full_scale,
+        np.broadcast_to(values, (H, W, 3)) / (2**bits - 1),
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_white_is_zero(dtype):
+    values = samples(1, dtype)
+    top = np.iinfo(dtype).max
+    np.testing.assert_array_equal(tiff.decode(layout(values, t262=0))[..., 0], top - values[..., 0])
+
+
+def test_palette():
+    values = samples(1, np.uint8)
+    colours = samples(1)[:, :, 0].ravel()[:256].astype(int) % 256
+    table = [int(c) * 257 for c in np.concatenate([colours, colours[::-1], colours])]
+    decoded = tiff.decode(layout(values, t262=3, t320=table))
+    np.testing.assert_array_equal(decoded[..., 0], colours[values[..., 0]])
+    np.testing.assert_array_equal(decoded[..., 1], colours[::-1][values[..., 0]])
+    assert refusal(layout(values, t262=3, t320=table[:-1]))[0] == "unreadable"
+
+
+def test_straight_and_premultiplied_alpha():
+    values = samples(4)
+    weight = values[..., 3:] / 65535.0
+    straight = tiff.decode(layout(values, t338=2))
+    np.testing.assert_array_equal(straight, np.rint(values[..., :3] * weight).astype(np.uint16))
+    np.testing.assert_array_equal(tiff.decode(layout(values, t338=1)), values[..., :3])
+    assert tiff.read_header(layout(values, t338=2)).mode == "rgba16"
+    status, message = refusal(layout(values, t338=0))
+    assert status == "unsupported"
+    assert "neither colour nor alpha" in message
+
+
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [
+        ({"t262": 8}, "unsupported"),  # CIELab
+        ({"t262": 2}, "unreadable"),  # colour of one channel
+        ({"t259": 7}, "unsupported"),  # JPEG inside
+        ({"t266": 2}, "unsupported"),  # low bits first
+        ({"t317": 9}, "unsupported"),
+        ({"t339": 2}, "unsupported"),  # signed
+        ({"t258": 32}, "unsupported"),
+        ({"t258": [16, 8]}, "unsupported"),
+        ({"t256": 0}, "unreadable"),
+        ({"t257": 10_000}, "unreadable"),
+        ({"t278": 0}, "unreadable"),
+        ({"t322": 1 << 30, "t323": 1 << 30}, "unreadable"),
+    ],
+)
+def test_layouts_that_cant_be_used(more, status):
+    assert refusal(layout(samples(1), **more))[0] == status
+
+
+def test_pages():
+    values = samples(1)
+    tags = {256: W, 257: H, 258: 16, 262: 1, 278: H}
+    page = (tags, [values.astype("<u2").tobytes()])
+    thumbnail = ({**tags, 254: 1}, [bytes(values.nbytes)])
+    status, message = refusal(file([page, page]))
+    assert (status, "2 pages" in message) == ("unsupported", True)
+    np.testing.assert_array_equal(tiff.decode(file([page, thumbnail]))[..., 0], values[..., 0])
+    np.testing.assert_array_equal(tiff.decode(file([thumbnail, page]))[..., 0], values[..., 0])
+    assert refusal(file([thumbnail]))[0] == "unsupported"
+    assert refusal(file([]))[0] == "unreadable"
+
+
+def test_directories_in_a_loop_end():
+    data = bytearray(file([({256: W, 257: H, 262: 1}, [b"x"])]))
+    first = struct.unpack_from("<I", data, 4)[0]
+    struct.pack_into("<I", data, len(data) - 4, first)
+    assert "loop" in refusal(bytes(data))[1]
+
+
+def test_a_block_that_is_too_short_is_damage():
+    values = samples(1, np.uint8)
+    tags = {256: W, 257: H, 258: 8, 262: 1, 278: H}
+    whole = values.tobytes()
+    for compression, content in (
+        (1, whole[:-1]),
+        (8, zlib.compress(whole[:-1])),
+        (8, zlib.compress(whole)[:-40]),
+        (32773, b"\x7f" + whole[:128]),
+        (5, b"\x80\x00\x00"),
+    ):
+        assert refusal(file([({**tags, 259: compression}, [content])]))[0] == "unreadable"
+
+
+def test_damaged_lzw_is_refused_quietly(capfd):
+    buffer = io.BytesIO()
+    Pil.fromarray(samples(3, np.uint8)).save(buffer, "TIFF", compression="tiff_lzw")
+    data = bytearray(buffer.getvalue())
+    data[30:60] = bytes(i ^ 0x5A for i in data[30:60])
+    assert refusal(bytes(data))[0] == "unreadable"
+    assert capfd.readouterr() == ("", "")
