@@ -135,7 +135,7 @@ def test_bootstrap_agrees_with_a_plain_loop():
     labels = np.arange(90) < 40
     scores = np.round(rng.normal(labels * 1.0, 1.0), 1)
     drawn = []
-    for _ in range(1500):
+    for _ in range(500):
         index = np.concatenate(
             [rng.choice(np.flatnonzero(labels == c), (labels == c).sum()) for c in (False, True)]
         )
@@ -143,7 +143,7 @@ def test_bootstrap_agrees_with_a_plain_loop():
         drawn.append((roc_auc_score(y, s), average_precision_score(y, s), sklearn_f1_max(y, s)))
     expected = np.quantile(drawn, [0.025, 0.975], axis=0).T
     got = bootstrap_intervals(scores, labels, resamples=4000, seed=1)
-    np.testing.assert_allclose(list(got.values()), expected, atol=0.015)
+    np.testing.assert_allclose(list(got.values()), expected, atol=0.02)
     point = image_metrics(scores, labels).values
     for name, (low, high) in got.items():
         assert low < point[name] < high

@@ -1,0 +1,118 @@
+"""Pixel metrics computed slowly and plainly, and the images to compare them on."""
+
+import itertools
+import math
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy.ndimage import gaussian_filter
+from scipy.ndimage import label as scipy_label
+
+from anomaly.metrics import PixelAccumulator
+
+NAMES = {
+    "pixel_auroc",
+    "pixel_ap",
+    "pixel_f1_max",
+    "pixel_f1_max_threshold",
+    "aupro_30",
+    "aupro_05",
+    "aupimo",
+    "lost_defect_share",
+}
+
+
+def measured(images, max_bins=None):
+    accumulator = PixelAccumulator(max_bins)
+    for anomaly_map, mask in images:
+        accumulator.update(anomaly_map, mask)
+    return accumulator.result()
+
+
+def flat(images):
+    """Inspected scores and labels of all images."""
+    scores = np.concatenate([m.ravel() for m, _ in images])
+    labels = np.concatenate([k.ravel() for _, k in images])
+    seen = ~np.isnan(scores)
+    return scores[seen], labels[seen]
+
+
+def brute_force_aupro(images, limit):
+    """Threshold by threshold, region by region, as the MVTec AD evaluation defines it."""
+    regions, good = [], []
+    for anomaly_map, mask in images:
+        seen = ~np.isnan(anomaly_map)
+        labels, count = scipy_label(mask, np.ones((3, 3)))
+        regions += [anomaly_map[(labels == i + 1) & seen] for i in range(count)]
+        good.append(anomaly_map[seen & ~mask])
+    regions = [r for r in regions if r.size]
+    good = np.concatenate(good)
+    points = [(0.0, 0.0)] + [
+        ((good >= t).mean(), np.mean([(r >= t).mean() for r in regions]))
+        for t in np.unique(flat(images)[0])[::-1]
+    ]
+    total = 0.0
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x1 <= limit:
+            total += (x1 - x0) * (y0 + y1) / 2
+        elif x0 < limit:
+            y = y0 + (y1 - y0) * (limit - x0) / (x1 - x0)
+            total += (limit - x0) * (y0 + y) / 2
+    return total / limit
+
+
+def brute_force_aupimo(images, low=1e-5, high=1e-4):
+    """Mean over defective images of the area under recall over log(shared FPR), in fp64."""
+    good = [m[~np.isnan(m)].astype(np.float64) for m, k in images if not k.any()]
+    defects = [m[k & ~np.isnan(m)].astype(np.float64) for m, k in images if k.any()]
+    scores = np.unique(np.concatenate([*good, *defects]))[::-1]
+    curve = []
+    for t in scores:
+        rate = sum((g >= t).sum() / g.size for g in good) / len(good)
+        curve.append((rate, [(d >= t).sum() / d.size for d in defects]))
+        if rate > high:
+            break
+    areas = []
+    for i in range(len(defects)):
+        area, last_x, last_y = 0.0, None, 0.0
+        for rate, recalls in curve:
+            if rate > 0:
+                x, y = math.log(rate), recalls[i]
+                if last_x is None:
+                    area += max(min(x, math.log(high)) - math.log(low), 0.0) * last_y
+                else:
+                    a, b = (min(max(v, math.log(low)), math.log(high)) for v in (last_x, x))
+                    if x > last_x:
+                        at = [last_y + (y - last_y) * (v - last_x) / (x - last_x) for v in (a, b)]
+                        area += (b - a) * sum(at) / 2
+                last_x = x
+            last_y = recalls[i]
+        areas.append(area / math.log(high / low))
+    return np.mean(areas)
+
+
+def smooth_images(rng, good=6, defective=5, shape=(160, 190), dtype=np.float32):
+    """Maps as a detector makes them, masks with several regions of unequal size."""
+    images = []
+    for i in range(good + defective):
+        scores = gaussian_filter(rng.gamma(3.0, 1.0, shape), 1.0)
+        mask = np.zeros(shape, bool)
+        if i >= good:
+            for size in (3, 9, 25):
+                y, x = rng.integers(0, 130, 2)
+                mask[y : y + size, x : x + size] = True
+            scores[mask] += rng.gamma(6.0, 0.5, mask.sum())
+        images.append((scores.astype(dtype), mask))
+    return images
+
+
+SCORES = st.sampled_from([0.0, -0.0, 1.0, 1.0000001, 1.5, 2.0, 300.0, 1e-20, -1.0, math.nan])
+IMAGES = st.lists(
+    st.tuples(
+        hnp.arrays(np.float32, (4, 5), elements=SCORES),
+        hnp.arrays(bool, (4, 5), elements=st.sampled_from([False, False, True])),
+    ),
+    min_size=1,
+    max_size=4,
+)
