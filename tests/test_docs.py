@@ -1,0 +1,48 @@
+"""The documentation runs, and shows nothing that doesn't."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+DOCS = Path(__file__).parents[1] / "docs"
+SCRIPTS = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.glob("*/*.py"))
+SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"\]\(([\w/]+\.py)\)")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+    torch.set_rng_state(state)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_runs(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(DOCS / script), run_name="__main__")
+
+
+def sections(page: Path) -> list[tuple[str, list[str], list[str]]]:
+    """(title, scripts linked, snippets shown) of each section."""
+    texts = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]
+    return [(t.splitlines()[0], LINK.findall(t), SNIPPET.findall(t)) for t in texts]
+
+
+def test_the_hooks_page_links_every_script_and_shows_only_what_runs() -> None:
+    found = sections(DOCS / "hooks.md")
+    linked = [script for _, scripts, _ in found for script in scripts]
+    assert sorted(linked) == [script for script in SCRIPTS if script.startswith("hooks/")]
+    for title, scripts, snippets in found:
+        code = "".join((DOCS / script).read_text() for script in scripts)
+        for snippet in snippets:
+            assert snippet in code, f"section {title!r} shows code that its script doesn't have"
