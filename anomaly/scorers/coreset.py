@@ -84,19 +84,33 @@ def select(
     size: int,
     *,
     generator: torch.Generator,
+    centres: Tensor | None = None,
     progress: Progress | None = None,
 ) -> Selection:
-    """`greedy_k_center` together with the covering radius, which falls out of it."""
+    """`greedy_k_center` together with the covering radius, which falls out of it.
+
+    Args:
+        points: as for `greedy_k_center`.
+        size: as for `greedy_k_center`.
+        generator: as for `greedy_k_center`; not used where there are centres.
+        centres: (c, d) chosen already, elsewhere: the first pick is the farthest from them.
+        progress: as for `greedy_k_center`.
+    """
     n = len(points)
     if not 1 <= size <= n:
         raise ConfigError(f"coreset size {size} is outside 1 to {n}, the number of patches")
     cover = _Cover(points)
     if size == n:
         return Selection(torch.arange(n, device=points.device), 0.0)
-    first = torch.randint(n, (1,), generator=generator, device=generator.device)
-    new = first.to(points.device)
-    picks = new
+    picks = torch.empty(0, dtype=torch.int64, device=points.device)
+    if centres is None:
+        first = torch.randint(n, (1,), generator=generator, device=generator.device)
+        new = first.to(points.device)
+    else:
+        cover.add(centres)
+        new = _pick_from_pool(points, cover.bounds, size)
     while True:
+        picks = torch.cat([picks, new])
         cover.add(points.index_select(0, new))
         cover.bounds[picks] = -1.0  # never again, even where rounding leaves a duplicate above 0
         if progress is not None:
@@ -104,7 +118,6 @@ def select(
         if len(picks) == size:
             return Selection(picks, cover.radius())
         new = _pick_from_pool(points, cover.bounds, size - len(picks))
-        picks = torch.cat([picks, new])
 
 
 def _pick_from_pool(points: Tensor, bounds: Tensor, wanted: int) -> Tensor:
@@ -182,7 +195,9 @@ class _Cover:
 
     def add(self, centres: Tensor) -> None:
         """Bring all bounds up to date with more centres (c, d)."""
-        for some in torch.split(centres.float(), _CENTRES):
+        while len(centres):
+            some = centres[: _CELLS if self._pivots_wanted else _CENTRES].float()
+            centres = centres[len(some) :]
             self._update(some)
             if self._pivots_wanted:
                 self._seen = torch.cat([self._seen, some])
@@ -243,11 +258,19 @@ def _reach(norms: Tensor, bounds: Tensor) -> float:
     return float((norms.sqrt() + bounds.clamp(min=0).sqrt()).max())
 
 
-def covering_radius(points: Tensor, centres: Tensor) -> float:
-    """The largest distance of any point (N, d) to its nearest centre (K, d)."""
+def distances_to_nearest(points: Tensor, centres: Tensor) -> Tensor:
+    """Distance (N,) of each point (N, d) to its nearest centre (K, d).
+
+    Quickest where early centres are spread well, as those of a coreset are.
+    """
     cover = _Cover(points)
     cover.add(centres)
-    return cover.radius()
+    return cover.bounds.sqrt()
+
+
+def covering_radius(points: Tensor, centres: Tensor) -> float:
+    """The largest distance of any point (N, d) to its nearest centre (K, d)."""
+    return float(distances_to_nearest(points, centres).max())
 
 
 def random_projection(dim: int, target: int, *, generator: torch.Generator) -> Tensor:

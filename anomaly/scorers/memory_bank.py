@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.scorers.base import PatchBatch, PatchScores
 from anomaly.scorers.coreset import coreset_size, random_projection
 from anomaly.scorers.neighbors import NearestNeighbors
-from anomaly.scorers.shards import ShardedSelection
+from anomaly.scorers.streamed_coreset import select_streamed
 
 Progress = Callable[[int, int], None]
 
@@ -25,17 +25,16 @@ class MemoryBank:
     Attributes:
         vectors: (M, D) float32, in the order in which they were picked.
         origins: (M, 3) int32: training image, patch row, patch column.
-        covering_radius: the largest distance of any training patch to its nearest bank vector,
+        covering_radius: no training patch is farther than this from its nearest bank vector,
             among the projected embeddings that the coreset was selected on.
-        shards: how many parts the training patches were reduced in before the selection; 1 where
-            the selection saw all of them.
+        exact: the selection saw all training patches at once, not a part at a time.
         search: how neighbours are found, see `NearestNeighbors`.
     """
 
     vectors: Tensor
     origins: Tensor
     covering_radius: float
-    shards: int = 1
+    exact: bool = True
     search: str = "auto"
 
     @cached_property
@@ -97,7 +96,7 @@ class MemoryBank:
             self.vectors.to(target),
             self.origins.to(target),
             self.covering_radius,
-            self.shards,
+            self.exact,
             self.search,
         )
 
@@ -107,7 +106,7 @@ class MemoryBank:
             "vectors": self.vectors,
             "origins": self.origins,
             "covering_radius": torch.tensor(self.covering_radius, dtype=torch.float64),
-            "shards": torch.tensor(self.shards),
+            "exact": torch.tensor(self.exact),
         }
 
     @classmethod
@@ -117,7 +116,7 @@ class MemoryBank:
         Raises:
             ModelError: a tensor is missing, or shapes don't belong together.
         """
-        missing = {"vectors", "origins", "covering_radius", "shards"} - tensors.keys()
+        missing = {"vectors", "origins", "covering_radius", "exact"} - tensors.keys()
         if missing:
             raise ModelError(f"the memory bank lacks {', '.join(sorted(missing))}; train anew")
         vectors, origins = tensors["vectors"], tensors["origins"]
@@ -126,7 +125,7 @@ class MemoryBank:
                 f"the memory bank's vectors {tuple(vectors.shape)} and origins "
                 f"{tuple(origins.shape)} don't belong together; train anew"
             )
-        return cls(vectors, origins, float(tensors["covering_radius"]), int(tensors["shards"]))
+        return cls(vectors, origins, float(tensors["covering_radius"]), bool(tensors["exact"]))
 
     def _check(self, embeddings: Tensor) -> None:
         if embeddings.shape[3] != self.vectors.shape[1]:
@@ -145,8 +144,8 @@ class MemoryBankFitter:
         coreset_size: how many it keeps; None with coreset_ratio.
         projection_dim: dimensions in which the coreset is selected (PatchCore, section 3.2).
         seed: of the projection and the first pick.
-        memory_limit: bytes of projected patches held at once. More are reduced in shards, of which
-            the bank tells.
+        memory_limit: bytes of projected patches held at once. With more, the selection is nearly
+            as good, see `select_streamed`, and reads the batches a third time.
     """
 
     coreset_ratio: float | None = 0.1
@@ -167,26 +166,41 @@ class MemoryBankFitter:
             DataError: no patches, or some that hold NaN or infinite values.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        selection: ShardedSelection | None = None
-        projection: Tensor | None = None
-        for batch in batches:
-            if selection is None or projection is None:
-                dim = batch.embeddings.shape[3]
-                projection = random_projection(dim, self.projection_dim, generator=generator)
-                projection = projection.to(batch.embeddings.device)
-                selection = ShardedSelection(
-                    projection.shape[1], batch.embeddings.device, self.memory_limit, generator
-                )
+        chosen = select_streamed(
+            _Projected(batches, self.projection_dim, generator),
+            self._size,
+            memory_limit=self.memory_limit,
+            generator=generator,
+            progress=progress,
+        )
+        vectors, origins = _gather(batches, chosen.picks)
+        return MemoryBank(vectors, origins, chosen.covering_radius, chosen.exact)
+
+    def _size(self, patches: int) -> int:
+        if patches == 0:
+            raise DataError("no training patches; check the training images")
+        return coreset_size(patches, ratio=self.coreset_ratio, size=self.coreset_size)
+
+
+class _Projected:
+    """The patches of each image in turn, projected; re-iterable."""
+
+    def __init__(self, batches: Iterable[PatchBatch], dim: int, generator: torch.Generator) -> None:
+        self._batches = batches
+        self._dim = dim
+        self._generator = generator
+        self._matrix: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in self._batches:
+            if self._matrix is None:
+                channels = batch.embeddings.shape[3]
+                matrix = random_projection(channels, self._dim, generator=self._generator)
+                self._matrix = matrix.to(batch.embeddings.device)
             # One image at a time: a product's rounding depends on its shape, and which images
             # share a batch must not change the bank.
             for image in batch.embeddings.flatten(1, 2):
-                selection.add(image @ projection)
-        if selection is None:
-            raise DataError("no training patches; check the training images")
-        size = coreset_size(selection.count, ratio=self.coreset_ratio, size=self.coreset_size)
-        chosen = selection.select(size, progress)
-        vectors, origins = _gather(batches, chosen.picks)
-        return MemoryBank(vectors, origins, chosen.covering_radius, selection.shards)
+                yield image @ self._matrix
 
 
 def _gather(batches: Iterable[PatchBatch], picks: Tensor) -> tuple[Tensor, Tensor]:
