@@ -1,3 +1,52 @@
-"""Visual inspection that learns what good looks like and marks what isn't."""
+"""Visual inspection that learns what good looks like and marks what isn't.
+
+The public names are imported when they are first used, so that what decodes images stays small.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from anomaly.checkpoint import load, save
+    from anomaly.config import Config, load_config
+    from anomaly.datasets import open_dataset
+    from anomaly.detector import AnomalyDetector, Prediction
+    from anomaly.errors import AnomalyError
+    from anomaly.evaluation import evaluate
+    from anomaly.training import fit
+
+_HOME = {
+    "AnomalyDetector": "detector",
+    "AnomalyError": "errors",
+    "Config": "config",
+    "Prediction": "detector",
+    "evaluate": "evaluation",
+    "fit": "training",
+    "load": "checkpoint",
+    "load_config": "config",
+    "open_dataset": "datasets",
+    "save": "checkpoint",
+}
+
+__all__ = [
+    "AnomalyDetector",
+    "AnomalyError",
+    "Config",
+    "Prediction",
+    "evaluate",
+    "fit",
+    "load",
+    "load_config",
+    "open_dataset",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'anomaly' has no attribute {name!r}")
+    return getattr(import_module(f"anomaly.{_HOME[name]}"), name)
