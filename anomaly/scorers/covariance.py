@@ -8,14 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from anomaly.errors import ConfigError
 
-# Rows of a triangle that are kept as one rectangle: small enough to save nearly half of the
-# square, large enough for matrix products to be quick.
+# The lower triangles of P matrices (d, d) as bands of rows, (P, rows, width) float32 each. They
+# take little more than half of the square, and are multiplied without being unpacked.
+Triangle: TypeAlias = tuple[Tensor, ...]
+
+# Rows of a band: few enough to save nearly half, enough for matrix products to be quick.
 _PANEL = 64
 _INT16_MAX = 32767.0
 
@@ -27,22 +31,21 @@ class GaussianStatistics:
     Attributes:
         count: N, samples at each position.
         mean: (P, d) float64.
-        scatter: (P, F) float32, the lower triangle of the summed outer products of the centred
-            samples, packed by `pack_triangle`.
+        scatter: the lower triangle of the summed outer products of the centred samples.
     """
 
     count: int
     mean: Tensor
-    scatter: Tensor
+    scatter: Triangle
 
     @classmethod
     def of(cls, samples: Tensor) -> GaussianStatistics:
         """Statistics of samples (P, N, d) float32."""
         mean, centred = centre(samples)
-        dimensions = samples.shape[2]
-        scatter = samples.new_empty(samples.shape[0], packed_size(dimensions))
-        for rows, panel in panels(scatter, dimensions):
-            torch.bmm(centred[..., rows].mT, centred[..., : rows.stop], out=panel)
+        scatter = tuple(
+            torch.bmm(centred[..., rows].mT, centred[..., : rows.stop])
+            for rows in panel_rows(samples.shape[2])
+        )
         return cls(samples.shape[1], mean, scatter)
 
     def update(self, samples: Tensor) -> GaussianStatistics:
@@ -54,15 +57,18 @@ class GaussianStatistics:
         count = self.count + other.count
         shift = other.mean - self.mean
         mean = self.mean + shift * (other.count / count)
-        scatter = self.scatter + other.scatter
         between = (shift * (self.count * other.count / count) ** 0.5).float()
-        for rows, panel in panels(scatter, mean.shape[1]):
-            panel.addcmul_(between[:, rows, None], between[:, None, : rows.stop])
+        scatter = tuple(
+            (a + b).addcmul_(between[:, rows, None], between[:, None, : rows.stop])
+            for rows, a, b in zip(
+                panel_rows(mean.shape[1]), self.scatter, other.scatter, strict=True
+            )
+        )
         return GaussianStatistics(count, mean, scatter)
 
     def covariance(self) -> Tensor:
         """(P, d, d) float32, unbiased: divided by N − 1."""
-        lower = unpack_triangle(self.scatter, self.mean.shape[1])
+        lower = unpack_triangle(self.scatter)
         return (lower + lower.tril(-1).mT) / (self.count - 1)
 
 
@@ -74,12 +80,10 @@ class CholeskyWhitening:
     against float64), unlike inverting Σ, and turns scoring into matrix products.
 
     Attributes:
-        factor: (P, F) float32, W packed by `pack_triangle`.
-        dimensions: d.
+        factor: W.
     """
 
-    factor: Tensor
-    dimensions: int
+    factor: Triangle
 
     @classmethod
     def of(cls, statistics: GaussianStatistics, regularisation: float) -> CholeskyWhitening:
@@ -89,7 +93,7 @@ class CholeskyWhitening:
             ConfigError: `regularisation` vanishes in float32 beside the variances.
         """
         dimensions = statistics.mean.shape[1]
-        covariance = unpack_triangle(statistics.scatter, dimensions) / (statistics.count - 1)
+        covariance = unpack_triangle(statistics.scatter).div_(statistics.count - 1)
         covariance.diagonal(dim1=1, dim2=2).add_(regularisation)
         lower, failed = torch.linalg.cholesky_ex(covariance)
         if failed.any():
@@ -101,27 +105,30 @@ class CholeskyWhitening:
             )
         identity = torch.eye(dimensions, device=lower.device).expand_as(lower)
         inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
-        return cls(pack_triangle(inverse), dimensions)
+        return cls(pack_triangle(inverse))
 
     @property
     def numbers(self) -> int:
         """What one position works on."""
-        return self.factor.shape[1]
+        return sum(panel[0].numel() for panel in self.factor)
 
     def tensors(self) -> dict[str, Tensor]:
         """What has to be saved, by name."""
-        return {"factor": self.factor, "dimensions": torch.tensor(self.dimensions)}
+        return {f"factor.{i}": panel for i, panel in enumerate(self.factor)}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> CholeskyWhitening:
         """The way back from `tensors`."""
-        return cls(tensors["factor"], int(tensors["dimensions"]))
+        count = sum(name.startswith("factor.") for name in tensors)
+        return cls(tuple(tensors[f"factor.{i}"] for i in range(count)))
 
     def squared_distances(self, residuals: Tensor, positions: slice) -> Tensor:
         """Squared Mahalanobis norms (p, B) of residuals (p, B, d) at a slice of the positions."""
         squared = residuals.new_zeros(residuals.shape[:2])
-        for rows, panel in panels(self.factor[positions], self.dimensions):
-            squared += torch.bmm(residuals[..., : rows.stop], panel.mT).square().sum(dim=2)
+        for panel in self.factor:
+            # The panel on the left: for a single image, a product by a vector at twice the speed.
+            whitened = torch.bmm(panel[positions], residuals[..., : panel.shape[2]].mT)
+            squared += whitened.square().sum(dim=1)
         return squared
 
 
@@ -193,9 +200,9 @@ class LowRankWhitening:
         """Squared Mahalanobis norms (p, B) of residuals (p, B, d) at a slice of the positions."""
         basis = self.basis[positions].float()
         scale = self.scale[positions, None]
-        explained = torch.bmm(residuals, basis.mT) * scale
-        unexplained = torch.baddbmm(residuals, explained * scale, basis, alpha=-1)
+        explained = torch.bmm(residuals, basis.mT).mul_(scale)
         inside = (explained.square() * self.precision[positions, None]).sum(dim=2)
+        unexplained = torch.baddbmm(residuals, explained.mul_(scale), basis, alpha=-1)
         return inside + unexplained.square().sum(dim=2) / self.regularisation
 
 
@@ -212,35 +219,22 @@ def centre(samples: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=16)
-def _panel_rows(dimensions: int) -> tuple[slice, ...]:
+def panel_rows(dimensions: int) -> tuple[slice, ...]:
+    """The rows of each panel of a `Triangle`; a panel is as wide as its last row."""
     edges = [*range(0, dimensions, _PANEL), dimensions]
     return tuple(slice(a, b) for a, b in pairwise(edges))
 
 
-def packed_size(dimensions: int) -> int:
-    """F, how many numbers a packed triangle takes: about d²/2 for large d."""
-    return sum((rows.stop - rows.start) * rows.stop for rows in _panel_rows(dimensions))
+def pack_triangle(lower: Tensor) -> Triangle:
+    """Pack lower triangles (P, d, d)."""
+    rows = panel_rows(lower.shape[1])
+    return tuple(lower[:, r, : r.stop].clone(memory_format=torch.contiguous_format) for r in rows)
 
 
-def panels(packed: Tensor, dimensions: int) -> list[tuple[slice, Tensor]]:
-    """The rectangles of packed triangles (P, F): their rows, and views (P, rows, columns)."""
-    found, start = [], 0
-    for rows in _panel_rows(dimensions):
-        height = rows.stop - rows.start
-        flat = packed[:, start : start + height * rows.stop]
-        found.append((rows, flat.view(-1, height, rows.stop)))
-        start += height * rows.stop
-    return found
-
-
-def pack_triangle(lower: Tensor) -> Tensor:
-    """Lower triangles (P, d, d) -> (P, F): bands of rows, each as wide as its last row."""
-    return torch.cat([lower[:, r, : r.stop].flatten(1) for r in _panel_rows(lower.shape[1])], dim=1)
-
-
-def unpack_triangle(packed: Tensor, dimensions: int) -> Tensor:
-    """Packed (P, F) -> lower triangles (P, d, d) with zeros above the diagonal."""
-    lower = packed.new_zeros(packed.shape[0], dimensions, dimensions)
-    for rows, panel in panels(packed, dimensions):
+def unpack_triangle(triangle: Triangle) -> Tensor:
+    """Lower triangles (P, d, d) with zeros above the diagonal."""
+    positions, _, dimensions = triangle[-1].shape
+    lower = triangle[-1].new_zeros(positions, dimensions, dimensions)
+    for rows, panel in zip(panel_rows(dimensions), triangle, strict=True):
         lower[:, rows, : rows.stop] = panel
     return lower.tril_()

@@ -81,7 +81,7 @@ class PatchGaussian:
         """The way back from `tensors`."""
         height, width = tensors["grid"].tolist()
         projection = Projection(tensors["projection"], int(tensors["channels"]))
-        kind = CholeskyWhitening if "factor" in tensors else LowRankWhitening
+        kind = LowRankWhitening if "basis" in tensors else CholeskyWhitening
         return cls(projection, (height, width), tensors["mean"], kind.from_tensors(tensors))
 
 
@@ -134,7 +134,9 @@ class GaussianFitter:
                 "2, and a good one some 50; add images, or use model.kind=patchcore"
             )
         mean, whitening = samples.gaussians(self.regularisation, progress or (lambda *_: None))
-        return PatchGaussian(projection, grid, mean, whitening)
+        leading = mean.float()
+        split_mean = torch.stack([leading, (mean - leading).float()])
+        return PatchGaussian(projection, grid, split_mean, whitening)
 
     def _projection(self, embeddings: Tensor) -> Projection:
         generator = torch.Generator().manual_seed(self.seed)
@@ -182,54 +184,49 @@ class _Samples:
     def gaussians(
         self, regularisation: float, progress: Progress
     ) -> tuple[Tensor, CholeskyWhitening | LowRankWhitening]:
-        """Means (2, P, d) and whitening of all positions; leaves nothing behind here."""
-        whole: dict[str, Tensor] = {}
-        kind: type[CholeskyWhitening] | type[LowRankWhitening]
+        """Means (P, d) float64 and whitening of all positions; leaves nothing behind here."""
+        kind: type[CholeskyWhitening | LowRankWhitening]
         kind = CholeskyWhitening if self._folded else LowRankWhitening
-        for i, positions in enumerate(self._blocks):
-            mean, whitening = self._gaussian(i, regularisation)
-            leading = mean.float()
-            parts = {"leading": leading, "trailing": (mean - leading).float()}
-            for name, part in (parts | whitening.tensors()).items():
-                if part.ndim and name not in whole:
-                    whole[name] = part.new_empty(self._positions, *part.shape[1:])
-                if part.ndim:
-                    whole[name][positions] = part
-                else:
+        whole: dict[str, Tensor] = {}
+        for block, positions in enumerate(self._blocks):
+            mean, whitening = self._gaussian(block, regularisation)
+            for name, part in {"mean": mean, **whitening.tensors()}.items():
+                if part.ndim == 0:  # the same for all positions
                     whole[name] = part
-            progress(i + 1, len(self._blocks))
-        mean = torch.stack([whole.pop("leading"), whole.pop("trailing")])
-        return mean, kind.from_tensors(whole)
+                    continue
+                if name not in whole:
+                    whole[name] = part.new_empty(self._positions, *part.shape[1:])
+                whole[name][positions] = part
+            progress(block + 1, len(self._blocks))
+        return whole.pop("mean"), kind.from_tensors(whole)
 
     def _gaussian(
         self, block: int, regularisation: float
     ) -> tuple[Tensor, CholeskyWhitening | LowRankWhitening]:
-        if not self._folded:
-            mean, centred = centre(self._waiting_samples(block))
-            return mean, LowRankWhitening.of(centred, regularisation)
-        statistics = self._statistics(block)
-        return statistics.mean, CholeskyWhitening.of(statistics, regularisation)
-
-    def _statistics(self, block: int) -> GaussianStatistics:
-        """All samples seen so far, folded or waiting, of one block."""
-        waiting = GaussianStatistics.of(self._waiting_samples(block)) if self._waiting else None
-        if not self._folded:
-            assert waiting is not None
-            return waiting
-        mean, scatter = self._spill.take(("mean", block)), self._spill.take(("scatter", block))
-        folded = GaussianStatistics(self._folded, mean, scatter)
-        return folded if waiting is None else folded.merge(waiting)
+        if self._folded:
+            statistics = self._statistics(block)
+            return statistics.mean, CholeskyWhitening.of(statistics, regularisation)
+        mean, centred = centre(self._take_waiting(block))
+        return mean, LowRankWhitening.of(centred, regularisation)
 
     def _fold(self) -> None:
         for block in range(len(self._blocks)):
             statistics = self._statistics(block)
-            self._spill.put(("mean", block), statistics.mean)
-            self._spill.put(("scatter", block), statistics.scatter)
+            self._spill.put(("statistics", block), statistics.mean, *statistics.scatter)
         self._folded, self._waiting, self._batches = self.count, 0, 0
 
-    def _waiting_samples(self, block: int) -> Tensor:
-        """(p, N, d)."""
-        return torch.cat([self._spill.take((n, block)) for n in range(self._batches)], dim=1)
+    def _statistics(self, block: int) -> GaussianStatistics:
+        """Of all samples of one block, folded and waiting."""
+        if not self._folded:
+            return GaussianStatistics.of(self._take_waiting(block))
+        mean, *scatter = self._spill.take(("statistics", block))
+        folded = GaussianStatistics(self._folded, mean, tuple(scatter))
+        return folded.update(self._take_waiting(block)) if self._waiting else folded
+
+    def _take_waiting(self, block: int) -> Tensor:
+        """Samples (p, N, d)."""
+        parts = [self._spill.take((batch, block))[0] for batch in range(self._batches)]
+        return torch.cat(parts, dim=1)
 
 
 def _blocks(positions: int, numbers: int, device: torch.device) -> list[slice]:

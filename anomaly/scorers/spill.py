@@ -40,7 +40,7 @@ class Spill:
 
     def __init__(self, memory_limit: int) -> None:
         self._room = memory_limit
-        self._kept: dict[Hashable, Tensor | _InFile] = {}
+        self._kept: dict[Hashable, list[Tensor | _InFile]] = {}
         self._file: IO[bytes] | None = None
         self._end = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)
@@ -50,17 +50,21 @@ class Spill:
         """How large the file has become; 0 when memory was enough."""
         return self._end
 
-    def put(self, key: Hashable, values: Tensor) -> None:
-        """Keep contiguous `values`, which mustn't change from here on."""
-        if values.nbytes <= self._room:
-            self._room -= values.nbytes
-            self._kept[key] = values
-        else:
-            self._kept[key] = self._write(values)
+    def put(self, key: Hashable, *values: Tensor) -> None:
+        """Keep contiguous tensors, which mustn't change from here on."""
+        self._kept[key] = [self._keep(v) for v in values]
 
-    def take(self, key: Hashable) -> Tensor:
+    def take(self, key: Hashable) -> list[Tensor]:
         """Hand back what was put under `key`, once, on the device it came from."""
-        kept = self._kept.pop(key)
+        return [self._recall(kept) for kept in self._kept.pop(key)]
+
+    def _keep(self, values: Tensor) -> Tensor | _InFile:
+        if values.nbytes > self._room:
+            return self._write(values)
+        self._room -= values.nbytes
+        return values
+
+    def _recall(self, kept: Tensor | _InFile) -> Tensor:
         if isinstance(kept, Tensor):
             self._room += kept.nbytes
             return kept

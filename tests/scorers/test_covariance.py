@@ -12,7 +12,6 @@ from anomaly.scorers.covariance import (
     LowRankWhitening,
     centre,
     pack_triangle,
-    packed_size,
     unpack_triangle,
 )
 
@@ -48,7 +47,7 @@ def test_statistics_agree_with_numpy(count, dimensions, offset):
         assert error < 1e-6 * np.abs(expected).max()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.integers(1, 9), min_size=2, max_size=6),
     st.sampled_from([0.0, 1e4, -1e6]),
@@ -68,21 +67,18 @@ def test_merging_parts_equals_one_pass(lengths, offset, seed):
         assert merged.count == whole.count
         # A part's mean is known to float32's rounding of the spread, whatever the offset.
         torch.testing.assert_close(merged.mean, whole.mean, rtol=0, atol=2e-6)
-        size = float(whole.scatter.abs().max())
-        torch.testing.assert_close(merged.scatter, whole.scatter, rtol=0, atol=3e-6 * size)
+        error = (merged.covariance() - whole.covariance()).abs().max()
+        assert error <= 3e-6 * whole.covariance().abs().max()
 
 
-@settings(deadline=None)
-@given(st.integers(1, 150))
+@pytest.mark.parametrize("dimensions", [1, 63, 64, 65, 129])
 def test_packed_triangle_comes_back(dimensions):
     lower = torch.randn(2, dimensions, dimensions).tril()
-    packed = pack_triangle(lower)
-    assert packed.shape == (2, packed_size(dimensions))
-    assert torch.equal(unpack_triangle(packed, dimensions), lower)
+    assert torch.equal(unpack_triangle(pack_triangle(lower)), lower)
 
 
 def test_packed_triangle_is_little_more_than_half():
-    assert packed_size(550) < 0.56 * 550**2
+    assert sum(panel.numel() for panel in pack_triangle(torch.ones(1, 550, 550))) < 0.56 * 550**2
 
 
 @pytest.mark.parametrize(("count", "dimensions"), [(20, 1), (40, 30), (300, 130)])
