@@ -28,8 +28,9 @@ def overlay(
 ) -> NDArray[np.uint8]:
     """Lay a heatmap over a picture.
 
-    Colours have one meaning for all images of a model: nothing below half the threshold, full
-    colour from the threshold on, brightest at twice the threshold. A line follows the threshold.
+    Colours have one meaning for all images of a model: nothing below three quarters of the
+    threshold, full colour from 5/4 on, brightest at twice the threshold. A line follows the
+    threshold.
 
     Args:
         picture: (H0, W0, 3) RGB.
@@ -42,7 +43,7 @@ def overlay(
     hidden = np.isnan(anomaly_map)
     level = np.nan_to_num(anomaly_map) / np.float32(max(threshold, 1e-12))
     colours = cv2.applyColorMap(_bytes(level / 2), cv2.COLORMAP_INFERNO)[..., ::-1]
-    opacity = np.clip((level - 0.5) * 2, 0, 1)[..., None] * np.float32(0.65)
+    opacity = np.clip((level - 0.75) * 2, 0, 1)[..., None] * np.float32(0.65)
     mixed = picture * (1 - opacity) + colours * opacity
     mixed[hidden] *= 0.5
     result = np.ascontiguousarray(np.rint(mixed).astype(np.uint8))

@@ -12,9 +12,9 @@ def _grey(height: int, width: int) -> np.ndarray:
     return np.full((height, width, 3), 128, dtype=np.uint8)
 
 
-def test_below_half_the_threshold_nothing_changes() -> None:
+def test_well_below_the_threshold_nothing_changes() -> None:
     picture = _grey(40, 60)
-    shown = overlay(picture, np.full((40, 60), 0.49, dtype=np.float32), threshold=1.0)
+    shown = overlay(picture, np.full((40, 60), 0.74, dtype=np.float32), threshold=1.0)
     np.testing.assert_array_equal(shown, picture)
 
 
@@ -35,7 +35,7 @@ def test_above_the_threshold_is_coloured_and_outlined() -> None:
 def test_equal_scores_look_equal_whatever_else_is_in_the_image() -> None:
     picture = _grey(50, 50)
     one = np.zeros((50, 50), dtype=np.float32)
-    one[10:20, 10:20] = 0.8
+    one[10:20, 10:20] = 0.9
     two = one.copy()
     two[30:40, 30:40] = 5.0
     np.testing.assert_array_equal(
