@@ -125,7 +125,9 @@ def live_hooks(model: nn.Module) -> int:
 def _walk(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     """Name and module of each step on the way to a layer."""
     # `layer1[-1].conv1` -> `layer1.[-1].conv1`, one step a dot.
-    spelled = _INDEX.sub(r".\g<0>", path).removeprefix("." if path.startswith("[") else "")
+    spelled = path
+    if "[" in path:
+        spelled = _INDEX.sub(r".\g<0>", path).removeprefix("." if path.startswith("[") else "")
     steps: list[tuple[str, nn.Module]] = []
     module = model
     for step in spelled.split(".") if path else []:

@@ -122,6 +122,18 @@ def test_clipping_by_hooks_equals_clipping_each_parameter_afterwards(max_norm: f
     assert live_hooks(network) == 0
 
 
+def test_a_monitor_sees_what_clipping_registered_before_it_has_left() -> None:
+    network = build()
+    x = torch.randn(6, 4)
+    before, after = GradientMonitor(network), GradientMonitor(network)
+    with before, clip_gradients(network, 1e-3), after:
+        network(x).square().sum().backward()
+        before.step()
+        after.step()
+    assert after.record().norms.max() <= 1e-3 * 2**0.5 * 1.001  # two parameters a layer
+    assert before.record().norms.max() > 1e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_limiting_keeps_the_dtype_and_leaves_small_gradients_alone(dtype: torch.dtype) -> None:
     small = torch.full((4,), 0.125, dtype=dtype)

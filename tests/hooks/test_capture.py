@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import NamedTuple
 
 import numpy as np
@@ -341,6 +342,11 @@ def test_compiled_scripted_and_replicated_networks_are_refused_with_a_reason() -
     capture(inner, "0")
     with pytest.raises(LayerError, match="layer '1' of Sequential is compiled"):
         capture(inner, "1.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # TorchScript is on its way out
+        scripted = torch.jit.script(network)
+    with pytest.raises(LayerError, match="is scripted"):
+        capture(scripted, "0")
     parallel = nn.DataParallel(network)
     parallel.device_ids = [0, 1]
     with pytest.raises(LayerError, match="copied to 2 GPUs"):
