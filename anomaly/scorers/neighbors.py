@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import ConfigError, nearest
-from anomaly.scorers.cell_index import CellIndex
+from anomaly.scorers.product_index import ProductIndex
+from anomaly.scorers.screened_index import ScreenedIndex
 
-METHODS = ("auto", "product", "cells", "faiss", "ivf")
+METHODS = ("auto", "product", "screened", "faiss", "ivf")
 
-# Rows of one product, queries × bank: the product stays in a CPU's cache; a GPU wants few launches.
-_BLOCK = {"cpu": (1024, 2048), "cuda": (8192, 16384)}
 # Candidates that are measured at once: 32 MiB at 1536 dimensions.
 _MEASURED = 4096
 
@@ -36,9 +35,9 @@ class NearestNeighbors:
 
     Args:
         bank: (M, D) float32, on the device where queries will be.
-        method: `auto`, or one of `product` (blocked matrix products, any device), `cells` (exact,
-            skips what the triangle inequality rules out, CPU), `faiss` (Flat, CPU), `ivf` (faiss
-            inverted lists, approximate, CPU).
+        method: `auto`, or one of `product` (blocked matrix products, any device),
+            `screened` (exact, measures only what a few dimensions can't rule out, CPU), `faiss`
+            (Flat, CPU), `ivf` (faiss inverted lists, approximate, CPU).
         cache: a folder for trained `ivf` indices; they are trained anew where it is None.
 
     Raises:
@@ -48,7 +47,7 @@ class NearestNeighbors:
     def __init__(self, bank: Tensor, method: str = "auto", cache: Path | None = None) -> None:
         if method not in METHODS:
             raise ConfigError(f"search method {method!r} is unknown; {nearest(method, METHODS)}")
-        if method in ("cells", "faiss", "ivf") and bank.device.type != "cpu":
+        if method in ("screened", "faiss", "ivf") and bank.device.type != "cpu":
             raise ConfigError(f"search method {method!r} runs on the CPU only; use 'auto'")
         self._bank = bank
         self.method = _best(bank) if method == "auto" else method
@@ -82,8 +81,8 @@ class NearestNeighbors:
         return distances
 
     def _build(self, cache: Path | None) -> Index:
-        if self.method == "cells":
-            return CellIndex(self._bank, ProductIndex(self._bank))
+        if self.method == "screened":
+            return ScreenedIndex(self._bank)
         if self.method in ("faiss", "ivf"):
             from anomaly.scorers.faiss_index import FaissIndex
 
@@ -94,54 +93,10 @@ class NearestNeighbors:
 def _best(bank: Tensor) -> str:
     """What measured fastest (`python -m benchmarks.search`).
 
-    | bank          | CPU     | CUDA    | why                                                      |
-    |---------------|---------|---------|----------------------------------------------------------|
-    | below 4,096   | product | product | too few vectors a cell for skipping to pay               |
-    | from 4,096 up | cells   | product | an eighth of the products is left; but a GPU multiplies  |
-    |               |         |         | faster than it could be told what to skip                |
+    | bank          | CPU      | CUDA    | why                                                     |
+    |---------------|----------|---------|---------------------------------------------------------|
+    | below 1,024   | product  | product | one small product; no axes to fit first                 |
+    | from 1,024 up | screened | product | reads a twelfth; faiss Flat takes 2 to 6 times as long. |
+    |               |          |         | A GPU multiplies faster than it gathers what is left.   |
     """
-    return "cells" if bank.device.type == "cpu" and len(bank) >= 4096 else "product"
-
-
-class ProductIndex:
-    """Blocks of ‖y‖² − 2xy, never the whole matrix. Exact up to float32's rounding.
-
-    Args:
-        bank: (M, D) float32.
-    """
-
-    def __init__(self, bank: Tensor) -> None:
-        self._bank = bank
-        # Distances are multiplied out relative to the mean, so that large norms don't cancel. A
-        # block is centred when it is used, a few percent of its product: no copy is kept.
-        self._mean = bank.mean(0)
-        self._query_rows, self._bank_rows = _BLOCK[bank.device.type]
-
-    def candidates(self, queries: Tensor, k: int) -> Tensor:
-        """The k nearest (Q, k) int64 of queries (Q, D)."""
-        blocks = torch.split(queries, self._query_rows)
-        return torch.cat([self._search(q - self._mean, k) for q in blocks])
-
-    def _search(self, queries: Tensor, k: int) -> Tensor:
-        scores = queries.new_empty(len(queries), 0)
-        found = queries.new_empty(len(queries), 0, dtype=torch.int64)
-        start = 0
-        for block in torch.split(self._bank, self._bank_rows):
-            bank = block - self._mean
-            product = torch.addmm(bank.square().sum(1), queries, bank.T, alpha=-2)
-            block_scores, block_found = _smallest(product, k)
-            scores = torch.cat([scores, block_scores], dim=1)
-            found = torch.cat([found, block_found + start], dim=1)
-            scores, kept = _smallest(scores, k)
-            found = found.gather(1, kept)
-            start += len(bank)
-        return found
-
-
-def _smallest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k smallest of each row, or all where it has fewer; the first of equals for k = 1."""
-    if k == 1:
-        least = scores.min(dim=1, keepdim=True)
-        return least.values, least.indices
-    top = scores.topk(min(k, scores.shape[1]), dim=1, largest=False)
-    return top.values, top.indices
+    return "screened" if bank.device.type == "cpu" and len(bank) >= 1024 else "product"

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
 from anomaly.errors import ConfigError
-from anomaly.scorers import neighbors
+from anomaly.scorers import product_index, screened_index
 from anomaly.scorers.neighbors import NearestNeighbors
 
-EXACT = ["product", "cells", "faiss"]
+EXACT = ["product", "screened", "faiss"]
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -67,9 +67,9 @@ def test_alone_or_in_a_batch(method: str, device: str) -> None:
 
 
 def test_queries_far_from_everything() -> None:
-    """Cells rule out nothing for such queries; the answer stays exact."""
+    """The screen rules out little for such queries; the answer stays exact."""
     bank, queries = blobs(4500, 32), 40 * torch.randn(200, 32)
-    distances, _ = NearestNeighbors(bank, "cells").search(queries)
+    distances, _ = NearestNeighbors(bank, "screened").search(queries)
     assert distances[:, 0].numpy() == pytest.approx(
         cdist(queries.double(), bank.double()).min(1), rel=2e-6
     )
@@ -127,10 +127,39 @@ def test_inverted_lists_are_cached(tmp_path: Path) -> None:
     assert len(file.read_bytes()) > 1000
 
 
-def test_auto_is_exact_at_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = blobs(1000, 8), blobs(5000, 8)
-    assert NearestNeighbors(small).method in EXACT
-    assert NearestNeighbors(large).method in EXACT
+def test_auto_goes_by_size_and_is_exact() -> None:
+    small, large = (NearestNeighbors(blobs(n, 8)) for n in (1000, 5000))
+    assert small.method == "product"
+    assert large.method == "screened"
+
+
+def test_embeddings_without_structure() -> None:
+    """The screen lets nearly all vectors of uniform noise pass: the whole product decides."""
+    g = torch.Generator().manual_seed(0)
+    bank, queries = torch.rand(6000, 512, generator=g), torch.rand(100, 512, generator=g)
+    distances, indices = NearestNeighbors(bank, "screened").search(queries)
+    exact = cdist(queries.double(), bank.double())
+    assert indices[:, 0].tolist() == exact.argmin(1).tolist()
+    assert distances[:, 0].numpy() == pytest.approx(exact.min(1), rel=1e-5)
+
+
+def test_the_screen_spares_most_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of structured embeddings only a few vectors a query are measured whole."""
+    g = torch.Generator().manual_seed(0)
+    mix = torch.randn(40, 600, generator=g)
+    bank = torch.randn(4096, 40, generator=g) @ mix + 0.1 * torch.randn(4096, 600, generator=g)
+    queries = bank[:500] + torch.randn(500, 600, generator=g)
+    whole = 0
+    original = screened_index._measure
+
+    def spy(*args: torch.Tensor) -> torch.Tensor:
+        nonlocal whole
+        whole += len(args[2]) if args[0].shape[1] == 600 else 0
+        return original(*args)
+
+    monkeypatch.setattr(screened_index, "_measure", spy)
+    NearestNeighbors(bank, "screened").search(queries)
+    assert 500 <= whole < 500 * 4096 / 50
 
 
 def test_unknown_method() -> None:
@@ -140,7 +169,7 @@ def test_unknown_method() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("method", ["cells", "faiss", "ivf"])
+@pytest.mark.parametrize("method", ["screened", "faiss", "ivf"])
 def test_cpu_methods_refuse_cuda(method: str) -> None:
     with pytest.raises(ConfigError, match="CPU only"):
         NearestNeighbors(torch.zeros(3, 2, device="cuda"), method)
@@ -157,7 +186,7 @@ def test_the_matrix_is_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         largest = max(largest, out.numel())
         return out
 
-    monkeypatch.setattr(neighbors.torch, "addmm", spy)
+    monkeypatch.setattr(product_index.torch, "addmm", spy)
     NearestNeighbors(blobs(9000, 8), "product").search(blobs(9000, 8))
     assert 0 < largest <= 1024 * 2048
 
