@@ -85,7 +85,7 @@ def _join(maps: Sequence[Tensor], mode: str) -> Tensor:
     channels = [m.shape[1] for m in maps]
     joined = first.new_empty((first.shape[0], *finest, sum(channels)), dtype=torch.float32)
     # Each map is written into its place as it is made, so that no layer is held twice.
-    for target, m in zip(joined.split(channels, dim=-1), maps, strict=True):
+    for target, m in zip(torch.split(joined, channels, dim=-1), maps, strict=True):
         if m.shape[-2:] != finest:
             align = None if mode == "nearest" else False
             m = F.interpolate(m, size=finest, mode=mode, align_corners=align)

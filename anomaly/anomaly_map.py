@@ -51,8 +51,7 @@ def source_map(
     columns = _source_operator(scores.shape[1], view.columns, smoothing)
     if strip is not None:
         rows = rows[strip]
-    anomaly_map: NDArray[np.float32] = rows @ scores @ columns.T
-    return anomaly_map
+    return np.asarray(rows @ scores @ columns.T, np.float32)
 
 
 def image_scores(scores: Tensor, maps: Tensor, how: str) -> Tensor:
@@ -78,7 +77,7 @@ def image_scores(scores: Tensor, maps: Tensor, how: str) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[np.float32]:
-    centres = np.arange(size) + 0.5
+    centres = np.arange(size, dtype=np.float64) + 0.5
     bilinear = _interpolation(centres * (patches / size), patches)
     return (_gaussian(size, smoothing) @ bilinear).astype(np.float32)
 
@@ -86,7 +85,7 @@ def _upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[n
 @lru_cache(maxsize=64)
 def _source_operator(patches: int, axis: AxisView, smoothing: float) -> NDArray[np.float32]:
     """(source, patches): rows outside the crop are NaN."""
-    positions = axis.to_network(np.arange(axis.source) + 0.5)
+    positions = axis.to_network(np.arange(axis.source, dtype=np.float64) + 0.5)
     operator = _interpolation(positions, axis.size) @ _upsample_and_smooth(
         patches, axis.size, smoothing
     ).astype(np.float64)

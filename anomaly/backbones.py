@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torchvision
@@ -71,7 +71,8 @@ def build(name: str) -> nn.Module:
         network = torchvision.models.get_model(_torchvision_name(name), weights=None).to("meta")
     if name == "resnet50_v1":
         _stride_in_first_convolution(network)
-    return network.eval()
+    network.eval()
+    return cast(nn.Module, network)
 
 
 def _torchvision_name(name: str) -> str:

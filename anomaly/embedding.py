@@ -131,7 +131,7 @@ class TrainingPatches:
     def _write(self, file: IO[bytes], images: tuple[int, ...], maps: list[Tensor]) -> None:
         try:
             for m in maps:
-                file.write(_bytes_of(m).numpy())
+                file.write(_bytes_of(m).numpy().data)
         except OSError as error:
             raise OutputError(
                 f"no room for temporary feature maps in {self._spill} ({error.strerror}); free "

@@ -83,10 +83,8 @@ def evaluate(
             _compare_pixels(pixels, result, sample)
         progress(len(scored), len(samples))
     rows = tuple(scored[i] for i in range(len(samples)))
-    usable = [row for row in rows if row.image_score is not None]
-    figures = image_metrics(
-        [row.image_score for row in usable], [row.sample.is_defect for row in usable]
-    )
+    usable = [(r.image_score, r.sample.is_defect) for r in rows if r.image_score is not None]
+    figures = image_metrics([score for score, _ in usable], [defect for _, defect in usable])
     return Evaluation(detector.config.name, rows, figures | pixels.result())
 
 

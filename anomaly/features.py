@@ -60,7 +60,7 @@ class FeatureExtractor:
 
     def to(self, device: torch.device | str) -> FeatureExtractor:
         """Move the network, in the memory format that convolutions are fastest in."""
-        self.network = self.network.to(device, memory_format=torch.channels_last)
+        self.network = self.network.to(device).to(memory_format=torch.channels_last)
         return self
 
     def __call__(self, images: Tensor) -> list[FeatureMap]:
@@ -126,7 +126,7 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int = 256) -> Tru
     image = torch.empty(1, 3, probe, probe, device="meta")
     order: list[str] = []
     handles = [
-        network.get_submodule(p).register_forward_hook(lambda *_, p=p: order.append(p))  # type: ignore[misc]
+        network.get_submodule(p).register_forward_hook(lambda *_, p=p: order.append(p))
         for p in paths
     ]
     used = _UsedTensors()
@@ -157,11 +157,11 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int = 256) -> Tru
     )
 
 
-class _UsedTensors(TorchDispatchMode):
+class _UsedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every tensor that an operation reads, also those no module call would show."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import cv2
 import numpy as np
@@ -32,9 +33,9 @@ class AxisView:
     offset: int
     size: int
 
-    def to_network(self, position: NDArray[np.float64]) -> NDArray[np.float64]:
+    def to_network(self, position: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
         """Original coordinates as network coordinates (may lie outside [0, size])."""
-        return position * (self.resized / self.source) - self.offset
+        return np.asarray(position * (self.resized / self.source) - self.offset, np.float64)
 
     def to_source(self, position: NDArray[np.float64]) -> NDArray[np.float64]:
         """Network coordinates as original coordinates."""

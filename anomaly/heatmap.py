@@ -18,7 +18,7 @@ def display(image: Image) -> NDArray[np.uint8]:
         (H0, W0, 3) uint8 RGB; deeper images are scaled by their declared full scale.
     """
     if image.pixels.dtype == np.uint8:
-        return image.pixels.view(np.uint8)
+        return image.pixels.astype(np.uint8, copy=False)
     scaled = image.pixels.astype(np.float32) * np.float32(255 / image.full_scale)
     return np.clip(np.rint(scaled), 0, 255).astype(np.uint8)
 
@@ -42,7 +42,8 @@ def overlay(
     """
     hidden = np.isnan(anomaly_map)
     level = np.nan_to_num(anomaly_map) / np.float32(max(threshold, 1e-12))
-    colours = cv2.applyColorMap(_bytes(level / 2), cv2.COLORMAP_INFERNO)[..., ::-1]
+    level = level.astype(np.float32, copy=False)
+    colours = cv2.applyColorMap(_bytes(level), cv2.COLORMAP_INFERNO)[..., ::-1]
     opacity = np.clip((level - 0.75) * 2, 0, 1)[..., None] * np.float32(0.65)
     mixed = picture * (1 - opacity) + colours * opacity
     mixed[hidden] *= 0.5
@@ -55,7 +56,7 @@ def overlay(
 
 
 def _bytes(level: NDArray[np.float32]) -> NDArray[np.uint8]:
-    return np.clip(level * 255, 0, 255).astype(np.uint8)
+    return np.clip(level * np.float32(127.5), 0, 255).astype(np.uint8)
 
 
 def encode_png(picture: NDArray[np.uint8]) -> bytes:

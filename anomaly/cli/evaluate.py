@@ -43,7 +43,8 @@ def run(options: argparse.Namespace) -> int:
 
     claim(options.output, OUTPUTS, overwrite=options.overwrite)
     device, threads = machine.settle(options)
-    evaluations, thresholds = [], []
+    evaluations: list[Evaluation] = []
+    thresholds: list[Thresholds | None] = []
     with ProgressLine() as progress:
         for folder in options.model:
             evaluation, limits = _evaluate(folder, options.data_root, device, threads, progress)
