@@ -48,6 +48,26 @@ class GaussianStatistics:
         )
         return cls(samples.shape[1], mean, scatter)
 
+    @classmethod
+    def empty(cls, positions: int, dimensions: int, device: torch.device) -> GaussianStatistics:
+        """Statistics of no samples."""
+        mean = torch.zeros(positions, dimensions, dtype=torch.float64, device=device)
+        scatter = tuple(
+            torch.zeros(positions, rows.stop - rows.start, rows.stop, device=device)
+            for rows in panel_rows(dimensions)
+        )
+        return cls(0, mean, scatter)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.mean.nbytes + sum(panel.nbytes for panel in self.scatter)
+
+    def __getitem__(self, positions: slice) -> GaussianStatistics:
+        """Those of some of the positions, sharing memory."""
+        scatter = tuple(panel[positions] for panel in self.scatter)
+        return GaussianStatistics(self.count, self.mean[positions], scatter)
+
     def update(self, samples: Tensor) -> GaussianStatistics:
         """These statistics with further samples (P, N, d)."""
         return self.merge(GaussianStatistics.of(samples))
@@ -170,6 +190,23 @@ class LowRankWhitening:
         scale = basis.abs().amax(dim=2).clamp_min(1e-30) / _INT16_MAX
         rounded = (basis / scale[..., None]).round_().to(torch.int16)
         return cls(rounded, scale, precision, regularisation)
+
+    @classmethod
+    def empty(
+        cls,
+        positions: int,
+        rank: int,
+        dimensions: int,
+        regularisation: float,
+        device: torch.device,
+    ) -> LowRankWhitening:
+        """Room for all positions, to be filled block by block."""
+        return cls(
+            torch.empty(positions, rank, dimensions, dtype=torch.int16, device=device),
+            torch.empty(positions, rank, device=device),
+            torch.empty(positions, rank, device=device),
+            regularisation,
+        )
 
     @property
     def numbers(self) -> int:

@@ -17,14 +17,17 @@ from anomaly.scorers.covariance import (
     centre,
 )
 from anomaly.scorers.projection import Projection, channel_projection
-from anomaly.scorers.spill import Spill
+from anomaly.scorers.samples import SampleStore
 
 __all__ = ["GaussianFitter", "GaussianStatistics", "PatchGaussian", "channel_projection"]
 
 Progress = Callable[[int, int], None]
 
-# Numbers that one block of positions works on: within a CPU's last cache; a GPU wants few launches.
-_BLOCK = {"cpu": 1 << 21, "cuda": 1 << 26}
+# Numbers that one block of positions works on. Scoring's should stay in a CPU's cache between two
+# products; fitting's should be large enough that the allocator gives them back to the system.
+# A GPU wants few launches.
+_SCORING_BLOCK = {"cpu": 1 << 21, "cuda": 1 << 26}
+_FITTING_BLOCK = {"cpu": 1 << 23, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,16 +50,18 @@ class PatchGaussian:
         """Mahalanobis distances of patches to the Gaussian of their position (PaDiM, eq. 2).
 
         Args:
-            embeddings: (B, h, w, D) float32 on the grid that was learned.
+            embeddings: (B, h, w, D) float32 on the grid that was learned, or (B, h, w, d) that
+                went through `projection` already.
 
         Raises:
             DataError: another grid, or another number of channels.
         """
-        _check_grid(embeddings, self.grid, self.projection.dim)
+        _check_shape(embeddings, self.grid, self.projection)
         # (B, P, d): a position's Gaussian meets all images at once.
-        patches = self.projection(embeddings.flatten(1, 2))
+        patches = _projected(embeddings, self.projection)
         squared = patches.new_empty(patches.shape[1], patches.shape[0])
-        for positions in _blocks(patches.shape[1], self.whitening.numbers, patches.device):
+        block = _SCORING_BLOCK[patches.device.type]
+        for positions in _blocks(len(squared), self.whitening.numbers, block):
             leading, trailing = self.mean[:, positions, None]
             residuals = torch.sub(patches[:, positions].transpose(0, 1), leading).sub_(trailing)
             squared[positions] = self.whitening.squared_distances(residuals, positions)
@@ -94,8 +99,8 @@ class GaussianFitter:
         projection: `random` or `orthogonal`, see `channel_projection`.
         regularisation: ε, added to the diagonal of each covariance (PaDiM, eq. 1).
         seed: of the projection.
-        memory_limit: bytes of training data kept in memory; the rest waits in a temporary file.
-            The model and what one step works on come on top.
+        memory_limit: bytes of training patches that wait in memory, beside the statistics; more
+            wait in a temporary file, which never exceeds d images.
     """
 
     dimensions: int
@@ -104,12 +109,19 @@ class GaussianFitter:
     seed: int = 0
     memory_limit: int = 512 * 1024**2
 
-    def fit(self, batches: Iterable[PatchBatch], progress: Progress | None = None) -> PatchGaussian:
+    def fit(
+        self,
+        batches: Iterable[PatchBatch],
+        progress: Progress | None = None,
+        projection: Projection | None = None,
+    ) -> PatchGaussian:
         """Learn a Gaussian for each position, reading the batches once.
 
         Args:
             batches: good patches, all on one grid.
             progress: called with (blocks of positions done, all of them) after the last batch.
+            projection: what the embeddings went through already, from `draw`; without it they
+                have D channels and are projected here.
 
         Raises:
             ConfigError: more dimensions than channels, or a regularisation that is too small.
@@ -119,132 +131,133 @@ class GaussianFitter:
             raise ConfigError(
                 f"model.regularisation is {self.regularisation:g}; it must be above 0"
             )
-        samples: _Samples | None = None
+        fitted: _Accumulator | None = None
         for batch in batches:
             embeddings = batch.embeddings
-            if samples is None:
+            if fitted is None:
                 grid = (embeddings.shape[1], embeddings.shape[2])
-                projection = self._projection(embeddings)
-                samples = _Samples(grid, self.dimensions, embeddings.device, self.memory_limit)
-            _check_grid(embeddings, grid, projection.dim)
-            samples.add(projection(embeddings.flatten(1, 2)))
-        if samples is None or samples.count < 2:
+                projection = projection or self.draw(embeddings.shape[-1])
+                applied = projection.to(embeddings.device)
+                fitted = _Accumulator(
+                    grid[0] * grid[1], applied.dimensions, embeddings.device, self.memory_limit
+                )
+            _check_shape(embeddings, grid, applied)
+            fitted.add(_projected(embeddings, applied))
+        if fitted is None or fitted.count < 2:
             raise DataError(
-                f"{samples.count if samples else 0} training images: a covariance needs at least "
+                f"{fitted.count if fitted else 0} training images: a covariance needs at least "
                 "2, and a good one some 50; add images, or use model.kind=patchcore"
             )
-        mean, whitening = samples.gaussians(self.regularisation, progress or (lambda *_: None))
+        mean, whitening = fitted.gaussians(self.regularisation, progress or (lambda *_: None))
         leading = mean.float()
         split_mean = torch.stack([leading, (mean - leading).float()])
-        return PatchGaussian(projection, grid, split_mean, whitening)
+        return PatchGaussian(applied, grid, split_mean, whitening)
 
-    def _projection(self, embeddings: Tensor) -> Projection:
+    def draw(self, channels: int) -> Projection:
+        """The projection of embeddings with D = `channels`, by the seed alone.
+
+        Raises:
+            ConfigError: more dimensions than channels, or an unknown kind.
+        """
         generator = torch.Generator().manual_seed(self.seed)
-        drawn = channel_projection(
-            self.projection, embeddings.shape[-1], self.dimensions, generator=generator
-        )
-        return drawn.to(embeddings.device)
+        return channel_projection(self.projection, channels, self.dimensions, generator=generator)
 
 
-class _Samples:
-    """Training patches of each position, put aside by blocks of positions.
+class _Accumulator:
+    """Takes training patches, gives Gaussians, within bounds that no number of images moves.
 
-    At most d samples of a position wait; more are folded into its mean and scatter matrix. So room
-    doesn't grow with the number of images, products are large, and few images never need a
-    d × d matrix.
+    At most d samples of a position wait; more are folded into its statistics. So products are
+    large, and few images never need d × d numbers for each position.
     """
 
     def __init__(
-        self, grid: tuple[int, int], dimensions: int, device: torch.device, memory_limit: int
+        self, positions: int, dimensions: int, device: torch.device, memory_limit: int
     ) -> None:
-        self._positions = grid[0] * grid[1]
-        self._dimensions = dimensions
-        self._blocks = _blocks(self._positions, 2 * dimensions**2, device)
-        self._spill = Spill(memory_limit)
-        self._batches = 0
-        self._waiting = 0
-        self._folded = 0
+        self._blocks = _blocks(positions, dimensions**2, _FITTING_BLOCK[device.type])
+        self._shape = (positions, dimensions)
+        self._device = device
+        self._memory_limit = memory_limit
+        self._waiting = SampleStore(positions, dimensions, device)
+        self._folded: GaussianStatistics | None = None
 
     @property
     def count(self) -> int:
-        return self._folded + self._waiting
+        return len(self._waiting) + (self._folded.count if self._folded else 0)
 
     def add(self, patches: Tensor) -> None:
         """Take the patches (B, P, d) of further images."""
-        for i, positions in enumerate(self._blocks):
-            part = (
-                patches[:, positions].transpose(0, 1).clone(memory_format=torch.contiguous_format)
-            )
-            self._spill.put((self._batches, i), part)
-        self._batches += 1
-        self._waiting += patches.shape[0]
-        if self._waiting > self._dimensions:
-            self._fold()
+        taken = self._folded.nbytes if self._folded else 0
+        self._waiting.append(patches, self._memory_limit - taken)
+        if len(self._waiting) > self._shape[1]:
+            self._folded = self._fold()
 
     def gaussians(
         self, regularisation: float, progress: Progress
     ) -> tuple[Tensor, CholeskyWhitening | LowRankWhitening]:
-        """Means (P, d) float64 and whitening of all positions; leaves nothing behind here."""
-        kind: type[CholeskyWhitening | LowRankWhitening]
-        kind = CholeskyWhitening if self._folded else LowRankWhitening
-        whole: dict[str, Tensor] = {}
-        for block, positions in enumerate(self._blocks):
-            mean, whitening = self._gaussian(block, regularisation)
-            for name, part in {"mean": mean, **whitening.tensors()}.items():
-                if part.ndim == 0:  # the same for all positions
-                    whole[name] = part
-                    continue
-                if name not in whole:
-                    whole[name] = part.new_empty(self._positions, *part.shape[1:])
-                whole[name][positions] = part
-            progress(block + 1, len(self._blocks))
-        return whole.pop("mean"), kind.from_tensors(whole)
+        """Means (P, d) float64 and whitening of all positions; uses up what was taken."""
+        if self._folded is None:
+            return self._low_rank(regularisation, progress)
+        if len(self._waiting):
+            self._folded = self._fold()
+        statistics = self._folded
+        for i, positions in enumerate(self._blocks):
+            whitening = CholeskyWhitening.of(statistics[positions], regularisation)
+            # In place: statistics and factors together would be the largest thing in memory.
+            for panel, factor in zip(statistics.scatter, whitening.factor, strict=True):
+                panel[positions] = factor
+            progress(i + 1, len(self._blocks))
+        return statistics.mean, CholeskyWhitening(statistics.scatter)
 
-    def _gaussian(
-        self, block: int, regularisation: float
-    ) -> tuple[Tensor, CholeskyWhitening | LowRankWhitening]:
-        if self._folded:
-            statistics = self._statistics(block)
-            return statistics.mean, CholeskyWhitening.of(statistics, regularisation)
-        mean, centred = centre(self._take_waiting(block))
-        return mean, LowRankWhitening.of(centred, regularisation)
+    def _fold(self) -> GaussianStatistics:
+        """The statistics of all samples so far; none wait any longer."""
+        whole = self._folded or GaussianStatistics.empty(*self._shape, self._device)
+        for positions in self._blocks:
+            updated = whole[positions].update(self._waiting.read(positions))
+            whole.mean[positions] = updated.mean
+            for panel, part in zip(whole.scatter, updated.scatter, strict=True):
+                panel[positions] = part
+        count = self.count
+        self._waiting.clear()
+        return GaussianStatistics(count, whole.mean, whole.scatter)
 
-    def _fold(self) -> None:
-        for block in range(len(self._blocks)):
-            statistics = self._statistics(block)
-            self._spill.put(("statistics", block), statistics.mean, *statistics.scatter)
-        self._folded, self._waiting, self._batches = self.count, 0, 0
-
-    def _statistics(self, block: int) -> GaussianStatistics:
-        """Of all samples of one block, folded and waiting."""
-        if not self._folded:
-            return GaussianStatistics.of(self._take_waiting(block))
-        mean, *scatter = self._spill.take(("statistics", block))
-        folded = GaussianStatistics(self._folded, mean, tuple(scatter))
-        return folded.update(self._take_waiting(block)) if self._waiting else folded
-
-    def _take_waiting(self, block: int) -> Tensor:
-        """Samples (p, N, d)."""
-        parts = [self._spill.take((batch, block))[0] for batch in range(self._batches)]
-        return torch.cat(parts, dim=1)
+    def _low_rank(
+        self, regularisation: float, progress: Progress
+    ) -> tuple[Tensor, LowRankWhitening]:
+        mean = torch.empty(self._shape, dtype=torch.float64, device=self._device)
+        rank, (positions, dimensions) = self.count - 1, self._shape
+        whole = LowRankWhitening.empty(positions, rank, dimensions, regularisation, self._device)
+        for i, block in enumerate(self._blocks):
+            mean[block], centred = centre(self._waiting.read(block))
+            part = LowRankWhitening.of(centred, regularisation)
+            whole.basis[block] = part.basis
+            whole.scale[block] = part.scale
+            whole.precision[block] = part.precision
+            progress(i + 1, len(self._blocks))
+        return mean, whole
 
 
-def _blocks(positions: int, numbers: int, device: torch.device) -> list[slice]:
-    """Slices of the positions whose work, `numbers` each, fits the cache."""
-    size = max(1, _BLOCK[device.type] // numbers)
+def _blocks(positions: int, numbers: int, block: int) -> list[slice]:
+    """Slices of the positions that work on at most `block` numbers, at `numbers` each."""
+    size = max(1, block // numbers)
     return [slice(i, min(i + size, positions)) for i in range(0, positions, size)]
 
 
-def _check_grid(embeddings: Tensor, grid: tuple[int, int], channels: int) -> None:
-    height, width, found = embeddings.shape[1:]
+def _projected(embeddings: Tensor, projection: Projection) -> Tensor:
+    """(B, h, w, D or d) -> (B, P, d)."""
+    patches = embeddings.flatten(1, 2)
+    return patches if patches.shape[2] == projection.dimensions else projection(patches)
+
+
+def _check_shape(embeddings: Tensor, grid: tuple[int, int], projection: Projection) -> None:
+    height, width, channels = embeddings.shape[1:]
     if (height, width) != grid:
         raise DataError(
             f"an image has {height}×{width} patches where the first training image had "
             f"{grid[0]}×{grid[1]}: PaDiM needs one shape for all images; crop them to one aspect, "
             "or use model.kind=patchcore, which takes any"
         )
-    if found != channels:
+    if channels not in (projection.dim, projection.dimensions):
         raise DataError(
-            f"embeddings have {found} channels where the training's had {channels}; use the same "
-            "backbone and layers"
+            f"embeddings have {channels} channels where the training's had {projection.dim}; use "
+            "the same backbone and layers"
         )

@@ -109,6 +109,17 @@ def test_tensors_are_the_whole_model(kind, count):
     assert torch.equal(model.to("cpu").score(test).scores, model.score(test).scores)
 
 
+@pytest.mark.parametrize("kind", ["random", "orthogonal"])
+def test_embeddings_may_come_projected(kind):
+    train, test = embeddings(30), embeddings(4, seed=1)
+    fitter = GaussianFitter(8, kind, seed=3)
+    expected = fitter.fit(batched(train))
+    projection = fitter.draw(CHANNELS)
+    model = fitter.fit(batched(projection(train)), projection=projection)
+    torch.testing.assert_close(model.score(test).scores, expected.score(test).scores)
+    torch.testing.assert_close(model.score(projection(test)).scores, expected.score(test).scores)
+
+
 def test_few_images_make_a_small_model():
     train = embeddings(9, grid=(2, 2), channels=400)
     tensors = GaussianFitter(400).fit(batched(train)).tensors()

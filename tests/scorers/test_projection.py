@@ -69,6 +69,27 @@ def test_more_dimensions_than_channels_are_refused(target):
         channel_projection("random", 7, target, generator=seeded())
 
 
+@pytest.mark.parametrize("target", [1, 9, 30])
+@pytest.mark.parametrize("kind", ["random", "orthogonal"])
+@pytest.mark.parametrize("grids", [[(8, 6), (4, 3), (2, 2)], [(4, 3), (9, 7)]])
+def test_maps_are_projected_like_their_full_embeddings(grids, kind, target):
+    channels = [7, 11, 13][: len(grids)]
+    dim = sum(channels)
+    maps = [torch.randn(2, c, *g) for c, g in zip(channels, grids, strict=True)]
+    finest = max(grids)
+    rows, columns = np.meshgrid(*map(np.arange, finest), indexing="ij")
+    full = np.concatenate(
+        [
+            m.numpy()[:, :, rows * h // finest[0], columns * w // finest[1]]
+            for m, (h, w) in zip(maps, grids, strict=True)
+        ],
+        axis=1,
+    )
+    projection = channel_projection(kind, dim, min(target, dim), generator=seeded())
+    expected = projection(torch.from_numpy(full).permute(0, 2, 3, 1))
+    torch.testing.assert_close(projection.of_maps(maps), expected, rtol=0, atol=1e-5)
+
+
 def test_unknown_kind_is_refused():
     with pytest.raises(ConfigError, match="'pca' is unknown"):
         channel_projection("pca", 7, 3, generator=seeded())
