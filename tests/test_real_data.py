@@ -1,0 +1,94 @@
+"""The whole walk on real photographs with real weights; skipped where they are absent."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY, SHARED
+
+WEIGHTS = SHARED / "weights" / "resnet50_v1_imagenet_stem_to_layer3.safetensors"
+BOTTLE = SHARED / "data" / "mvtec_ad" / "bottle"
+MAGNETIC_TILE = SHARED / "data" / "magnetic_tile"
+
+pytestmark = pytest.mark.slow
+
+
+def _needs(*paths: Path) -> None:
+    for path in paths:
+        if not path.exists():
+            pytest.skip(f"{path} is absent")
+
+
+def _run(name: str, *arguments: object) -> None:
+    """A script in a process of its own, so that its peak memory is its own."""
+    environment = {k: v for k, v in os.environ.items() if k != "KMP_DUPLICATE_LIB_OK"}
+    script = REPOSITORY / "scripts" / f"{name}.py"
+    command = [sys.executable, str(script), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def _train_and_evaluate(
+    data: Path, output: Path, *settings: str, config: str = "mvtec_bottle.yaml"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    overrides = [f"data.root={data.parent}", f"data.category={data.name}", *settings]
+    flags = [part for setting in overrides for part in ("--set", setting)]
+    _run("train", "--config", config, *flags, "--output", output / "run", "--device", "cpu")
+    _run("evaluate", "--model", output / "run", "--output", output / "figures", "--device", "cpu")
+    summary = json.loads((output / "run" / "train.json").read_text())
+    metrics = json.loads((output / "figures" / "metrics.json").read_text())
+    return summary, metrics["mean"]
+
+
+REAL = ["backbone.name=resnet50_v1", f"backbone.weights={WEIGHTS}"]
+SQUARE = ["image.resize=256", "image.crop=null"]
+
+
+def test_patchcore_on_bottle(tmp_path: Path) -> None:
+    _needs(BOTTLE, WEIGHTS)
+    settings = [*REAL, *SQUARE, "model.coreset_ratio=0.01"]
+    summary, figures = _train_and_evaluate(BOTTLE, tmp_path, *settings)
+    assert summary["bank_vectors"] == 1925  # 1 % of 188 images × 1,024 patches
+    assert figures["image_auroc"] >= 0.998
+    assert figures["pixel_auroc"] >= 0.985
+
+
+def test_padim_on_bottle(tmp_path: Path) -> None:
+    _needs(BOTTLE, WEIGHTS)
+    settings = [*REAL, *SQUARE, "model.kind=padim", "model.dimensions=100"]
+    _, figures = _train_and_evaluate(BOTTLE, tmp_path, *settings)
+    assert figures["image_auroc"] >= 0.995
+    assert figures["pixel_auroc"] >= 0.982
+
+
+@pytest.mark.parametrize(
+    ("kind", "image_auroc", "pixel_auroc"), [("patchcore", 0.909, 0.821), ("padim", 0.881, 0.793)]
+)
+def test_one_seed_of_magnetic_tile(
+    kind: str, image_auroc: float, pixel_auroc: float, tmp_path: Path
+) -> None:
+    _needs(MAGNETIC_TILE, WEIGHTS)
+    settings = [*REAL, *SQUARE, f"model.kind={kind}", "model.coreset_ratio=0.01"]
+    _, figures = _train_and_evaluate(
+        MAGNETIC_TILE, tmp_path, *settings, "model.dimensions=100", "name=magnetic_tile"
+    )
+    assert figures["image_auroc"] >= image_auroc
+    assert figures["pixel_auroc"] >= pixel_auroc
+
+
+@pytest.mark.parametrize("kind", ["patchcore", "padim"])
+def test_the_papers_network_and_size_fit_into_memory(kind: str, tmp_path: Path) -> None:
+    """WideResNet50-2, 256 → 224, 10 % or 550 dimensions: random weights, so figures mean nothing."""
+    _needs(BOTTLE)
+    settings = ["backbone.weights=random", f"model.kind={kind}"]
+    summary, figures = _train_and_evaluate(BOTTLE, tmp_path, *settings)
+    assert summary["peak_memory_bytes"] < 6e9
+    assert figures["image_auroc"] is not None
+    if kind == "padim":
+        assert summary["patches"] == 188 * 56 * 56
+    else:
+        assert summary["bank_vectors"] == round(0.1 * 188 * 28 * 28)
