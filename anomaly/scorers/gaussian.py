@@ -10,14 +10,10 @@ from torch import Tensor
 
 from anomaly.errors import ConfigError, DataError
 from anomaly.scorers.base import PatchBatch, PatchScores
-from anomaly.scorers.covariance import (
-    CholeskyWhitening,
-    GaussianStatistics,
-    LowRankWhitening,
-    centre,
-)
+from anomaly.scorers.covariance import GaussianStatistics, centre, flat_width
 from anomaly.scorers.projection import Projection, channel_projection
-from anomaly.scorers.samples import SampleStore
+from anomaly.scorers.samples import SampleStore, StatisticsStore
+from anomaly.scorers.whitening import CholeskyWhitening, LowRankWhitening
 
 __all__ = ["GaussianFitter", "GaussianStatistics", "PatchGaussian", "channel_projection"]
 
@@ -99,8 +95,9 @@ class GaussianFitter:
         projection: `random` or `orthogonal`, see `channel_projection`.
         regularisation: ε, added to the diagonal of each covariance (PaDiM, eq. 1).
         seed: of the projection.
-        memory_limit: bytes of training patches that wait in memory, beside the statistics; more
-            wait in a temporary file, which never exceeds d images.
+        memory_limit: bytes of training patches, and of statistics, that are kept in memory; what
+            is larger waits in temporary files, at most the patches of d images and statistics of
+            the model's size.
     """
 
     dimensions: int
@@ -178,62 +175,62 @@ class _Accumulator:
         self._device = device
         self._memory_limit = memory_limit
         self._waiting = SampleStore(positions, dimensions, device)
-        self._folded: GaussianStatistics | None = None
+        self._statistics: StatisticsStore | None = None
+        self._folded = 0
 
     @property
     def count(self) -> int:
-        return len(self._waiting) + (self._folded.count if self._folded else 0)
+        return self._folded + len(self._waiting)
 
     def add(self, patches: Tensor) -> None:
         """Take the patches (B, P, d) of further images."""
-        taken = self._folded.nbytes if self._folded else 0
-        self._waiting.append(patches, self._memory_limit - taken)
+        self._waiting.append(patches, self._memory_limit)
         if len(self._waiting) > self._shape[1]:
-            self._folded = self._fold()
+            self._fold()
 
     def gaussians(
         self, regularisation: float, progress: Progress
     ) -> tuple[Tensor, CholeskyWhitening | LowRankWhitening]:
-        """Means (P, d) float64 and whitening of all positions; uses up what was taken."""
-        if self._folded is None:
-            return self._low_rank(regularisation, progress)
-        if len(self._waiting):
-            self._folded = self._fold()
-        statistics = self._folded
-        for i, positions in enumerate(self._blocks):
-            whitening = CholeskyWhitening.of(statistics[positions], regularisation)
-            # In place: statistics and factors together would be the largest thing in memory.
-            for panel, factor in zip(statistics.scatter, whitening.factor, strict=True):
-                panel[positions] = factor
-            progress(i + 1, len(self._blocks))
-        return statistics.mean, CholeskyWhitening(statistics.scatter)
-
-    def _fold(self) -> GaussianStatistics:
-        """The statistics of all samples so far; none wait any longer."""
-        whole = self._folded or GaussianStatistics.empty(*self._shape, self._device)
-        for positions in self._blocks:
-            updated = whole[positions].update(self._waiting.read(positions))
-            whole.mean[positions] = updated.mean
-            for panel, part in zip(whole.scatter, updated.scatter, strict=True):
-                panel[positions] = part
-        count = self.count
-        self._waiting.clear()
-        return GaussianStatistics(count, whole.mean, whole.scatter)
-
-    def _low_rank(
-        self, regularisation: float, progress: Progress
-    ) -> tuple[Tensor, LowRankWhitening]:
+        """Means (P, d) float64 and whitening of all positions."""
+        positions, dimensions = self._shape
         mean = torch.empty(self._shape, dtype=torch.float64, device=self._device)
-        rank, (positions, dimensions) = self.count - 1, self._shape
-        whole = LowRankWhitening.empty(positions, rank, dimensions, regularisation, self._device)
+        whole: CholeskyWhitening | LowRankWhitening
+        if self._folded:
+            whole = CholeskyWhitening.empty(positions, dimensions, self._device)
+            for i, block in enumerate(self._blocks):
+                statistics = self._statistics_of(block)
+                mean[block] = statistics.mean
+                whole[block] = CholeskyWhitening.of(statistics, regularisation)
+                progress(i + 1, len(self._blocks))
+            return mean, whole
+        whole = LowRankWhitening.empty(
+            positions, self.count - 1, dimensions, regularisation, self._device
+        )
         for i, block in enumerate(self._blocks):
             mean[block], centred = centre(self._waiting.read(block))
-            part = LowRankWhitening.of(centred, regularisation)
-            whole.basis[block] = part.basis
-            whole.scale[block] = part.scale
-            whole.precision[block] = part.precision
+            whole[block] = LowRankWhitening.of(centred, regularisation)
             progress(i + 1, len(self._blocks))
         return mean, whole
+
+    def _fold(self) -> None:
+        if self._statistics is None:
+            positions, width = self._shape[0], flat_width(self._shape[1])
+            in_memory = 4 * positions * width <= self._memory_limit
+            store = StatisticsStore(positions, width, in_memory, self._device)
+        else:
+            store = self._statistics
+        for block in self._blocks:
+            store[block] = self._statistics_of(block).flat()
+        self._statistics, self._folded = store, self.count
+        self._waiting.clear()
+
+    def _statistics_of(self, block: slice) -> GaussianStatistics:
+        """Of all samples so far, folded and waiting."""
+        if self._statistics is None:
+            return GaussianStatistics.of(self._waiting.read(block))
+        flat = self._statistics[block]
+        folded = GaussianStatistics.from_flat(self._folded, flat, self._shape[1])
+        return folded.update(self._waiting.read(block)) if len(self._waiting) else folded
 
 
 def _blocks(positions: int, numbers: int, block: int) -> list[slice]:

@@ -1,0 +1,200 @@
+"""Inverse covariances of P positions, in the form that suits the number of samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anomaly.errors import ConfigError
+from anomaly.scorers.covariance import (
+    GaussianStatistics,
+    Triangle,
+    pack_triangle,
+    panel_rows,
+    unpack_triangle,
+)
+
+_INT16_MAX = 32767.0
+
+
+@dataclass(frozen=True, eq=False)
+class CholeskyWhitening:
+    """W = L⁻¹ of Σ + ε·I = L·Lᵀ, for more samples than dimensions: M = ‖W·r‖.
+
+    Inverting the triangular factor is as stable as solving with it (measured: the same 3e-6
+    against float64), unlike inverting Σ, and turns scoring into matrix products.
+
+    Attributes:
+        factor: W in 16 bits, each row divided by its scale; see `rounded`.
+        scale: (P, d) float32, the rows' scales.
+    """
+
+    factor: Triangle
+    scale: Tensor
+
+    @classmethod
+    def empty(cls, positions: int, dimensions: int, device: torch.device) -> CholeskyWhitening:
+        """Room for all positions, to be filled block by block."""
+        factor = tuple(
+            torch.empty(positions, r.stop - r.start, r.stop, dtype=torch.int16, device=device)
+            for r in panel_rows(dimensions)
+        )
+        return cls(factor, torch.empty(positions, dimensions, device=device))
+
+    @classmethod
+    def of(cls, statistics: GaussianStatistics, regularisation: float) -> CholeskyWhitening:
+        """Factorise covariance + `regularisation`·I.
+
+        Raises:
+            ConfigError: `regularisation` vanishes in float32 beside the variances.
+        """
+        covariance = unpack_triangle(statistics.scatter).div_(statistics.count - 1)
+        covariance.diagonal(dim1=1, dim2=2).add_(regularisation)
+        lower, failed = torch.linalg.cholesky_ex(covariance)
+        if failed.any():
+            variance = covariance.diagonal(dim1=1, dim2=2).amax()
+            raise ConfigError(
+                f"a covariance can't be factorised: variances reach {variance:.3g}, and "
+                f"model.regularisation {regularisation:g} is too small beside them; raise it to "
+                f"{variance * 1e-5:.1g} or more"
+            )
+        identity = torch.eye(lower.shape[1], device=lower.device).expand_as(lower)
+        factor, scale = rounded(torch.linalg.solve_triangular(lower, identity, upper=False))
+        return cls(pack_triangle(factor), scale)
+
+    def __setitem__(self, positions: slice, part: CholeskyWhitening) -> None:
+        """Fill in some of the positions."""
+        for whole, panel in zip(self.factor, part.factor, strict=True):
+            whole[positions] = panel
+        self.scale[positions] = part.scale
+
+    @property
+    def numbers(self) -> int:
+        """What one position works on."""
+        return sum(panel[0].numel() for panel in self.factor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What has to be saved, by name."""
+        factor = {f"factor.{i}": panel for i, panel in enumerate(self.factor)}
+        return {**factor, "scale": self.scale}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> CholeskyWhitening:
+        """The way back from `tensors`."""
+        count = sum(name.startswith("factor.") for name in tensors)
+        return cls(tuple(tensors[f"factor.{i}"] for i in range(count)), tensors["scale"])
+
+    def squared_distances(self, residuals: Tensor, positions: slice) -> Tensor:
+        """Squared Mahalanobis norms (p, B) of residuals (p, B, d) at a slice of the positions."""
+        squared = residuals.new_zeros(residuals.shape[:2])
+        for rows, panel in zip(panel_rows(self.scale.shape[1]), self.factor, strict=True):
+            # The panel on the left: for a single image, a product by a vector at twice the speed.
+            whitened = torch.bmm(panel[positions].float(), residuals[..., : rows.stop].mT)
+            squared += whitened.mul_(self.scale[positions, rows, None]).square_().sum(dim=1)
+        return squared
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankWhitening:
+    """The same distance from the N − 1 directions in which N ≤ d samples vary.
+
+    With Σ = U·Λ·Uᵀ the textbook form M² = (‖r‖² − ‖G·r‖²)/ε, G = Λ^½(Λ+ε)^−½·Uᵀ, loses its
+    digits where r lies within the samples' span. Split into what G explains and what it doesn't,
+    it is a sum of squares,
+
+        M² = ‖r − Gᵀ·G·r‖²/ε + Σᵢ (G·r)ᵢ²/(λᵢ+ε),
+
+    and well conditioned.
+
+    Attributes:
+        basis: (P, k, d) int16, G with each row divided by its scale; see `rounded`.
+        scale: (P, k) float32, the rows' scales.
+        precision: (P, k) float32, 1/(λ+ε).
+        regularisation: ε.
+    """
+
+    basis: Tensor
+    scale: Tensor
+    precision: Tensor
+    regularisation: float
+
+    @classmethod
+    def of(cls, centred: Tensor, regularisation: float) -> LowRankWhitening:
+        """From centred samples (P, N, d) with 2 ≤ N."""
+        degrees = centred.shape[1] - 1
+        variances, vectors = torch.linalg.eigh(centred @ centred.mT / degrees)
+        # Centring leaves one direction without variance.
+        precision = 1 / (variances[:, 1:].clamp_min(0) + regularisation)
+        directions = vectors[:, :, 1:] * (precision / degrees).sqrt()[:, None]
+        basis = directions.mT @ centred
+        return cls(*rounded(basis), precision, regularisation)
+
+    def __setitem__(self, positions: slice, part: LowRankWhitening) -> None:
+        """Fill in some of the positions."""
+        self.basis[positions] = part.basis
+        self.scale[positions] = part.scale
+        self.precision[positions] = part.precision
+
+    @classmethod
+    def empty(
+        cls,
+        positions: int,
+        rank: int,
+        dimensions: int,
+        regularisation: float,
+        device: torch.device,
+    ) -> LowRankWhitening:
+        """Room for all positions, to be filled block by block."""
+        return cls(
+            torch.empty(positions, rank, dimensions, dtype=torch.int16, device=device),
+            torch.empty(positions, rank, device=device),
+            torch.empty(positions, rank, device=device),
+            regularisation,
+        )
+
+    @property
+    def numbers(self) -> int:
+        """What one position works on."""
+        return self.basis.shape[1] * self.basis.shape[2]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What has to be saved, by name."""
+        regularisation = torch.tensor(self.regularisation, dtype=torch.float64)
+        return {
+            "basis": self.basis,
+            "scale": self.scale,
+            "precision": self.precision,
+            "regularisation": regularisation,
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> LowRankWhitening:
+        """The way back from `tensors`."""
+        return cls(
+            tensors["basis"],
+            tensors["scale"],
+            tensors["precision"],
+            float(tensors["regularisation"]),
+        )
+
+    def squared_distances(self, residuals: Tensor, positions: slice) -> Tensor:
+        """Squared Mahalanobis norms (p, B) of residuals (p, B, d) at a slice of the positions."""
+        basis = self.basis[positions].float()
+        scale = self.scale[positions, None]
+        explained = torch.bmm(residuals, basis.mT).mul_(scale)
+        inside = (explained.square() * self.precision[positions, None]).sum(dim=2)
+        unexplained = torch.baddbmm(residuals, explained.mul_(scale), basis, alpha=-1)
+        return inside + unexplained.square().sum(dim=2) / self.regularisation
+
+
+def rounded(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices (P, n, d) as 16-bit integers, and a scale (P, n) for each row.
+
+    Halves the model, and the memory traffic that scoring consists of. Distances agree with float64
+    within 1e-4 (1e-5 for half of them) on ResNet-50 features, four times closer than with 16-bit
+    floats; the error grows with the root of the largest variance over ε, which is 3000 there.
+    """
+    scale = matrices.abs().amax(dim=2).clamp_min(1e-30) / _INT16_MAX
+    return (matrices / scale[..., None]).round_().to(torch.int16), scale
