@@ -28,7 +28,7 @@ def patchcore_concat(maps: Sequence[Tensor]) -> Tensor:
     Returns:
         (B, h, w, ΣC_i) float32 on the finest grid.
     """
-    return _join([F.avg_pool2d(m, 3, stride=1, padding=1) for m in maps], "bilinear")
+    return _join([F.avg_pool2d(m, 3, stride=1, padding=1) for m in maps])
 
 
 def patchcore_adaptive(maps: Sequence[Tensor]) -> Tensor:
@@ -51,35 +51,21 @@ def patchcore_adaptive(maps: Sequence[Tensor]) -> Tensor:
     for m in maps:
         weight, groups = _bin_averages(m.shape[1], dimensions, inner)
         pooled.append(F.conv2d(m, weight.to(m), padding=1, groups=groups))
-    joined = _join(pooled, "bilinear")
+    joined = _join(pooled)
     if inner == count:
         return joined
     flat = joined.reshape(-1, 1, joined.shape[-1])
     return F.adaptive_avg_pool1d(flat, dimensions).reshape(*joined.shape[:-1], dimensions)
 
 
-def padim_concat(maps: Sequence[Tensor]) -> Tensor:
-    """PaDiM's embeddings: layers brought to the finest grid without smoothing, and joined.
-
-    Args:
-        maps: (B, C_i, h_i, w_i) each.
-
-    Returns:
-        (B, h, w, ΣC_i) float32 on the finest grid.
-    """
-    return _join(maps, "nearest")
-
-
-# By (model.kind, model.embedding).
-ALIGNERS: dict[tuple[str, str], Align] = {
-    ("patchcore", "concat"): patchcore_concat,
-    ("patchcore", "adaptive"): patchcore_adaptive,
-    ("padim", "concat"): padim_concat,
-    ("padim", "adaptive"): padim_concat,
+# By model.embedding. PaDiM aligns what it has projected: `anomaly.scorers.projection`.
+PATCHCORE_ALIGNERS: dict[str, Align] = {
+    "concat": patchcore_concat,
+    "adaptive": patchcore_adaptive,
 }
 
 
-def _join(maps: Sequence[Tensor], mode: str) -> Tensor:
+def _join(maps: Sequence[Tensor]) -> Tensor:
     finest = max((m.shape[-2:] for m in maps), key=lambda size: size[0] * size[1])
     first = maps[0]
     channels = [m.shape[1] for m in maps]
@@ -87,8 +73,7 @@ def _join(maps: Sequence[Tensor], mode: str) -> Tensor:
     # Each map is written into its place as it is made, so that no layer is held twice.
     for target, m in zip(torch.split(joined, channels, dim=-1), maps, strict=True):
         if m.shape[-2:] != finest:
-            align = None if mode == "nearest" else False
-            m = F.interpolate(m, size=finest, mode=mode, align_corners=align)
+            m = F.interpolate(m, size=finest, mode="bilinear", align_corners=False)
         target.copy_(m.permute(0, 2, 3, 1))
     return joined
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.aligner import ALIGNERS
+from anomaly.aligner import PATCHCORE_ALIGNERS
 from anomaly.anomaly_map import image_scores, network_map, source_map
 from anomaly.backbones import Normalisation
 from anomaly.config import Config
@@ -21,7 +21,9 @@ from anomaly.geometry import Sizing, View
 from anomaly.images import Image
 from anomaly.loading import Loaded, Loading, Refused, by_shape, load_all
 from anomaly.scorers.base import PatchScores, Scorer
+from anomaly.scorers.gaussian import PatchGaussian
 from anomaly.scorers.memory_bank import MemoryBank
+from anomaly.scorers.projection import Projection
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ class AnomalyDetector:
     @property
     def embedder(self) -> Embedder:
         """How network inputs become patch embeddings."""
-        return embedder_of(self.config, self.extractor, self.normalise, self.device)
+        projection = self.scorer.projection if isinstance(self.scorer, PatchGaussian) else None
+        return embedder_of(self.config, self.extractor, self.normalise, self.device, projection)
 
     def predict(
         self, paths: Sequence[Path], *, batch_size: int | None = None, workers: int = 2
@@ -162,8 +165,12 @@ def loading_of(config: Config, extractor: FeatureExtractor) -> Loading:
 
 
 def embedder_of(
-    config: Config, extractor: FeatureExtractor, normalise: Normalisation, device: torch.device
+    config: Config,
+    extractor: FeatureExtractor,
+    normalise: Normalisation,
+    device: torch.device,
+    projection: Projection | None,
 ) -> Embedder:
-    """How a config turns network inputs into patch embeddings."""
-    align = ALIGNERS[config.model.kind, config.model.embedding]
+    """How a config turns network inputs into patch embeddings; PaDiM's are projected on the way."""
+    align = projection.of_maps if projection else PATCHCORE_ALIGNERS[config.model.embedding]
     return Embedder(extractor, normalise, align, device)

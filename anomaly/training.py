@@ -17,9 +17,10 @@ from anomaly.detector import AnomalyDetector, Thresholds, embedder_of, loading_o
 from anomaly.embedding import TrainingPatches
 from anomaly.features import FeatureExtractor, truncate
 from anomaly.loading import Refused
-from anomaly.scorers.base import Fitter
+from anomaly.scorers.base import Progress, Scorer
 from anomaly.scorers.gaussian import GaussianFitter
 from anomaly.scorers.memory_bank import MemoryBankFitter
+from anomaly.scorers.projection import Projection
 
 HELD_OUT_SHARE = 0.1
 
@@ -78,17 +79,21 @@ def fit(
     clock.lap("backbone")
 
     normalise = normalisation(config.backbone.name)
+    fitter = _fitter(config)
+    projection = None
+    if isinstance(fitter, GaussianFitter):
+        projection = fitter.draw(extractor.channels).to(device)
     patches = TrainingPatches(
         [s.path for s in learned],
         loading_of(config, extractor),
-        embedder_of(config, extractor, normalise, device),
+        embedder_of(config, extractor, normalise, device, projection),
         batch_size=config.batch_size,
         workers=workers,
         spill=scratch if config.model.kind == "patchcore" else None,
         progress=lambda done, total: progress("features", done, total),
     )
     try:
-        scorer = _fitter(config).fit(patches, lambda done, n: progress("scorer", done, n))
+        scorer = _learn(fitter, patches, projection, lambda done, n: progress("scorer", done, n))
     finally:
         patches.close()
     clock.lap("scorer")
@@ -118,7 +123,18 @@ def _backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, s
     return truncated.extractor().to(device), sha256
 
 
-def _fitter(config: Config) -> Fitter:
+def _learn(
+    fitter: GaussianFitter | MemoryBankFitter,
+    patches: TrainingPatches,
+    projection: Projection | None,
+    progress: Progress,
+) -> Scorer:
+    if isinstance(fitter, GaussianFitter):
+        return fitter.fit(patches, progress, projection)
+    return fitter.fit(patches, progress)
+
+
+def _fitter(config: Config) -> GaussianFitter | MemoryBankFitter:
     model = config.model
     if model.kind == "padim":
         return GaussianFitter(model.dimensions, model.projection, model.regularisation, config.seed)

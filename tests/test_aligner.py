@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anomaly.aligner import padim_concat, patchcore_adaptive, patchcore_concat
+from anomaly.aligner import patchcore_adaptive, patchcore_concat
 
 
 def _maps(channels: list[int], sizes: list[tuple[int, int]], seed: int = 0) -> list[Tensor]:
@@ -29,7 +29,7 @@ def _reference_concat(maps: list[Tensor]) -> Tensor:
 
 
 def _reference_adaptive(maps: list[Tensor]) -> Tensor:
-    """patchcore-inspection's steps: unfold, up-sample the unfolded, pool each to 1024, stack, pool."""
+    """The reference's steps: unfold, up-sample the unfolded, pool each to 1024, stack, pool."""
     finest = maps[0].shape[-2:]
     pooled = []
     for m in maps:
@@ -58,13 +58,6 @@ def test_adaptive_equals_the_reference_steps(channels: list[int]) -> None:
     ours = patchcore_adaptive(maps)
     assert ours.shape == (2, 8, 6, 1024)
     torch.testing.assert_close(ours, _reference_adaptive(maps), rtol=1e-5, atol=1e-6)
-
-
-def test_padim_repeats_coarse_positions_without_smoothing() -> None:
-    fine, coarse = _maps([3, 5], [(4, 6), (2, 3)])
-    joined = padim_concat([fine, coarse])
-    repeated = coarse.repeat_interleave(2, 2).repeat_interleave(2, 3)
-    assert torch.equal(joined, torch.cat([fine, repeated], 1).permute(0, 2, 3, 1))
 
 
 def test_the_finest_grid_wins_whatever_the_order_and_memory_format() -> None:

@@ -67,8 +67,8 @@ def test_normalisation_is_torchvisions() -> None:
 def test_unknown_names_are_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'wide_resnet50_2'"):
         backbones.build("wide_resnet50")
+    network = backbones.build("regnet_y_400mf")
     with pytest.raises(ConfigError, match=r"no default layers.*trunk_output\.block1"):
-        network = backbones.build("regnet_y_400mf")
         backbones.default_layers("regnet_y_400mf", network, "padim")
 
 

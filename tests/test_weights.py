@@ -135,7 +135,7 @@ def test_own_files_that_cannot_be_meant(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="is a folder"):
         weights.file_state(Path("folder.pth"))
     (tmp_path / "model.onnx").write_bytes(b"x")
-    with pytest.raises(WeightsError, match="neither a .safetensors nor a .pth"):
+    with pytest.raises(WeightsError, match=r"neither a \.safetensors nor a \.pth"):
         weights.file_state(Path("model.onnx"))
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(WeightsError, match="holds no state_dict"):
