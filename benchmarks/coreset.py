@@ -1,0 +1,123 @@
+"""Greedy k-center: this package against the textbook's loop and anomalib's, in one run.
+
+    python -m benchmarks.coreset [--features FILE.npy] [--anomalib-python .venv-anomalib/bin/python]
+
+The peers are timed on their first steps only, whose number is stated, and scaled up: each step of
+theirs costs the same. Runs alternate; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anomaly.scorers.coreset import covering_radius, random_projection, select
+from benchmarks.inputs import embeddings, machine
+
+# Prints the seconds that the given numbers of steps take, its random projection included.
+ANOMALIB = """
+import sys, time, numpy, torch
+from anomalib.models.components import KCenterGreedy
+torch.set_num_threads(int(sys.argv[2]))
+points = torch.from_numpy(numpy.load(sys.argv[1]))
+for steps in map(int, sys.argv[3:]):
+    sampler = KCenterGreedy(embedding=points, sampling_ratio=(steps + 0.5) / len(points))
+    start = time.perf_counter()
+    sampler.select_coreset_idxs()
+    print("SECONDS", time.perf_counter() - start)
+"""
+
+
+def textbook(points: Tensor, steps: int, first: int) -> tuple[list[int], float]:
+    """Gonzalez with cached norms: one matrix-vector product a pick; picks and seconds."""
+    start = time.perf_counter()
+    norms = points.square().sum(1)
+    nearest = torch.full((len(points),), float("inf"), device=points.device)
+    picks = [first]
+    for _ in range(steps):
+        pick = picks[-1]
+        squared = torch.addmv(norms, points, points[pick], alpha=-2).add_(norms[pick])
+        nearest = torch.minimum(nearest, squared)
+        nearest[pick] = -1
+        picks.append(int(nearest.argmax()))
+    return picks[:steps], time.perf_counter() - start
+
+
+def anomalib(python: Path, features: Tensor, size: int, steps: int) -> float:
+    """Seconds that anomalib's sampler would take for `size` picks."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "features.npy"
+        np.save(file, features.numpy())
+        few = max(2, steps // 5)
+        command = [python, "-c", ANOMALIB, file, torch.get_num_threads(), few, steps]
+        run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+    seconds = [float(x.split()[1]) for x in run.stdout.splitlines() if x.startswith("SECONDS")]
+    return seconds[1] + (size - steps) * (seconds[1] - seconds[0]) / (steps - few)
+
+
+def measure(features: Tensor, ratio: float, args: argparse.Namespace) -> None:
+    """One line of the table."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = random_projection(features.shape[1], 128, generator=generator)
+    points = (features @ matrix).to(args.device)
+    size = int(len(points) * ratio)
+    ours, theirs = [], []
+    for _ in range(args.runs):
+        start = time.perf_counter()
+        chosen = select(points, size, generator=torch.Generator().manual_seed(0))
+        picks = chosen.picks.tolist()
+        ours.append(time.perf_counter() - start)
+        steps, seconds = textbook(points, min(size, args.steps), picks[0])
+        theirs.append(seconds * size / len(steps))
+    seconds, loop = statistics.median(ours), statistics.median(theirs)
+    same = len(set(steps) & set(picks[: len(steps)])) / len(steps)
+    cells = [
+        f"{len(points):,}",
+        f"{size:,}",
+        f"{seconds:.2f} s",
+        f"{loop:.1f} s = {loop / seconds:.0f}× (on {len(steps)} steps; {same:.1%} same picks)",
+    ]
+    if args.anomalib_python:
+        peer = anomalib(args.anomalib_python, features, size, args.anomalib_steps)
+        cells.append(f"{peer:.0f} s = {peer / seconds:.0f}× (on {args.anomalib_steps} steps)")
+    else:
+        cells.append("not measured")
+    cells.append(f"{chosen.covering_radius:.3f}")
+    full = covering_radius(features, features[chosen.picks.cpu()]) if args.full_radius else None
+    cells.append("not measured" if full is None else f"{full:.3f}")
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--features", type=Path, help=".npy of (N, D) float32")
+    parser.add_argument("--points", type=int, nargs="+", default=[50_000, 214_016])
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.01, 0.1])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=500, help="of the textbook's loop")
+    parser.add_argument("--anomalib-python", type=Path, help="an interpreter that has anomalib")
+    parser.add_argument("--anomalib-steps", type=int, default=50)
+    parser.add_argument("--no-full-radius", dest="full_radius", action="store_false")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(machine() + "\n")
+    print("| points | picks | anomaly | textbook loop | anomalib | radius, selection | full |")
+    print("|---|---|---|---|---|---|---|")
+    for count in args.points:
+        features = embeddings(args.features, count)
+        for ratio in args.ratios:
+            measure(features, ratio, args)
+
+
+if __name__ == "__main__":
+    main()

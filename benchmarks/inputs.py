@@ -1,0 +1,49 @@
+"""Patch embeddings to measure with: real ones from a file, or generated ones of like structure."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PATCHES_AN_IMAGE = 1024
+
+
+def embeddings(file: Path | None, count: int, dim: int = 1536) -> Tensor:
+    """The first `count` rows of a .npy of (N, D) float32, or as many generated ones."""
+    if file is None:
+        return generated(count, dim)
+    rows = np.load(file, mmap_mode="r")
+    if len(rows) < count:
+        raise SystemExit(f"{file} holds {len(rows)} embeddings; {count} are needed")
+    return torch.from_numpy(np.array(rows[:count]))
+
+
+def generated(count: int, dim: int, seed: int = 0) -> Tensor:
+    """Clusters with a falling spectrum, neighbours alike: most variance in some 50 dimensions."""
+    g = torch.Generator().manual_seed(seed)
+    spectrum = torch.arange(1, dim + 1, dtype=torch.float32).pow(-0.75)
+    axes = torch.linalg.qr(torch.randn(dim, dim, generator=g)).Q
+    centres = 6 * torch.randn(200, dim, generator=g) * spectrum
+    blocks = []
+    for start in range(0, count, 16384):
+        n = min(16384, count - start)
+        which = torch.randint(len(centres), (n,), generator=g)
+        spread = 0.5 + 2 * torch.rand(n, 1, generator=g)
+        noise = torch.randn(n, dim, generator=g) * spectrum
+        blocks.append((centres[which] + spread * noise) @ axes.T)
+    return torch.cat(blocks)
+
+
+def machine() -> str:
+    """What the figures depend on, in a line."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    return (
+        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, "
+        f"{device}, torch {torch.__version__}, load {load:.1f} at the start"
+    )
