@@ -183,7 +183,7 @@ def _manifest(training: Training, folder: Path) -> dict[str, Any]:
             for file in sorted(folder.iterdir())
         },
         "training_images": training.hashes,
-        "held_out_images": training.held_out,
+        "held_out_images": list(training.held_out),
         "refused_images": sorted(training.refused),
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,22 +120,3 @@ def _mask_of(image: Path, folder: Path) -> Path | None:
 
 def _samples(folder: Path, root: Path, defect_type: str = GOOD) -> list[Sample]:
     return [Sample(p, p.relative_to(root).as_posix(), defect_type) for p in list_images(folder)]
-
-
-def hold_out(
-    samples: Sequence[Sample], share: float, order: Sequence[int]
-) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """Split good images into those to learn from and those to set a threshold with.
-
-    Args:
-        samples: the good images.
-        share: the part held out, in (0, 1); at least one image where there are two or more.
-        order: a permutation of the indices; the first ones are held out.
-
-    Returns:
-        (kept, held out), both in their original order.
-    """
-    count = 0 if len(samples) < 2 else max(1, round(share * len(samples)))
-    out = set(order[:count])
-    kept = tuple(s for i, s in enumerate(samples) if i not in out)
-    return kept, tuple(s for i, s in enumerate(samples) if i in out)

@@ -129,9 +129,7 @@ class AnomalyDetector:
     def score(self, batch: Sequence[Loaded]) -> list[Prediction]:
         """Score loaded images of one network size."""
         with torch.inference_mode():
-            embeddings = self.embedder(batch)
-            patches = self.scorer.score(embeddings)
-            scores = self._image_scores(embeddings, patches, batch[0].view.size).tolist()
+            patches, scores = self.score_patches(self.embedder(batch), batch[0].view.size)
         patch_scores = patches.scores.cpu().numpy()
         nearest = None if patches.nearest is None else patches.nearest.cpu().numpy()
         return [
@@ -141,20 +139,31 @@ class AnomalyDetector:
                 view=item.view,
                 patch_scores=patch_scores[i],
                 nearest=None if nearest is None else nearest[i],
-                image_score=scores[i],
+                image_score=float(scores[i]),
                 smoothing=self.config.model.smoothing,
             )
             for i, item in enumerate(batch)
         ]
 
-    def _image_scores(
-        self, embeddings: Tensor, patches: PatchScores, size: tuple[int, int]
-    ) -> Tensor:
+    def score_patches(
+        self, embeddings: Tensor, size: tuple[int, int]
+    ) -> tuple[PatchScores, Tensor]:
+        """Score patch embeddings.
+
+        Args:
+            embeddings: (B, h, w, D), as `embedder` makes them.
+            size: (H, W) of the network's input that they come from.
+
+        Returns:
+            The patch scores, and the image scores (B,) float32 on the CPU.
+        """
         model = self.config.model
         how = model.image_score_in_force
+        patches = self.scorer.score(embeddings)
         if how == "reweighted" and isinstance(self.scorer, MemoryBank):
-            return self.scorer.reweighted(embeddings, patches, model.neighbours)
-        return image_scores(patches.scores, network_map(patches.scores, size, model.smoothing), how)
+            return patches, self.scorer.reweighted(embeddings, patches, model.neighbours).cpu()
+        maps = network_map(patches.scores, size, model.smoothing)
+        return patches, image_scores(patches.scores, maps, how).cpu()
 
 
 def loading_of(config: Config, extractor: FeatureExtractor) -> Loading:

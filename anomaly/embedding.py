@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -18,9 +19,7 @@ from anomaly.backbones import Normalisation
 from anomaly.errors import DataError, OutputError
 from anomaly.features import FeatureExtractor
 from anomaly.loading import Loaded, Loading, Refused, by_shape, load_all
-from anomaly.scorers.base import PatchBatch
-
-Progress = Callable[[int, int], None]
+from anomaly.scorers.base import PatchBatch, Progress
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,16 +46,17 @@ class Embedder:
 class TrainingPatches:
     """The patch embeddings of the training images, batch by batch, as often as wanted.
 
-    The first reading runs the network and, with `spill`, writes the feature maps to a temporary
-    file; further readings align them from there. Feature maps before alignment are half the size
-    of the embeddings (the coarse layer isn't up-sampled yet), and the same bytes as in the first
-    reading, so that a fitter sees the same patches each time.
+    The first reading runs the network and writes what it makes to a temporary file; further
+    readings take it from there, so that each sees the same bytes. Feature maps are written before
+    they are aligned, which is half the size of the embeddings (coarse layers aren't up-sampled
+    yet), or, with `aligned`, as embeddings, which is less once these are projected.
 
     Attributes:
         seconds: time spent decoding and in the network, so far.
         refused: files that couldn't be used, after the first reading.
         hashes: sha256 of each file used, by its index, after the first reading.
-        count: how many patches one reading gives, after the first one.
+        sizes: (H, W) of the network's input for each file used, likewise.
+        count: how many patches all images have, after the first reading.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class TrainingPatches:
         *,
         batch_size: int,
         workers: int,
-        spill: Path | None,
+        scratch: Path,
+        aligned: bool,
         progress: Progress,
     ) -> None:
         self._paths = paths
@@ -75,24 +76,33 @@ class TrainingPatches:
         self._embedder = embedder
         self._batch_size = batch_size
         self._workers = workers
-        self._spill = spill
+        self._scratch = scratch
+        self._aligned = aligned
         self._progress = progress
-        self._file: IO[bytes] | None = None
-        self._written: list[tuple[tuple[int, ...], list[tuple[torch.Size, torch.dtype]]]] = []
+        self._file: _TensorFile | None = None
         self.seconds = 0.0
         self.refused: list[Refused] = []
         self.hashes: dict[int, str] = {}
+        self.sizes: dict[int, tuple[int, int]] = {}
         self.count = 0
 
     def __iter__(self) -> Iterator[PatchBatch]:
+        return self.read(range(len(self._paths)))
+
+    def only(self, images: Container[int]) -> Part:
+        """The patches of some of the images."""
+        return Part(self, images)
+
+    def read(self, images: Container[int]) -> Iterator[PatchBatch]:
+        """Read the patches of some of the images once."""
         with torch.inference_mode():
-            source = self._read_back() if self._file is not None else self._compute()
-            count = 0
-            for images, maps in source:
-                embeddings = self._embedder.align(maps)
-                count += embeddings.shape[:3].numel()
-                yield PatchBatch(embeddings, images)
-            self.count = count
+            source = self._compute() if self._file is None else self._file.read(images)
+            for names, tensors in source:
+                rows = [row for row, name in enumerate(names) if name in images]
+                if rows:
+                    embeddings = tensors[0] if self._aligned else self._embedder.align(tensors)
+                    kept = embeddings if len(rows) == len(names) else embeddings[rows]
+                    yield PatchBatch(kept, tuple(names[row] for row in rows))
 
     def close(self) -> None:
         """Delete the temporary file."""
@@ -101,57 +111,94 @@ class TrainingPatches:
             self._file = None
 
     def _compute(self) -> Iterator[tuple[tuple[int, ...], list[Tensor]]]:
-        self.refused = []
-        # Stays open for the later readings, until `close`.
-        file = None if self._spill is None else tempfile.TemporaryFile(dir=self._spill)  # noqa: SIM115
-        self._written = []
-        done = 0
+        file = _TensorFile(self._scratch)
+        self.refused, self.hashes, self.count = [], {}, 0
         started = time.perf_counter()
         loaded = load_all(self._paths, self._loading, self._workers)
         for batch in by_shape(loaded, self._batch_size):
             if isinstance(batch, Refused):
                 self.refused.append(batch)
-                done += 1
                 continue
-            images = tuple(item.index for item in batch)
+            names = tuple(item.index for item in batch)
             self.hashes.update((item.index, item.image.sha256) for item in batch)
-            maps = self._embedder.maps(batch)
-            if file is not None:
-                self._write(file, images, maps)
-            done += len(images)
-            self._progress(done, len(self._paths))
+            self.sizes.update((item.index, item.view.size) for item in batch)
+            tensors = self._embedder.maps(batch)
+            height, width = max(m.shape[-2:] for m in tensors)
+            self.count += len(names) * height * width
+            if self._aligned:
+                tensors = [self._embedder.align(tensors)]
+            file.write(names, tensors)
+            self._progress(len(self.hashes) + len(self.refused), len(self._paths))
             self.seconds += time.perf_counter() - started
-            yield images, maps
+            yield names, tensors
             started = time.perf_counter()
-        if done == len(self.refused):
+        if not self.hashes:
             reasons = "\n  ".join(item.reason for item in self.refused[:3])
-            raise DataError(f"none of the {done} training images can be used:\n  {reasons}")
+            count = len(self.refused)
+            raise DataError(f"none of the {count} training images can be used:\n  {reasons}")
         self._file = file
 
-    def _write(self, file: IO[bytes], images: tuple[int, ...], maps: list[Tensor]) -> None:
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some of the training images' patches; re-iterable."""
+
+    patches: TrainingPatches
+    images: Container[int]
+
+    def __iter__(self) -> Iterator[PatchBatch]:
+        return self.patches.read(self.images)
+
+
+class _TensorFile:
+    """Batches of tensors in a file without a name, gone with this object or the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
+        self._written: list[tuple[tuple[int, ...], int, list[_Layout]]] = []
+
+    def write(self, names: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
+        layouts = []
+        offset = self._file.tell()
         try:
-            for m in maps:
-                file.write(_bytes_of(m).numpy().data)
+            for t in tensors:
+                layout = _Layout.of(t)
+                self._file.write(t.permute(layout.order).cpu().view(torch.uint8).numpy().data)
+                layouts.append(layout)
         except OSError as error:
             raise OutputError(
-                f"no room for temporary feature maps in {self._spill} ({error.strerror}); free "
+                f"no room for temporary feature maps in {self._folder} ({error.strerror}); free "
                 "some disk space or write to another disk with --output"
             ) from None
-        self._written.append((images, [(m.shape, m.dtype) for m in maps]))
+        self._written.append((names, offset, layouts))
 
-    def _read_back(self) -> Iterator[tuple[tuple[int, ...], list[Tensor]]]:
-        assert self._file is not None
-        self._file.seek(0)
-        for images, layout in self._written:
-            yield images, [_read_map(self._file, shape, dtype) for shape, dtype in layout]
+    def read(self, images: Container[int]) -> Iterator[tuple[tuple[int, ...], list[Tensor]]]:
+        for names, offset, layouts in self._written:
+            if any(name in images for name in names):
+                self._file.seek(offset)
+                yield names, [layout.read(self._file) for layout in layouts]
+
+    def close(self) -> None:
+        self._file.close()
 
 
-def _bytes_of(values: Tensor) -> Tensor:
-    return values.permute(0, 2, 3, 1).contiguous().cpu().flatten().view(torch.uint8)
+@dataclass(frozen=True)
+class _Layout:
+    """How a tensor lies in the file: in the order of its strides, so that nothing is copied."""
 
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
-def _read_map(file: IO[bytes], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    batch, channels, height, width = shape
-    flat = np.fromfile(file, np.uint8, shape.numel() * dtype.itemsize)
-    values = torch.from_numpy(flat).view(dtype)
-    return values.view(batch, height, width, channels).permute(0, 3, 1, 2)
+    @classmethod
+    def of(cls, t: Tensor) -> _Layout:
+        strides = t.stride()
+        order = tuple(sorted(range(t.ndim), key=strides.__getitem__, reverse=True))
+        return cls(tuple(t.shape[axis] for axis in order), order, t.dtype, t.device)
+
+    def read(self, file: IO[bytes]) -> Tensor:
+        flat = np.fromfile(file, np.uint8, math.prod(self.shape) * self.dtype.itemsize)
+        values = torch.from_numpy(flat).view(self.dtype).view(self.shape).to(self.device)
+        return values.permute(tuple(int(i) for i in np.argsort(self.order)))

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from anomaly.anomaly_map import network_map
 from anomaly.backbones import build, default_layers, fill, normalisation, read_weights
 from anomaly.config import Config
-from anomaly.datasets import Sample, hold_out
+from anomaly.datasets import Sample
 from anomaly.detector import AnomalyDetector, Thresholds, embedder_of, loading_of
 from anomaly.embedding import TrainingPatches
 from anomaly.features import FeatureExtractor, truncate
-from anomaly.loading import Refused
-from anomaly.scorers.base import Progress, Scorer
+from anomaly.scorers.base import PatchBatch, Progress, Scorer
 from anomaly.scorers.gaussian import GaussianFitter
 from anomaly.scorers.memory_bank import MemoryBankFitter
 from anomaly.scorers.projection import Projection
@@ -35,7 +35,7 @@ class Training:
         detector: ready to predict.
         weights_sha256: of the backbone's weights file; None for random weights.
         hashes: sha256 of every training image learned from, by name, in order.
-        held_out: sha256 of the good images that only set the threshold, by name.
+        held_out: those that the threshold comes from, by name.
         refused: why a training image couldn't be used, by name.
         patches: how many patches were learned from.
         seconds: by stage.
@@ -44,7 +44,7 @@ class Training:
     detector: AnomalyDetector
     weights_sha256: str | None
     hashes: dict[str, str]
-    held_out: dict[str, str]
+    held_out: tuple[str, ...]
     refused: dict[str, str]
     patches: int
     seconds: dict[str, float]
@@ -57,9 +57,13 @@ def fit(
     device: torch.device,
     scratch: Path,
     workers: int = 2,
-    progress: StageProgress,
+    calibrate: bool = True,
+    progress: StageProgress = lambda stage, done, total: None,
 ) -> Training:
     """Learn what good looks like.
+
+    The threshold is the highest score among a tenth of the images, scored by a model that was
+    trained without them. The detector itself then learns from all.
 
     Args:
         config: all settings; `config.data` isn't read.
@@ -67,6 +71,7 @@ def fit(
         device: where the network and the scorer run.
         scratch: an existing folder for temporary files.
         workers: decoding threads.
+        calibrate: whether to find thresholds; they cost a second fit.
         progress: called with (stage, done, total).
 
     Raises:
@@ -74,43 +79,72 @@ def fit(
     """
     clock = _Clock()
     extractor, weights_sha256 = _backbone(config, device)
-    order = np.random.default_rng(config.seed).permutation(len(samples)).tolist()
-    learned, held_out = hold_out(samples, HELD_OUT_SHARE, order)
-    clock.lap("backbone")
-
     normalise = normalisation(config.backbone.name)
     fitter = _fitter(config)
     projection = None
     if isinstance(fitter, GaussianFitter):
         projection = fitter.draw(extractor.channels).to(device)
+    clock.lap("backbone")
+
     patches = TrainingPatches(
-        [s.path for s in learned],
+        [s.path for s in samples],
         loading_of(config, extractor),
         embedder_of(config, extractor, normalise, device, projection),
         batch_size=config.batch_size,
         workers=workers,
-        spill=scratch if config.model.kind == "patchcore" else None,
+        scratch=scratch,
+        aligned=projection is not None,
         progress=lambda done, total: progress("features", done, total),
     )
+
+    def learn(images: Iterable[PatchBatch]) -> AnomalyDetector:
+        scorer = _learn(fitter, images, projection, lambda i, n: progress("scorer", i, n))
+        return AnomalyDetector(config, extractor, normalise, scorer, None, device)
+
+    held_out = _draw(len(samples), config.seed) if calibrate else frozenset()
+    thresholds = None
     try:
-        scorer = _learn(fitter, patches, projection, lambda done, n: progress("scorer", done, n))
+        if held_out:
+            others = frozenset(range(len(samples))) - held_out
+            thresholds = _provisional(learn(patches.only(others)), patches, held_out)
+            clock.lap("threshold")
+            clock.move("threshold", "features", patches.seconds)
+        detector = learn(patches)
     finally:
         patches.close()
     clock.lap("scorer")
-    clock.move("scorer", "features", patches.seconds)
-
-    detector = AnomalyDetector(config, extractor, normalise, scorer, None, device)
-    thresholds, held_hashes, held_refused = _provisional(detector, held_out, workers, progress)
-    clock.lap("threshold")
+    if not held_out:
+        clock.move("scorer", "features", patches.seconds)
     return Training(
         detector=replace(detector, thresholds=thresholds),
         weights_sha256=weights_sha256,
-        hashes={learned[i].name: patches.hashes[i] for i in sorted(patches.hashes)},
-        held_out=held_hashes,
-        refused={learned[r.index].name: r.reason for r in patches.refused} | held_refused,
+        hashes={samples[i].name: patches.hashes[i] for i in sorted(patches.hashes)},
+        held_out=tuple(samples[i].name for i in sorted(held_out) if i in patches.hashes),
+        refused={samples[r.index].name: r.reason for r in patches.refused},
         patches=patches.count,
         seconds=clock.seconds,
     )
+
+
+def _draw(count: int, seed: int) -> frozenset[int]:
+    """A tenth of the images, at least one; none where there is only one."""
+    size = 0 if count < 2 else max(1, round(HELD_OUT_SHARE * count))
+    return frozenset(np.random.default_rng(seed).permutation(count)[:size].tolist())
+
+
+def _provisional(
+    detector: AnomalyDetector, patches: TrainingPatches, held_out: frozenset[int]
+) -> Thresholds | None:
+    """The highest scores among good images that this detector hasn't learned from."""
+    image: list[float] = []
+    pixel: list[float] = []
+    for batch in patches.only(held_out):
+        size = patches.sizes[batch.images[0]]
+        scored, scores = detector.score_patches(batch.embeddings, size)
+        maps = network_map(scored.scores, size, detector.config.model.smoothing)
+        image += scores.tolist()
+        pixel += maps.flatten(1).amax(1).tolist()
+    return Thresholds(max(image), max(pixel), "provisional", len(image)) if image else None
 
 
 def _backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
@@ -125,7 +159,7 @@ def _backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, s
 
 def _learn(
     fitter: GaussianFitter | MemoryBankFitter,
-    patches: TrainingPatches,
+    patches: Iterable[PatchBatch],
     projection: Projection | None,
     progress: Progress,
 ) -> Scorer:
@@ -140,35 +174,6 @@ def _fitter(config: Config) -> GaussianFitter | MemoryBankFitter:
         return GaussianFitter(model.dimensions, model.projection, model.regularisation, config.seed)
     ratio = None if model.coreset_size is not None else model.coreset_ratio
     return MemoryBankFitter(ratio, model.coreset_size, seed=config.seed)
-
-
-def _provisional(
-    detector: AnomalyDetector,
-    held_out: Sequence[Sample],
-    workers: int,
-    progress: StageProgress,
-) -> tuple[Thresholds | None, dict[str, str], dict[str, str]]:
-    """The highest scores among good images that the model hasn't learned from.
-
-    Returns:
-        The thresholds, the images' hashes by name, and the refused ones' reasons by name.
-    """
-    image, pixel = [], []
-    hashes: dict[int, str] = {}
-    refused: dict[str, str] = {}
-    results = detector.predict([s.path for s in held_out], workers=workers)
-    for done, result in enumerate(results, 1):
-        if isinstance(result, Refused):
-            refused[held_out[result.index].name] = result.reason
-        else:
-            hashes[result.index] = result.image.sha256
-            image.append(result.image_score)
-            pixel.append(float(np.nanmax(result.anomaly_map())))
-        progress("threshold", done, len(held_out))
-    named = {held_out[i].name: hashes[i] for i in sorted(hashes)}
-    if not image:
-        return None, named, refused
-    return Thresholds(max(image), max(pixel), "provisional", len(image)), named, refused
 
 
 class _Clock:

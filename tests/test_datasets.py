@@ -1,13 +1,11 @@
-"""Folders as samples, and the split that sets the provisional threshold."""
+"""Folders as samples."""
 
 from pathlib import Path
 
 import pytest
 from conftest import write_part, write_product
-from hypothesis import given
-from hypothesis import strategies as st
 
-from anomaly.datasets import Sample, hold_out, open_dataset
+from anomaly.datasets import open_dataset
 from anomaly.errors import DataError
 
 
@@ -48,14 +46,3 @@ def test_missing_folders(tmp_path: Path, root: str | None, category: str | None,
     write_product(tmp_path / "here" / "disc")
     with pytest.raises(DataError, match=says):
         open_dataset("mvtec", None if root is None else tmp_path / root, category)
-
-
-@given(st.integers(1, 300), st.randoms())
-def test_hold_out_takes_a_tenth_and_at_least_one(count: int, random: object) -> None:
-    samples = [Sample(Path(str(i)), str(i)) for i in range(count)]
-    order = list(range(count))
-    random.shuffle(order)  # type: ignore[attr-defined]
-    kept, out = hold_out(samples, 0.1, order)
-    assert sorted([*kept, *out], key=lambda s: int(s.name)) == samples
-    assert len(out) == (0 if count == 1 else max(1, round(count / 10)))
-    assert list(kept) == [s for s in samples if s in set(kept)]

@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, help="the run's folder (default: runs/<name>)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier run there")
+    parser.add_argument(
+        "--no-calibrate", action="store_true", help="find no threshold; results have no verdicts"
+    )
     machine.add_arguments(parser)
 
 
@@ -65,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
                 device=device,
                 scratch=output,
                 workers=threads,
+                calibrate=not options.no_calibrate,
                 progress=progress,
             )
         before = time.perf_counter()
@@ -97,7 +101,7 @@ def _summary(training: Any, model: Path, model_id: str) -> dict[str, Any]:
         "device": training.detector.device.type,
         "images": {
             "learned": len(training.hashes),
-            "held_out": len(training.held_out),
+            "held_out_for_threshold": len(training.held_out),
             "refused": len(training.refused),
         },
         "patches": training.patches,
@@ -117,11 +121,11 @@ def _say(summary: dict[str, Any], output: Path) -> None:
     kept = f", {vectors:,} kept in the memory bank" if vectors else ""
     print(f"trained {summary['name']} ({summary['kind']}) on {learned}{kept}")
     if thresholds is None:
-        print("no threshold: that takes at least two good images; results will have no verdicts")
+        print("no threshold, so results will have no verdicts")
     else:
         print(
             f"threshold {thresholds['image']:.4g}, {thresholds['label']}: the highest score of "
-            f"{thresholds['images']} good images held out of training"
+            f"{thresholds['images']} good images, scored by a model trained without them"
         )
     _say_refused(summary["refused"])
     seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9
