@@ -82,7 +82,7 @@ class ModelConfig(_Section):
     neighbours: Annotated[int, Field(ge=2, le=1000)] = 3
 
     dimensions: PositiveInt = 100
-    projection: Literal["random", "orthogonal"] = "random"
+    projection: Literal["random", "orthogonal"] = "orthogonal"
     regularisation: Annotated[float, Field(gt=0)] = 0.01
 
     @property

@@ -83,7 +83,7 @@ def fit(
     fitter = _fitter(config)
     projection = None
     if isinstance(fitter, GaussianFitter):
-        projection = fitter.draw(extractor.channels).to(device)
+        projection = fitter.draw(sum(extractor.channels)).to(device)
     clock.lap("backbone")
 
     patches = TrainingPatches(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +101,7 @@ class GaussianFitter:
     """
 
     dimensions: int
-    projection: str = "random"
+    projection: str = "orthogonal"
     regularisation: float = 0.01
     seed: int = 0
     memory_limit: int = 512 * 1024**2
@@ -133,7 +133,7 @@ class GaussianFitter:
             embeddings = batch.embeddings
             if fitted is None:
                 grid = (embeddings.shape[1], embeddings.shape[2])
-                projection = projection or self.draw([embeddings.shape[-1]])
+                projection = projection or self.draw(embeddings.shape[-1])
                 applied = projection.to(embeddings.device)
                 fitted = _Accumulator(
                     grid[0] * grid[1], applied.dimensions, embeddings.device, self.memory_limit
@@ -150,16 +150,14 @@ class GaussianFitter:
         split_mean = torch.stack([leading, (mean - leading).float()])
         return PatchGaussian(applied, grid, split_mean, whitening)
 
-    def draw(self, layers: Sequence[int]) -> Projection:
-        """The projection of the embeddings of layers with so many channels, by the seed alone.
+    def draw(self, channels: int) -> Projection:
+        """The projection of embeddings with D = `channels`, by the seed alone.
 
         Raises:
             ConfigError: more dimensions than channels, or an unknown kind.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        return channel_projection(
-            self.projection, sum(layers), self.dimensions, generator=generator, layers=layers
-        )
+        return channel_projection(self.projection, channels, self.dimensions, generator=generator)
 
 
 class _Accumulator:

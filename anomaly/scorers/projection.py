@@ -84,28 +84,19 @@ class Projection:
 
 
 def channel_projection(
-    kind: str,
-    dim: int,
-    target: int,
-    *,
-    generator: torch.Generator,
-    layers: Sequence[int] | None = None,
+    kind: str, dim: int, target: int, *, generator: torch.Generator
 ) -> Projection:
     """Draw the projection of a PaDiM model.
 
     Args:
         kind: `random`, a random subset of the channels (Defard et al. 2020, section 3.2), or
             `orthogonal`, the Q factor of a Gaussian matrix, uniform over all semi-orthogonal ones
-            (Kim et al. 2021, "Semi-orthogonal embedding"); more accurate at the same d.
+            (Kim et al. 2021, "Semi-orthogonal embedding"); more accurate at the same d, and it
+            hangs less on the seed.
         dim: D, channels of the embeddings.
         target: d, channels wanted. With d = D all are kept as they are: rotating them changes no
             Mahalanobis distance.
         generator: on the CPU, so that every device gets the same projection.
-        layers: channels of each layer, in order, adding up to D. A random subset then takes as
-            many of each layer as of any other. A subset of all channels alike, as in the paper,
-            is more than half coarsest layer, and finds the place of a defect less well: on MVTec
-            AD bottle with ResNet-50 and d = 100, mean pixel AUROC of three draws 0.981 instead of
-            0.985, AUPRO 0.935 instead of 0.950, image AUROC alike.
 
     Raises:
         ConfigError: an unknown kind, or d outside 1..D.
@@ -120,23 +111,9 @@ def channel_projection(
     if target == dim:
         return Projection(torch.arange(dim), dim)
     if kind == "random":
-        return Projection(_subset(layers or [dim], target, generator), dim)
+        chosen = torch.randperm(dim, generator=generator)[:target]
+        return Projection(chosen.sort().values, dim)
     gaussian = torch.randn(dim, target, generator=generator, dtype=torch.float64)
     q, r = torch.linalg.qr(gaussian)
     # With a positive diagonal in R the factorisation is unique, and Q uniformly distributed.
     return Projection((q * r.diagonal().sign()).float(), dim)
-
-
-def _subset(layers: Sequence[int], target: int, generator: torch.Generator) -> Tensor:
-    """Ascending indices of `target` channels, spread over the layers as evenly as they allow."""
-    counts = [0] * len(layers)
-    # From the smallest layer on, so that what it can't give is shared by those that can.
-    for left, i in zip(
-        range(len(layers), 0, -1), sorted(range(len(layers)), key=layers.__getitem__), strict=True
-    ):
-        counts[i] = min(layers[i], (target - sum(counts)) // left)
-    chosen, first = [], 0
-    for channels, count in zip(layers, counts, strict=True):
-        chosen.append(first + torch.randperm(channels, generator=generator)[:count].sort().values)
-        first += channels
-    return torch.cat(chosen)

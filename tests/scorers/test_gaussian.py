@@ -114,7 +114,7 @@ def test_embeddings_may_come_projected(kind):
     train, test = embeddings(30), embeddings(4, seed=1)
     fitter = GaussianFitter(8, kind, seed=3)
     expected = fitter.fit(batched(train))
-    projection = fitter.draw([CHANNELS])
+    projection = fitter.draw(CHANNELS)
     model = fitter.fit(batched(projection(train)), projection=projection)
     torch.testing.assert_close(model.score(test).scores, expected.score(test).scores)
     torch.testing.assert_close(model.score(projection(test)).scores, expected.score(test).scores)

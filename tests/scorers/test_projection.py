@@ -93,20 +93,3 @@ def test_maps_are_projected_like_their_full_embeddings(grids, kind, target):
 def test_unknown_kind_is_refused():
     with pytest.raises(ConfigError, match="'pca' is unknown"):
         channel_projection("pca", 7, 3, generator=seeded())
-
-
-def test_a_subset_takes_as_much_of_each_layer_as_it_can() -> None:
-    for layers, target, counts in [
-        ([256, 512, 1024], 100, [33, 33, 34]),
-        ([64, 128, 256], 300, [64, 118, 118]),
-        ([24, 32, 96], 151, [24, 32, 95]),
-        ([10], 4, [4]),
-    ]:
-        generator = torch.Generator().manual_seed(0)
-        drawn = channel_projection(
-            "random", sum(layers), target, generator=generator, layers=layers
-        )
-        chosen = drawn.weights
-        assert torch.equal(chosen, chosen.unique())  # ascending, none twice
-        inside = torch.bucketize(chosen, torch.tensor(layers).cumsum(0), right=True)
-        assert inside.bincount(minlength=len(layers)).tolist() == counts
