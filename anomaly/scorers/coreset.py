@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.errors import ConfigError, DataError
+from anomaly.scorers.parallel import Spread, spreading
 
 Progress = Callable[[int, int], None]
 
@@ -99,25 +100,26 @@ def select(
     n = len(points)
     if not 1 <= size <= n:
         raise ConfigError(f"coreset size {size} is outside 1 to {n}, the number of patches")
-    cover = _Cover(points)
-    if size == n:
-        return Selection(torch.arange(n, device=points.device), 0.0)
-    picks = torch.empty(0, dtype=torch.int64, device=points.device)
-    if centres is None:
-        first = torch.randint(n, (1,), generator=generator, device=generator.device)
-        new = first.to(points.device)
-    else:
-        cover.add(centres)
-        new = _pick_from_pool(points, cover.bounds, size)
-    while True:
-        picks = torch.cat([picks, new])
-        cover.add(points.index_select(0, new))
-        cover.bounds[picks] = -1.0  # never again, even where rounding leaves a duplicate above 0
-        if progress is not None:
-            progress(len(picks), size)
-        if len(picks) == size:
-            return Selection(picks, cover.radius())
-        new = _pick_from_pool(points, cover.bounds, size - len(picks))
+    with spreading(points.device) as spread:
+        cover = _Cover(points, spread)
+        if size == n:
+            return Selection(torch.arange(n, device=points.device), 0.0)
+        if centres is not None:
+            cover.add(centres)
+            new = _pick_from_pool(points, cover.bounds, size)
+        else:
+            first = torch.randint(n, (1,), generator=generator, device=generator.device)
+            new = first.to(points.device)
+        picks = new[:0]
+        while True:
+            picks = torch.cat([picks, new])
+            cover.add(points.index_select(0, new))
+            cover.bounds[picks] = -1.0  # never again, even where rounding leaves one above 0
+            if progress is not None:
+                progress(len(picks), size)
+            if len(picks) == size:
+                return Selection(picks, cover.radius())
+            new = _pick_from_pool(points, cover.bounds, size - len(picks))
 
 
 def _pick_from_pool(points: Tensor, bounds: Tensor, wanted: int) -> Tensor:
@@ -176,8 +178,9 @@ class _Cover:
         bounds: (N,) float32. Entries that the owner sets to -1 stay so.
     """
 
-    def __init__(self, points: Tensor) -> None:
+    def __init__(self, points: Tensor, spread: Spread) -> None:
         self._points = points
+        self._spread = spread
         self._mean = points.mean(0, dtype=torch.float32)
         if not bool(self._mean.isfinite().all()):
             bad = int((~points.isfinite().all(1)).sum())
@@ -191,7 +194,8 @@ class _Cover:
         self._seen = points.new_empty(0, points.shape[1], dtype=torch.float32)
         self.bounds = torch.full((len(points),), float("inf"), device=points.device)
         everything = torch.arange(len(points), device=points.device)
-        self._cells = [self._cell(m, self._mean) for m in torch.split(everything, self._block)]
+        blocks = [(m, self._mean) for m in torch.split(everything, self._block)]
+        self._cells = self._spread(self._cell, blocks)
 
     def add(self, centres: Tensor) -> None:
         """Bring all bounds up to date with more centres (c, d)."""
@@ -214,44 +218,47 @@ class _Cover:
         away = torch.cdist(origins, centres - self._mean)
         reach = torch.tensor([cell.reach for cell in self._cells], device=away.device)
         near = away < reach[:, None] * _MARGIN
-        for cell, hit in zip(self._cells, near, strict=True):
-            chosen = centres[hit]
-            if len(chosen):
-                self._update_cell(cell, chosen)
+        work = [(c, hit) for c, hit in zip(self._cells, near, strict=True) if bool(hit.any())]
+        self._spread(lambda w: self._update_cell(w[0], centres[w[1]]), work)
 
     def _update_cell(self, cell: _Cell, centres: Tensor) -> None:
-        offsets = self._points.index_select(0, cell.members).float().sub_(cell.origin)
         centres = centres - cell.origin
+        offsets = self._offsets(cell.members, cell.origin)
         squared = torch.addmm(centres.square().sum(1, True), centres, offsets.T, alpha=-2)
         nearest = squared.amin(0).add_(cell.norms).clamp_(min=0)
         bounds = torch.minimum(nearest, self.bounds.index_select(0, cell.members))
         self.bounds.index_copy_(0, cell.members, bounds)
-        if not self._pivots_wanted and bounds.device.type == "cpu":
+        if cell.reach < float("inf"):
             cell.reach = _reach(cell.norms, bounds)
 
     def _partition(self, pivots: Tensor) -> list[_Cell]:
         """Cells of the points around their nearest pivots (k, d)."""
-        owners = torch.cat([self._nearest(cell, pivots) for cell in self._cells])
+        owners = torch.cat(self._spread(lambda cell: self._nearest(cell, pivots), self._cells))
         order = owners.argsort(stable=True)
         groups = torch.split(order, torch.bincount(owners, minlength=len(pivots)).tolist())
-        cells = [
-            self._cell(members, pivot)
+        blocks = [
+            (members, pivot)
             for pivot, group in zip(pivots, groups, strict=True)
             for members in torch.split(group, self._block)
             if len(members)
         ]
+        cells = self._spread(self._cell, blocks)
         for cell in cells:
             cell.reach = _reach(cell.norms, self.bounds[cell.members])
         return cells
 
-    def _cell(self, members: Tensor, origin: Tensor) -> _Cell:
-        offsets = self._points.index_select(0, members).float().sub_(origin)
-        return _Cell(members, origin, offsets.square().sum(1))
+    def _cell(self, block: tuple[Tensor, Tensor]) -> _Cell:
+        members, origin = block
+        return _Cell(members, origin, self._offsets(members, origin).square_().sum(1))
 
     def _nearest(self, cell: _Cell, pivots: Tensor) -> Tensor:
-        offsets = self._points.index_select(0, cell.members).float().sub_(cell.origin)
+        """Which pivot (n,) is nearest to each member."""
         pivots = pivots - cell.origin
+        offsets = self._offsets(cell.members, cell.origin)
         return torch.addmm(pivots.square().sum(1), offsets, pivots.T, alpha=-2).argmin(1)
+
+    def _offsets(self, members: Tensor, origin: Tensor) -> Tensor:
+        return self._points.index_select(0, members).float().sub_(origin)
 
 
 def _reach(norms: Tensor, bounds: Tensor) -> float:
@@ -263,8 +270,9 @@ def distances_to_nearest(points: Tensor, centres: Tensor) -> Tensor:
 
     Quickest where early centres are spread well, as those of a coreset are.
     """
-    cover = _Cover(points)
-    cover.add(centres)
+    with spreading(points.device) as spread:
+        cover = _Cover(points, spread)
+        cover.add(centres)
     return cover.bounds.sqrt()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anomaly.scorers.parallel import spread
 from anomaly.scorers.product_index import ProductIndex
 
 # Dimensions of the two screens. Every vector meets the coarse one, in one product; the fine one is
@@ -13,7 +14,8 @@ _COARSE, _FINE = 128, 256
 # Vectors that the screens' axes are fitted to, and how often.
 _FITTED = 4096
 _ITERATIONS = 2
-# Numbers in one product of the screen: 16 MiB stay in cache.
+# Queries in one product of the screen, at most, and its numbers: 16 MiB stay in cache.
+_QUERIES = 128
 _BLOCK = 1 << 22
 # Vectors of which the screen first looks at the least distance alone.
 _GROUP = 64
@@ -50,8 +52,8 @@ class ScreenedIndex:
         """The k nearest (Q, k) int64 of queries (Q, D)."""
         if k > 1:
             return self._product.candidates(queries, k)
-        rows = max(1, _BLOCK // len(self._coarse.norms))
-        found = torch.cat([self._search(q) for q in torch.split(queries, rows)])
+        rows = min(max(1, _BLOCK // len(self._coarse.norms)), _QUERIES)
+        found = torch.cat(spread(self._search, torch.split(queries, rows), queries.device))
         undecided = found < 0
         if bool(undecided.any()):
             found[undecided] = self._product.candidates(queries[undecided], 1).squeeze(1)
