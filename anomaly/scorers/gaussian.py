@@ -11,6 +11,7 @@ from torch import Tensor
 from anomaly.errors import ConfigError, DataError
 from anomaly.scorers.base import PatchBatch, PatchScores
 from anomaly.scorers.covariance import GaussianStatistics, centre, flat_width
+from anomaly.scorers.parallel import spread
 from anomaly.scorers.projection import Projection, channel_projection
 from anomaly.scorers.samples import SampleStore, StatisticsStore
 from anomaly.scorers.whitening import CholeskyWhitening, LowRankWhitening
@@ -20,10 +21,11 @@ __all__ = ["GaussianFitter", "GaussianStatistics", "PatchGaussian", "channel_pro
 Progress = Callable[[int, int], None]
 
 # Numbers that one block of positions works on. Scoring's should stay in a CPU's cache between two
-# products; fitting's should be large enough that the allocator gives them back to the system.
+# products; fitting's is what each thread holds.
 # A GPU wants few launches.
 _SCORING_BLOCK = {"cpu": 1 << 21, "cuda": 1 << 26}
-_FITTING_BLOCK = {"cpu": 1 << 23, "cuda": 1 << 26}
+_FITTING_BLOCK = {"cpu": 1 << 22, "cuda": 1 << 26}
+_BLOCKS_A_STEP = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +55,18 @@ class PatchGaussian:
             DataError: another grid, or another number of channels.
         """
         _check_shape(embeddings, self.grid, self.projection)
-        # (B, P, d): a position's Gaussian meets all images at once.
         patches = _projected(embeddings, self.projection)
         squared = patches.new_empty(patches.shape[1], patches.shape[0])
-        block = _SCORING_BLOCK[patches.device.type]
-        for positions in _blocks(len(squared), self.whitening.numbers, block):
-            leading, trailing = self.mean[:, positions, None]
-            residuals = torch.sub(patches[:, positions].transpose(0, 1), leading).sub_(trailing)
+        leading, trailing = self.mean[:, :, None]
+
+        def fill(positions: slice) -> None:
+            # (p, B, d): a position's Gaussian meets all images at once.
+            mine = patches[:, positions].transpose(0, 1)
+            residuals = torch.sub(mine, leading[positions]).sub_(trailing[positions])
             squared[positions] = self.whitening.squared_distances(residuals, positions)
+
+        block = _SCORING_BLOCK[patches.device.type]
+        spread(fill, _blocks(len(squared), self.whitening.numbers, block), patches.device)
         return PatchScores(squared.sqrt_().T.reshape(embeddings.shape[:3]))
 
     def to(self, target: torch.device | str) -> PatchGaussian:
@@ -192,25 +198,44 @@ class _Accumulator:
         self, regularisation: float, progress: Progress
     ) -> tuple[Tensor, CholeskyWhitening | LowRankWhitening]:
         """Means (P, d) float64 and whitening of all positions."""
-        positions, dimensions = self._shape
         mean = torch.empty(self._shape, dtype=torch.float64, device=self._device)
         whole: CholeskyWhitening | LowRankWhitening
         if self._folded:
-            whole = CholeskyWhitening.empty(positions, dimensions, self._device)
-            for i, block in enumerate(self._blocks):
-                statistics = self._statistics_of(block)
-                mean[block] = statistics.mean
-                whole[block] = CholeskyWhitening.of(statistics, regularisation)
-                progress(i + 1, len(self._blocks))
-            return mean, whole
+            whole, fill = self._cholesky(mean, regularisation)
+        else:
+            whole, fill = self._low_rank(mean, regularisation)
+        for done in range(0, len(self._blocks), _BLOCKS_A_STEP):
+            step = self._blocks[done : done + _BLOCKS_A_STEP]
+            spread(fill, step, self._device)
+            progress(done + len(step), len(self._blocks))
+        return mean, whole
+
+    def _cholesky(
+        self, mean: Tensor, regularisation: float
+    ) -> tuple[CholeskyWhitening, Callable[[slice], None]]:
+        """Room for the whitening, and what fills a block of it and of the means."""
+        whole = CholeskyWhitening.empty(*self._shape, self._device)
+
+        def fill(block: slice) -> None:
+            statistics = self._statistics_of(block)
+            mean[block] = statistics.mean
+            whole[block] = CholeskyWhitening.of(statistics, regularisation)
+
+        return whole, fill
+
+    def _low_rank(
+        self, mean: Tensor, regularisation: float
+    ) -> tuple[LowRankWhitening, Callable[[slice], None]]:
+        """Like `_cholesky`."""
         whole = LowRankWhitening.empty(
-            positions, self.count - 1, dimensions, regularisation, self._device
+            *self._shape, self.count - 1, regularisation=regularisation, device=self._device
         )
-        for i, block in enumerate(self._blocks):
+
+        def fill(block: slice) -> None:
             mean[block], centred = centre(self._waiting.read(block))
             whole[block] = LowRankWhitening.of(centred, regularisation)
-            progress(i + 1, len(self._blocks))
-        return mean, whole
+
+        return whole, fill
 
     def _fold(self) -> None:
         if self._statistics is None:
@@ -219,8 +244,11 @@ class _Accumulator:
             store = StatisticsStore(positions, width, in_memory, self._device)
         else:
             store = self._statistics
-        for block in self._blocks:
+
+        def fill(block: slice) -> None:
             store[block] = self._statistics_of(block).flat()
+
+        spread(fill, self._blocks, self._device)
         self._statistics, self._folded = store, self.count
         self._waiting.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from threading import Lock
 from typing import IO
 
 import numpy as np
@@ -13,7 +14,7 @@ from anomaly.errors import OutputError
 
 
 class PositionFile:
-    """An array (rows, P, width) float32 on disk, read and written by positions.
+    """An array (rows, P, width) float32 on disk, read and written by positions, by several threads.
 
     The file has no name and is gone with this object, or with the process. It isn't mapped, so its
     pages never count as this program's memory.
@@ -22,6 +23,7 @@ class PositionFile:
     def __init__(self, positions: int, width: int) -> None:
         self._positions = positions
         self._width = width
+        self._lock = Lock()
         self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, lives on
 
     def write(self, row: int, first: int, values: Tensor) -> None:
@@ -32,9 +34,10 @@ class PositionFile:
         """
         data = values.cpu().contiguous().flatten().view(torch.uint8).numpy().data
         try:
-            self._file.seek(self._offset(row, first))
-            while data:  # an unbuffered write may stop short
-                data = data[self._file.write(data) :]
+            with self._lock:
+                self._file.seek(self._offset(row, first))
+                while data:  # an unbuffered write may stop short
+                    data = data[self._file.write(data) :]
         except OSError as error:
             raise OutputError(
                 f"no room for training patches in {tempfile.gettempdir()} ({error.strerror}); "
@@ -45,9 +48,10 @@ class PositionFile:
         """A slice of positions of the first rows, (rows, p, width)."""
         first, last, _ = positions.indices(self._positions)
         values = np.empty((rows, last - first, self._width), np.float32)
-        for row, target in enumerate(values):
-            self._file.seek(self._offset(row, first))
-            self._file.readinto(target)  # type: ignore[attr-defined]
+        with self._lock:
+            for row, target in enumerate(values):
+                self._file.seek(self._offset(row, first))
+                self._file.readinto(target)  # type: ignore[attr-defined]
         return torch.from_numpy(values)
 
     def _offset(self, row: int, position: int) -> int:

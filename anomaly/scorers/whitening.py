@@ -92,7 +92,7 @@ class CholeskyWhitening:
         for rows, panel in zip(panel_rows(self.scale.shape[1]), self.factor, strict=True):
             # The panel on the left: for a single image, a product by a vector at twice the speed.
             whitened = torch.bmm(panel[positions].float(), residuals[..., : rows.stop].mT)
-            squared += whitened.mul_(self.scale[positions, rows, None]).square_().sum(dim=1)
+            squared += (whitened.square_() * self.scale[positions, rows, None].square()).sum(dim=1)
         return squared
 
 
@@ -141,8 +141,9 @@ class LowRankWhitening:
     def empty(
         cls,
         positions: int,
-        rank: int,
         dimensions: int,
+        rank: int,
+        *,
         regularisation: float,
         device: torch.device,
     ) -> LowRankWhitening:

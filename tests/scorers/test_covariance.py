@@ -33,7 +33,7 @@ def test_statistics_agree_with_numpy(count, dimensions, offset):
         assert error < 1e-6 * np.abs(expected).max()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     st.lists(st.integers(1, 9), min_size=2, max_size=6),
     st.sampled_from([0.0, 1e4, -1e6]),

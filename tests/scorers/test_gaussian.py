@@ -127,6 +127,38 @@ def test_few_images_make_a_small_model():
     assert sum(v.nbytes for v in tensors.values()) < 4 * (8 * 400 * 2 + 400 * 8) * 1.2 + 400 * 8
 
 
+@pytest.mark.parametrize("count", [12, 60])
+def test_batches_may_be_made_in_inference_mode(count):
+    def batches():
+        with torch.inference_mode():
+            for batch in batched(embeddings(count)):
+                yield PatchBatch(batch.embeddings * 2, batch.images)
+
+    model = GaussianFitter(16).fit(batches())
+    expected = GaussianFitter(16).fit(batched(embeddings(count) * 2))
+    test = embeddings(3, seed=1)
+    assert torch.equal(model.score(test).scores, expected.score(test).scores)
+
+
+@pytest.mark.parametrize("limit", [512 * 1024**2, 0])
+@pytest.mark.parametrize("count", [12, 60])
+def test_number_of_threads_changes_nothing(count, limit, monkeypatch):
+    # Blocks of few positions, so that there is something to share out.
+    monkeypatch.setattr("anomaly.scorers.gaussian._FITTING_BLOCK", {"cpu": 500})
+    monkeypatch.setattr("anomaly.scorers.gaussian._SCORING_BLOCK", {"cpu": 500})
+    before = torch.get_num_threads()
+    scores = []
+    try:
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            model = GaussianFitter(16, memory_limit=limit).fit(batched(embeddings(count)))
+            scores.append(model.score(embeddings(3, seed=1)).scores)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*scores)
+
+
 def test_training_data_is_left_as_it_was():
     train = embeddings(30)
     before = train.clone()
