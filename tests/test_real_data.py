@@ -57,25 +57,32 @@ def test_patchcore_on_bottle(tmp_path: Path) -> None:
     assert figures["pixel_auroc"] >= 0.985
 
 
-def test_padim_on_bottle(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("projection", "pixel_auroc"),
+    # Random subsets of 100 channels range from 0.979 to 0.983 with the seed.
+    [("orthogonal", 0.982), ("random", 0.978)],
+)
+def test_padim_on_bottle(projection: str, pixel_auroc: float, tmp_path: Path) -> None:
     _needs(BOTTLE, WEIGHTS)
     settings = [*REAL, *SQUARE, "model.kind=padim", "model.dimensions=100"]
+    settings += [f"model.projection={projection}"]
     _, figures = _train_and_evaluate(BOTTLE, tmp_path, *settings)
     assert figures["image_auroc"] >= 0.995
-    assert figures["pixel_auroc"] >= 0.982
+    assert figures["pixel_auroc"] >= pixel_auroc
 
 
 @pytest.mark.parametrize(
-    ("kind", "image_auroc", "pixel_auroc"), [("patchcore", 0.909, 0.821), ("padim", 0.881, 0.793)]
+    # PatchCore's image AUROC ranges from 0.900 to 0.919 with the seed.
+    ("kind", "image_auroc", "pixel_auroc"),
+    [("patchcore", 0.895, 0.81), ("padim", 0.881, 0.793)],
 )
 def test_one_seed_of_magnetic_tile(
     kind: str, image_auroc: float, pixel_auroc: float, tmp_path: Path
 ) -> None:
     _needs(MAGNETIC_TILE, WEIGHTS)
     settings = [*REAL, *SQUARE, f"model.kind={kind}", "model.coreset_ratio=0.01"]
-    _, figures = _train_and_evaluate(
-        MAGNETIC_TILE, tmp_path, *settings, "model.dimensions=100", "name=magnetic_tile"
-    )
+    settings += ["model.dimensions=100", "model.projection=orthogonal", "name=magnetic_tile"]
+    _, figures = _train_and_evaluate(MAGNETIC_TILE, tmp_path, *settings)
     assert figures["image_auroc"] >= image_auroc
     assert figures["pixel_auroc"] >= pixel_auroc
 
