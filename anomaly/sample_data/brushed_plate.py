@@ -1,0 +1,234 @@
+"""A brushed steel plate with a slot and four socket screws, on a dark rubber mat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import cv2
+import numpy as np
+from numpy.random import Generator
+
+from anomaly.sample_data.noise import Field, clouds, distance, grid, smoothstep, streaks, white
+
+# Lengths are shares of the scene's side.
+HALF_WIDTH, HALF_HEIGHT, _CORNER = 0.395, 0.345, 0.036
+SLOT_LENGTH, SLOT_RADIUS = 0.113, 0.0247
+SCREW_AT = (0.324, 0.270)
+SCREW_RADIUS = 0.035
+_CHAMFER = 0.0056
+
+_STEEL = np.array([0.600, 0.595, 0.585], np.float32)
+_RUBBER = np.array([0.95, 1.00, 1.06], np.float32)
+_SCREW_STEEL = np.array([0.98, 1.00, 1.02], np.float32)
+_BRIGHT_SIDE = 0.75 * np.pi
+"""Where a countersink is brightest: down and to the left, in radians."""
+
+
+@dataclass(frozen=True)
+class Screw:
+    """A countersunk socket screw, or its empty hole.
+
+    Attributes:
+        x, y: centre.
+        turn: angle of the hexagon, in radians.
+        glint: direction of the highlight on the turned head, in radians.
+        tone: brightness of the head against its fellows.
+        wear: 0 sound, 1 stripped.
+        missing: there is only the hole.
+    """
+
+    x: float
+    y: float
+    turn: float
+    glint: float
+    tone: float
+    wear: float = 0.0
+    missing: bool = False
+
+
+@dataclass(frozen=True)
+class Lamp:
+    """The soft box's reflection: its centre, its width across the brushing, its strength."""
+
+    x: float
+    y: float
+    width: float
+    strength: float
+
+
+@dataclass(frozen=True)
+class Plate:
+    """Everything that the light falls on.
+
+    Attributes:
+        outline: (S, S) signed distance to the plate's edges, negative on the metal.
+        relief: (S, S) height of the surface, in scene pixels.
+        brush: (S, S) brushing, mean 0 and standard deviation 1.
+        gloss: (S, S) factor on the reflected light.
+        film: (3, 1, 1) or (3, S, S) factor on its colour, linear RGB.
+        mat: (S, S) brightness of the rubber mat.
+        screws: the four screws.
+        lamp: the light.
+    """
+
+    outline: Field
+    relief: Field
+    brush: Field
+    gloss: Field
+    film: Field
+    mat: Field
+    screws: tuple[Screw, ...]
+    lamp: Lamp
+
+    @property
+    def side(self) -> int:
+        """S, in scene pixels."""
+        return int(self.outline.shape[0])
+
+
+def draw(rng: Generator, side: int) -> Plate:
+    """A good plate in a scene of `side` pixels."""
+    brush = (
+        0.62 * streaks(rng, side, side // 8)
+        + 0.62 * streaks(rng, side, side // 2, 0.7)
+        + 0.48 * streaks(rng, side, side, 3.0)
+    )
+    grit = cv2.GaussianBlur(white(rng, (side, side)), (0, 0), 1.6) * 0.024
+    mat = np.maximum(0.030 + grit + 0.003 * clouds(rng, side, side / 9, 2), 0.004)
+    return Plate(
+        outline=_outline(side),
+        relief=clouds(rng, side, side / 2) * (side * 0.0006),
+        brush=brush,
+        gloss=1 + 0.012 * clouds(rng, side, side / 3, 3),
+        film=np.exp(rng.uniform(-0.015, 0.015, (3, 1, 1))).astype(np.float32),
+        mat=mat,
+        screws=tuple(
+            _turn_in(rng, sx * SCREW_AT[0], sy * SCREW_AT[1]) for sy in (-1, 1) for sx in (-1, 1)
+        ),
+        lamp=Lamp(
+            x=rng.uniform(-0.18, -0.02),
+            y=rng.uniform(-0.35, -0.15),
+            width=0.5,
+            strength=rng.uniform(0.95, 1.05),
+        ),
+    )
+
+
+@lru_cache(maxsize=2)
+def _outline(side: int) -> Field:
+    """Signed distance to the plate's outer edge and to its slot, negative on the metal."""
+    x, y = grid(side)
+    body = _rounded_box(x, y, (HALF_WIDTH, HALF_HEIGHT), _CORNER)
+    slot = _rounded_box(x, y, (SLOT_LENGTH, SLOT_RADIUS), SLOT_RADIUS)
+    outline = np.maximum(body, -slot)
+    outline.setflags(write=False)
+    return outline
+
+
+def _rounded_box(x: Field, y: Field, half: tuple[float, float], corner: float) -> Field:
+    """Signed distance to a rectangle with rounded corners, negative inside."""
+    dx = np.abs(x) - (half[0] - corner)
+    dy = np.abs(y) - (half[1] - corner)
+    outside = distance(np.maximum(dx, 0), np.maximum(dy, 0))
+    return outside + np.minimum(np.maximum(dx, dy), 0) - corner
+
+
+def _turn_in(rng: Generator, x: float, y: float) -> Screw:
+    return Screw(
+        x=x + rng.uniform(-0.001, 0.001),
+        y=y + rng.uniform(-0.001, 0.001),
+        turn=rng.uniform(0, np.pi / 3),
+        glint=rng.uniform(0.2, 0.8),
+        tone=rng.uniform(0.92, 1.08),
+    )
+
+
+def shade(plate: Plate) -> Field:
+    """Linear light (S, S, 3), RGB, that the plate sends to the camera."""
+    x, y = grid(plate.side)
+    rim = smoothstep(-_CHAMFER, 0, plate.outline)
+    relief = plate.relief - rim * (_CHAMFER * plate.side * 0.55)
+    # A mirror's reflection moves by twice its slope; brushed metal answers a little less.
+    u = 0.9 * x + cv2.Sobel(relief, cv2.CV_32F, 1, 0, scale=1.6 / 8)
+    v = 0.9 * y + cv2.Sobel(relief, cv2.CV_32F, 0, 1, scale=1.6 / 8)
+    metal = _sky(u, v, plate.lamp) * plate.gloss
+    metal *= 1 + plate.brush * (0.055 * (1 - rim))
+    cover = smoothstep(1 / plate.side, -1 / plate.side, plate.outline)
+    mat = _shadowed(plate, cover) * (1 - cover)
+    metal *= cover
+    colours = zip(plate.film, _STEEL, _RUBBER, strict=True)
+    planes = [metal * film * steel + mat * rubber for film, steel, rubber in colours]
+    radiance = np.asarray(cv2.merge(planes), np.float32)
+    for screw in plate.screws:
+        _paint(radiance, screw)
+    return radiance
+
+
+def _shadowed(plate: Plate, cover: Field) -> Field:
+    """The mat around the plate, darker on the side away from the lamp."""
+    x, y = grid(plate.side)
+    # A quarter of the pixels is plenty for something this soft.
+    small = cv2.resize(cover, None, fx=0.25, fy=0.25, interpolation=cv2.INTER_AREA)
+    small = cv2.GaussianBlur(small, (0, 0), plate.side * 0.003)
+    small = np.roll(small, (round(plate.side * 0.0015), round(plate.side * 0.002)), (0, 1))
+    shadow = cv2.resize(small, cover.shape[::-1])
+    return plate.mat * (1 - 0.8 * shadow) * (1 - 0.5 * x - 0.4 * y)
+
+
+def _sky(u: Field, v: Field, lamp: Lamp) -> Field:
+    """Light that a mirror facing (u, v) sends to the camera: soft box, window, dim room.
+
+    Brushing along x scatters light along y: the soft box is seen drawn out in v.
+    """
+    box = ((u - lamp.x) / lamp.width) ** 2 + ((v - lamp.y) / 1.6) ** 2
+    window = ((u + 1.5) / 0.7) ** 2 + (v + 1.3) ** 2
+    light = (0.85 * lamp.strength) * cv2.exp(-box) + 0.9 * cv2.exp(-window)
+    return np.asarray(light + 0.28, np.float32)
+
+
+def _paint(radiance: Field, screw: Screw) -> None:
+    """Paint one screw in its countersink over the shaded plate."""
+    side = radiance.shape[0]
+    reach = int(SCREW_RADIUS * 1.25 * side) + 2
+    column, row = (int((c + 0.5) * side) for c in (screw.x, screw.y))
+    window = (slice(row - reach, row + reach), slice(column - reach, column + reach))
+    dx, dy = (axis[window] - c for axis, c in zip(grid(side), (screw.x, screw.y), strict=True))
+    r = distance(dx, dy) * (1 / SCREW_RADIUS)
+    angle = np.arctan2(dy, dx)
+    soft = 1 / (SCREW_RADIUS * side)
+    patch = radiance[window]
+    # Countersink: a cone that faces the lamp on one side and the dark room on the other.
+    cone = 0.30 + 0.34 * np.cos(angle - _BRIGHT_SIDE) + 0.12 * np.cos(2 * angle)
+    sink = smoothstep(1.12 + soft, 1.12 - soft, r)[..., None]
+    patch += (np.maximum(cone, 0.04)[..., None] - patch) * sink
+    face = _empty_hole(r, angle) if screw.missing else _screw_head(screw, r, angle)
+    head = smoothstep(1 + soft, 1 - soft, r)[..., None]
+    patch += (face[..., None] * _SCREW_STEEL - patch) * head
+
+
+def _screw_head(screw: Screw, r: Field, angle: Field) -> Field:
+    """Brightness of a turned head with its hexagon socket; r in head radii."""
+    wedge = np.abs(np.cos(angle - screw.glint)) ** 6
+    rings = 1 + 0.05 * np.sin(r * 46) + 0.03 * np.sin(r * 71 + 1)
+    face = (0.20 + 0.42 * wedge) * rings * screw.tone
+    face *= 0.25 + 0.75 * smoothstep(1.0, 0.88, r)
+    sector = np.mod(angle - screw.turn, np.pi / 3) - np.pi / 6
+    hexagon = r * np.cos(sector)
+    # A stripped socket is worn towards a circle, with a torn, shiny edge.
+    ragged = 0.10 * np.sin(5 * angle + 7 * screw.turn) + 0.04 * np.sin(11 * angle)
+    hexagon += screw.wear * (r * (0.88 + ragged) - hexagon)
+    edge = 0.46 + 0.20 * screw.wear
+    socket = smoothstep(edge + 0.03, edge - 0.03, hexagon)
+    lip = np.exp(-(((hexagon - edge - 0.06) / 0.05) ** 2))
+    face += lip * (0.10 + 0.8 * screw.wear * (0.5 + 0.5 * np.sin(3 * angle + 9 * screw.turn)))
+    wall = 0.02 + 0.08 * smoothstep(0.2, edge, hexagon) * (1 + np.cos(angle - 2.4))
+    return np.asarray(face + (wall - face) * socket, np.float32)
+
+
+def _empty_hole(r: Field, angle: Field) -> Field:
+    """Brightness of a countersunk hole without its screw; r in head radii."""
+    cone = np.maximum(0.16 + 0.22 * np.cos(angle - _BRIGHT_SIDE) + 0.05 * np.sin(r * 40), 0.05)
+    wall = 0.015 + 0.05 * smoothstep(0.3, 0.55, r) * (1 + np.cos(angle - _BRIGHT_SIDE + np.pi))
+    bore = smoothstep(0.58, 0.54, r)
+    return np.asarray(cone + (wall - cone) * bore, np.float32)
