@@ -11,8 +11,8 @@ from anomaly.scorers.product_index import ProductIndex
 # Dimensions of the two screens. Every vector meets the coarse one, in one product; the fine one is
 # for the pairs that pass, and spares reading most of their whole vectors.
 _COARSE, _FINE = 128, 256
-# Vectors that the screens' axes are fitted to, and how often.
-_FITTED = 4096
+# Vectors that the screens' axes are fitted to, and how often. Twice as many let 7 % less through.
+_FITTED = 2048
 _ITERATIONS = 2
 # Queries in one product of the screen, at most, and its numbers: 16 MiB stay in cache.
 _QUERIES = 128
@@ -43,16 +43,24 @@ class ScreenedIndex:
     def __init__(self, bank: Tensor) -> None:
         self._bank = bank
         self._product = ProductIndex(bank)
-        mean = bank.mean(0)
-        axes = _leading_axes(bank[:_FITTED] - mean, min(_FINE, bank.shape[1]))
-        self._coarse = _Screen(bank, mean, axes[:, :_COARSE].contiguous())
-        self._fine = _Screen(bank, mean, axes)
+        self._mean = bank.mean(0)
+        sample = bank[:: max(1, len(bank) // _FITTED)] - self._mean
+        self._axes = _leading_axes(sample, min(_FINE, bank.shape[1]))
+        # Vectors at infinity fill the last group.
+        filled = len(bank) + -len(bank) % _GROUP
+        dimensions = self._axes.shape[1]
+        self._coarse = bank.new_zeros(filled, min(_COARSE, dimensions) + 1)
+        self._fine = bank.new_zeros(filled, dimensions + 1)
+        self._norms = bank.new_full((filled,), float("inf"))
+        for start in range(0, len(bank), _FITTED):
+            rows = slice(start, min(start + _FITTED, len(bank)))
+            self._coarse[rows], self._fine[rows], self._norms[rows] = self._reduce(bank[rows])
 
     def candidates(self, queries: Tensor, k: int) -> Tensor:
         """The k nearest (Q, k) int64 of queries (Q, D)."""
         if k > 1:
             return self._product.candidates(queries, k)
-        rows = min(max(1, _BLOCK // len(self._coarse.norms)), _QUERIES)
+        rows = min(max(1, _BLOCK // len(self._norms)), _QUERIES)
         found = torch.cat(spread(self._search, torch.split(queries, rows), queries.device))
         undecided = found < 0
         if bool(undecided.any()):
@@ -61,9 +69,9 @@ class ScreenedIndex:
 
     def _search(self, queries: Tensor) -> Tensor:
         """The nearest (Q,) of each query; -1 where too many vectors might be."""
-        reduced, norms = self._coarse.reduce(queries)
+        coarse, fine, norms = self._reduce(queries)
         # Lower bounds of squared distances, less ‖x‖² throughout.
-        bounds = torch.addmm(self._coarse.norms, reduced, self._coarse.vectors.T, alpha=-2)
+        bounds = torch.addmm(self._norms, coarse, self._coarse.T, alpha=-2)
         grouped = bounds.view(len(queries), -1, _GROUP)
         least = grouped.amin(2)
         likely = self._least_of(grouped, least)
@@ -78,10 +86,20 @@ class ScreenedIndex:
         many = torch.bincount(rows, minlength=len(queries)) > _MANY
         few = ~many[rows]
         rows, columns = rows[few], columns[few]
-        fine = _measure(self._fine.reduce(queries)[0], self._fine.vectors, rows, columns)
-        close = fine <= (squared + slack)[rows]
+        close = _measure(fine, self._fine, rows, columns) <= (squared + slack)[rows]
         found = self._nearest_pair(queries, rows[close], columns[close])
         return found.masked_fill_(many, -1)
+
+    def _reduce(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Coordinates of vectors (n, D) for both screens, and their squared norms (n,).
+
+        d along the axes, then the norm of the rest: (n, d + 1).
+        """
+        centred = vectors - self._mean
+        norms = centred.square().sum(1)
+        leading = centred @ self._axes
+        coarse = leading[:, :_COARSE]
+        return _with_rest(coarse, norms), _with_rest(leading, norms), norms
 
     def _least_of(self, grouped: Tensor, least: Tensor) -> Tensor:
         """The vector of least bound (Q,) for each query."""
@@ -99,31 +117,9 @@ class ScreenedIndex:
         return found.scatter_reduce_(0, rows[winners], columns[winners], "amin")
 
 
-class _Screen:
-    """A bank in d + 1 coordinates whose distances are lower bounds.
-
-    Attributes:
-        vectors: (M', d + 1): d along the axes, then the norm of the rest. M' fills whole groups.
-        norms: (M',) squared norms; infinite for vectors that only fill.
-    """
-
-    def __init__(self, bank: Tensor, mean: Tensor, axes: Tensor) -> None:
-        self._mean = mean
-        self._axes = axes
-        filled = len(bank) + -len(bank) % _GROUP
-        self.vectors = bank.new_zeros(filled, axes.shape[1] + 1)
-        self.norms = bank.new_full((filled,), float("inf"))
-        for start in range(0, len(bank), _FITTED):
-            where = slice(start, min(start + _FITTED, len(bank)))
-            self.vectors[where], self.norms[where] = self.reduce(bank[where])
-
-    def reduce(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Coordinates (n, d + 1) of vectors (n, D), and their squared norms."""
-        centred = vectors - self._mean
-        leading = centred @ self._axes
-        norms = centred.square().sum(1)
-        rest = (norms - leading.square().sum(1)).clamp_(min=0).sqrt_()
-        return torch.cat([leading, rest[:, None]], dim=1), norms
+def _with_rest(leading: Tensor, norms: Tensor) -> Tensor:
+    rest = (norms - leading.square().sum(1)).clamp_(min=0).sqrt_()
+    return torch.cat([leading, rest[:, None]], dim=1)
 
 
 def _measure(queries: Tensor, vectors: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
