@@ -94,8 +94,8 @@ def draw(rng: Generator, side: int) -> Plate:
         + 0.62 * streaks(rng, side, side // 2, 0.7)
         + 0.48 * streaks(rng, side, side, 3.0)
     )
-    grit = cv2.GaussianBlur(white(rng, (side, side)), (0, 0), 1.6) * 0.024
-    mat = np.maximum(0.030 + grit + 0.003 * clouds(rng, side, side / 9, 2), 0.004)
+    grit = cv2.GaussianBlur(white(rng, (side, side)), (0, 0), 1.6) * 0.020
+    mat = np.maximum(0.030 + grit + 0.0012 * clouds(rng, side, side / 9, 2), 0.004)
     return Plate(
         outline=_outline(side),
         relief=clouds(rng, side, side / 2) * (side * 0.0006),
