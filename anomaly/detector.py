@@ -16,6 +16,7 @@ from anomaly.anomaly_map import image_scores, network_map, source_map
 from anomaly.backbones import Normalisation
 from anomaly.config import Config
 from anomaly.embedding import Embedder
+from anomaly.errors import DataError
 from anomaly.features import FeatureExtractor
 from anomaly.geometry import Sizing, View
 from anomaly.images import Image
@@ -123,8 +124,13 @@ class AnomalyDetector:
         for batch in by_shape(items, batch_size or self.config.batch_size):
             if isinstance(batch, Refused):
                 yield batch
-            else:
+                continue
+            try:
                 yield from self.score(batch)
+            except DataError as error:  # another grid than PaDiM has learned, say
+                for item in batch:
+                    reason = f"{paths[item.index]}: {error}"
+                    yield Refused(item.index, "unsupported", reason)
 
     def score(self, batch: Sequence[Loaded]) -> list[Prediction]:
         """Score loaded images of one network size."""

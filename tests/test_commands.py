@@ -162,6 +162,22 @@ def test_bad_files_have_rows_and_the_rest_goes_on(
     assert code == 2
 
 
+def test_padim_refuses_an_image_of_another_shape_and_goes_on(
+    product: Path, padim_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    inputs = tmp_path / "inputs"
+    shutil.copytree(product / "test" / "good", inputs)
+    cv2.imwrite(str(inputs / "tall.png"), np.full((300, 90, 3), 90, np.uint8))
+    code, _, _ = command(
+        "infer", ["--model", padim_folder, "--input", inputs, "--output", tmp_path / "out"]
+    )
+    assert code == 3
+    rows = {Path(r["path"]).name: r for r in _rows(tmp_path / "out" / "results.csv")}
+    assert rows["tall.png"]["status"] == "unsupported"
+    assert "patchcore" in rows["tall.png"]["reason"]
+    assert rows["000.png"]["status"] == "ok"
+
+
 def test_pictures_of_images_with_one_name_are_kept_apart(
     product: Path, run_folder: Path, tmp_path: Path, command: Command
 ) -> None:
