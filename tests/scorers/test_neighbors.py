@@ -143,6 +143,17 @@ def test_embeddings_without_structure() -> None:
     assert distances[:, 0].numpy() == pytest.approx(exact.min(1), rel=1e-5)
 
 
+@pytest.mark.parametrize("method", ["product", "screened"])
+def test_a_query_with_nan_harms_no_other(method: str) -> None:
+    bank, queries = blobs(3000, 16), blobs(20, 16, seed=1)
+    expected = NearestNeighbors(bank, method).search(queries)[0]
+    queries[7, 3] = float("nan")
+    distances = NearestNeighbors(bank, method).search(queries)[0]
+    assert bool(distances[7].isnan())
+    others = torch.arange(20) != 7
+    assert torch.equal(distances[others], expected[others])
+
+
 def test_the_screen_spares_most_distances(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of structured embeddings only a few vectors a query are measured whole."""
     g = torch.Generator().manual_seed(0)
