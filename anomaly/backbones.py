@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,7 +195,10 @@ def fill(network: nn.Module, state: Mapping[str, Tensor], full: nn.Module, where
         k: state[k].to(v.dtype).contiguous() if k in state else torch.zeros((), dtype=v.dtype)
         for k, v in wanted.items()
     }
-    network.load_state_dict(filled, assign=True)
+    # Some networks (MNASNet) ask which version of their keys this is.
+    versioned = OrderedDict(filled)
+    versioned._metadata = wanted._metadata  # type: ignore[attr-defined]
+    network.load_state_dict(versioned, assign=True)
 
 
 def _some(label: str, keys: list[str]) -> list[str]:

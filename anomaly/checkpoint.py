@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 import shutil
 import tempfile
@@ -35,10 +36,13 @@ from anomaly.config import Config, parse_config
 from anomaly.detector import AnomalyDetector, Thresholds
 from anomaly.errors import AnomalyError, ModelError, OutputError
 from anomaly.features import truncate
+from anomaly.precision import has_bf16
 from anomaly.scorers.base import Scorer
 from anomaly.scorers.gaussian import PatchGaussian
 from anomaly.scorers.memory_bank import MemoryBank
 from anomaly.training import Training
+
+log = logging.getLogger(__name__)
 
 FORMAT = "anomaly-model/1"
 MANIFEST = "manifest.json"
@@ -97,12 +101,13 @@ def save(training: Training, folder: Path, *, overwrite: bool = False) -> str:
         return _model_id(draft)
 
 
-def load(folder: Path, device: torch.device) -> Model:
+def load(folder: Path, device: torch.device, precision: str | None = None) -> Model:
     """Read a model folder, checking every file against the manifest.
 
     Args:
         folder: the model folder, or the run that holds it as `model/`.
         device: where the network and the scorer go.
+        precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
 
     Raises:
         ModelError: no model there, made by something else, or a file is missing, changed or
@@ -128,7 +133,7 @@ def load(folder: Path, device: torch.device) -> Model:
         ) from None
     detector = AnomalyDetector(
         config=config,
-        extractor=truncated.extractor().to(device),
+        extractor=truncated.extractor().to(device, _precision(config, device, precision)),
         normalise=Normalisation(
             tuple(manifest["backbone"]["mean"]), tuple(manifest["backbone"]["std"])
         ),
@@ -137,6 +142,22 @@ def load(folder: Path, device: torch.device) -> Model:
         device=device,
     )
     return Model(detector, manifest, _model_id(folder))
+
+
+def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
+    """The model's own precision, unless told otherwise or the device is slower with it."""
+    own = config.precision
+    chosen = wanted or ("fp32" if own == "bf16" and not has_bf16(device) else own)
+    if chosen != own:
+        why = "as asked" if wanted else "this machine doesn't have bf16"
+        log.warning(
+            "the model was trained in %s and runs in %s (%s): scores move by about 1 %%, and a "
+            "verdict this close to its threshold may change",
+            own,
+            chosen,
+            why,
+        )
+    return chosen
 
 
 def portable(config: Config) -> dict[str, Any]:
@@ -177,6 +198,7 @@ def _manifest(training: Training, folder: Path) -> dict[str, Any]:
             "device": detector.device.type,
             "threads": torch.get_num_threads(),
             "batch_size": detector.config.batch_size,
+            "precision": detector.config.precision,
         },
         "files": {
             file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}

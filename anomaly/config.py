@@ -105,6 +105,8 @@ class Config(_Section):
     image: ImageConfig = ImageConfig()
     backbone: BackboneConfig = BackboneConfig()
     model: ModelConfig = ModelConfig()
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    memory_limit: Annotated[int, Field(ge=16, le=1_000_000)] = 256
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 

@@ -20,6 +20,7 @@ from anomaly.errors import DataError
 from anomaly.features import FeatureExtractor
 from anomaly.geometry import Sizing, View
 from anomaly.images import Image
+from anomaly.lanes import side_by_side
 from anomaly.loading import Loaded, Loading, Refused, by_shape, load_all
 from anomaly.scorers.base import PatchScores, Scorer
 from anomaly.scorers.gaussian import PatchGaussian
@@ -120,17 +121,24 @@ class AnomalyDetector:
             One result for each file, `Refused` for those that can't be used. With images of
             several shapes the order isn't that of `paths`; `index` tells.
         """
-        items = load_all(paths, self.loading, workers)
-        for batch in by_shape(items, batch_size or self.config.batch_size):
-            if isinstance(batch, Refused):
-                yield batch
-                continue
-            try:
-                yield from self.score(batch)
-            except DataError as error:  # another grid than PaDiM has learned, say
-                for item in batch:
-                    reason = f"{paths[item.index]}: {error}"
-                    yield Refused(item.index, "unsupported", reason)
+        batches = by_shape(
+            load_all(paths, self.loading, workers), batch_size or self.config.batch_size
+        )
+        for results in side_by_side(lambda b: self._attempt(b, paths), batches, self.device):
+            yield from results
+
+    def _attempt(
+        self, batch: list[Loaded] | Refused, paths: Sequence[Path]
+    ) -> Sequence[Prediction | Refused]:
+        if isinstance(batch, Refused):
+            return [batch]
+        try:
+            return self.score(batch)
+        except DataError as error:  # another grid than PaDiM has learned, say
+            return [
+                Refused(item.index, "unsupported", f"{paths[item.index]}: {error}")
+                for item in batch
+            ]
 
     def score(self, batch: Sequence[Loaded]) -> list[Prediction]:
         """Score loaded images of one network size."""

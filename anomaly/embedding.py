@@ -8,7 +8,7 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
 import numpy as np
 import torch
@@ -18,8 +18,11 @@ from anomaly.aligner import Align
 from anomaly.backbones import Normalisation
 from anomaly.errors import DataError, OutputError
 from anomaly.features import FeatureExtractor
+from anomaly.lanes import side_by_side
 from anomaly.loading import Loaded, Loading, Refused, by_shape, load_all
 from anomaly.scorers.base import PatchBatch, Progress
+
+_Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +34,15 @@ class Embedder:
     align: Align
     device: torch.device
 
-    def maps(self, batch: Sequence[Loaded]) -> list[Tensor]:
-        """Feature maps (B, C_i, h_i, w_i) of images of one size."""
+    def images(self, batch: Sequence[Loaded]) -> Tensor:
+        """Normalised images (B, 3, H, W) of one size."""
         pixels = torch.from_numpy(np.stack([item.pixels for item in batch]))
-        images = pixels.permute(0, 3, 1, 2).to(self.device)  # (B, H, W, 3) is channels_last
-        return [m.values for m in self.extractor(self.normalise(images))]
+        # (B, H, W, 3) is what torch calls channels_last.
+        return self.normalise(pixels.permute(0, 3, 1, 2).to(self.device))
+
+    def maps(self, batch: Sequence[Loaded]) -> list[Tensor]:
+        """Feature maps (B, C_i, h_i, w_i) of images of one size, in the extractor's precision."""
+        return [m.values for m in self.extractor(self.images(batch))]
 
     def __call__(self, batch: Sequence[Loaded]) -> Tensor:
         """Patch embeddings (B, h, w, D) of images of one size."""
@@ -96,11 +103,10 @@ class TrainingPatches:
     def read(self, images: Container[int]) -> Iterator[PatchBatch]:
         """Read the patches of some of the images once."""
         with torch.inference_mode():
-            source = self._compute() if self._file is None else self._file.read(images)
-            for names, tensors in source:
+            source = self._compute() if self._file is None else self._reread(images)
+            for names, embeddings in source:
                 rows = [row for row, name in enumerate(names) if name in images]
                 if rows:
-                    embeddings = tensors[0] if self._aligned else self._embedder.align(tensors)
                     kept = embeddings if len(rows) == len(names) else embeddings[rows]
                     yield PatchBatch(kept, tuple(names[row] for row in rows))
 
@@ -110,33 +116,44 @@ class TrainingPatches:
             self._file.close()
             self._file = None
 
-    def _compute(self) -> Iterator[tuple[tuple[int, ...], list[Tensor]]]:
+    def _compute(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         file = _TensorFile(self._scratch)
         self.refused, self.hashes, self.count = [], {}, 0
         started = time.perf_counter()
-        loaded = load_all(self._paths, self._loading, self._workers)
-        for batch in by_shape(loaded, self._batch_size):
-            if isinstance(batch, Refused):
-                self.refused.append(batch)
+        batches = by_shape(load_all(self._paths, self._loading, self._workers), self._batch_size)
+        for done in side_by_side(self._embed, batches, self._embedder.device):
+            if isinstance(done, Refused):
+                self.refused.append(done)
                 continue
+            batch, kept, embeddings = done
             names = tuple(item.index for item in batch)
             self.hashes.update((item.index, item.image.sha256) for item in batch)
             self.sizes.update((item.index, item.view.size) for item in batch)
-            tensors = self._embedder.maps(batch)
-            height, width = max(m.shape[-2:] for m in tensors)
-            self.count += len(names) * height * width
-            if self._aligned:
-                tensors = [self._embedder.align(tensors)]
-            file.write(names, tensors)
+            self.count += math.prod(embeddings.shape[:3])
+            file.write(names, kept)
             self._progress(len(self.hashes) + len(self.refused), len(self._paths))
             self.seconds += time.perf_counter() - started
-            yield names, tensors
+            yield names, embeddings
             started = time.perf_counter()
         if not self.hashes:
             reasons = "\n  ".join(item.reason for item in self.refused[:3])
             count = len(self.refused)
             raise DataError(f"none of the {count} training images can be used:\n  {reasons}")
         self._file = file
+
+    def _embed(self, batch: list[Loaded] | Refused) -> _Embedded | Refused:
+        """What is kept of a batch on disk, and its embeddings."""
+        if isinstance(batch, Refused):
+            return batch
+        with torch.inference_mode():
+            maps = self._embedder.maps(batch)
+            embeddings = self._embedder.align(maps)
+        return batch, [embeddings] if self._aligned else maps, embeddings
+
+    def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        assert self._file is not None
+        for names, kept in self._file.read(images):
+            yield names, kept[0] if self._aligned else self._embedder.align(kept)
 
 
 @dataclass(frozen=True, eq=False)

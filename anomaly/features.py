@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anomaly.errors import LayerError
+from anomaly.folding import Pair, Reads, foldable, folded
 from anomaly.hooks import capture, resolve
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,17 @@ class FeatureMap:
 class FeatureExtractor:
     """The part of a network up to the last wanted layer, read through forward hooks.
 
+    Threads may share one.
+
     Args:
-        network: an already truncated network (see `truncate`), with its weights.
+        network: an already truncated network (see `truncate`), with its weights in float32. It
+            stays as it is; what runs is a copy with its batch norms folded.
         layers: canonical paths, in the order in which they run.
         channels: C of each layer.
         strides: stride of each layer.
+        copies: whether a later layer overwrites a wanted one in place.
+        pairs: convolutions and batch norms to fold, see `anomaly.folding`.
+        precision: `fp32` or `bf16`, the number format that the network runs in.
     """
 
     def __init__(
@@ -46,22 +54,37 @@ class FeatureExtractor:
         channels: Sequence[int],
         strides: Sequence[int],
         copies: bool,
+        pairs: Sequence[Pair],
+        precision: str = "fp32",
     ) -> None:
         self.network = network.eval().requires_grad_(False)
         self.layers = tuple(layers)
         self.channels = tuple(channels)
         self.strides = tuple(strides)
+        self.precision = precision
         self._copies = copies
+        self._pairs = tuple(pairs)
 
     @property
     def coarsest_stride(self) -> int:
         """The largest stride of the hooked layers."""
         return max(self.strides)
 
-    def to(self, device: torch.device | str) -> FeatureExtractor:
-        """Move the network, in the memory format that convolutions are fastest in."""
-        self.network = self.network.to(device).to(memory_format=torch.channels_last)
-        return self
+    def to(self, device: torch.device | str, precision: str) -> FeatureExtractor:
+        """The same extractor, on a device and in a number format."""
+        return FeatureExtractor(
+            self.network.to(device),
+            self.layers,
+            self.channels,
+            self.strides,
+            self._copies,
+            self._pairs,
+            precision,
+        )
+
+    @cached_property
+    def _engine(self) -> nn.Module:
+        return folded(self.network, self._pairs, DTYPES[self.precision])
 
     def __call__(self, images: Tensor) -> list[FeatureMap]:
         """Run the network as far as needed.
@@ -70,12 +93,13 @@ class FeatureExtractor:
             images: (B, 3, H, W), normalised.
 
         Returns:
-            One map for each layer, in the order of `layers`.
+            One map for each layer, in the order of `layers`, in the extractor's number format.
         """
-        images = images.contiguous(memory_format=torch.channels_last)
+        engine = self._engine
+        images = images.to(DTYPES[self.precision], memory_format=torch.channels_last)
         with (
             torch.inference_mode(),
-            capture(self.network, self.layers, stop=True, clone=self._copies) as captured,
+            capture(engine, self.layers, stop=True, clone=self._copies) as captured,
         ):
             captured.run(images)
             maps = captured.pop()
@@ -95,6 +119,7 @@ class Truncated:
         channels: C of each layer.
         strides: stride of each layer.
         copies: whether a later layer overwrites a wanted one in place.
+        pairs: convolutions and batch norms that inference may fold.
     """
 
     network: nn.Module
@@ -102,10 +127,13 @@ class Truncated:
     channels: tuple[int, ...]
     strides: tuple[int, ...]
     copies: bool
+    pairs: tuple[Pair, ...]
 
     def extractor(self) -> FeatureExtractor:
         """The extractor, once the network has its weights."""
-        return FeatureExtractor(self.network, self.layers, self.channels, self.strides, self.copies)
+        return FeatureExtractor(
+            self.network, self.layers, self.channels, self.strides, self.copies, self.pairs
+        )
 
 
 def truncate(network: nn.Module, layers: Sequence[str], probe: int = 256) -> Truncated:
@@ -129,7 +157,7 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int = 256) -> Tru
         network.get_submodule(p).register_forward_hook(lambda *_, p=p: order.append(p))
         for p in paths
     ]
-    used = _UsedTensors()
+    used = Reads()
     try:
         with torch.no_grad(), used, capture(network, paths, stop=True) as captured:
             captured.run(image)
@@ -147,27 +175,15 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int = 256) -> Tru
             )
     paths = list(dict.fromkeys(p for p in order if p in paths))
     copies = _overwritten(network, paths, image)
-    _drop_unused(network, used.seen, keep=paths)
+    _drop_unused(network, set(used.count), keep=paths)
     return Truncated(
         network,
         tuple(paths),
         tuple(int(maps[p].shape[1]) for p in paths),
         tuple(max(1, round(probe / int(maps[p].shape[-1]))) for p in paths),
         copies,
+        foldable(network, paths, image),
     )
-
-
-class _UsedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every tensor that an operation reads, also those no module call would show."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
-        self.seen.update(id(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        return func(*args, **(kwargs or {}))
 
 
 def _overwritten(network: nn.Module, paths: Sequence[str], image: Tensor) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,9 @@ from numpy.typing import NDArray
 from anomaly.errors import ImageError
 from anomaly.geometry import Sizing, View, render
 from anomaly.images import Image, read_image
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -87,18 +91,25 @@ def load_all(paths: Sequence[Path], loading: Loading, workers: int) -> Iterator[
         yield from (load(i, p, loading) for i, p in enumerate(paths))
         return
     with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
-        ahead: deque[Future[Loaded | Refused]] = deque()
-        rest = iter(enumerate(paths))
-        try:
-            for index, path in rest:
-                ahead.append(pool.submit(load, index, path, loading))
-                if len(ahead) > 2 * workers + 2:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            for future in ahead:
-                future.cancel()
+        numbered = enumerate(paths)
+        yield from ahead(lambda item: load(*item, loading), numbered, pool, 2 * workers + 2)
+
+
+def ahead(
+    task: Callable[[Item], Result], items: Iterable[Item], pool: Executor, count: int
+) -> Iterator[Result]:
+    """`map(task, items)` in order, worked out in a pool up to `count` items ahead."""
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(task, item))
+            if len(waiting) > count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
 
 
 def by_shape(

@@ -11,18 +11,28 @@ import numpy as np
 import torch
 
 from anomaly.anomaly_map import network_map
-from anomaly.backbones import build, default_layers, fill, normalisation, read_weights
+from anomaly.backbones import (
+    Normalisation,
+    build,
+    default_layers,
+    fill,
+    normalisation,
+    read_weights,
+)
 from anomaly.config import Config
 from anomaly.datasets import Sample
 from anomaly.detector import AnomalyDetector, Thresholds, embedder_of, loading_of
 from anomaly.embedding import TrainingPatches
 from anomaly.features import FeatureExtractor, truncate
+from anomaly.loading import Loaded, Loading, load
+from anomaly.precision import settle
 from anomaly.scorers.base import PatchBatch, Progress, Scorer
 from anomaly.scorers.gaussian import GaussianFitter
 from anomaly.scorers.memory_bank import MemoryBankFitter
 from anomaly.scorers.projection import Projection
 
 HELD_OUT_SHARE = 0.1
+TRIAL_IMAGES = 4  # that show whether bf16 is safe
 
 StageProgress = Callable[[str, int, int], None]
 
@@ -80,6 +90,8 @@ def fit(
     clock = _Clock()
     extractor, weights_sha256 = _backbone(config, device)
     normalise = normalisation(config.backbone.name)
+    extractor = _settle(config, extractor, normalise, samples, device)
+    config = config.model_copy(update={"precision": extractor.precision})
     fitter = _fitter(config)
     projection = None
     if isinstance(fitter, GaussianFitter):
@@ -154,7 +166,33 @@ def _backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, s
     truncated = truncate(build(name), layers)
     state, sha256 = read_weights(name, config.backbone.weights, config.seed)
     fill(truncated.network, state, full, f"the weights file for backbone.name {name}")
-    return truncated.extractor().to(device), sha256
+    return truncated.extractor().to(device, "fp32"), sha256
+
+
+def _settle(
+    config: Config,
+    extractor: FeatureExtractor,
+    normalise: Normalisation,
+    samples: Sequence[Sample],
+    device: torch.device,
+) -> FeatureExtractor:
+    """The extractor in the precision that the model will have."""
+    precision: str = config.precision
+    if precision == "auto":
+        embedder = embedder_of(config, extractor, normalise, device, None)
+        trial = _trial(samples, loading_of(config, extractor))
+        precision = settle(extractor, embedder.images(trial)) if trial else "fp32"
+    return extractor.to(device, precision)
+
+
+def _trial(samples: Sequence[Sample], loading: Loading) -> list[Loaded]:
+    """A few usable images of one size, from all over the list."""
+    trial: list[Loaded] = []
+    for i in range(0, len(samples), max(1, len(samples) // TRIAL_IMAGES)):
+        item = load(i, samples[i].path, loading)
+        if isinstance(item, Loaded) and (not trial or item.view.size == trial[0].view.size):
+            trial.append(item)
+    return trial[:TRIAL_IMAGES]
 
 
 def _learn(
@@ -173,7 +211,9 @@ def _fitter(config: Config) -> GaussianFitter | MemoryBankFitter:
     if model.kind == "padim":
         return GaussianFitter(model.dimensions, model.projection, model.regularisation, config.seed)
     ratio = None if model.coreset_size is not None else model.coreset_ratio
-    return MemoryBankFitter(ratio, model.coreset_size, seed=config.seed)
+    return MemoryBankFitter(
+        ratio, model.coreset_size, seed=config.seed, memory_limit=config.memory_limit * 1024**2
+    )
 
 
 class _Clock:

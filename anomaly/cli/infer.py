@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="where results go")
     parser.add_argument("--overwrite", action="store_true", help="replace earlier results there")
+    machine.add_precision(parser)
     machine.add_arguments(parser)
 
 
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
     device, threads = machine.settle(options)
     assert isinstance(device, torch.device)
-    model = load(options.model, device)
+    model = load(options.model, device, options.precision)
     job = _Job(model, paths, picture_names(paths, options.input), options.output)
     interrupted = False
     try:

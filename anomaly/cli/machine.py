@@ -26,6 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """The option of commands that use a trained model."""
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16"),
+        help="compute in this number format instead of the model's own",
+    )
+
+
 def cores() -> int:
     """Processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
