@@ -1,0 +1,108 @@
+"""Our side of `fit`, `infer` and `scale`, as one process. Prints one line `RESULT {json}`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import cv2
+import torch
+
+from anomaly.checkpoint import load, save
+from anomaly.cli import main
+from anomaly.config import parse_config
+from anomaly.datasets import open_dataset
+from anomaly.detector import AnomalyDetector
+from anomaly.training import fit
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    model = {"kind": args.kind, "coreset_ratio": args.ratio, "dimensions": args.dimensions}
+    settings = {
+        "image": {"resize": args.size},
+        "backbone": {"name": args.backbone, "weights": args.weights},
+        "model": model,
+        "precision": args.precision,
+        "batch_size": args.batch,
+        "memory_limit": args.memory_limit,
+    }
+    start = time.perf_counter()
+    config = parse_config(settings, "benchmark")
+    samples = open_dataset("folder", args.images, None).train
+    device = torch.device(args.device)
+    args.output.mkdir(parents=True, exist_ok=True)
+    training = fit(
+        config,
+        samples,
+        device=device,
+        scratch=args.output,
+        workers=args.threads,
+        calibrate=False,
+    )
+    save(training, args.checkpoint, overwrite=True)
+    scorer = training.detector.scorer
+    return {
+        "seconds": time.perf_counter() - start,
+        "stages": training.seconds,
+        "precision": training.detector.config.precision,
+        "model_bytes": sum(f.stat().st_size for f in args.checkpoint.iterdir()),
+        "covering_radius": getattr(scorer, "covering_radius", None),
+        "exact": getattr(scorer, "exact", None),
+    }
+
+
+def infer(args: argparse.Namespace) -> dict[str, Any]:
+    files = sorted(args.images.rglob("*.png"))
+    command = ["infer", "--model", args.checkpoint, "--input", args.images, "--overwrite"]
+    command += ["--output", args.output, "--threads", args.threads, "--device", args.device]
+    start = time.perf_counter()
+    code = main(list(map(str, command)))
+    seconds = time.perf_counter() - start
+    if code:
+        raise SystemExit(f"infer ended with {code}")
+    detector = load(args.checkpoint, torch.device(args.device)).detector
+    return {"seconds": seconds, "images": len(files), **latency(detector, files[: args.singles])}
+
+
+def latency(detector: AnomalyDetector, files: list[Path]) -> dict[str, float]:
+    """From file to score and map, an image at a time."""
+    times = []
+    for file in files:
+        start = time.perf_counter()
+        for result in detector.predict([file], workers=0):
+            result.anomaly_map()  # type: ignore[union-attr]
+        times.append(time.perf_counter() - start)
+    times = sorted(times[2:])
+    return {"p50": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1))]}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("task", choices=("fit", "infer"))
+    parser.add_argument("--images", type=Path, required=True)
+    parser.add_argument("--backbone", default="resnet50_v1")
+    parser.add_argument("--weights", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--kind", default="patchcore")
+    parser.add_argument("--ratio", type=float, default=0.01)
+    parser.add_argument("--dimensions", type=int, default=100)
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--size", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--memory-limit", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--singles", type=int, default=60)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    cv2.setNumThreads(1)
+    if arguments.task == "infer":
+        shutil.rmtree(arguments.output, ignore_errors=True)
+    result = train(arguments) if arguments.task == "fit" else infer(arguments)
+    print("RESULT " + json.dumps(result), flush=True)

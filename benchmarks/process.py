@@ -1,0 +1,80 @@
+"""Run a program, and watch the memory of its whole process tree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run said and used.
+
+    Attributes:
+        result: its `RESULT {json}` line; empty without one.
+        seconds: of the whole process.
+        peak: bytes, all its processes together, shared pages counted once.
+        failed: the end of its output where it didn't exit with 0.
+    """
+
+    result: dict[str, Any]
+    seconds: float
+    peak: int
+    failed: str
+
+
+def run(command: Sequence[object], cwd: Path | None = None) -> Outcome:
+    """Run a command to its end."""
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=cwd,
+    )
+    peak = 0
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.05):
+            peak = max(peak, sum(_proportional(pid) for pid in _tree(process.pid)))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    output, _ = process.communicate()
+    done.set()
+    watcher.join()
+    lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    result = json.loads(lines[-1].removeprefix("RESULT ")) if lines else {}
+    failed = "" if process.returncode == 0 else output[-500:]
+    return Outcome(result, time.perf_counter() - start, peak, failed)
+
+
+def _tree(pid: int) -> list[int]:
+    found = [pid]
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += _tree(int(child))
+    except OSError:
+        pass
+    return found
+
+
+def _proportional(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
