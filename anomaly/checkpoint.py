@@ -160,6 +160,18 @@ def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
     return chosen
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a model folder says about itself, without reading or checking its other files.
+
+    Args:
+        folder: the model folder, or the run that holds it as `model/`.
+
+    Raises:
+        ModelError: no model there, or made by something else.
+    """
+    return _read_manifest(_model_folder(folder))
+
+
 def portable(config: Config) -> dict[str, Any]:
     """A config as plain values, without what belongs to one machine or one place."""
     values = config.model_dump(mode="json")
@@ -206,7 +218,7 @@ def _manifest(training: Training, folder: Path) -> dict[str, Any]:
         },
         "training_images": training.hashes,
         "held_out_images": list(training.held_out),
-        "refused_images": sorted(training.refused),
+        "refused_images": training.refused_at,
     }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from anomaly.errors import LayerError
 from anomaly.folding import Pair, Reads, foldable, folded
-from anomaly.hooks import capture, resolve
+from anomaly.hooks import HookSet, capture, resolve
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -150,40 +150,60 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int = 256) -> Tru
     Raises:
         LayerError: a layer doesn't exist, never runs, or gives no (B, C, h, w) map.
     """
-    paths = list(dict.fromkeys(resolve(network, layer)[0] for layer in layers))
-    image = torch.empty(1, 3, probe, probe, device="meta")
-    order: list[str] = []
-    handles = [
-        network.get_submodule(p).register_forward_hook(lambda *_, p=p: order.append(p))
-        for p in paths
-    ]
-    used = Reads()
-    try:
-        with torch.no_grad(), used, capture(network, paths, stop=True) as captured:
-            captured.run(image)
-            maps = captured.pop()
-    finally:
-        for handle in handles:
-            handle.remove()
-    for path in paths:
+    outputs = trim(network, layers, probe)
+    for path, output in outputs.items():
         # A square image must give a square grid; Swin's (B, h, w, C) doesn't.
-        shape = maps[path].shape if path in maps else ()
-        if len(shape) != 4 or shape[-2] != shape[-1]:
-            what = tuple(shape) if shape else "several tensors"
+        if output.ndim != 4 or output.shape[2] != output.shape[3]:
             raise LayerError(
-                f"layer {path!r} gives {what}, not a feature map (B, C, h, w); choose another layer"
+                f"layer {path!r} gives {tuple(output.shape)}, not a feature map (B, C, h, w); "
+                "choose another layer"
             )
-    paths = list(dict.fromkeys(p for p in order if p in paths))
-    copies = _overwritten(network, paths, image)
-    _drop_unused(network, set(used.count), keep=paths)
+    image = torch.empty(1, 3, probe, probe, device="meta")
     return Truncated(
         network,
-        tuple(paths),
-        tuple(int(maps[p].shape[1]) for p in paths),
-        tuple(max(1, round(probe / int(maps[p].shape[-1]))) for p in paths),
-        copies,
-        foldable(network, paths, image),
+        tuple(outputs),
+        tuple(int(output.shape[1]) for output in outputs.values()),
+        tuple(max(1, round(probe / int(output.shape[3]))) for output in outputs.values()),
+        _overwritten(network, list(outputs), image),
+        foldable(network, list(outputs), image),
     )
+
+
+def trim(network: nn.Module, layers: Sequence[str], probe: int) -> dict[str, Tensor]:
+    """Drop every part of a network that isn't needed to compute `layers`, in place.
+
+    Args:
+        network: on the meta device.
+        layers: paths in any form that `anomaly.hooks.resolve` takes.
+        probe: side of the square dry-run image.
+
+    Returns:
+        What each layer puts out for one such image, on the meta device, by canonical path, in the
+        order in which they run.
+
+    Raises:
+        LayerError: a layer doesn't exist, never runs, or puts out several tensors; or the network
+            doesn't take images of this size.
+    """
+    paths = list(dict.fromkeys(resolve(network, layer)[0] for layer in layers))
+    order: list[str] = []
+    used = Reads()
+    try:
+        with torch.no_grad(), used, HookSet(network) as hooks:
+            for path in paths:
+                hooks.forward(path, lambda *_, path: order.append(path), path=path)
+            with capture(network, paths, stop=True) as captured:
+                captured.run(torch.empty(1, 3, probe, probe, device="meta"))
+                outputs = captured.pop()
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise LayerError(
+            f"{type(network).__name__} doesn't take images of {probe}×{probe} "
+            f"({str(error).partition(chr(10))[0]}); choose another network or size"
+        ) from None
+    if several := [path for path in paths if path not in outputs]:
+        raise LayerError(f"layer {several[0]!r} gives several tensors; choose another layer")
+    _drop_unused(network, set(used.count), keep=paths)
+    return {path: outputs[path] for path in dict.fromkeys(order)}
 
 
 def _overwritten(network: nn.Module, paths: Sequence[str], image: Tensor) -> bool:

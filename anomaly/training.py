@@ -47,6 +47,7 @@ class Training:
         hashes: sha256 of every training image learned from, by name, in order.
         held_out: those that the threshold comes from, by name.
         refused: why a training image couldn't be used, by name.
+        refused_at: its index among all training images, by name.
         patches: how many patches were learned from.
         seconds: by stage.
     """
@@ -56,6 +57,7 @@ class Training:
     hashes: dict[str, str]
     held_out: tuple[str, ...]
     refused: dict[str, str]
+    refused_at: dict[str, int]
     patches: int
     seconds: dict[str, float]
 
@@ -133,6 +135,7 @@ def fit(
         hashes={samples[i].name: patches.hashes[i] for i in sorted(patches.hashes)},
         held_out=tuple(samples[i].name for i in sorted(held_out) if i in patches.hashes),
         refused={samples[r.index].name: r.reason for r in patches.refused},
+        refused_at={samples[i].name: i for i in sorted(r.index for r in patches.refused)},
         patches=patches.count,
         seconds=clock.seconds,
     )

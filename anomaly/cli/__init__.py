@@ -18,6 +18,9 @@ COMMANDS = {
     "train": "learn what good looks like from a folder of good images",
     "infer": "score images: verdicts in results.csv, heatmaps beside them",
     "evaluate": "measure trained models on their test splits",
+    "layers": "list a network's layers: shapes, strides, parameters, compute",
+    "features": "save what layers make of images, for classifiers of your own",
+    "explain": "show why an image was flagged, in pictures",
     "sample-data": "generate a small data set to try things on",
 }
 

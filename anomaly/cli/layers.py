@@ -1,0 +1,139 @@
+"""`anomaly layers`: the tree of a network's layers, as text or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anomaly.errors import AnomalyError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from anomaly.layers import Layer
+
+_COLUMNS = ("layer", "type", "output", "stride", "parameters", "compute", "hooked")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--backbone", metavar="NAME", help="any torchvision classification network")
+    which.add_argument("--model", type=Path, help="a run, or its model/ folder")
+    parser.add_argument(
+        "--input-size", type=int, default=224, metavar="N", help="side of the image (default: 224)"
+    )
+    parser.add_argument(
+        "--depth", type=int, metavar="N", help="show only layers at most N levels deep"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table."""
+    from anomaly.backbones import build
+    from anomaly.checkpoint import read_manifest
+    from anomaly.layers import layer_table
+
+    for name, value in (("--input-size", options.input_size), ("--depth", options.depth)):
+        if value is not None and value < 1:
+            raise AnomalyError(f"{name} is {value}; it must be 1 or more")
+    if options.model is None:
+        name = options.backbone
+        network = build(name)
+        hooked = _hooked_by_default(name, network)
+    else:
+        backbone = read_manifest(options.model)["backbone"]
+        name = backbone["name"]
+        network = build(name)
+        hooked = {layer: "hooked" for layer in backbone["layers"]}
+    table = layer_table(network, options.input_size)
+    shown = [x for x in table if options.depth is None or x.path.count(".") < options.depth]
+    if options.json:
+        values = _as_json(name, options.input_size, table[0], shown, hooked)
+        print(json.dumps(values, indent=2))
+    else:
+        _print(shown, hooked)
+        print(_summary(name, options.input_size, table, hooked, options.model is not None))
+    return 0
+
+
+def _hooked_by_default(name: str, network: nn.Module) -> dict[str, str]:
+    """Which kinds of model hook a layer when the config names none."""
+    from anomaly.backbones import default_layers
+
+    hooked: dict[str, str] = {}
+    try:
+        for kind in ("patchcore", "padim"):
+            for layer in default_layers(name, network, kind):
+                hooked[layer] = f"{hooked[layer]}, {kind}" if layer in hooked else kind
+    except ConfigError:  # a family without defaults
+        pass
+    return hooked
+
+
+def _as_json(
+    name: str, size: int, whole: Layer, shown: list[Layer], hooked: Mapping[str, str]
+) -> dict[str, Any]:
+    return {
+        "network": name,
+        "input_size": size,
+        "parameters": whole.parameters,
+        "multiply_adds": whole.multiply_adds,
+        "layers": [
+            {
+                "path": layer.path,
+                "type": layer.kind,
+                "shape": layer.shape,
+                "stride": layer.stride,
+                "parameters": layer.parameters,
+                "compute_share": layer.share,
+                "hooked": hooked.get(layer.path, "").split(", ") if layer.path in hooked else [],
+            }
+            for layer in shown
+        ],
+    }
+
+
+def _print(shown: list[Layer], hooked: Mapping[str, str]) -> None:
+    rows = [_COLUMNS, *(_row(layer, hooked) for layer in shown)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    for row in rows:
+        # Numbers are flush right, names flush left.
+        cells = [
+            cell.rjust(width) if 3 <= i <= 5 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def _row(layer: Layer, hooked: Mapping[str, str]) -> tuple[str, ...]:
+    depth = layer.path.count(".") + 1 if layer.path else 0
+    return (
+        "  " * depth + (layer.path or "(network)"),
+        layer.kind,
+        "not run" if layer.finished is None else "×".join(map(str, (layer.shape or ("-",))[1:])),
+        "" if layer.stride is None else str(layer.stride),
+        f"{layer.parameters:,}",
+        "" if layer.share is None else f"{layer.share:.1%}",
+        hooked.get(layer.path, ""),
+    )
+
+
+def _summary(
+    name: str, size: int, table: list[Layer], hooked: Mapping[str, str], trained: bool
+) -> str:
+    whole = table[0]
+    text = (
+        f"\n{name} at {size}×{size}: {whole.parameters / 1e6:.1f} million parameters, "
+        f"{(whole.multiply_adds or 0) / 1e9:.2f} billion multiply-adds"
+    )
+    ends = [layer for layer in table if layer.path in hooked and layer.share is not None]
+    if not ends:
+        return f"{text}. No default layers: name the ones that you want to hook"
+    last = max(ends, key=lambda layer: layer.share or 0)
+    who = "this model" if trained else "a model with default layers"
+    return f"{text}; {who} stops after {last.path}, at {last.share:.1%} of them"
