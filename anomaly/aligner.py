@@ -68,13 +68,15 @@ PATCHCORE_ALIGNERS: dict[str, Align] = {
 def _join(maps: Sequence[Tensor]) -> Tensor:
     finest = max((m.shape[-2:] for m in maps), key=lambda size: size[0] * size[1])
     first = maps[0]
-    channels = [m.shape[1] for m in maps]
-    joined = first.new_empty((first.shape[0], *finest, sum(channels)), dtype=torch.float32)
+    channels = sum(m.shape[1] for m in maps)
+    joined = first.new_empty((first.shape[0], *finest, channels), dtype=torch.float32)
     # Each map is written into its place as it is made, so that no layer is held twice.
-    for target, m in zip(torch.split(joined, channels, dim=-1), maps, strict=True):
+    start = 0
+    for m in maps:
         if m.shape[-2:] != finest:
             m = F.interpolate(m, size=finest, mode="bilinear", align_corners=False)
-        target.copy_(m.permute(0, 2, 3, 1))
+        joined[..., start : start + m.shape[1]] = m.permute(0, 2, 3, 1)
+        start += m.shape[1]
     return joined
 
 
@@ -91,8 +93,9 @@ def _bin_averages(channels: int, dimensions: int, inner: int) -> tuple[Tensor, i
     outputs = dimensions // inner
     groups = math.gcd(channels, outputs)
     block = channels // groups
-    unit = torch.eye(9 * block, dtype=torch.float64)[None]
-    bins = F.adaptive_avg_pool1d(unit, dimensions // groups)[0]  # (9·block, dimensions/groups)
-    bins = bins.reshape(9 * block, -1, inner).mean(dim=-1)
-    weight = bins.T.reshape(-1, block, 3, 3).repeat(groups, 1, 1, 1)
-    return weight.float(), groups
+    with torch.inference_mode(False):  # kept, and wanted again where gradients are
+        unit = torch.eye(9 * block, dtype=torch.float64)[None]
+        bins = F.adaptive_avg_pool1d(unit, dimensions // groups)[0]  # (9·block, dimensions/groups)
+        bins = bins.reshape(9 * block, -1, inner).mean(dim=-1)
+        weight = bins.T.reshape(-1, block, 3, 3).repeat(groups, 1, 1, 1)
+        return weight.float(), groups

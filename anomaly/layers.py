@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from anomaly.errors import LayerError
-from anomaly.hooks import HookSet, match
+from anomaly.hooks import HookSet, capture, match
 from anomaly.hooks.nested import named_tensors
 
 
@@ -113,6 +113,21 @@ def show(network: nn.Module, height: int, width: int) -> Any:
         ) from None
 
 
+def takes_oblong(network: nn.Module, layers: Sequence[str] = ()) -> bool:
+    """Whether a network takes images that aren't square, which vision transformers don't.
+
+    Args:
+        network: as for `layer_table`.
+        layers: whether it gets as far as the last of these; all the way if there are none.
+    """
+    try:
+        with capture(network, list(layers) or "", stop=True):
+            show(network, 224, 256)
+    except LayerError:
+        return False
+    return True
+
+
 def stages(table: Sequence[Layer]) -> list[str]:
     """The last feature map of each stride from 4 up, in running order.
 
@@ -134,7 +149,9 @@ def last_map(table: Sequence[Layer]) -> str | None:
         work, as in a transformer whose only map is that of its patches.
     """
     late = [
-        x for x in table if x.path and x.stride is not None and x.share is not None and x.share > 0.5
+        x
+        for x in table
+        if x.path and x.stride is not None and x.share is not None and x.share > 0.5
     ]
     return max(late, key=_finished).path if late else None
 

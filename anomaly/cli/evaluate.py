@@ -72,7 +72,7 @@ def _evaluate(
     model = load(folder, device)
     data = model.detector.config.data
     if data_root is None:
-        dataset = open_dataset(data.format, _trained_on(folder), None)
+        dataset = open_dataset(data.format, trained_on(folder), None)
     else:
         dataset = open_dataset(data.format, data_root, data.category)
     if not dataset.test:
@@ -89,7 +89,7 @@ def _evaluate(
     return evaluation, model.detector.thresholds
 
 
-def _trained_on(folder: Path) -> Path:
+def trained_on(folder: Path) -> Path:
     """The data set's folder, which the run remembers beside the model."""
     for file in (folder / "train.json", folder.absolute().parent / "train.json"):
         if file.is_file():

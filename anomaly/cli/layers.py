@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         backbone = read_manifest(options.model)["backbone"]
         name = backbone["name"]
         network = build(name)
-        hooked = {layer: "hooked" for layer in backbone["layers"]}
+        hooked = dict.fromkeys(backbone["layers"], "hooked")
     table = layer_table(network, options.input_size)
     shown = [x for x in table if options.depth is None or x.path.count(".") < options.depth]
     if options.json:

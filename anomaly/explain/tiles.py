@@ -82,6 +82,16 @@ def stacked(pictures: Sequence[Picture]) -> Picture:
     return np.vstack([_widened(picture, width) for picture in pictures])
 
 
+def beside(panels: Sequence[tuple[str, Picture]], gap: int = 8) -> Picture:
+    """Put captioned pictures next to each other, aligned at the top, with white around them."""
+    tallest = max(picture.shape[0] for _, picture in panels)
+    columns = []
+    for text, picture in panels:
+        padding = ((0, tallest - picture.shape[0] + gap), (0, gap), (0, 0))
+        columns.append(captioned(np.pad(picture, padding, constant_values=_BACKGROUND), text))
+    return np.pad(np.hstack(columns), ((0, 0), (gap, 0), (0, 0)), constant_values=_BACKGROUND)
+
+
 def _widened(picture: Picture, width: int) -> Picture:
     padding = ((0, 0), (0, width - picture.shape[1]), (0, 0))
     return np.pad(picture, padding, constant_values=_BACKGROUND)

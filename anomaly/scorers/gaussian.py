@@ -47,6 +47,8 @@ class PatchGaussian:
     def score(self, embeddings: Tensor) -> PatchScores:
         """Mahalanobis distances of patches to the Gaussian of their position (PaDiM, eq. 2).
 
+        Differentiable in the embeddings.
+
         Args:
             embeddings: (B, h, w, D) float32 on the grid that was learned, or (B, h, w, d) that
                 went through `projection` already.
@@ -56,17 +58,17 @@ class PatchGaussian:
         """
         _check_shape(embeddings, self.grid, self.projection)
         patches = _projected(embeddings, self.projection)
-        squared = patches.new_empty(patches.shape[1], patches.shape[0])
         leading, trailing = self.mean[:, :, None]
 
-        def fill(positions: slice) -> None:
+        def squared_distances(positions: slice) -> Tensor:
             # (p, B, d): a position's Gaussian meets all images at once.
             mine = patches[:, positions].transpose(0, 1)
             residuals = torch.sub(mine, leading[positions]).sub_(trailing[positions])
-            squared[positions] = self.whitening.squared_distances(residuals, positions)
+            return self.whitening.squared_distances(residuals, positions)
 
         block = _SCORING_BLOCK[patches.device.type]
-        spread(fill, _blocks(len(squared), self.whitening.numbers, block), patches.device)
+        blocks = _blocks(patches.shape[1], self.whitening.numbers, block)
+        squared = torch.cat(spread(squared_distances, blocks, patches.device))
         return PatchScores(squared.sqrt_().T.reshape(embeddings.shape[:3]))
 
     def to(self, target: torch.device | str) -> PatchGaussian:

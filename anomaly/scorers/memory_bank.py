@@ -44,6 +44,8 @@ class MemoryBank:
     def score(self, embeddings: Tensor) -> PatchScores:
         """The distance of each patch to its nearest bank vector (PatchCore, section 3.3).
 
+        Differentiable in the embeddings.
+
         Args:
             embeddings: (B, h, w, D) float32, on the bank's device.
 
@@ -54,6 +56,18 @@ class MemoryBank:
         shape = embeddings.shape[:3]
         distances, found = self._neighbours.search(embeddings.reshape(-1, embeddings.shape[3]))
         return PatchScores(distances.view(shape), found.view(shape))
+
+    def neighbours(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The bank vectors nearest to patches.
+
+        Args:
+            patches: (N, D) float32, on the bank's device.
+            count: K, vectors for each.
+
+        Returns:
+            Distances (N, K) float32, ascending, and indices (N, K) int64.
+        """
+        return self._neighbours.search(patches, count)
 
     def reweighted(self, embeddings: Tensor, scores: PatchScores, neighbours: int) -> Tensor:
         """The paper's image score (PatchCore, eq. 6 and 7).

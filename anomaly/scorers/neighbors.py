@@ -61,12 +61,13 @@ class NearestNeighbors:
             k: how many each, at most M are returned.
 
         Returns:
-            (Q, k) float32 Euclidean distances, ascending, and (Q, k) int64 indices.
+            (Q, k) float32 Euclidean distances, ascending and differentiable in the queries, and
+            (Q, k) int64 indices.
         """
         k = min(k, len(self._bank))
         if not len(queries):
             return queries.new_empty(0, k), queries.new_empty(0, k, dtype=torch.int64)
-        found = self._index.candidates(queries, k)
+        found = self._index.candidates(queries.detach(), k)
         rows = max(1, _MEASURED // k)
         blocks = zip(torch.split(queries, rows), torch.split(found, rows), strict=True)
         distances = torch.cat([self._measure(q, candidates) for q, candidates in blocks])

@@ -186,7 +186,7 @@ class LowRankWhitening:
         scale = self.scale[positions, None]
         explained = torch.bmm(residuals, basis.mT).mul_(scale)
         inside = (explained.square() * self.precision[positions, None]).sum(dim=2)
-        unexplained = torch.baddbmm(residuals, explained.mul_(scale), basis, alpha=-1)
+        unexplained = torch.baddbmm(residuals, explained * scale, basis, alpha=-1)
         return inside + unexplained.square().sum(dim=2) / self.regularisation
 
 

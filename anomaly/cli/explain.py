@@ -1,0 +1,325 @@
+"""`anomaly explain`: why an image was flagged, and what a classifier looks at, in pictures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anomaly.cli import machine
+from anomaly.cli.evaluate import trained_on
+from anomaly.errors import AnomalyError, DataError, ImageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from anomaly.checkpoint import Model
+    from anomaly.detector import AnomalyDetector, Prediction
+    from anomaly.explain.tiles import Picture
+    from anomaly.explanation import GoodPatch
+    from anomaly.loading import Loaded, Loading
+
+log = logging.getLogger(__name__)
+
+OUTPUTS = ("explanation.json", "evidence.png", "score_gradient.png", "grad_cam.png")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--model", type=Path, help="a run, or its model/ folder: explains its anomaly score"
+    )
+    parser.add_argument(
+        "--backbone", metavar="NAME", help="a torchvision classifier: explains the class it sees"
+    )
+    parser.add_argument("--input", type=Path, required=True, metavar="IMAGE", help="one image file")
+    parser.add_argument("--output", type=Path, required=True, help="where the pictures go")
+    parser.add_argument(
+        "--good",
+        type=Path,
+        metavar="FOLDER",
+        help="of --model: its training images, where they have moved since",
+    )
+    parser.add_argument(
+        "--weights",
+        default="imagenet",
+        help="of --backbone: imagenet (default), random, or a .safetensors or .pth file",
+    )
+    parser.add_argument(
+        "--input-size", type=int, default=224, metavar="N", help="of --backbone (default: 224)"
+    )
+    parser.add_argument(
+        "--class",
+        dest="classes",
+        type=int,
+        nargs="+",
+        metavar="INDEX",
+        help="of --backbone: the classes to look for (default: the three likeliest)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace earlier pictures there")
+    machine.add_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Draw everything that can be shown about one image."""
+    import torch
+
+    from anomaly.files import claim, write
+    from anomaly.heatmap import encode_png
+
+    if options.model is None and options.backbone is None:
+        raise AnomalyError("give --model, --backbone, or both")
+    if not options.input.is_file():
+        raise AnomalyError(f"--input {options.input} isn't a file; explain takes one image")
+    device, _ = machine.settle(options)
+    assert isinstance(device, torch.device)
+    earlier = [file.name for file in options.output.glob("feature_maps_*.png")]
+    claim(options.output, (*OUTPUTS, *earlier), overwrite=options.overwrite)
+    shown = _Shown({"image": str(options.input)}, {}, [])
+    if options.model is not None:
+        _explain_score(options, device, shown)
+    if options.backbone is not None:
+        _explain_class(options, device, shown)
+    for name, picture in shown.pictures.items():
+        write(options.output / name, encode_png(picture))
+    facts = shown.facts | {"pictures": list(shown.pictures), "not_shown": shown.notes}
+    text = json.dumps(facts, indent=2, ensure_ascii=False)
+    write(options.output / "explanation.json", text + "\n")
+    for note in shown.notes:
+        log.warning("%s", note)
+    print(f"{', '.join(shown.pictures)} and explanation.json in {options.output}")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What there is to say and show, and what there isn't."""
+
+    facts: dict[str, Any]
+    pictures: dict[str, Picture]
+    notes: list[str]
+
+
+def _explain_score(options: argparse.Namespace, device: torch.device, shown: _Shown) -> None:
+    """Feature maps of the hooked layers, the patches that were flagged, the score's gradient."""
+    import numpy as np
+
+    from anomaly.checkpoint import load
+    from anomaly.explain.overlays import glowing
+    from anomaly.explain.patches import marked
+    from anomaly.explain.saliency import saliency_map
+    from anomaly.explain.tiles import beside
+    from anomaly.explanation import score_gradient
+    from anomaly.heatmap import display, overlay
+
+    model = load(options.model, device)
+    detector = model.detector
+    item = _read(options.input, detector.loading)
+    (prediction,) = detector.score([item])
+    thresholds = detector.thresholds
+    shown.facts.update(model_id=model.model_id, image_score=prediction.image_score)
+    if thresholds is not None:
+        shown.facts.update(
+            threshold=thresholds.image,
+            verdict=thresholds.verdict(prediction.image_score),
+            threshold_label=thresholds.label,
+        )
+    _draw_maps(
+        detector.extractor.network, _tensor(item, detector), detector.extractor.layers, shown
+    )
+
+    picture = display(item.image)
+    anomaly_map = prediction.anomaly_map()
+    limit = float(np.nanmax(anomaly_map)) if thresholds is None else thresholds.pixel
+    heatmap = marked(overlay(picture, anomaly_map, limit), [])
+    saliency = saliency_map(score_gradient(detector, item))
+    seen = marked(np.rint(item.pixels * 255).astype(np.uint8), [])
+    shown.pictures["score_gradient.png"] = beside(
+        [
+            ("what the network sees", seen),
+            (f"heatmap, score {prediction.image_score:.3g}", heatmap),
+            ("pixels that move the score: |gradient|", glowing(seen, saliency)),
+        ]
+    )
+    _draw_evidence(options, model, item, prediction, heatmap, shown)
+
+
+def _draw_evidence(
+    options: argparse.Namespace,
+    model: Model,
+    item: Loaded,
+    prediction: Prediction,
+    heatmap: Picture,
+    shown: _Shown,
+) -> None:
+    """Which patches were flagged, and the good ones that they were compared with."""
+    from anomaly.explain.patches import comparison, marked, patch_box, patch_crop
+    from anomaly.explain.tiles import beside, stacked
+    from anomaly.explanation import GoodImages, worst_patches
+    from anomaly.heatmap import display
+
+    detector = model.detector
+    limit = float("inf") if detector.thresholds is None else detector.thresholds.pixel
+    patches = worst_patches(prediction.patch_scores, limit)
+    good = GoodImages(detector, model.manifest, _folders(options))
+    picture = display(item.image)
+    height, width = prediction.patch_scores.shape
+    boxes = [patch_box(item.view, (height, width), *patch) for patch in patches]
+    rows: list[list[tuple[tuple[str, str], Picture]]] = []
+    facts = []
+    for patch, box, near in zip(patches, boxes, good.nearest(item, patches), strict=True):
+        score = float(prediction.patch_scores[patch])
+        captions = f"{len(rows) + 1}: score {score:.3g}", "this image"
+        row = [(captions, patch_crop(picture, box))]
+        row += [((_distance(other), Path(other.image).name), good.crop(other)) for other in near]
+        rows.append(row)
+        compared = [asdict(other) for other in near]
+        facts.append(
+            {"row": patch[0], "column": patch[1], "score": score, "compared_with": compared}
+        )
+    overview = beside([("flagged patches", marked(picture, boxes)), ("heatmap", heatmap)])
+    shown.pictures["evidence.png"] = stacked([overview, comparison(rows)])
+    shown.facts["patches"] = facts
+    if prediction.nearest is None:
+        shown.notes.append(
+            "PaDiM keeps no patches, only means and covariances of each place: evidence.png shows "
+            "the same place on some good images"
+        )
+    if missing := good.missing():
+        name, reason = next(iter(missing.items()))
+        shown.notes.append(
+            f"{len(missing)} training images can't be shown ({name}: {reason}); name their folder "
+            "with --good"
+        )
+
+
+def _distance(patch: GoodPatch) -> str:
+    return "same place" if patch.distance is None else f"distance {patch.distance:.3g}"
+
+
+def _folders(options: argparse.Namespace) -> list[Path]:
+    """Where training images may be."""
+    if options.good is not None:
+        if not options.good.is_dir():
+            raise DataError(f"--good {options.good} isn't a folder")
+        return [options.good]
+    try:
+        return [trained_on(options.model)]
+    except DataError:
+        return []
+
+
+def _explain_class(options: argparse.Namespace, device: torch.device, shown: _Shown) -> None:
+    """Feature maps of each stage, Grad-CAM and its guided form."""
+    import numpy as np
+    import torch
+
+    from anomaly.backbones import build, normalisation, whole
+    from anomaly.explain.patches import marked
+    from anomaly.explain.tiles import stacked
+    from anomaly.geometry import Sizing
+    from anomaly.images import MAX_PIXELS
+    from anomaly.layers import last_map, layer_table, stages, takes_oblong
+    from anomaly.loading import Loading
+
+    name, size = options.backbone, options.input_size
+    table = layer_table(build(name), size)
+    side = None if takes_oblong(build(name)) else size
+    item = _read(options.input, Loading(Sizing(side, None, size, 32), None, MAX_PIXELS))
+    network = whole(name, options.weights).requires_grad_(False).to(device)
+    pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)
+    image = normalisation(name)(pixels)
+    _draw_maps(network, image, stages(table), shown)
+
+    with torch.inference_mode():
+        chances = network(image[None])[0].softmax(dim=0)
+    classes = options.classes or chances.argsort(descending=True)[:3].tolist()
+    _check_classes(classes, len(chances), name)
+    labels = [f"{_class_name(name, c)}, {float(chances[c]):.0%}" for c in classes]
+    shown.facts["classes"] = [
+        {"index": c, "name": _class_name(name, c), "probability": float(chances[c])}
+        for c in classes
+    ]
+    layer = last_map(table)
+    if layer is None:
+        shown.notes.append(f"{name} puts out no late feature map, so there is no Grad-CAM")
+        return
+    seen = marked(np.rint(item.pixels * 255).astype(np.uint8), [], 320)
+    guided = _has_relu(network)
+    if not guided:
+        shown.notes.append(f"{name} has no ReLU layers, so there is no guided Grad-CAM")
+    rows = [
+        _cam_row(network, image, layer, c, label, seen, guided)
+        for c, label in zip(classes, labels, strict=True)
+    ]
+    shown.pictures["grad_cam.png"] = stacked(rows)
+
+
+def _cam_row(
+    network: nn.Module,
+    image: Tensor,
+    layer: str,
+    target: int,
+    label: str,
+    seen: Picture,
+    guided: bool,
+) -> Picture:
+    from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
+    from anomaly.explain.overlays import glowing, signed
+    from anomaly.explain.patches import marked
+    from anomaly.explain.tiles import beside
+
+    cam = glowing(seen, grad_cam(network, image, layer, target))
+    panels = [(label, seen), (f"Grad-CAM at {layer}", cam)]
+    if guided:
+        details = signed(guided_grad_cam(network, image, layer, target))
+        panels.append(("guided Grad-CAM", marked(details, [], 320)))
+    return beside(panels)
+
+
+def _has_relu(network: nn.Module) -> bool:
+    from torch import nn
+
+    return any(isinstance(module, nn.ReLU | nn.ReLU6) for module in network.modules())
+
+
+def _check_classes(classes: Sequence[int], count: int, name: str) -> None:
+    for target in classes:
+        if not 0 <= target < count:
+            raise AnomalyError(f"--class {target}: {name} has classes 0 to {count - 1}")
+
+
+def _class_name(network: str, index: int) -> str:
+    from anomaly.backbones import official_weights
+
+    official = official_weights(network)
+    names = [] if official is None else official.meta["categories"]
+    return str(names[index]) if index < len(names) else f"class {index}"
+
+
+def _draw_maps(network: nn.Module, image: Tensor, layers: Sequence[str], shown: _Shown) -> None:
+    from anomaly.explain.feature_maps import feature_map_pictures
+
+    for layer, picture in feature_map_pictures(network, image, layers).items():
+        shown.pictures[f"feature_maps_{layer}.png"] = picture
+
+
+def _tensor(item: Loaded, detector: AnomalyDetector) -> Tensor:
+    import torch
+
+    pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
+    return detector.normalise(pixels)
+
+
+def _read(path: Path, loading: Loading) -> Loaded:
+    from anomaly.loading import Refused, load
+
+    item = load(0, path, loading)
+    if isinstance(item, Refused):
+        raise ImageError(item.reason, item.status)
+    return item

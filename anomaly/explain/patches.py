@@ -1,0 +1,135 @@
+"""Patches as crops of the image that they lie in, with the surroundings that make them readable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+
+from anomaly.explain.tiles import Picture, captioned, grid, resized, stacked
+from anomaly.geometry import View
+
+MARK = (255, 64, 32)
+_CONTEXT = 7  # sides of the patch that a crop shows
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle in an image's own pixels; bottom and right lie outside."""
+
+    top: float
+    left: float
+    bottom: float
+    right: float
+
+
+def patch_box(view: View, grid: tuple[int, int], row: int, column: int) -> Box:
+    """Where a patch lies in the original image.
+
+    Args:
+        view: how the network saw the image.
+        grid: (h, w) of its patch grid.
+        row: of the patch.
+        column: of the patch.
+    """
+    rows = np.array([row, row + 1.0]) * (view.rows.size / grid[0])
+    columns = np.array([column, column + 1.0]) * (view.columns.size / grid[1])
+    top, bottom = view.rows.to_source(rows).tolist()
+    left, right = view.columns.to_source(columns).tolist()
+    return Box(top, left, bottom, right)
+
+
+def patch_crop(picture: Picture, box: Box, size: int = 150) -> Picture:
+    """A patch and its surroundings, the patch itself outlined.
+
+    Args:
+        picture: the whole image, (H0, W0, 3).
+        box: the patch.
+        size: side of the result.
+
+    Returns:
+        (size, size, 3); beyond the image's border it is white.
+    """
+    side = max(1, round(max(box.bottom - box.top, box.right - box.left) * _CONTEXT))
+    top = round((box.top + box.bottom - side) / 2)
+    left = round((box.left + box.right - side) / 2)
+    padded = cv2.copyMakeBorder(
+        picture, side, side, side, side, cv2.BORDER_CONSTANT, value=(255, 255, 255)
+    )
+    crop = padded[top + side : top + 2 * side, left + side : left + 2 * side]
+    how = cv2.INTER_AREA if side > size else cv2.INTER_CUBIC
+    enlarged = np.asarray(cv2.resize(crop, (size, size), interpolation=how), np.uint8)
+    inside = Box(box.top - top, box.left - left, box.bottom - top, box.right - left)
+    return _outlined(enlarged, inside, size / side)
+
+
+def marked(picture: Picture, boxes: Sequence[Box], longest: int = 420) -> Picture:
+    """The whole image, small enough for a page, with numbered frames around patches.
+
+    Args:
+        picture: (H0, W0, 3).
+        boxes: number 1 first.
+        longest: of its sides, in the result.
+    """
+    height, width = picture.shape[:2]
+    scale = longest / max(height, width)
+    small = resized(picture, max(1, round(height * scale)), max(1, round(width * scale)))
+    for number, box in enumerate(boxes, start=1):
+        small = _outlined(small, box, scale)
+        at = round(box.right * scale) + 4, round(box.top * scale) + 4
+        # White below the colour: readable on any image.
+        for colour, thickness in (((255, 255, 255), 3), (MARK, 1)):
+            cv2.putText(
+                small,
+                str(number),
+                at,
+                cv2.FONT_HERSHEY_SIMPLEX,
+                0.5,
+                colour,
+                thickness,
+                cv2.LINE_AA,
+            )
+    return small
+
+
+def absent(text: str, size: int = 150) -> Picture:
+    """A grey tile that says why there is no picture."""
+    tile = np.full((size, size, 3), 225, np.uint8)
+    for i, word in enumerate(text.split(", ")):
+        at = (6, size // 2 - 8 + 16 * i)
+        cv2.putText(tile, word, at, cv2.FONT_HERSHEY_SIMPLEX, 0.38, (90, 90, 90), 1, cv2.LINE_AA)
+    return tile
+
+
+def comparison(rows: Sequence[Sequence[tuple[Sequence[str], Picture]]]) -> Picture:
+    """A line for each patch: what was flagged, then what it was compared with.
+
+    Args:
+        rows: captions (lines of text) and square pictures of one size, the flagged patch first.
+
+    Returns:
+        (H, W, 3).
+    """
+    lines = []
+    for row in rows:
+        tiles = []
+        for captions, picture in row:
+            tile = picture
+            for text in reversed(captions):
+                tile = captioned(tile, text)
+            tiles.append(tile)
+        first, rest = tiles[0], tiles[1:]
+        gap = np.full((first.shape[0] + 8, 24, 3), 255, np.uint8)
+        lines.append(np.hstack([grid([first], 1), gap, grid(rest, len(rest))] if rest else [first]))
+    return stacked(lines)
+
+
+def _outlined(picture: Picture, box: Box, scale: float) -> Picture:
+    """A copy with a frame just outside the box, in pixels of the picture / `scale`."""
+    result = picture.copy()
+    first = round(box.left * scale) - 1, round(box.top * scale) - 1
+    last = round(box.right * scale), round(box.bottom * scale)
+    cv2.rectangle(result, first, last, MARK, 1)
+    return result

@@ -1,0 +1,192 @@
+"""Why a detector says so: which patches, unlike which good ones, because of which pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anomaly.detector import AnomalyDetector
+from anomaly.explain.patches import absent, patch_box, patch_crop
+from anomaly.explain.saliency import image_gradient
+from anomaly.explain.tiles import Picture
+from anomaly.heatmap import display
+from anomaly.hooks import capture
+from anomaly.loading import Loaded, Refused, load
+from anomaly.scorers.memory_bank import MemoryBank
+
+# Patches nearer than this to a worse one belong to the same flaw.
+_APART = 3
+
+
+@dataclass(frozen=True)
+class GoodPatch:
+    """A patch of a training image.
+
+    Attributes:
+        image: the training image's name.
+        row: of the patch grid.
+        column: of the patch grid.
+        distance: to the patch that it is compared with; None where only places are compared.
+    """
+
+    image: str
+    row: int
+    column: int
+    distance: float | None
+
+
+def worst_patches(
+    scores: NDArray[np.float32], limit: float, most: int = 4
+) -> list[tuple[int, int]]:
+    """The patches that speak loudest for a defect, at some distance from each other.
+
+    Args:
+        scores: patch scores (h, w).
+        limit: only scores above it count; where there are none, the highest one is returned alone.
+        most: at most so many.
+
+    Returns:
+        (row, column) of each, highest score first.
+    """
+    left = scores.astype(np.float64)
+    found: list[tuple[int, int]] = []
+    while len(found) < most:
+        row, column = (int(i) for i in np.unravel_index(left.argmax(), left.shape))
+        if found and not left[row, column] > limit:
+            break
+        found.append((row, column))
+        if not scores[row, column] > limit:
+            break
+        rows = slice(max(0, row - _APART), row + _APART + 1)
+        left[rows, max(0, column - _APART) : column + _APART + 1] = -np.inf
+    return found
+
+
+def score_gradient(detector: AnomalyDetector, item: Loaded) -> Tensor:
+    """The gradient of an image's anomaly score with respect to its pixels.
+
+    Args:
+        detector: of either kind, with any image score.
+        item: one loaded image.
+
+    Returns:
+        (3, H, W) at the network's size, in score units per unit of a colour in [0, 1].
+    """
+    network, layers = detector.extractor.network, detector.extractor.layers
+
+    def score(images: Tensor) -> Tensor:
+        with capture(network, layers, stop=True, grad=True) as captured:
+            captured.run(detector.normalise(images))
+            maps = captured.pop()
+        embeddings = detector.embedder.align([maps[layer] for layer in layers])
+        return detector.score_patches(embeddings, item.view.size)[1]
+
+    pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
+    return image_gradient(score, pixels)
+
+
+def training_names(manifest: Mapping[str, Any]) -> list[str]:
+    """The names of the training images, each at the index that the memory bank knows it by."""
+    names = list(manifest["training_images"])
+    refused: dict[str, int] = manifest["refused_images"] or {}
+    for name, index in sorted(refused.items(), key=lambda at: at[1]):
+        names.insert(index, name)
+    return names
+
+
+class GoodImages:
+    """The good images that a detector has learned from, as far as they are still to be found.
+
+    Args:
+        detector: a trained detector.
+        manifest: of its model folder.
+        folders: where to look: the data set's folder, one inside it, or a flat one.
+    """
+
+    def __init__(
+        self, detector: AnomalyDetector, manifest: Mapping[str, Any], folders: Sequence[Path]
+    ) -> None:
+        self._detector = detector
+        self._names = training_names(manifest)
+        self._hashes: dict[str, str] = manifest["training_images"]
+        self._folders = folders
+        self._found: dict[str, Loaded | str] = {}
+        self._grids: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def nearest(
+        self, item: Loaded, patches: Sequence[tuple[int, int]], count: int = 5
+    ) -> list[list[GoodPatch]]:
+        """What patches were compared with, nearest first.
+
+        A memory bank names its nearest vectors. PaDiM compares a patch with the mean of the same
+        place on all good images and keeps none of them, so `count` of these are taken evenly.
+
+        Args:
+            item: the image that the patches are of.
+            patches: (row, column) of each.
+            count: how many good patches for each.
+        """
+        bank = self._detector.scorer
+        if not isinstance(bank, MemoryBank):
+            learned = list(self._hashes)
+            picked = [learned[i * len(learned) // count] for i in range(min(count, len(learned)))]
+            return [
+                [GoodPatch(name, *patch, distance=None) for name in picked] for patch in patches
+            ]
+        with torch.inference_mode():
+            embeddings = self._detector.embedder([item])[0]
+            wanted = torch.stack([embeddings[patch] for patch in patches])
+            distances, found = bank.neighbours(wanted, count)
+        return [
+            [
+                GoodPatch(self._names[image], row, column, distance)
+                for (image, row, column), distance in zip(origins, near, strict=True)
+            ]
+            for origins, near in zip(bank.origins[found].tolist(), distances.tolist(), strict=True)
+        ]
+
+    def crop(self, patch: GoodPatch) -> Picture:
+        """The patch in its surroundings, or a grey tile that says why it can't be shown."""
+        item = self._image(patch.image)
+        if isinstance(item, str):
+            return absent(item)
+        box = patch_box(item.view, self._grid(item), patch.row, patch.column)
+        return patch_crop(display(item.image), box)
+
+    def missing(self) -> dict[str, str]:
+        """Images that were wanted but couldn't be shown, and why."""
+        return {name: item for name, item in self._found.items() if isinstance(item, str)}
+
+    def _image(self, name: str) -> Loaded | str:
+        if name not in self._found:
+            self._found[name] = self._look_for(name)
+        return self._found[name]
+
+    def _look_for(self, name: str) -> Loaded | str:
+        reason = "not found"
+        parts = PurePosixPath(name).parts
+        for path in (f.joinpath(*parts[i:]) for f in self._folders for i in range(len(parts))):
+            if not path.is_file():
+                continue
+            item = load(0, path, self._detector.loading)
+            if isinstance(item, Refused):
+                reason = "can't be read"
+            elif item.image.sha256 != self._hashes[name]:
+                reason = "changed since training"
+            else:
+                return item
+        return reason
+
+    def _grid(self, item: Loaded) -> tuple[int, int]:
+        size = item.view.size
+        if size not in self._grids:
+            height, width = max(m.shape[2:] for m in self._detector.embedder.maps([item]))
+            self._grids[size] = int(height), int(width)
+        return self._grids[size]

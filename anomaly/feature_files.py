@@ -1,0 +1,301 @@
+"""Saved features: shards of arrays, and an index that says which row came from which file.
+
+    features/
+      features.json                what made them; a later run with other settings is refused
+      index.csv                    shard, row, path, image_sha256: one line a saved image
+      features-00000.safetensors   {layer: (n, …)}; or one features-00000.<layer>.npy a layer
+      skipped.csv                  files that couldn't be used, and why
+
+A shard appears under its name complete, and only then in the index: an interrupted run goes on
+behind the last complete shard. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from anomaly.errors import DataError, OutputError
+from anomaly.files import claim, write
+
+Array: TypeAlias = NDArray[np.float32]
+Format: TypeAlias = Literal["safetensors", "npy"]
+
+SETTINGS, INDEX, SKIPPED = "features.json", "index.csv", "skipped.csv"
+_COLUMNS = ("shard", "row", "path", "image_sha256")
+# A shard closes before its rows fill more memory than this.
+_SHARD_BYTES = 256 * 1024**2
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One line of the index."""
+
+    shard: str
+    row: int
+    path: str
+    image_sha256: str
+
+
+@dataclass(frozen=True, eq=False)
+class SavedFeatures:
+    """Features read back, N images.
+
+    Attributes:
+        paths: the N files, as they were named when the features were saved.
+        values: (N, …) float32 for each layer.
+    """
+
+    paths: tuple[str, ...]
+    values: dict[str, Array]
+
+
+class FeatureWriter:
+    """Writes features into a folder; use it in a `with` statement, which saves what is left.
+
+    Args:
+        folder: made if need be. One that holds features of the same settings is continued.
+        settings: what makes these features, as JSON values; `layers` and `format` among them.
+        shard_size: images in a shard.
+        overwrite: begin anew.
+
+    Raises:
+        OutputError: features of other settings are there, or the folder can't be used.
+    """
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], shard_size: int, *, overwrite: bool
+    ) -> None:
+        self.folder = folder
+        self._format: Format = settings["format"]
+        self._shard_size = shard_size
+        self._waiting: dict[tuple[tuple[int, ...], ...], list[tuple[str, str, list[Array]]]] = {}
+        self._layers: tuple[str, ...] = tuple(settings["layers"])
+        if overwrite and folder.is_dir():
+            claim(folder, [f.name for f in folder.iterdir() if _is_ours(f.name)], overwrite=True)
+        claim(folder, (), overwrite=False)
+        self._check_settings(settings)
+        self._index = _trusted(folder, self._layers, self._format)
+        _write_index(folder, self._index)
+        _delete_orphans(folder, {saved.shard for saved in self._index})
+        write(folder / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+    @property
+    def done(self) -> dict[str, str]:
+        """Images saved, and the sha256 of each file."""
+        return {saved.path: saved.image_sha256 for saved in self._index}
+
+    def __enter__(self) -> FeatureWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # After a full disk another try would only hide the first error.
+        if kind is None or not issubclass(kind, OutputError):
+            for shapes in list(self._waiting):
+                self._save(shapes)
+
+    def add(self, path: str, image_sha256: str, features: Mapping[str, Array]) -> None:
+        """Take the features of one image, a (…) float32 array for each layer.
+
+        Images whose features differ in shape go to different shards.
+        """
+        values = [features[layer] for layer in self._layers]
+        shapes = tuple(value.shape for value in values)
+        rows = self._waiting.setdefault(shapes, [])
+        rows.append((path, image_sha256, values))
+        held = len(rows) * sum(value.nbytes for value in values)
+        if len(rows) == self._shard_size or held >= _SHARD_BYTES:
+            self._save(shapes)
+
+    def skipped(self, rows: Sequence[tuple[str, str, str]]) -> None:
+        """List the files that couldn't be used: (path, status, reason)."""
+        write(self.folder / SKIPPED, _csv([("path", "status", "reason"), *rows]))
+
+    def _save(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        rows = self._waiting.pop(shapes)
+        shard = f"features-{self._next_number():05}"
+        arrays = {
+            layer: np.stack([values[i] for _, _, values in rows])
+            for i, layer in enumerate(self._layers)
+        }
+        names = _names(shard, self._layers, self._format)
+        for name, content in zip(names, _encoded(arrays, self._format), strict=True):
+            write(self.folder / name, content)
+        new = [Saved(shard, row, path, sha) for row, (path, sha, _) in enumerate(rows)]
+        _append_index(self.folder, new)
+        self._index += new
+
+    def _next_number(self) -> int:
+        return max((int(saved.shard.rpartition("-")[2]) + 1 for saved in self._index), default=0)
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        if not any(_is_ours(f.name) for f in self.folder.iterdir()):
+            return
+        before = _read_settings(self.folder)
+        # Through JSON, so that tuples and lists are the same.
+        now = json.loads(json.dumps(settings))
+        changed = [
+            f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key)
+        ]
+        if changed:
+            raise OutputError(
+                f"{self.folder} holds features made in another way: {'; '.join(changed)}. "
+                "Give another --output or add --overwrite"
+            )
+
+
+def read_features(folder: Path) -> SavedFeatures:
+    """Read saved features.
+
+    Args:
+        folder: what `anomaly features` wrote.
+
+    Raises:
+        DataError: no features there, a shard is missing or damaged, or (with `--pool none`) the
+            images differ in size, so that their maps don't fit into one array.
+    """
+    settings = _read_settings(folder)
+    index = _read_index(folder)
+    if not index:
+        raise DataError(f"{folder} holds no features yet; run the command that makes them")
+    rows: dict[str, list[int]] = {}
+    for saved in index:
+        rows.setdefault(saved.shard, []).append(saved.row)
+    # A run that was cut off may have listed a part of its last shard only.
+    parts = [(_read_shard(folder, shard, settings), kept) for shard, kept in rows.items()]
+    values = {}
+    for layer in settings["layers"]:
+        arrays = [part[layer][kept] for part, kept in parts]
+        shapes = {array.shape[1:] for array in arrays}
+        if len(shapes) > 1:
+            raise DataError(
+                f"{folder}: images of several sizes have maps of several shapes ({shapes}); read "
+                "the shards one by one, or save the features pooled"
+            )
+        values[layer] = np.concatenate(arrays)
+    return SavedFeatures(tuple(saved.path for saved in index), values)
+
+
+def _encoded(arrays: Mapping[str, Array], form: Format) -> list[bytes]:
+    """The contents of the files of `_names`."""
+    if form == "safetensors":
+        return [save(dict(arrays))]
+    files = []
+    for array in arrays.values():
+        content = io.BytesIO()
+        np.save(content, array)
+        files.append(content.getvalue())
+    return files
+
+
+def _read_shard(folder: Path, shard: str, settings: Mapping[str, Any]) -> dict[str, Array]:
+    try:
+        if settings["format"] == "safetensors":
+            return load_file(folder / f"{shard}.safetensors")
+        return {layer: np.load(folder / f"{shard}.{layer}.npy") for layer in settings["layers"]}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DataError(
+            f"{folder}: shard {shard} can't be read ({error}); delete its lines from {INDEX} and "
+            "run `anomaly features` again, which makes it anew"
+        ) from None
+
+
+def _trusted(folder: Path, layers: Sequence[str], form: Format) -> list[Saved]:
+    """The index without shards that have vanished."""
+    index = _read_index(folder)
+    whole = {
+        shard
+        for shard in {saved.shard for saved in index}
+        if all((folder / name).is_file() for name in _names(shard, layers, form))
+    }
+    return [saved for saved in index if saved.shard in whole]
+
+
+def _delete_orphans(folder: Path, shards: set[str]) -> None:
+    """Files of shards that were written, but whose run ended before they were in the index."""
+    claim(
+        folder,
+        [
+            f.name
+            for f in folder.glob("features-*")
+            if f.name.partition(".")[0] not in shards and f.suffix in (".npy", ".safetensors")
+        ],
+        overwrite=True,
+    )
+
+
+def _names(shard: str, layers: Sequence[str], form: Format) -> list[str]:
+    if form == "safetensors":
+        return [f"{shard}.safetensors"]
+    return [f"{shard}.{layer}.npy" for layer in layers]
+
+
+def _read_index(folder: Path) -> list[Saved]:
+    file = folder / INDEX
+    if not file.is_file():
+        return []
+    try:
+        # The last line of a run that was cut off may lack its end.
+        text = file.read_text("utf-8")
+        rows = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")))
+        return [Saved(shard, int(row), path, sha) for shard, row, path, sha in rows[1:]]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} is no index of features ({error}); delete the folder") from None
+
+
+def _write_index(folder: Path, index: Sequence[Saved]) -> None:
+    write(folder / INDEX, _csv([_COLUMNS, *_lines(index)]))
+
+
+def _append_index(folder: Path, new: Sequence[Saved]) -> None:
+    try:
+        with (folder / INDEX).open("ab") as file:
+            file.write(_csv(_lines(new)).encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OutputError(f"{folder / INDEX} can't be written: {error.strerror}") from None
+
+
+def _lines(index: Sequence[Saved]) -> list[tuple[str, ...]]:
+    return [(saved.shard, str(saved.row), saved.path, saved.image_sha256) for saved in index]
+
+
+def _csv(rows: Sequence[Sequence[str]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    file = folder / SETTINGS
+    try:
+        settings = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder} holds no features: {SETTINGS} can't be read ({error})") from None
+    if not isinstance(settings, dict) or not {"layers", "format"} <= settings.keys():
+        raise DataError(f"{file} isn't what `anomaly features` writes")
+    return settings
+
+
+def _is_ours(name: str) -> bool:
+    return name in (SETTINGS, INDEX, SKIPPED) or name.startswith("features-")
