@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         metavar="INDEX",
-        help="of --backbone: the classes to look for (default: the three likeliest)",
+        help="of --backbone: the classes to look for (default: the likeliest, at most three)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace earlier pictures there")
     machine.add_arguments(parser)
@@ -164,7 +164,8 @@ def _draw_evidence(
     from anomaly.heatmap import display
 
     detector = model.detector
-    limit = float("inf") if detector.thresholds is None else detector.thresholds.pixel
+    thresholds = detector.thresholds
+    limit = float("inf") if thresholds is None else thresholds.pixel
     patches = worst_patches(prediction.patch_scores, limit)
     good = GoodImages(detector, model.manifest, _folders(options))
     picture = display(item.image)
@@ -182,7 +183,8 @@ def _draw_evidence(
         facts.append(
             {"row": patch[0], "column": patch[1], "score": score, "compared_with": compared}
         )
-    overview = beside([("flagged patches", marked(picture, boxes)), ("heatmap", heatmap)])
+    title = "most unusual patch" if thresholds is None else f"patches above {thresholds.pixel:.3g}"
+    overview = beside([(title, marked(picture, boxes)), ("heatmap", heatmap)])
     shown.pictures["evidence.png"] = stacked([overview, comparison(rows)])
     shown.facts["patches"] = facts
     if prediction.nearest is None:
@@ -238,7 +240,8 @@ def _explain_class(options: argparse.Namespace, device: torch.device, shown: _Sh
 
     with torch.inference_mode():
         chances = network(image[None])[0].softmax(dim=0)
-    classes = options.classes or chances.argsort(descending=True)[:3].tolist()
+    likeliest = chances.argsort(descending=True)[:3].tolist()
+    classes = options.classes or [c for c in likeliest if chances[c] > 0.05] or likeliest[:1]
     _check_classes(classes, len(chances), name)
     labels = [f"{_class_name(name, c)}, {float(chances[c]):.0%}" for c in classes]
     shown.facts["classes"] = [

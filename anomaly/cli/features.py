@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from anomaly.backbones import Normalisation
-    from anomaly.feature_files import FeatureWriter
+    from anomaly.feature_writer import FeatureWriter
     from anomaly.loading import Loading
 
 _STRIDE = 32  # a side that is a multiple of it suits every network of torchvision
@@ -74,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Save features; a second run goes on where the first one ended."""
-    from anomaly.feature_files import FeatureWriter
+    import torch
+
+    from anomaly.feature_writer import FeatureWriter
     from anomaly.results import find_inputs
 
     for name in ("input_size", "batch_size", "shard_size"):
@@ -82,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
             raise AnomalyError(f"--{name.replace('_', '-')} must be 1 or more")
     paths = find_inputs(options.input)
     device, threads = machine.settle(options)
+    assert isinstance(device, torch.device)
     source = _from_backbone(options) if options.model is None else _from_model(options)
     settings = source.settings | {"pool": options.pool, "format": options.format}
     writer = FeatureWriter(

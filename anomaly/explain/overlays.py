@@ -35,7 +35,7 @@ def signed(values: NDArray[Any]) -> Picture:
     """Values around 0 as a picture around mid-grey.
 
     Args:
-        values: (H, W, 3); stretched by the 99.8th percentile of their absolute values.
+        values: (H, W, 3); stretched by the 99th percentile of their absolute values.
     """
-    strongest = float(np.percentile(np.abs(values), 99.8)) or 1.0
+    strongest = float(np.percentile(np.abs(values), 99)) or 1.0
     return np.asarray(np.rint(np.clip(values / strongest, -1, 1) * 127 + 128), np.uint8)

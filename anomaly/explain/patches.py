@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
-from anomaly.explain.tiles import Picture, captioned, grid, resized, stacked
+from anomaly.explain.tiles import Picture, captioned, grid, stacked
 from anomaly.geometry import View
 
 MARK = (255, 64, 32)
@@ -75,7 +75,9 @@ def marked(picture: Picture, boxes: Sequence[Box], longest: int = 420) -> Pictur
     """
     height, width = picture.shape[:2]
     scale = longest / max(height, width)
-    small = resized(picture, max(1, round(height * scale)), max(1, round(width * scale)))
+    how = cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC
+    shape = max(1, round(width * scale)), max(1, round(height * scale))
+    small = np.asarray(cv2.resize(picture, shape, interpolation=how), np.uint8)
     for number, box in enumerate(boxes, start=1):
         small = _outlined(small, box, scale)
         at = round(box.right * scale) + 4, round(box.top * scale) + 4
