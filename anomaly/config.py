@@ -22,14 +22,17 @@ class _Section(BaseModel):
 class DataConfig(_Section):
     """Where the images are.
 
-    `root` is taken from the working directory when it isn't absolute. With `format: mvtec` the
-    images lie in `root/category/{train,test,ground_truth}` (`root/…` without a category); with
-    `format: folder`, `root/category` is simply a folder of good images.
+    `root` is taken from the working directory when it isn't absolute; the data set is in
+    `root/category`, or in `root` without a category. What lies there hangs on `format`, see
+    `anomaly.datasets`. Mask values above `mask_above` are defect.
     """
 
-    format: Literal["mvtec", "folder"] = "mvtec"
+    format: Literal[
+        "mvtec", "mvtec_ad_2", "mvtec_loco", "btad", "visa", "folder", "good_defect", "csv"
+    ] = "mvtec"
     root: Path | None = None
     category: str | None = None
+    mask_above: Annotated[int, Field(ge=0, lt=65535)] = 0
 
 
 class ImageConfig(_Section):

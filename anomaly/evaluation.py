@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from anomaly.datasets import Sample
+from anomaly.datasets import Sample, ground_truth
 from anomaly.detector import AnomalyDetector, Prediction
 from anomaly.errors import DataError
-from anomaly.images import read_mask
 from anomaly.loading import Refused
 from anomaly.metrics import Metrics, PixelAccumulator, image_metrics
 from anomaly.scorers.base import Progress
@@ -55,6 +51,7 @@ def evaluate(
     detector: AnomalyDetector,
     samples: Sequence[Sample],
     *,
+    mask_above: int = 0,
     workers: int = 2,
     progress: Progress = lambda done, total: None,
 ) -> Evaluation:
@@ -64,6 +61,7 @@ def evaluate(
         detector: trained.
         samples: good and defective images; a defective one without a mask counts for the image
             metrics only.
+        mask_above: mask values above this are defect.
         workers: decoding threads.
         progress: called with (done, total).
 
@@ -80,7 +78,7 @@ def evaluate(
             scored[result.index] = Scored(sample, None, result.reason)
         else:
             scored[result.index] = Scored(sample, result.image_score)
-            _compare_pixels(pixels, result, sample)
+            _compare_pixels(pixels, result, sample, mask_above)
         progress(len(scored), len(samples))
     rows = tuple(scored[i] for i in range(len(samples)))
     usable = [(r.image_score, r.sample.is_defect) for r in rows if r.image_score is not None]
@@ -88,19 +86,9 @@ def evaluate(
     return Evaluation(detector.config.name, rows, figures | pixels.result())
 
 
-def _compare_pixels(pixels: PixelAccumulator, result: Prediction, sample: Sample) -> None:
+def _compare_pixels(
+    pixels: PixelAccumulator, result: Prediction, sample: Sample, mask_above: int
+) -> None:
     if sample.is_defect and sample.mask_path is None:
         return
-    pixels.update(result.anomaly_map(), _mask(sample, result.image.size))
-
-
-def _mask(sample: Sample, size: tuple[int, int]) -> NDArray[np.bool_]:
-    if sample.mask_path is None:
-        return np.zeros(size, dtype=bool)
-    mask = read_mask(sample.mask_path)
-    if mask.shape != size:
-        raise DataError(
-            f"mask {sample.mask_path} is {mask.shape[1]}×{mask.shape[0]} pixels, but its image "
-            f"{sample.path} is {size[1]}×{size[0]}; masks must have the size of their images"
-        )
-    return mask
+    pixels.update(result.anomaly_map(), ground_truth(sample, result.image.size, mask_above))

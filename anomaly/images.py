@@ -119,13 +119,13 @@ def read_header(path: Path) -> ImageHeader:
         raise ImageError(f"{path}: {error}", error.status) from None
 
 
-def read_mask(path: Path) -> NDArray[np.bool_]:
-    """Read a ground-truth mask as (H, W): True, a defect, where any channel isn't zero.
+def read_mask(path: Path, *, above: int = 0) -> NDArray[np.bool_]:
+    """Read a mask as (H, W): True where any channel is above a value, in the file's own scale.
 
     Raises:
         ImageError: as `read_image`.
     """
-    return np.asarray(read_image(path).pixels.any(axis=2))
+    return np.asarray((read_image(path).pixels > above).any(axis=2))
 
 
 def list_images(folder: Path) -> list[Path]:

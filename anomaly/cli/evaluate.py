@@ -83,6 +83,7 @@ def _evaluate(
     evaluation = evaluate(
         model.detector,
         dataset.test,
+        mask_above=data.mask_above,
         workers=threads,
         progress=lambda done, total: progress(model.detector.config.name, done, total),
     )

@@ -1,0 +1,57 @@
+"""Data sets as samples. Lists files; only `ground_truth` decodes any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from anomaly.datasets.folders import FOLDERS
+from anomaly.datasets.lists import open_list, open_visa
+from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
+from anomaly.errors import DataError, nearest
+
+__all__ = ["FORMATS", "GOOD", "Dataset", "Sample", "ground_truth", "open_dataset"]
+
+FORMATS: dict[str, Callable[[Path], Dataset]] = {**FOLDERS, "visa": open_visa, "csv": open_list}
+
+HOW_TO_GET_MVTEC = (
+    "Get MVTec AD from mvtec.com/company/research/datasets/mvtec-ad (free for non-commercial use), "
+    "unpack it, and point data.root at the folder that holds the categories "
+    "(--set data.root=/path/to/mvtec_ad). `anomaly sample-data` makes a data set to try things on."
+)
+
+
+def open_dataset(layout: str, root: Path | None, category: str | None) -> Dataset:
+    """List a data set.
+
+    Args:
+        layout: a key of `FORMATS`; the README shows what each looks like.
+        root: the folder of the data set, or of its categories; with `csv` it may be the list.
+        category: a folder (or list) inside `root`; None for `root` itself.
+
+    Raises:
+        DataError: something is missing, there are no training images, or a list has a mistake.
+    """
+    if root is None:
+        raise DataError(
+            "data.root isn't set: name the folder with your images, "
+            "e.g. --set data.root=/path/to/images"
+        )
+    if layout not in FORMATS:
+        raise DataError(f"unknown data.format {layout!r}; {nearest(layout, FORMATS)}")
+    place = root.expanduser() / (category or "")
+    if layout == "csv":
+        if place.is_dir():
+            raise DataError(f"{place} is a folder; with data.format=csv, data.root names the list")
+    elif not place.is_dir():
+        raise DataError(_missing(layout, root.expanduser(), category))
+    return FORMATS[layout](place)
+
+
+def _missing(layout: str, root: Path, category: str | None) -> str:
+    if not root.is_dir():
+        text = f"data.root {root} doesn't exist (looked in {Path.cwd()}). "
+    else:
+        known = [f.name for f in root.iterdir() if f.is_dir()]
+        text = f"{root} has no folder {category!r}; {nearest(str(category), known)} "
+    return text + HOW_TO_GET_MVTEC if layout == "mvtec" else text + "Correct data.root."

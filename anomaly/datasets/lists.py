@@ -1,0 +1,144 @@
+"""Data sets whose list says what an image is: a CSV file of one's own, or VisA's."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from anomaly.datasets.samples import GOOD, Dataset, Sample, no_training_images, set_apart
+from anomaly.errors import DataError, nearest
+
+COLUMNS = ("path", "label", "mask", "split", "group")
+_GOOD_LABELS = frozenset({"", GOOD, "ok", "normal", "0"})
+_SPLITS = ("train", "validation", "test")
+_VISA_LIST = Path("split_csv") / "1cls.csv"
+
+Rows = Iterator[tuple[int, dict[str, str]]]
+
+
+def open_list(file: Path) -> Dataset:
+    """A CSV file with a header: `path`, and where there are any `label, mask, split, group`.
+
+    Paths are taken from the list's own folder. A label is `good` (also `ok`, `normal`, `0` or
+    nothing) or a kind of defect. Without a column `split`, good images are learned from, but for a
+    fifth that is tested with, like all defects.
+
+    Raises:
+        DataError: no such list, or a row that can't be meant; the message names the line.
+    """
+    samples: list[tuple[str, Sample]] = []
+    seen: dict[str, int] = {}
+    for line, row in _rows(file, COLUMNS, ("path",)):
+        where = f"{file} line {line}"
+        path = row["path"].strip()
+        if not path:
+            raise DataError(f"{where} has no path; fill it in or remove the line")
+        if path in seen:
+            raise DataError(f"{where} repeats {path} of line {seen[path]}; remove one of them")
+        seen[path] = line
+        samples.append((_split_of(row, where), _sample(row, file.parent)))
+    train, validation, test = ([s for n, s in samples if n == split] for split in _SPLITS)
+    undecided = [s for n, s in samples if not n]
+    learned, tested = set_apart(s for s in undecided if not s.is_defect)
+    train += learned
+    test += [*tested, *(s for s in undecided if s.is_defect)]
+    return _dataset(file, train, test, validation)
+
+
+def open_visa(folder: Path) -> Dataset:
+    """A category of VisA, in the one-class split: `split_csv/1cls.csv` beside the categories.
+
+    Raises:
+        DataError: no such list, or none of its rows is of this category.
+    """
+    root, category = folder.parent, folder.name
+    file = root / _VISA_LIST
+    rows = list(_rows(file, ("object", "split", "label", "image", "mask")))
+    mine = [row for _, row in rows if row["object"] == category]
+    if not mine:
+        known = nearest(category, (row["object"] for _, row in rows))
+        raise DataError(f"{file} lists no category {category!r}; {known}")
+    splits: dict[str, list[Sample]] = {"train": [], "test": []}
+    for row in mine:
+        defect_type = GOOD if row["label"] == "normal" else row["label"]
+        mask = root / row["mask"] if row["mask"] else None
+        sample = Sample(root / row["image"], row["image"], defect_type, mask)
+        splits.setdefault(row["split"], []).append(sample)
+    return _dataset(folder, splits["train"], splits["test"], [])
+
+
+def _dataset(
+    where: Path, train: Sequence[Sample], test: Sequence[Sample], validation: Sequence[Sample]
+) -> Dataset:
+    if not train:
+        raise no_training_images(where, "A list needs good images with the split `train`.")
+    return Dataset(where, tuple(train), tuple(test), tuple(validation))
+
+
+def _sample(row: dict[str, str], folder: Path) -> Sample:
+    path, mask = row["path"].strip(), row.get("mask", "").strip()
+    return Sample(
+        path=folder / path,
+        name=Path(path).as_posix(),
+        defect_type=_label(row),
+        mask_path=folder / mask if mask else None,
+        group=row.get("group", "").strip() or None,
+    )
+
+
+def _label(row: dict[str, str]) -> str:
+    label = row.get("label", "").strip()
+    if label.lower() in _GOOD_LABELS:
+        return GOOD
+    return "defect" if label == "1" else label
+
+
+def _split_of(row: dict[str, str], where: str) -> str:
+    """The split that a row names; empty where it names none."""
+    split = row.get("split", "").strip()
+    if split and split not in _SPLITS:
+        raise DataError(f"{where}: unknown split {split!r}; {nearest(split, _SPLITS)}")
+    if split in ("train", "validation") and _label(row) != GOOD:
+        raise DataError(
+            f"{where}: a defect ({_label(row)!r}) in the split {split!r}, which is for good "
+            "images; make its split `test`"
+        )
+    return split
+
+
+def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Rows:
+    """(line, row) for each row; columns that aren't ours are left alone, misspelt ones refused."""
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as stream:
+            reader = csv.DictReader(stream, restval="", strict=True)
+            present = [name.strip() for name in reader.fieldnames or ()]
+            _check_columns(file, present, columns, needed or columns)
+            reader.fieldnames = present
+            for row in reader:
+                if None in row:
+                    raise DataError(
+                        f"{file} line {reader.line_num} has more cells than the header; put paths "
+                        "that hold commas in quotes"
+                    )
+                yield reader.line_num, row
+    except FileNotFoundError:
+        raise DataError(f"there is no list {file}; correct data.root") from None
+    except OSError as error:
+        raise DataError(f"{file} can't be read ({error.strerror})") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{file} isn't a CSV file in UTF-8 ({error}); save it as one") from None
+
+
+def _check_columns(
+    file: Path, present: Sequence[str], columns: Sequence[str], needed: Sequence[str]
+) -> None:
+    for name in present:
+        if name not in columns and (close := difflib.get_close_matches(name, columns, 1, 0.75)):
+            raise DataError(f"{file}: column {name!r} isn't known; did you mean {close[0]!r}?")
+    if missing := [name for name in needed if name not in present]:
+        raise DataError(
+            f"{file} lacks the column {missing[0]!r}; its first line must name the columns: "
+            f"{', '.join(columns)}"
+        )
