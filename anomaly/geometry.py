@@ -14,6 +14,15 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+# How far an image's aspect may be off where all need one grid.
+ASPECT_TOLERANCE = 0.1
+
+
+def aspect_error(size: tuple[int, int], aspect: float) -> float:
+    """How far (H0, W0) is from an aspect H/W, as a share: 0.1 where one side is 10 % too long."""
+    ratio = size[0] / size[1] / aspect
+    return max(ratio, 1 / ratio) - 1
+
 
 @dataclass(frozen=True)
 class AxisView:

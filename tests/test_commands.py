@@ -91,7 +91,7 @@ def test_a_mark_on_a_cropped_oblong_image_comes_back_at_its_pixel(
 def test_scripts_are_the_commands(product: Path, run_folder: Path, tmp_path: Path) -> None:
     """In a process of its own, from another folder, without any OpenMP workaround."""
     environment = {k: v for k, v in os.environ.items() if k != "KMP_DUPLICATE_LIB_OK"}
-    for name in ("train", "infer", "evaluate", "sample_data"):
+    for name in ("check", "train", "infer", "evaluate", "sample_data"):
         shown = subprocess.run(
             [sys.executable, REPOSITORY / "scripts" / f"{name}.py", "--help"],
             cwd=tmp_path,

@@ -15,6 +15,7 @@ from anomaly.errors import AnomalyError
 
 # Command to (module, one line for the help text); modules are imported when they're asked for.
 COMMANDS = {
+    "check": "look at a data set before training: counts, sizes, faults",
     "train": "learn what good looks like from a folder of good images",
     "infer": "score images: verdicts in results.csv, heatmaps beside them",
     "evaluate": "measure trained models on their test splits",

@@ -21,6 +21,17 @@ CONFIG_FOLDERS = (Path("configs"), Path(__file__).parents[2] / "configs")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    add_config_arguments(parser)
+    parser.add_argument("--output", type=Path, help="the run's folder (default: runs/<name>)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run there")
+    parser.add_argument(
+        "--no-calibrate", action="store_true", help="find no threshold; results have no verdicts"
+    )
+    machine.add_arguments(parser)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that name a config and change its values."""
     parser.add_argument(
         "--config", required=True, help="a YAML file, or a bare name looked up in configs/"
     )
@@ -32,12 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="override a setting, e.g. --set model.kind=padim; may be repeated",
     )
-    parser.add_argument("--output", type=Path, help="the run's folder (default: runs/<name>)")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run there")
-    parser.add_argument(
-        "--no-calibrate", action="store_true", help="find no threshold; results have no verdicts"
-    )
-    machine.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:

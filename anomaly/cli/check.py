@@ -1,0 +1,104 @@
+"""`anomaly check`: what a data set holds and what would go wrong, before any training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from anomaly.cli import machine
+from anomaly.cli.progress import ProgressLine
+
+if TYPE_CHECKING:
+    from anomaly.data_check import DataReport, Fault, SplitSummary
+
+_SHOWN = 5
+_HEADINGS = {
+    "wrong": "training or evaluation would be wrong",
+    "unusable": "can't be used as it is",
+    "note": "worth knowing",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    from anomaly.cli.train import add_config_arguments
+
+    add_config_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="everything found, as JSON on stdout")
+    parser.add_argument("--all", action="store_true", help="name every file, not the first few")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check one data set.
+
+    Returns:
+        0 all fine, 3 some files can't be used, 2 training or evaluation would be wrong.
+    """
+    from anomaly.cli.train import CONFIG_FOLDERS
+    from anomaly.config import load_config
+    from anomaly.data_check import Reading, Severity, check
+    from anomaly.datasets import open_dataset
+
+    config = load_config(options.config, options.overrides, CONFIG_FOLDERS)
+    data, image = config.data, config.image
+    dataset = open_dataset(data.format, data.root, data.category)
+    with ProgressLine() as progress:
+        report = check(
+            dataset,
+            Reading(image.bit_depth, image.max_pixels, data.mask_above),
+            one_grid=config.model.kind == "padim" and image.resize is None,
+            workers=machine.cores(),
+            progress=lambda done, total: progress("reading", done, total),
+        )
+    if options.json:
+        print(json.dumps(_as_json(report, str(dataset.folder)), indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(_as_text(report, str(dataset.folder), None if options.all else _SHOWN)))
+    return 2 if report.has(Severity.WRONG) else 3 if report.has(Severity.UNUSABLE) else 0
+
+
+def _as_json(report: DataReport, folder: str) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {"folder": folder, **asdict(report)}
+
+
+def _as_text(report: DataReport, folder: str, shown: int | None) -> list[str]:
+    lines = [folder]
+    for name, split in report.splits.items():
+        lines += _split_lines(name, split)
+    for severity, heading in _HEADINGS.items():
+        faults = [fault for fault in report.faults if fault.severity == severity]
+        if faults:
+            lines += ["", f"{heading}: {len(faults)}", *_fault_lines(faults, shown)]
+    return lines if report.faults else [*lines, "", "nothing wrong found"]
+
+
+def _split_lines(name: str, split: SplitSummary) -> list[str]:
+    masks = f" ({split.with_mask} with masks)" if split.defect else ""
+    bad = split.images - split.usable
+    return [
+        f"  {name:<12}{split.good} good, {split.defect} defective{masks}"
+        + (f", {bad} can't be read" if bad else ""),
+        f"  {'':<12}{_counts(split.sizes, 'sizes')}; {_counts(split.modes, 'modes')}",
+    ]
+
+
+def _counts(counts: dict[str, int], what: str, shown: int = 4) -> str:
+    if len(counts) == 1:
+        return f"all {next(iter(counts))}"
+    listed = ", ".join(f"{count} {name}" for name, count in list(counts.items())[:shown])
+    return f"{len(counts)} {what}: {listed}" + (" …" if len(counts) > shown else "")
+
+
+def _fault_lines(faults: Sequence[Fault], shown: int | None) -> list[str]:
+    lines = []
+    for kind in dict.fromkeys(fault.kind for fault in faults):
+        mine = [fault for fault in faults if fault.kind == kind]
+        kept = mine[:shown]
+        lines += [f"  {kind}: {fault.detail}" for fault in kept]
+        if len(kept) < len(mine):
+            lines.append(f"  {kind}: … and {len(mine) - len(kept)} more (--all names them)")
+    return lines
