@@ -3,6 +3,8 @@
     model/
       backbone.safetensors   the truncated network
       scorer.safetensors     the memory bank or the Gaussians
+      usual.safetensors      what images look like as a whole
+      region.png, ignore.png where to look, if that was drawn as a picture
       config.yaml            every setting but the place of the data
       thresholds.json        where good ends, and how that was found
       manifest.json          sha256 of every file, training images, versions, seed
@@ -25,22 +27,28 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import torch
 import yaml
 from safetensors import SafetensorError
+from safetensors.numpy import load_file as load_numpy
+from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
 
 from anomaly import __version__
 from anomaly.backbones import Normalisation, build, fill
 from anomaly.config import Config, parse_config
-from anomaly.detector import AnomalyDetector, Thresholds
+from anomaly.detector import AnomalyDetector, Thresholds, region_of
 from anomaly.errors import AnomalyError, ModelError, OutputError
 from anomaly.features import truncate
 from anomaly.precision import has_bf16
+from anomaly.region import Picture, Region
 from anomaly.scorers.base import Scorer
 from anomaly.scorers.gaussian import PatchGaussian
 from anomaly.scorers.memory_bank import MemoryBank
 from anomaly.training import Training
+from anomaly.usual import UsualLook
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +100,10 @@ def save(training: Training, folder: Path, *, overwrite: bool = False) -> str:
         save_file(state, draft / "backbone.safetensors")
         scorer = {k: v.cpu().contiguous() for k, v in detector.scorer.tensors().items()}
         save_file(scorer, draft / "scorer.safetensors")
+        if detector.usual is not None:
+            save_numpy(detector.usual.tensors(), draft / "usual.safetensors")
+        for name, picture in _pictures(detector.region).items():
+            (draft / name).write_bytes(picture)
         settings = portable(detector.config)
         (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
         thresholds = None if detector.thresholds is None else asdict(detector.thresholds)
@@ -125,6 +137,9 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
         state = load_file(folder / "backbone.safetensors")
         fill(truncated.network, state, build(name), str(folder / "backbone.safetensors"))
         thresholds = json.loads((folder / "thresholds.json").read_text("utf-8"))
+        region, aspect = region_of(config.image, folder), manifest["aspect"]
+        looks = folder / "usual.safetensors"
+        usual = UsualLook.from_tensors(load_numpy(looks)) if looks.is_file() else None
     except (OSError, SafetensorError, yaml.YAMLError, KeyError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, then.
         raise ModelError(
@@ -140,6 +155,9 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
         scorer=_on(scorer, device),
         thresholds=None if thresholds is None else Thresholds(**thresholds),
         device=device,
+        region=region,
+        aspect=aspect,
+        usual=usual,
     )
     return Model(detector, manifest, _model_id(folder))
 
@@ -178,7 +196,20 @@ def portable(config: Config) -> dict[str, Any]:
     del values["data"]["root"]
     if config.backbone.weights not in ("imagenet", "random"):
         values["backbone"]["weights"] = Path(config.backbone.weights).name
+    for part in ("region", "ignore"):
+        if values["image"][part] and values["image"][part]["png"]:
+            values["image"][part]["png"] = f"{part}.png"
     return values
+
+
+def _pictures(region: Region | None) -> dict[str, bytes]:
+    """The masks that say where to look, as PNG files by name."""
+    shapes = {} if region is None else {"region": region.look, "ignore": region.ignore}
+    return {
+        f"{name}.png": cv2.imencode(".png", shape.pixels.astype(np.uint8) * 255)[1].tobytes()
+        for name, shape in shapes.items()
+        if isinstance(shape, Picture)
+    }
 
 
 def _on(scorer: Scorer, device: torch.device) -> Scorer:
@@ -193,6 +224,7 @@ def _manifest(training: Training, folder: Path) -> dict[str, Any]:
         "software_version": __version__,
         "name": detector.config.name,
         "seed": detector.config.seed,
+        "aspect": detector.aspect,
         "backbone": {
             "name": detector.config.backbone.name,
             "layers": list(extractor.layers),

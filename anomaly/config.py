@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -35,16 +35,48 @@ class DataConfig(_Section):
     mask_above: Annotated[int, Field(ge=0, lt=65535)] = 0
 
 
+class ShapeConfig(_Section):
+    """A part of the image: a picture in which it is drawn (any value but 0), or polygons.
+
+    Corners are (x, y), as shares of the image's width and height or in original pixels.
+    """
+
+    png: Path | None = None
+    polygons: tuple[Annotated[tuple[tuple[float, float], ...], Field(min_length=3)], ...] = ()
+    unit: Literal["relative", "pixels"] = "relative"
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> ShapeConfig:
+        if (self.png is None) == (not self.polygons):
+            raise ValueError("a region takes either `png` or `polygons`")
+        corners = [value for polygon in self.polygons for point in polygon for value in point]
+        if any(value < 0 for value in corners):
+            raise ValueError(f"a polygon's corner is {min(corners)}; corners start at 0")
+        if self.unit == "relative" and any(value > 1 for value in corners):
+            raise ValueError(
+                f"a polygon's corner is {max(corners):g}, but relative corners end at 1; "
+                "for original pixels add `unit: pixels`"
+            )
+        return self
+
+
 class ImageConfig(_Section):
     """How an image becomes the network's input.
 
     Either `resize` (both sides, aspect not kept) and an optional centred `crop`, as in the papers,
     or, without them, `area`: the aspect is kept and the area is that of a square of this side.
+    With `tile`, large images are cut into squares of that many original pixels, which overlap by
+    at least `overlap`, and each tile is seen at `area`.
     """
 
     area: Size = 256
     resize: Size | None = None
     crop: Size | None = None
+    tile: Annotated[int, Field(ge=64, le=16384)] | None = None
+    overlap: Annotated[int, Field(ge=0)] | None = None
+    region: ShapeConfig | None = None
+    ignore: ShapeConfig | None = None
+    mm_per_pixel: Annotated[float, Field(gt=0)] | None = None
     bit_depth: Annotated[int, Field(ge=1, le=16)] | None = None
     max_pixels: PositiveInt = 250_000_000
 
@@ -58,6 +90,28 @@ class ImageConfig(_Section):
                 "make it equal or smaller, or leave it out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _tiles_fit(self) -> ImageConfig:
+        if self.tile is None:
+            if self.overlap is not None:
+                raise ValueError("image.overlap needs image.tile")
+            return self
+        if self.resize is not None:
+            raise ValueError("image.tile and image.resize exclude each other: tiles use image.area")
+        if self.overlap is not None and self.overlap > self.tile // 2:
+            raise ValueError(
+                f"image.overlap is {self.overlap}; it can be at most half of image.tile "
+                f"({self.tile // 2})"
+            )
+        return self
+
+    @property
+    def overlap_in_force(self) -> int:
+        """Original pixels that neighbouring tiles share: an eighth of a tile unless told."""
+        if self.tile is None:
+            return 0
+        return self.tile // 8 if self.overlap is None else self.overlap
 
 
 class BackboneConfig(_Section):
@@ -88,17 +142,6 @@ class ModelConfig(_Section):
     projection: Literal["random", "orthogonal"] = "orthogonal"
     regularisation: Annotated[float, Field(gt=0)] = 0.01
 
-    @property
-    def image_score_in_force(self) -> str:
-        """The image score that this kind of model uses.
-
-        PatchCore takes the maximum of the patch scores, PaDiM that of the blurred map, unless told
-        otherwise; `reweighted` needs a memory bank, so PaDiM falls back on its own default.
-        """
-        if self.image_score is None or (self.image_score == "reweighted" and self.kind == "padim"):
-            return "max" if self.kind == "patchcore" else "map_max"
-        return self.image_score
-
 
 class Config(_Section):
     """All settings of one training."""
@@ -112,6 +155,29 @@ class Config(_Section):
     memory_limit: Annotated[int, Field(ge=16, le=1_000_000)] = 256
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    @property
+    def image_score_in_force(self) -> str:
+        """How image scores are made, where the config leaves it open or asks for the impossible.
+
+        The maximum of the blurred map, which is what a heatmap shows; but PatchCore on squares is
+        the paper's, which takes the maximum of the patch scores. `reweighted` needs a memory bank.
+        """
+        model = self.model
+        impossible = model.kind == "padim" and model.image_score == "reweighted"
+        if model.image_score is not None and not impossible:
+            return model.image_score
+        is_papers = model.kind == "patchcore" and self.image.resize is not None
+        return "max" if is_papers else "map_max"
+
+    @model_validator(mode="after")
+    def _tiles_need_a_bank(self) -> Config:
+        if self.image.tile is not None and self.model.kind == "padim":
+            raise ValueError(
+                "image.tile needs model.kind=patchcore: PaDiM learns each place of the image, and "
+                "all tiles would share one"
+            )
+        return self
 
 
 def load_config(
@@ -234,5 +300,6 @@ def _explain(error: dict[str, Any]) -> str:
 def _known_keys(location: tuple[Any, ...]) -> list[str]:
     section: Any = Config
     for part in location:
-        section = section.model_fields[part].annotation
+        annotation = section.model_fields[part].annotation
+        section = next(a for a in (annotation, *get_args(annotation)) if hasattr(a, "model_fields"))
     return list(section.model_fields)

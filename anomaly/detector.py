@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +16,25 @@ from torch import Tensor
 from anomaly.aligner import PATCHCORE_ALIGNERS
 from anomaly.anomaly_map import image_scores, network_map, source_map
 from anomaly.backbones import Normalisation
-from anomaly.config import Config
-from anomaly.embedding import Embedder
+from anomaly.config import Config, ImageConfig, ShapeConfig
+from anomaly.embedding import Embedder, inside_of, looks_of
 from anomaly.errors import DataError
 from anomaly.features import FeatureExtractor
-from anomaly.geometry import Sizing, View
-from anomaly.images import Image
+from anomaly.geometry import Layout, Sizing, Tiling
+from anomaly.images import Image, read_mask
 from anomaly.lanes import side_by_side
 from anomaly.loading import Loaded, Loading, Refused, by_shape, load_all
+from anomaly.region import Picture, Polygons, Region, Shape
 from anomaly.scorers.base import PatchScores, Scorer
 from anomaly.scorers.gaussian import PatchGaussian
 from anomaly.scorers.memory_bank import MemoryBank
 from anomaly.scorers.projection import Projection
+from anomaly.usual import Look, UsualLook
+
+_TILES_AT_ONCE = 4
+# What most networks shrink an image by in all: every layer's grid is then an even number of the
+# next one's, and images of many aspects share so few sizes that batches are full.
+_LEAST_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
@@ -57,23 +66,40 @@ class Prediction:
         index: the image's place in the list of files.
         image: the decoded file.
         view: how the network saw it.
-        patch_scores: (h, w) float32, distances; higher is more anomalous.
+        patch_scores: (h, w) float32, distances; higher is more anomalous. NaN doesn't count. With
+            tiles, the mosaic of their patches.
         nearest: (h, w) int64, the nearest bank vector of each patch; None without a bank.
-        image_score: in the same unit.
+        image_score: in the same unit; with tiles, the highest of theirs.
         smoothing: of the anomaly map, in network pixels.
+        region: what of the image counts; None for all of it.
+        oddness: why the image isn't like the training images at all, so that its score means
+            little; empty where it is.
     """
 
     index: int
     image: Image
-    view: View
+    view: Layout
     patch_scores: NDArray[np.float32]
     nearest: NDArray[np.int64] | None
     image_score: float
     smoothing: float
+    region: Region | None = None
+    oddness: str = ""
 
     def anomaly_map(self, strip: slice | None = None) -> NDArray[np.float32]:
-        """(H0, W0) float32 in the image's own pixels; NaN where a crop hid it from the network."""
-        return source_map(self.patch_scores, self.view, self.smoothing, strip)
+        """The anomaly map in the image's own pixels.
+
+        Args:
+            strip: only these rows; a large image's whole map may not fit into memory.
+
+        Returns:
+            (H0, W0) float32; NaN where a crop hid the image from the network and outside the
+            region to look at.
+        """
+        found = source_map(self.patch_scores, self.view, self.smoothing, strip)
+        if self.region is not None:
+            found[~self.region.inside(self.image.size, strip or slice(None))] = np.nan
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +113,9 @@ class AnomalyDetector:
         scorer: what good patches look like.
         thresholds: None where there were no good images to find them with.
         device: where the network and the scorer are.
+        region: what of each image counts; None for all of it.
+        aspect: H/W that images have to have; None for any.
+        usual: what images look like as a whole; None where there were too few to tell.
     """
 
     config: Config
@@ -95,11 +124,14 @@ class AnomalyDetector:
     scorer: Scorer
     thresholds: Thresholds | None
     device: torch.device
+    region: Region | None = None
+    aspect: float | None = None
+    usual: UsualLook | None = None
 
     @property
     def loading(self) -> Loading:
         """How files become network inputs."""
-        return loading_of(self.config, self.extractor)
+        return loading_of(self.config, self.extractor, self.region, self.aspect)
 
     @property
     def embedder(self) -> Embedder:
@@ -124,7 +156,10 @@ class AnomalyDetector:
         batches = by_shape(
             load_all(paths, self.loading, workers), batch_size or self.config.batch_size
         )
-        for results in side_by_side(lambda b: self._attempt(b, paths), batches, self.device):
+        tiled = self.config.image.tile is not None
+        # A large image's tiles go side by side already.
+        together = map if tiled else partial(side_by_side, device=self.device)
+        for results in together(lambda batch: self._attempt(batch, paths), batches):
             yield from results
 
     def _attempt(
@@ -141,50 +176,148 @@ class AnomalyDetector:
             ]
 
     def score(self, batch: Sequence[Loaded]) -> list[Prediction]:
-        """Score loaded images of one network size."""
+        """Score loaded images of one network size, or large images in tiles.
+
+        Raises:
+            DataError: the region to look at holds none of an image's patches, or the scorer
+                doesn't take its grid.
+        """
+        if isinstance(batch[0].view, Tiling):
+            return [self._score_tiles(item) for item in batch]
+        every = zip(batch, *self._scored(batch), strict=True)
+        return [self._prediction(*image) for image in every]
+
+    def _score_tiles(self, item: Loaded) -> Prediction:
+        """Score one large image; only a few batches of tiles are in memory beside it."""
+        rows, columns = (len(pieces) for pieces in item.view.axes)
+        mosaic: _Patches | None = None
+        whole: Look | None = None
+        best = -math.inf
+        # Tiles are many and large: smaller batches keep what is in memory small.
+        tiles = item.tiles(min(self.config.batch_size, _TILES_AT_ONCE))
+        done = side_by_side(lambda batch: (batch, *self._scored(batch)), tiles, self.device)
+        for batch, patches, scores, looks in done:
+            best = max(best, *scores)
+            for tile, part, one in zip(batch, patches, looks, strict=True):
+                mosaic = mosaic or part.tiled(rows, columns)
+                mosaic.put(tile.tile, part)
+                whole = one if whole is None else whole + one
+        assert mosaic is not None
+        assert whole is not None
+        return self._prediction(item, mosaic, best, whole)
+
+    def _scored(self, batch: Sequence[Loaded]) -> tuple[list[_Patches], list[float], list[Look]]:
+        """Patches, image scores and looks of images or tiles."""
         with torch.inference_mode():
-            patches, scores = self.score_patches(self.embedder(batch), batch[0].view.size)
-        patch_scores = patches.scores.cpu().numpy()
-        nearest = None if patches.nearest is None else patches.nearest.cpu().numpy()
-        return [
-            Prediction(
-                index=item.index,
-                image=item.image,
-                view=item.view,
-                patch_scores=patch_scores[i],
-                nearest=None if nearest is None else nearest[i],
-                image_score=float(scores[i]),
-                smoothing=self.config.model.smoothing,
-            )
-            for i, item in enumerate(batch)
+            embeddings = self.embedder(batch)
+            inside = inside_of(batch, embeddings, self.region)
+            looks = looks_of(batch, embeddings, inside)
+            found, scores = self.score_patches(embeddings, batch[0].view.size, inside)
+        nearest = None if found.nearest is None else found.nearest.cpu().numpy()
+        patches = [
+            _Patches(p, None if nearest is None else nearest[i])
+            for i, p in enumerate(found.scores.cpu().numpy())
         ]
+        return patches, scores.tolist(), looks
+
+    def _prediction(self, item: Loaded, patches: _Patches, score: float, look: Look) -> Prediction:
+        return Prediction(
+            index=item.index,
+            image=item.image,
+            view=item.view,
+            patch_scores=patches.scores,
+            nearest=patches.nearest,
+            image_score=score,
+            smoothing=self.config.model.smoothing,
+            region=self.region,
+            oddness="" if self.usual is None else self.usual.oddness(look),
+        )
 
     def score_patches(
-        self, embeddings: Tensor, size: tuple[int, int]
+        self, embeddings: Tensor, size: tuple[int, int], inside: Tensor | None = None
     ) -> tuple[PatchScores, Tensor]:
         """Score patch embeddings.
 
         Args:
             embeddings: (B, h, w, D), as `embedder` makes them.
             size: (H, W) of the network's input that they come from.
+            inside: (B, h, w) bool, the patches that count; None for all.
 
         Returns:
-            The patch scores, and the image scores (B,) float32 on the CPU.
+            The patch scores, NaN where they don't count, and the image scores (B,) float32 on the
+            CPU; -inf where no patch counts, which only a tile can have.
         """
         model = self.config.model
-        how = model.image_score_in_force
+        how = self.config.image_score_in_force
         patches = self.scorer.score(embeddings)
+        shown = patches
+        if inside is not None:
+            shown = replace(patches, scores=patches.scores.masked_fill(~inside, math.nan))
         if how == "reweighted" and isinstance(self.scorer, MemoryBank):
-            return patches, self.scorer.reweighted(embeddings, patches, model.neighbours).cpu()
-        maps = network_map(patches.scores, size, model.smoothing)
-        return patches, image_scores(patches.scores, maps, how).cpu()
+            if inside is not None:
+                patches = replace(patches, scores=patches.scores.masked_fill(~inside, -math.inf))
+            return shown, self.scorer.reweighted(embeddings, patches, model.neighbours).cpu()
+        maps = network_map(patches.scores, size, model.smoothing, inside)
+        return shown, image_scores(shown.scores, maps, how).cpu()
 
 
-def loading_of(config: Config, extractor: FeatureExtractor) -> Loading:
+@dataclass(frozen=True, eq=False)
+class _Patches:
+    """Scores and nearest bank vectors of an image's patches, (h, w) each."""
+
+    scores: NDArray[np.float32]
+    nearest: NDArray[np.int64] | None
+
+    def tiled(self, rows: int, columns: int) -> _Patches:
+        """Room for so many grids like this one."""
+        times = (rows, columns)
+        nearest = None if self.nearest is None else np.tile(self.nearest, times)
+        return _Patches(np.tile(self.scores, times), nearest)
+
+    def put(self, tile: tuple[int, int], part: _Patches) -> None:
+        """Fill in one tile."""
+        height, width = part.scores.shape
+        here = np.s_[
+            tile[0] * height : (tile[0] + 1) * height, tile[1] * width : (tile[1] + 1) * width
+        ]
+        self.scores[here] = part.scores
+        if self.nearest is not None and part.nearest is not None:
+            self.nearest[here] = part.nearest
+
+
+def loading_of(
+    config: Config, extractor: FeatureExtractor, region: Region | None, aspect: float | None
+) -> Loading:
     """How a config turns files into network inputs."""
     image = config.image
-    sizing = Sizing(image.resize, image.crop, image.area, extractor.coarsest_stride)
-    return Loading(sizing, image.bit_depth, image.max_pixels)
+    sizing = Sizing(
+        image.resize,
+        image.crop,
+        image.area,
+        max(extractor.coarsest_stride, _LEAST_MULTIPLE),
+        aspect,
+        image.tile,
+        image.overlap_in_force,
+    )
+    return Loading(sizing, image.bit_depth, image.max_pixels, region)
+
+
+def region_of(image: ImageConfig, folder: Path) -> Region | None:
+    """Where a config says to look; pictures are taken from `folder`.
+
+    Raises:
+        ImageError: a picture can't be read.
+    """
+
+    def shape(config: ShapeConfig | None) -> Shape | None:
+        if config is None:
+            return None
+        if config.png is not None:
+            return Picture(read_mask(folder / config.png.expanduser()))
+        return Polygons(config.polygons, config.unit == "relative")
+
+    look, ignore = shape(image.region), shape(image.ignore)
+    return None if look is None and ignore is None else Region(look, ignore)
 
 
 def embedder_of(

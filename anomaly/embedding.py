@@ -8,21 +8,25 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import IO, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.aligner import Align
 from anomaly.backbones import Normalisation
 from anomaly.errors import DataError, OutputError
 from anomaly.features import FeatureExtractor
+from anomaly.geometry import Layout
 from anomaly.lanes import side_by_side
-from anomaly.loading import Loaded, Loading, Refused, by_shape, load_all
+from anomaly.loading import Loaded, Loading, Refused, by_shape, load_all, tile_by_tile
+from anomaly.region import Region, counted
 from anomaly.scorers.base import PatchBatch, Progress
+from anomaly.usual import Look, look
 
-_Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor]
+_Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor, list[Look]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +54,37 @@ class Embedder:
             return self.align(self.maps(batch))
 
 
+def inside_of(batch: Sequence[Loaded], embeddings: Tensor, region: Region | None) -> Tensor | None:
+    """Which patches (B, h, w) of embeddings (B, h, w, D) count; None for all.
+
+    Raises:
+        DataError: none of an image's patches does.
+    """
+    if region is None:
+        return None
+    grid = (embeddings.shape[1], embeddings.shape[2])
+    masks = [counted(region, item.layout, item.tile, grid) for item in batch]
+    return torch.from_numpy(np.stack(masks)).to(embeddings.device)
+
+
+def looks_of(batch: Sequence[Loaded], embeddings: Tensor, inside: Tensor | None) -> list[Look]:
+    """What each image or tile of a batch looks like as a whole."""
+    masks: list[NDArray[np.bool_] | None] = [None] * len(batch)
+    if inside is not None:
+        embeddings = embeddings * inside[..., None]
+        masks = list(inside.cpu().numpy())
+    flat = embeddings.flatten(1, 2).float()
+    sums = flat.sum(1).double().cpu().numpy()
+    squares = torch.linalg.vector_norm(flat, dim=(1, 2)).double().square().tolist()
+    patches = [flat.shape[1] if mask is None else int(mask.sum()) for mask in masks]
+    every = zip(batch, sums, squares, patches, masks, strict=True)
+    return [look(item.pixels, *one) for item, *one in every]
+
+
 class TrainingPatches:
     """The patch embeddings of the training images, batch by batch, as often as wanted.
+
+    Large images come tile by tile, and what lies outside a region to look at is marked.
 
     The first reading runs the network and writes what it makes to a temporary file; further
     readings take it from there, so that each sees the same bytes. Feature maps are written before
@@ -62,7 +95,8 @@ class TrainingPatches:
         seconds: time spent decoding and in the network, so far.
         refused: files that couldn't be used, after the first reading.
         hashes: sha256 of each file used, by its index, after the first reading.
-        sizes: (H, W) of the network's input for each file used, likewise.
+        views: how each file used was turned into the network's input, likewise.
+        looks: what each file used looks like as a whole, likewise.
         count: how many patches all images have, after the first reading.
     """
 
@@ -76,6 +110,7 @@ class TrainingPatches:
         workers: int,
         scratch: Path,
         aligned: bool,
+        region: Region | None = None,
         progress: Progress,
     ) -> None:
         self._paths = paths
@@ -85,12 +120,14 @@ class TrainingPatches:
         self._workers = workers
         self._scratch = scratch
         self._aligned = aligned
+        self._region = region
         self._progress = progress
         self._file: _TensorFile | None = None
         self.seconds = 0.0
         self.refused: list[Refused] = []
         self.hashes: dict[int, str] = {}
-        self.sizes: dict[int, tuple[int, int]] = {}
+        self.views: dict[int, Layout] = {}
+        self.looks: dict[int, Look] = {}
         self.count = 0
 
     def __iter__(self) -> Iterator[PatchBatch]:
@@ -105,10 +142,10 @@ class TrainingPatches:
         with torch.inference_mode():
             source = self._compute() if self._file is None else self._reread(images)
             for names, embeddings in source:
-                rows = [row for row, name in enumerate(names) if name in images]
+                rows = [row for row, name in enumerate(names) if name.image in images]
                 if rows:
                     kept = embeddings if len(rows) == len(names) else embeddings[rows]
-                    yield PatchBatch(kept, tuple(names[row] for row in rows))
+                    yield self._batch(kept, [names[row] for row in rows])
 
     def close(self) -> None:
         """Delete the temporary file."""
@@ -116,19 +153,39 @@ class TrainingPatches:
             self._file.close()
             self._file = None
 
-    def _compute(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    def _batch(self, embeddings: Tensor, names: Sequence[_Name]) -> PatchBatch:
+        height, width = embeddings.shape[1:3]
+        inside = None
+        if self._region is not None:
+            masks = [
+                counted(self._region, self.views[n.image], (n.row, n.column), (height, width))
+                for n in names
+            ]
+            inside = torch.from_numpy(np.stack(masks)).to(embeddings.device)
+        return PatchBatch(
+            embeddings,
+            tuple(name.image for name in names),
+            tuple((name.row * height, name.column * width) for name in names),
+            inside,
+        )
+
+    def _compute(self) -> Iterator[tuple[tuple[_Name, ...], Tensor]]:
         file = _TensorFile(self._scratch)
-        self.refused, self.hashes, self.count = [], {}, 0
+        self.refused, self.hashes, self.looks, self.count = [], {}, {}, 0
         started = time.perf_counter()
-        batches = by_shape(load_all(self._paths, self._loading, self._workers), self._batch_size)
+        loaded = load_all(self._paths, self._loading, self._workers)
+        batches = tile_by_tile(by_shape(loaded, self._batch_size), self._batch_size)
         for done in side_by_side(self._embed, batches, self._embedder.device):
             if isinstance(done, Refused):
                 self.refused.append(done)
                 continue
-            batch, kept, embeddings = done
-            names = tuple(item.index for item in batch)
+            batch, kept, embeddings, looks = done
+            names = tuple(_Name(item.index, *item.tile) for item in batch)
             self.hashes.update((item.index, item.image.sha256) for item in batch)
-            self.sizes.update((item.index, item.view.size) for item in batch)
+            self.views.update((item.index, item.layout) for item in batch)
+            for item, one in zip(batch, looks, strict=True):
+                known = self.looks.get(item.index)
+                self.looks[item.index] = one if known is None else known + one
             self.count += math.prod(embeddings.shape[:3])
             file.write(names, kept)
             self._progress(len(self.hashes) + len(self.refused), len(self._paths))
@@ -148,12 +205,22 @@ class TrainingPatches:
         with torch.inference_mode():
             maps = self._embedder.maps(batch)
             embeddings = self._embedder.align(maps)
-        return batch, [embeddings] if self._aligned else maps, embeddings
+            inside = inside_of(batch, embeddings, self._region)
+            looks = looks_of(batch, embeddings, inside)
+        return batch, [embeddings] if self._aligned else maps, embeddings, looks
 
-    def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[_Name, ...], Tensor]]:
         assert self._file is not None
         for names, kept in self._file.read(images):
             yield names, kept[0] if self._aligned else self._embedder.align(kept)
+
+
+class _Name(NamedTuple):
+    """A training image, or one tile of it."""
+
+    image: int
+    row: int
+    column: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,9 +240,9 @@ class _TensorFile:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
-        self._written: list[tuple[tuple[int, ...], int, list[_Layout]]] = []
+        self._written: list[tuple[tuple[_Name, ...], int, list[_Layout]]] = []
 
-    def write(self, names: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
+    def write(self, names: tuple[_Name, ...], tensors: Sequence[Tensor]) -> None:
         layouts = []
         offset = self._file.tell()
         try:
@@ -190,9 +257,9 @@ class _TensorFile:
             ) from None
         self._written.append((names, offset, layouts))
 
-    def read(self, images: Container[int]) -> Iterator[tuple[tuple[int, ...], list[Tensor]]]:
+    def read(self, images: Container[int]) -> Iterator[tuple[tuple[_Name, ...], list[Tensor]]]:
         for names, offset, layouts in self._written:
-            if any(name in images for name in names):
+            if any(name.image in images for name in names):
                 self._file.seek(offset)
                 yield names, [layout.read(self._file) for layout in layouts]
 

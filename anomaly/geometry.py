@@ -7,12 +7,15 @@ that a patch score finds its original pixels again. Imports no torch: decoding p
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
+
+from anomaly.errors import DataError
 
 # How far an image's aspect may be off where all need one grid.
 ASPECT_TOLERANCE = 0.1
@@ -31,30 +34,38 @@ class AxisView:
     Coordinates are continuous with pixel centres at +0.5, so that resizing is a pure scaling.
 
     Attributes:
-        source: original pixels.
+        source: original pixels that are taken.
         resized: pixels after resizing, before the crop.
         offset: where the crop starts, in resized pixels.
         size: what the network sees.
+        start: the first original pixel that is taken; not 0 in tiles only.
     """
 
     source: int
     resized: int
     offset: int
     size: int
+    start: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The original pixel after the last one taken."""
+        return self.start + self.source
 
     def to_network(self, position: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
         """Original coordinates as network coordinates (may lie outside [0, size])."""
-        return np.asarray(position * (self.resized / self.source) - self.offset, np.float64)
+        scaled = (position - self.start) * (self.resized / self.source)
+        return np.asarray(scaled - self.offset, np.float64)
 
     def to_source(self, position: NDArray[np.float64]) -> NDArray[np.float64]:
         """Network coordinates as original coordinates."""
-        return (position + self.offset) * (self.source / self.resized)
+        return self.start + (position + self.offset) * (self.source / self.resized)
 
     def visible(self) -> slice:
         """The original pixels whose centres the network sees."""
-        inside = self.to_network(np.arange(self.source) + 0.5)
+        inside = self.to_network(np.arange(self.start, self.stop) + 0.5)
         # A centre on the crop's very edge is in at its start and out at its end.
-        kept = np.flatnonzero((inside > -1e-9) & (inside < self.size - 1e-9))
+        kept = np.flatnonzero((inside > -1e-9) & (inside < self.size - 1e-9)) + self.start
         return slice(int(kept[0]), int(kept[-1]) + 1)
 
 
@@ -75,6 +86,51 @@ class View:
         """(H0, W0) of the original image."""
         return self.rows.source, self.columns.source
 
+    @property
+    def axes(self) -> tuple[Axis, Axis]:
+        """Rows and columns, in one piece each."""
+        return (self.rows,), (self.columns,)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How one large image is turned into several inputs of equal size: tiles, row by row.
+
+    A tile's grid of patches is one block of the mosaic that stands for the whole image.
+
+    Attributes:
+        rows: the tiles' extents along the image's height, in order; neighbours overlap.
+        columns: along its width.
+    """
+
+    rows: Axis
+    columns: Axis
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(H, W) of each tile, as the network sees it."""
+        return self.rows[0].size, self.columns[0].size
+
+    @property
+    def source(self) -> tuple[int, int]:
+        """(H0, W0) of the original image."""
+        return self.rows[-1].stop, self.columns[-1].stop
+
+    @property
+    def axes(self) -> tuple[Axis, Axis]:
+        """Rows and columns, in pieces."""
+        return self.rows, self.columns
+
+    def tiles(self) -> Iterator[tuple[int, int, View]]:
+        """Row, column and view of each tile."""
+        for i, rows in enumerate(self.rows):
+            for j, columns in enumerate(self.columns):
+                yield i, j, View(rows, columns)
+
+
+Axis: TypeAlias = tuple[AxisView, ...]
+Layout: TypeAlias = View | Tiling
+
 
 @dataclass(frozen=True)
 class Sizing:
@@ -85,17 +141,30 @@ class Sizing:
         crop: side of the centred square cut out of the resized image; None keeps all of it.
         area: side of the square whose area a kept-aspect image gets.
         multiple: kept-aspect sides are rounded to a multiple of this (the coarsest hooked stride).
+        aspect: H/W that all images have to have, give or take `ASPECT_TOLERANCE`; None for any.
+        tile: side of the square tiles that a large image is cut into, in original pixels; each is
+            then seen at `area`. None sees every image as a whole.
+        overlap: of neighbouring tiles, at least, in original pixels.
     """
 
     resize: int | None
     crop: int | None
     area: int
     multiple: int
+    aspect: float | None = None
+    tile: int | None = None
+    overlap: int = 0
 
-    def view(self, source: tuple[int, int]) -> View:
-        """The view of an image of (H0, W0) pixels."""
+    def view(self, source: tuple[int, int]) -> Layout:
+        """The view of an image of (H0, W0) pixels.
+
+        Raises:
+            DataError: its aspect isn't that of the others, and has to be.
+        """
+        if self.tile is not None:
+            return self._tiling(source, self.tile)
         if self.resize is None:
-            rows, columns = self._kept_aspect(source)
+            rows, columns = self._kept_aspect(self._accepted(source))
             return View(
                 AxisView(source[0], rows, 0, rows), AxisView(source[1], columns, 0, columns)
             )
@@ -106,12 +175,38 @@ class Sizing:
             AxisView(source[1], self.resize, offset, size),
         )
 
-    def _kept_aspect(self, source: tuple[int, int]) -> tuple[int, int]:
-        root = math.sqrt(source[0] / source[1])
+    def _accepted(self, source: tuple[int, int]) -> float:
+        """H/W that an image is brought to."""
+        if self.aspect is None:
+            return source[0] / source[1]
+        error = aspect_error(source, self.aspect)
+        if error > ASPECT_TOLERANCE:
+            raise DataError(
+                f"its {source[1]}×{source[0]} pixels are off the training images' shape by "
+                f"{error:.0%}: PaDiM takes up to {ASPECT_TOLERANCE:.0%}; crop it to their shape, "
+                "or use model.kind=patchcore, which takes any"
+            )
+        return self.aspect
+
+    def _kept_aspect(self, aspect: float) -> tuple[int, int]:
+        root = math.sqrt(aspect)
         return self._rounded(self.area * root), self._rounded(self.area / root)
 
     def _rounded(self, side: float) -> int:
         return max(1, round(side / self.multiple)) * self.multiple
+
+    def _tiling(self, source: tuple[int, int], tile: int) -> Tiling:
+        return Tiling(self._tiles(source[0], tile), self._tiles(source[1], tile))
+
+    def _tiles(self, length: int, tile: int) -> Axis:
+        """Tiles of one size, as few as cover an axis, spread evenly."""
+        side = min(tile, length)
+        step = tile - self.overlap
+        count = 1 + max(0, math.ceil((length - tile) / step))
+        starts = np.rint(np.linspace(0, length - side, count)).astype(int).tolist()
+        # One scale for all images, also for those that are smaller than a tile.
+        size = self._rounded(side * self.area / tile)
+        return tuple(AxisView(side, size, 0, size, start) for start in starts)
 
 
 def render(pixels: NDArray[np.generic], full_scale: float, view: View) -> NDArray[np.float32]:
@@ -123,7 +218,7 @@ def render(pixels: NDArray[np.generic], full_scale: float, view: View) -> NDArra
     Args:
         pixels: (H0, W0, 3) RGB of any depth.
         full_scale: the pixel value that means 1.0.
-        view: made for an image of this size.
+        view: made for an image of this size, or one of its tiles.
 
     Returns:
         (H, W, 3) float32 RGB in [0, 1].
@@ -131,7 +226,8 @@ def render(pixels: NDArray[np.generic], full_scale: float, view: View) -> NDArra
     rows, columns = view.rows, view.columns
     # Area averaging of float32 keeps 16-bit detail and makes equal pictures of different depth
     # render equal; 8-bit arithmetic would round in between.
-    image = pixels.astype(np.float32)
+    box = pixels[rows.start : rows.stop, columns.start : columns.stop]
+    image = box.astype(np.float32)
     image *= np.float32(1.0 / full_scale)
     shrinks = rows.resized <= rows.source, columns.resized <= columns.source
     if all(shrinks) or not any(shrinks):

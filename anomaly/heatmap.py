@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 
 import cv2
@@ -15,22 +16,53 @@ from anomaly.images import Image
 CONTOUR = (255, 255, 255)
 # Levels 0 to 255 reach up to twice the threshold.
 _AT_THRESHOLD = 127.5
+_STRIP_PIXELS = 8_000_000
 
 
-def display(image: Image) -> NDArray[np.uint8]:
-    """The image as a screen shows it.
+def display(image: Image, rows: slice = slice(None)) -> NDArray[np.uint8]:
+    """Some rows of the image as a screen shows them.
 
     Returns:
-        (H0, W0, 3) uint8 RGB; deeper images are scaled by their declared full scale.
+        (rows, W0, 3) uint8 RGB; deeper images are scaled by their declared full scale.
     """
-    if image.pixels.dtype == np.uint8:
-        return image.pixels
-    scaled = image.pixels.astype(np.float32) * np.float32(255 / image.full_scale)
+    pixels = image.pixels[rows]
+    if pixels.dtype == np.uint8:
+        return np.asarray(pixels, dtype=np.uint8)
+    scaled = pixels.astype(np.float32) * np.float32(255 / image.full_scale)
     return np.asarray(np.clip(np.rint(scaled), 0, 255), dtype=np.uint8)
 
 
+def heatmap(
+    image: Image, anomaly_map: Callable[[slice], NDArray[np.float32]], threshold: float
+) -> NDArray[np.uint8]:
+    """Lay an anomaly map over its image, a strip at a time: large maps needn't fit into memory.
+
+    Args:
+        image: the decoded file.
+        anomaly_map: gives some rows of the map, (rows, W0).
+        threshold: see `overlay`.
+
+    Returns:
+        (H0, W0, 3) RGB.
+    """
+    height, width = image.size
+    line = _line_width(image.size)
+    rows = max(_STRIP_PIXELS // width, 4 * line)
+    result = np.empty((height, width, 3), np.uint8)
+    for top in range(0, height, rows):
+        bottom = min(top + rows, height)
+        # Lines along the cut itself fall into the margin and go with it.
+        wide = slice(max(0, top - 2 * line), min(height, bottom + 2 * line))
+        strip = overlay(display(image, wide), anomaly_map(wide), threshold, line)
+        result[top:bottom] = strip[top - wide.start : bottom - wide.start]
+    return result
+
+
 def overlay(
-    picture: NDArray[np.uint8], anomaly_map: NDArray[np.float32], threshold: float
+    picture: NDArray[np.uint8],
+    anomaly_map: NDArray[np.float32],
+    threshold: float,
+    line: int | None = None,
 ) -> NDArray[np.uint8]:
     """Lay a heatmap over a picture.
 
@@ -42,6 +74,7 @@ def overlay(
         picture: (H0, W0, 3) RGB.
         anomaly_map: (H0, W0) in score units; NaN where the network didn't look, shown darkened.
         threshold: the map's value where marking starts, above 0.
+        line: width in pixels; by the picture's size unless given.
 
     Returns:
         (H0, W0, 3) RGB.
@@ -57,9 +90,13 @@ def overlay(
     result[hidden] = result[hidden] // 2
     above = ((steps > _AT_THRESHOLD) & ~hidden).astype(np.uint8)
     lines, _ = cv2.findContours(above, cv2.RETR_LIST, cv2.CHAIN_APPROX_NONE)
-    width = max(1, round(min(picture.shape[:2]) / 300))
+    width = line or _line_width(picture.shape[:2])
     cv2.drawContours(result, lines, -1, CONTOUR, width, cv2.LINE_AA)
     return result
+
+
+def _line_width(size: tuple[int, ...]) -> int:
+    return max(1, round(min(size) / 300))
 
 
 @lru_cache(maxsize=1)

@@ -12,9 +12,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.errors import ImageError
-from anomaly.geometry import Sizing, View, render
+from anomaly.errors import DataError, ImageError
+from anomaly.geometry import Layout, Sizing, Tiling, View, render
 from anomaly.images import Image, read_image
+from anomaly.region import Region
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -28,11 +29,13 @@ class Loading:
         sizing: gives each image its view.
         bit_depth: declared depth of 16-bit files; None for the full range of their type.
         max_pixels: larger images are refused before they are decoded.
+        region: what of each image counts; one that it doesn't fit is refused. None for all of it.
     """
 
     sizing: Sizing
     bit_depth: int | None
     max_pixels: int
+    region: Region | None = None
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,37 @@ class Loaded:
     Attributes:
         index: its place in the list of files.
         image: the decoded file.
-        view: how `pixels` was made from it.
-        pixels: (H, W, 3) float32 RGB in [0, 1].
+        view: how `pixels` was made from it; a large image's tiles are still to be made.
+        pixels: (H, W, 3) float32 RGB in [0, 1]; empty where `view` is a tiling.
+        tile: row and column of this tile; (0, 0) for a whole image.
+        whole: the tiling that this tile belongs to; None for a whole image.
     """
 
     index: int
     image: Image
-    view: View
+    view: Layout
     pixels: NDArray[np.float32]
+    tile: tuple[int, int] = (0, 0)
+    whole: Tiling | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """How the image, not just this tile, was turned into the network's input."""
+        return self.whole or self.view
+
+    def tiles(self, batch_size: int) -> Iterator[list[Loaded]]:
+        """The tiles of a large image, rendered a batch at a time; itself where it has none."""
+        if not isinstance(self.view, Tiling):
+            yield [self]
+            return
+        every = list(self.view.tiles())
+        for start in range(0, len(every), batch_size):
+            yield [self._rendered(*tile) for tile in every[start : start + batch_size]]
+
+    def _rendered(self, row: int, column: int, view: View) -> Loaded:
+        pixels = render(self.image.pixels, self.image.full_scale, view)
+        whole = self.view if isinstance(self.view, Tiling) else None
+        return Loaded(self.index, self.image, view, pixels, (row, column), whole)
 
 
 @dataclass(frozen=True)
@@ -73,7 +99,14 @@ def load(index: int, path: Path, loading: Loading) -> Loaded | Refused:
         image = read_image(path, max_pixels=loading.max_pixels, bit_depth=loading.bit_depth)
     except ImageError as error:
         return Refused(index, error.status, str(error))
-    view = loading.sizing.view(image.size)
+    try:
+        view = loading.sizing.view(image.size)
+        if loading.region is not None:
+            loading.region.inside(image.size, slice(0, 1))
+    except DataError as error:
+        return Refused(index, "unsupported", f"{path}: {error}")
+    if isinstance(view, Tiling):
+        return Loaded(index, image, view, np.empty((0, 0, 3), np.float32))
     return Loaded(index, image, view, render(image.pixels, image.full_scale, view))
 
 
@@ -91,8 +124,9 @@ def load_all(paths: Sequence[Path], loading: Loading, workers: int) -> Iterator[
         yield from (load(i, p, loading) for i, p in enumerate(paths))
         return
     with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
-        numbered = enumerate(paths)
-        yield from ahead(lambda item: load(*item, loading), numbered, pool, 2 * workers + 2)
+        # An image that is worth tiling is too large to have many of it waiting.
+        most = 2 * workers + 2 if loading.sizing.tile is None else 0
+        yield from ahead(lambda item: load(*item, loading), enumerate(paths), pool, most)
 
 
 def ahead(
@@ -118,12 +152,15 @@ def by_shape(
     """Gather images of equal network size into batches; refusals pass through.
 
     The split depends on the list of files alone. At most four batches' worth of images wait; then
-    the largest group goes, full or not.
+    the largest group goes, full or not. An image in tiles goes alone and at once.
     """
     waiting: dict[tuple[int, int], list[Loaded]] = {}
     for item in items:
         if isinstance(item, Refused):
             yield item
+            continue
+        if isinstance(item.view, Tiling):
+            yield [item]
             continue
         group = waiting.setdefault(item.view.size, [])
         group.append(item)
@@ -131,3 +168,14 @@ def by_shape(
         if len(group) == batch_size or held >= 4 * batch_size:
             yield waiting.pop(max(waiting, key=lambda size: len(waiting[size])))
     yield from waiting.values()
+
+
+def tile_by_tile(
+    batches: Iterable[list[Loaded] | Refused], batch_size: int
+) -> Iterator[list[Loaded] | Refused]:
+    """Batches with large images replaced by batches of their tiles."""
+    for batch in batches:
+        if isinstance(batch, Refused) or len(batch) > 1:
+            yield batch
+        else:
+            yield from batch[0].tiles(batch_size)

@@ -24,12 +24,13 @@ class Row:
         status: `ok`, `unreadable` or `unsupported`.
         image_score: higher is more anomalous; None unless `ok`.
         threshold: a higher score is rejected; None where the model has none.
-        verdict: `good` or `reject`; empty without a score or a threshold.
+        verdict: `good`, `reject`, or `review` where a person has to look; empty without a score
+            or a threshold.
         heatmap: picture, relative to the output folder; empty unless `ok`.
         model_id: which model said so.
         software_version: of this program.
         threshold_label: how the threshold was found: `provisional` until calibrated.
-        reason: why there is no score.
+        reason: why there is no score, or why a person has to look.
     """
 
     path: str

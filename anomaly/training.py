@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,15 +24,19 @@ from anomaly.backbones import (
 )
 from anomaly.config import Config
 from anomaly.datasets import Sample
-from anomaly.detector import AnomalyDetector, Thresholds, embedder_of, loading_of
+from anomaly.detector import AnomalyDetector, Thresholds, embedder_of, loading_of, region_of
 from anomaly.embedding import TrainingPatches
+from anomaly.errors import ImageError
 from anomaly.features import FeatureExtractor, truncate
+from anomaly.images import read_header
 from anomaly.loading import Loaded, Loading, load
 from anomaly.precision import settle
 from anomaly.scorers.base import PatchBatch, Progress, Scorer
 from anomaly.scorers.gaussian import GaussianFitter
 from anomaly.scorers.memory_bank import MemoryBankFitter
 from anomaly.scorers.projection import Projection
+from anomaly.suspects import Suspect, find_suspects
+from anomaly.usual import UsualLook
 
 HELD_OUT_SHARE = 0.1
 TRIAL_IMAGES = 4  # that show whether bf16 is safe
@@ -50,6 +57,8 @@ class Training:
         refused_at: its index among all training images, by name.
         patches: how many patches were learned from.
         seconds: by stage.
+        patch_pixels: height and width of one patch in original pixels, in the median.
+        suspects: training images that look least like the others, the worst first.
     """
 
     detector: AnomalyDetector
@@ -60,6 +69,8 @@ class Training:
     refused_at: dict[str, int]
     patches: int
     seconds: dict[str, float]
+    patch_pixels: tuple[float, float]
+    suspects: tuple[Suspect, ...]
 
 
 def fit(
@@ -92,7 +103,9 @@ def fit(
     clock = _Clock()
     extractor, weights_sha256 = _backbone(config, device)
     normalise = normalisation(config.backbone.name)
-    extractor = _settle(config, extractor, normalise, samples, device)
+    region, aspect = region_of(config.image, Path()), _aspect(config, samples)
+    loading = loading_of(config, extractor, region, aspect)
+    extractor = _settle(config, extractor, normalise, samples, loading, device)
     config = config.model_copy(update={"precision": extractor.precision})
     fitter = _fitter(config)
     projection = None
@@ -102,18 +115,19 @@ def fit(
 
     patches = TrainingPatches(
         [s.path for s in samples],
-        loading_of(config, extractor),
+        loading,
         embedder_of(config, extractor, normalise, device, projection),
         batch_size=config.batch_size,
         workers=workers,
         scratch=scratch,
         aligned=projection is not None,
+        region=region,
         progress=lambda done, total: progress("features", done, total),
     )
 
     def learn(images: Iterable[PatchBatch]) -> AnomalyDetector:
         scorer = _learn(fitter, images, projection, lambda i, n: progress("scorer", i, n))
-        return AnomalyDetector(config, extractor, normalise, scorer, None, device)
+        return AnomalyDetector(config, extractor, normalise, scorer, None, device, region, aspect)
 
     held_out = _draw(len(samples), config.seed) if calibrate else frozenset()
     thresholds = None
@@ -124,13 +138,17 @@ def fit(
             clock.lap("threshold")
             clock.move("threshold", "features", patches.seconds)
         detector = learn(patches)
+        clock.lap("scorer")
+        suspects = find_suspects(detector.scorer, patches)
+        clock.lap("suspects")
     finally:
         patches.close()
-    clock.lap("scorer")
     if not held_out:
         clock.move("scorer", "features", patches.seconds)
     return Training(
-        detector=replace(detector, thresholds=thresholds),
+        detector=replace(
+            detector, thresholds=thresholds, usual=UsualLook.of(list(patches.looks.values()))
+        ),
         weights_sha256=weights_sha256,
         hashes={samples[i].name: patches.hashes[i] for i in sorted(patches.hashes)},
         held_out=tuple(samples[i].name for i in sorted(held_out) if i in patches.hashes),
@@ -138,7 +156,30 @@ def fit(
         refused_at={samples[i].name: i for i in sorted(r.index for r in patches.refused)},
         patches=patches.count,
         seconds=clock.seconds,
+        patch_pixels=_patch_pixels(patches, min(extractor.strides)),
+        suspects=tuple(suspects),
     )
+
+
+def _patch_pixels(patches: TrainingPatches, stride: int) -> tuple[float, float]:
+    """Original pixels that one patch is high and wide."""
+    axes = [[pieces[0] for pieces in view.axes] for view in patches.views.values()]
+    height, width = (
+        statistics.median(stride * axis.source / axis.resized for axis in one)
+        for one in zip(*axes, strict=True)
+    )
+    return height, width
+
+
+def _aspect(config: Config, samples: Sequence[Sample]) -> float | None:
+    """H/W of most training images, where the model needs one for all."""
+    if config.model.kind != "padim" or config.image.resize is not None:
+        return None
+    sizes = []
+    for sample in samples:
+        with suppress(ImageError):  # loading will say so
+            sizes.append(read_header(sample.path).size)
+    return statistics.median(height / width for height, width in sizes) if sizes else None
 
 
 def _draw(count: int, seed: int) -> frozenset[int]:
@@ -151,15 +192,16 @@ def _provisional(
     detector: AnomalyDetector, patches: TrainingPatches, held_out: frozenset[int]
 ) -> Thresholds | None:
     """The highest scores among good images that this detector hasn't learned from."""
-    image: list[float] = []
-    pixel: list[float] = []
+    image: dict[int, float] = {}
+    pixel = -math.inf
     for batch in patches.only(held_out):
-        size = patches.sizes[batch.images[0]]
-        scored, scores = detector.score_patches(batch.embeddings, size)
-        maps = network_map(scored.scores, size, detector.config.model.smoothing)
-        image += scores.tolist()
-        pixel += maps.flatten(1).amax(1).tolist()
-    return Thresholds(max(image), max(pixel), "provisional", len(image)) if image else None
+        size = patches.views[batch.images[0]].size
+        scored, scores = detector.score_patches(batch.embeddings, size, batch.inside)
+        maps = network_map(scored.scores, size, detector.config.model.smoothing, batch.inside)
+        pixel = max(pixel, float(maps.nan_to_num(nan=-math.inf).amax()))
+        for name, score in zip(batch.images, scores.tolist(), strict=True):
+            image[name] = max(score, image.get(name, score))  # of its tiles, if it has any
+    return Thresholds(max(image.values()), pixel, "provisional", len(image)) if image else None
 
 
 def _backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
@@ -177,13 +219,14 @@ def _settle(
     extractor: FeatureExtractor,
     normalise: Normalisation,
     samples: Sequence[Sample],
+    loading: Loading,
     device: torch.device,
 ) -> FeatureExtractor:
     """The extractor in the precision that the model will have."""
     precision: str = config.precision
     if precision == "auto":
         embedder = embedder_of(config, extractor, normalise, device, None)
-        trial = _trial(samples, loading_of(config, extractor))
+        trial = _trial(samples, loading)
         precision = settle(extractor, embedder.images(trial)) if trial else "fp32"
     return extractor.to(device, precision)
 
@@ -193,6 +236,8 @@ def _trial(samples: Sequence[Sample], loading: Loading) -> list[Loaded]:
     trial: list[Loaded] = []
     for i in range(0, len(samples), max(1, len(samples) // TRIAL_IMAGES)):
         item = load(i, samples[i].path, loading)
+        if isinstance(item, Loaded):
+            item = next(item.tiles(1))[0]
         if isinstance(item, Loaded) and (not trial or item.view.size == trial[0].view.size):
             trial.append(item)
     return trial[:TRIAL_IMAGES]

@@ -38,6 +38,7 @@ def test_one_seed_gives_the_same_bytes_from_anywhere(
         "config.yaml",
         "thresholds.json",
         "manifest.json",
+        "usual.safetensors",
     }
     other = train_arguments(product, tmp_path / "three", f"model.kind={kind}", "seed=1")
     assert command("train", other)[0] == 0

@@ -91,7 +91,17 @@ def test_a_mark_on_a_cropped_oblong_image_comes_back_at_its_pixel(
 def test_scripts_are_the_commands(product: Path, run_folder: Path, tmp_path: Path) -> None:
     """In a process of its own, from another folder, without any OpenMP workaround."""
     environment = {k: v for k, v in os.environ.items() if k != "KMP_DUPLICATE_LIB_OK"}
-    for name in ("check", "train", "infer", "evaluate", "sample_data"):
+    for name in (
+        "check",
+        "train",
+        "infer",
+        "evaluate",
+        "layers",
+        "features",
+        "explain",
+        "selfcheck",
+        "sample_data",
+    ):
         shown = subprocess.run(
             [sys.executable, REPOSITORY / "scripts" / f"{name}.py", "--help"],
             cwd=tmp_path,
@@ -123,7 +133,7 @@ def test_an_existing_output_is_refused_without_overwrite(
     assert (code, "exists already" in err, "--overwrite" in err) == (2, True, True)
     assert command("train", [*train_arguments(product, output), "--overwrite"])[0] == 0
     assert (output / "model" / "manifest.json").read_bytes() == before
-    assert sorted(p.name for p in output.iterdir()) == ["model", "train.json"]
+    assert sorted(p.name for p in output.iterdir()) == ["model", "suspects", "train.json"]
 
     infer = ["--model", output, "--input", product / "test", "--output", tmp_path / "out"]
     assert command("infer", infer)[0] == 0

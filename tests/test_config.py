@@ -49,11 +49,13 @@ def test_overrides_win_over_file_over_base(tmp_path: Path) -> None:
 
 
 def test_the_image_score_follows_the_kind() -> None:
-    assert Config().model.image_score_in_force == "max"
+    assert Config().image_score_in_force == "map_max"
+    squares = Config.model_validate({"image": {"resize": 256}})
+    assert squares.image_score_in_force == "max"
     padim = Config.model_validate({"model": {"kind": "padim"}})
-    assert padim.model.image_score_in_force == "map_max"
+    assert padim.image_score_in_force == "map_max"
     both = Config.model_validate({"model": {"kind": "padim", "image_score": "reweighted"}})
-    assert both.model.image_score_in_force == "map_max"
+    assert both.image_score_in_force == "map_max"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ COMMANDS = {
     "layers": "list a network's layers: shapes, strides, parameters, compute",
     "features": "save what layers make of images, for classifiers of your own",
     "explain": "show why an image was flagged, in pictures",
+    "selfcheck": "score known parts before a shift: has anything moved?",
     "sample-data": "generate a small data set to try things on",
 }
 

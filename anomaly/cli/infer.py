@@ -111,24 +111,27 @@ class _Job:
         import numpy as np
 
         from anomaly.files import write
-        from anomaly.heatmap import display, encode_png, overlay
+        from anomaly.heatmap import encode_png, heatmap
 
-        anomaly_map = result.anomaly_map()
         thresholds = self.model.detector.thresholds
-        limit = float(np.nanmax(anomaly_map)) if thresholds is None else thresholds.pixel
-        picture = overlay(display(result.image), anomaly_map, limit)
+        limit = float(np.nanmax(result.patch_scores)) if thresholds is None else thresholds.pixel
+        picture = heatmap(result.image, result.anomaly_map, limit)
         write(self.output / "heatmaps" / self.pictures[result.index], encode_png(picture))
 
     def _scored(self, result: Prediction) -> Row:
         thresholds = self.model.detector.thresholds
         score = result.image_score
+        verdict = "" if thresholds is None else thresholds.verdict(score)
+        if result.oddness:
+            verdict = "review"
         return self._row(
             result.index,
             image_sha256=result.image.sha256,
             status="ok",
             image_score=score,
-            verdict="" if thresholds is None else thresholds.verdict(score),
+            verdict=verdict,
             heatmap=f"heatmaps/{self.pictures[result.index]}",
+            reason=result.oddness,
         )
 
     def _refused(self, result: Refused) -> Row:
@@ -164,9 +167,15 @@ class _Job:
 
 
 def _say(rows: list[Row], total: int, output: Path) -> None:
-    counts = {v: sum(row.verdict == v for row in rows) for v in ("good", "reject")}
+    counts = {v: sum(row.verdict == v for row in rows) for v in ("good", "reject", "review")}
     scored = sum(row.status == "ok" for row in rows)
-    print(f"{scored} of {total} images scored: {counts['good']} good, {counts['reject']} rejected")
+    review = f", {counts['review']} to review" if counts["review"] else ""
+    print(
+        f"{scored} of {total} images scored: {counts['good']} good, {counts['reject']} rejected"
+        + review
+    )
+    for row in [row for row in rows if row.verdict == "review"][:5]:
+        print(f"  review: {row.path}: {row.reason}")
     bad = [row for row in rows if row.status != "ok"]
     for row in bad[:5]:
         print(f"  {row.status}: {row.reason}")

@@ -9,10 +9,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
+
+if TYPE_CHECKING:
+    from anomaly.datasets import Sample
+    from anomaly.training import Training
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +68,8 @@ def run(options: argparse.Namespace) -> int:
     device, threads = machine.settle(options)
     assert isinstance(device, torch.device)
     is_new = not output.exists()
-    claim(output, () if options.overwrite else ("model", "train.json"), overwrite=False)
+    outputs = ("model", "train.json", "suspects")
+    claim(output, () if options.overwrite else outputs, overwrite=False)
     try:
         with ProgressLine() as progress:
             training = fit(
@@ -84,6 +89,8 @@ def run(options: argparse.Namespace) -> int:
             with suppress(OSError):  # holds something: keep it
                 output.rmdir()
     summary = _summary(training, output / "model", model_id)
+    claim(output, ("suspects",), overwrite=True)
+    summary["suspects"] = _draw_suspects(training, dataset.train, output)
     summary["data_folder"] = str(dataset.folder.absolute())
     summary["seconds"] = {
         stage: round(seconds, 3) for stage, seconds in training.seconds.items()
@@ -110,12 +117,56 @@ def _summary(training: Any, model: Path, model_id: str) -> dict[str, Any]:
             "refused": len(training.refused),
         },
         "patches": training.patches,
+        "patch_size": _patch_size(training),
         "bank_vectors": scorer["vectors"][0] if "vectors" in scorer else None,
         "scorer": scorer,
         "thresholds": None if thresholds is None else asdict(thresholds),
         "refused": training.refused,
         "model_bytes": sum(f.stat().st_size for f in model.iterdir()),
         "peak_memory_bytes": machine.peak_memory(),
+    }
+
+
+def _draw_suspects(
+    training: Training, samples: Sequence[Sample], output: Path
+) -> list[dict[str, Any]]:
+    """Heatmaps of the training images that look least like the others; what train.json says."""
+    from anomaly.detector import Prediction
+    from anomaly.files import write
+    from anomaly.heatmap import encode_png, heatmap
+    from anomaly.loading import Loaded, load
+
+    detector = training.detector
+    thresholds = detector.thresholds
+    listed = []
+    for rank, suspect in enumerate(training.suspects, 1):
+        sample = samples[suspect.image]
+        loaded = load(suspect.image, sample.path, detector.loading)
+        if not isinstance(loaded, Loaded):  # it has changed since it was learned from
+            continue
+        seen = Prediction(
+            suspect.image,
+            loaded.image,
+            loaded.view,
+            suspect.patch_scores,
+            None,
+            suspect.score,
+            detector.config.model.smoothing,
+            detector.region,
+        )
+        limit = suspect.score if thresholds is None else thresholds.pixel
+        picture = f"suspects/{rank}_{sample.path.stem}.png"
+        write(output / picture, encode_png(heatmap(loaded.image, seen.anomaly_map, limit)))
+        listed.append({"name": sample.name, "score": suspect.score, "heatmap": picture})
+    return listed
+
+
+def _patch_size(training: Training) -> dict[str, list[float] | None]:
+    mm = training.detector.config.image.mm_per_pixel
+    height, width = training.patch_pixels
+    return {
+        "pixels": [round(height, 2), round(width, 2)],
+        "mm": None if mm is None else [round(height * mm, 4), round(width * mm, 4)],
     }
 
 
@@ -132,10 +183,24 @@ def _say(summary: dict[str, Any], output: Path) -> None:
             f"threshold {thresholds['image']:.4g}, {thresholds['label']}: the highest score of "
             f"{thresholds['images']} good images, scored by a model trained without them"
         )
+    _say_patch(summary["patch_size"])
+    if summary["suspects"]:
+        print("look at these training images; a defect among the good ones is learned as good:")
+        for suspect in summary["suspects"][:3]:
+            print(f"  {suspect['score']:.4g}  {suspect['name']}  {output / suspect['heatmap']}")
     _say_refused(summary["refused"])
     seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9
     print(
         f"{seconds:.1f} s, {peak:.2f} GB at most; model {summary['model_id']} in {output / 'model'}"
+    )
+
+
+def _say_patch(size: dict[str, list[float] | None]) -> None:
+    (height, width), mm = size["pixels"] or (0.0, 0.0), size["mm"]
+    real = f", {mm[0]:.3g} × {mm[1]:.3g} mm" if mm else ""
+    print(
+        f"one patch covers {height:.0f} × {width:.0f} original pixels{real} (height × width): "
+        "smaller defects may not be seen"
     )
 
 

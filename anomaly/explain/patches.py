@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 
 from anomaly.explain.tiles import Picture, captioned, grid, stacked
-from anomaly.geometry import View
+from anomaly.geometry import AxisView, Layout
 
 MARK = (255, 64, 32)
 _CONTEXT = 7  # sides of the patch that a crop shows
@@ -25,20 +25,28 @@ class Box:
     right: float
 
 
-def patch_box(view: View, grid: tuple[int, int], row: int, column: int) -> Box:
+def patch_box(view: Layout, grid: tuple[int, int], row: int, column: int) -> Box:
     """Where a patch lies in the original image.
 
     Args:
         view: how the network saw the image.
-        grid: (h, w) of its patch grid.
+        grid: (h, w) of its patch grid; with tiles, of their mosaic.
         row: of the patch.
         column: of the patch.
     """
-    rows = np.array([row, row + 1.0]) * (view.rows.size / grid[0])
-    columns = np.array([column, column + 1.0]) * (view.columns.size / grid[1])
-    top, bottom = view.rows.to_source(rows).tolist()
-    left, right = view.columns.to_source(columns).tolist()
+    pieces_down, pieces_across = view.axes
+    top, bottom = _edges(pieces_down, grid[0], row)
+    left, right = _edges(pieces_across, grid[1], column)
     return Box(top, left, bottom, right)
+
+
+def _edges(pieces: Sequence[AxisView], count: int, index: int) -> tuple[float, float]:
+    """Where one of `count` patches along an axis of one or more pieces begins and ends."""
+    each = count // len(pieces)
+    piece = pieces[index // each]
+    local = index % each
+    start, end = piece.to_source(np.array([local, local + 1.0]) * (piece.size / each)).tolist()
+    return start, end
 
 
 def patch_crop(picture: Picture, box: Box, size: int = 150) -> Picture:

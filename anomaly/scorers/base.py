@@ -18,10 +18,14 @@ class PatchBatch:
     Attributes:
         embeddings: (B, h, w, D) float32.
         images: the B training-image indices.
+        corners: row and column of each grid's first patch in its image; (0, 0) but in tiles.
+        inside: (B, h, w) bool, which patches count; None for all.
     """
 
     embeddings: Tensor
     images: tuple[int, ...]
+    corners: tuple[tuple[int, int], ...] | None = None
+    inside: Tensor | None = None
 
 
 @dataclass(frozen=True)

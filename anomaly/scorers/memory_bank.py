@@ -180,14 +180,17 @@ class MemoryBankFitter:
             DataError: no patches, or some that hold NaN or infinite values.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        chosen = select_streamed(
-            _Projected(batches, self.projection_dim, generator),
-            self._size,
-            memory_limit=self.memory_limit,
-            generator=generator,
-            progress=progress,
-        )
-        vectors, origins = _gather(batches, chosen.picks)
+        # Batches that are made in inference mode switch it on between them, but not at the end;
+        # what is written to all along has to live in one mode.
+        with torch.inference_mode():
+            chosen = select_streamed(
+                _Projected(batches, self.projection_dim, generator),
+                self._size,
+                memory_limit=self.memory_limit,
+                generator=generator,
+                progress=progress,
+            )
+            vectors, origins = _gather(batches, chosen.picks)
         return MemoryBank(vectors, origins, chosen.covering_radius, chosen.exact)
 
     def _size(self, patches: int) -> int:
@@ -213,8 +216,9 @@ class _Projected:
                 self._matrix = matrix.to(batch.embeddings.device)
             # One image at a time: a product's rounding depends on its shape, and which images
             # share a batch must not change the bank.
-            for image in batch.embeddings.flatten(1, 2):
-                yield image @ self._matrix
+            for i, image in enumerate(batch.embeddings.flatten(1, 2)):
+                counted = image if batch.inside is None else image[batch.inside[i].flatten()]
+                yield counted @ self._matrix
 
 
 def _gather(batches: Iterable[PatchBatch], picks: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,16 +239,19 @@ def _gather(batches: Iterable[PatchBatch], picks: Tensor) -> tuple[Tensor, Tenso
         images, height, width, dim = batch.embeddings.shape
         if vectors is None:
             vectors = batch.embeddings.new_empty(len(picks), dim)
-        stop = start + images * height * width
+        counted = None if batch.inside is None else batch.inside.flatten().nonzero()[:, 0]
+        stop = start + (images * height * width if counted is None else len(counted))
         bounds = torch.searchsorted(ascending, torch.tensor([start, stop], device=picks.device))
         here = slice(*bounds.tolist())
         offsets, to = ascending[here] - start, places[here]
+        if counted is not None:
+            offsets = counted[offsets]
         vectors[to] = batch.embeddings.reshape(-1, dim)[offsets]
-        names = torch.tensor(batch.images, dtype=torch.int32, device=picks.device)
-        cell = offsets % (height * width)
-        origins[to] = torch.stack(
-            [names[offsets // (height * width)], (cell // width).int(), (cell % width).int()], 1
-        )
+        corners = batch.corners or ((0, 0),) * images
+        starts = [(name, *corner) for name, corner in zip(batch.images, corners, strict=True)]
+        grid, cell = offsets // (height * width), offsets % (height * width)
+        inner = torch.stack([torch.zeros_like(cell), cell // width, cell % width], 1)
+        origins[to] = (torch.tensor(starts, device=picks.device)[grid] + inner).int()
         start = stop
     if vectors is None or start <= int(ascending[-1]):
         raise DataError("the training patches changed while they were read; train again")

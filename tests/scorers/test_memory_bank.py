@@ -92,6 +92,39 @@ def test_small_memory() -> None:
     assert small.covering_radius <= 1.1 * bank_of(maps, 0.02).covering_radius
 
 
+class MadeInInferenceMode(Batches):
+    """Batches as a network makes them: the mode is on between them, not after the last."""
+
+    def __iter__(self) -> Iterator[PatchBatch]:
+        with torch.inference_mode():
+            for batch in super().__iter__():
+                yield PatchBatch(batch.embeddings.clone(), batch.images)
+
+
+def test_small_memory_in_inference_mode() -> None:
+    maps = images(dim=16, grids=[(20, 20)] * 60)
+    fitter = MemoryBankFitter(0.02, memory_limit=4000 * 16 * 4)
+    bank = fitter.fit(MadeInInferenceMode(maps, list(range(60))))
+    plain = fitter.fit(Batches(maps, list(range(60))))
+    assert not bank.exact
+    assert torch.equal(bank.vectors, plain.vectors)
+
+
+def test_patches_that_do_not_count_are_not_there() -> None:
+    maps = images(grids=[(6, 5)] * 4)
+    inside = torch.rand(4, 6, 5, generator=torch.Generator().manual_seed(1)) < 0.6
+    corners = ((0, 0), (0, 5), (6, 0), (6, 5))  # four tiles of one image
+    batches = [PatchBatch(torch.stack(maps), (3,) * 4, corners, inside)]
+    bank = MemoryBankFitter(1.0).fit(batches)
+    assert len(bank.vectors) == int(inside.sum())
+    mosaic = torch.stack(maps).view(2, 2, 6, 5, 24).permute(0, 2, 1, 3, 4).reshape(12, 10, 24)
+    counts = inside.view(2, 2, 6, 5).permute(0, 2, 1, 3).reshape(12, 10)
+    for vector, (image, row, column) in zip(bank.vectors, bank.origins.tolist(), strict=True):
+        assert image == 3
+        assert counts[row, column]
+        assert torch.equal(vector, mosaic[row, column])
+
+
 def test_seed_and_repeatability() -> None:
     maps = images()
     first, again, other = (bank_of(maps, 0.2, seed=s) for s in (1, 1, 2))
