@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.aligner import PATCHCORE_ALIGNERS
-from anomaly.anomaly_map import image_scores, network_map, source_map
+from anomaly.anomaly_map import image_scores, network_map
 from anomaly.backbones import Normalisation
 from anomaly.config import Config, ImageConfig, ShapeConfig
 from anomaly.embedding import Embedder, inside_of, looks_of
-from anomaly.errors import DataError
+from anomaly.errors import DataError, ImageError
 from anomaly.features import FeatureExtractor
 from anomaly.geometry import Layout, Sizing, Tiling
 from anomaly.images import Image, read_mask
@@ -29,6 +29,7 @@ from anomaly.scorers.base import PatchScores, Scorer
 from anomaly.scorers.gaussian import PatchGaussian
 from anomaly.scorers.memory_bank import MemoryBank
 from anomaly.scorers.projection import Projection
+from anomaly.source_map import SourceMap
 from anomaly.usual import Look, UsualLook
 
 _TILES_AT_ONCE = 4
@@ -64,7 +65,8 @@ class Prediction:
 
     Attributes:
         index: the image's place in the list of files.
-        image: the decoded file.
+        sha256: of the file's bytes.
+        image: the decoded file; None where another process has it.
         view: how the network saw it.
         patch_scores: (h, w) float32, distances; higher is more anomalous. NaN doesn't count. With
             tiles, the mosaic of their patches.
@@ -77,7 +79,8 @@ class Prediction:
     """
 
     index: int
-    image: Image
+    sha256: str
+    image: Image | None
     view: Layout
     patch_scores: NDArray[np.float32]
     nearest: NDArray[np.int64] | None
@@ -86,20 +89,10 @@ class Prediction:
     region: Region | None = None
     oddness: str = ""
 
-    def anomaly_map(self, strip: slice | None = None) -> NDArray[np.float32]:
-        """The anomaly map in the image's own pixels.
-
-        Args:
-            strip: only these rows; a large image's whole map may not fit into memory.
-
-        Returns:
-            (H0, W0) float32; NaN where a crop hid the image from the network and outside the
-            region to look at.
-        """
-        found = source_map(self.patch_scores, self.view, self.smoothing, strip)
-        if self.region is not None:
-            found[~self.region.inside(self.image.size, strip or slice(None))] = np.nan
-        return found
+    @property
+    def anomaly_map(self) -> SourceMap:
+        """The anomaly map in the image's own pixels: call it, for all rows or some."""
+        return SourceMap(self.patch_scores, self.view, self.smoothing, self.region)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,9 +146,23 @@ class AnomalyDetector:
             One result for each file, `Refused` for those that can't be used. With images of
             several shapes the order isn't that of `paths`; `index` tells.
         """
-        batches = by_shape(
-            load_all(paths, self.loading, workers), batch_size or self.config.batch_size
+        loaded = load_all(paths, self.loading, workers)
+        yield from self.predict_batches(
+            by_shape(loaded, batch_size or self.config.batch_size), paths
         )
+
+    def predict_batches(
+        self, batches: Iterable[list[Loaded] | Refused], paths: Sequence[Path]
+    ) -> Iterator[Prediction | Refused]:
+        """Score loaded images, as `anomaly.loading.by_shape` gathers them.
+
+        Args:
+            batches: images of one network size each.
+            paths: all image files, for messages.
+
+        Yields:
+            One result for each image, in the batches' order.
+        """
         tiled = self.config.image.tile is not None
         # A large image's tiles go side by side already.
         together = map if tiled else partial(side_by_side, device=self.device)
@@ -169,6 +176,8 @@ class AnomalyDetector:
             return [batch]
         try:
             return self.score(batch)
+        except ImageError as error:  # of a large image that has vanished between two tiles
+            return [Refused(item.index, error.status, str(error)) for item in batch]
         except DataError as error:  # another grid than PaDiM has learned, say
             return [
                 Refused(item.index, "unsupported", f"{paths[item.index]}: {error}")
@@ -223,6 +232,7 @@ class AnomalyDetector:
     def _prediction(self, item: Loaded, patches: _Patches, score: float, look: Look) -> Prediction:
         return Prediction(
             index=item.index,
+            sha256=item.sha256,
             image=item.image,
             view=item.view,
             patch_scores=patches.scores,

@@ -181,7 +181,7 @@ class TrainingPatches:
                 continue
             batch, kept, embeddings, looks = done
             names = tuple(_Name(item.index, *item.tile) for item in batch)
-            self.hashes.update((item.index, item.image.sha256) for item in batch)
+            self.hashes.update((item.index, item.sha256) for item in batch)
             self.views.update((item.index, item.layout) for item in batch)
             for item, one in zip(batch, looks, strict=True):
                 known = self.looks.get(item.index)

@@ -91,4 +91,4 @@ def _compare_pixels(
 ) -> None:
     if sample.is_defect and sample.mask_path is None:
         return
-    pixels.update(result.anomaly_map(), ground_truth(sample, result.image.size, mask_above))
+    pixels.update(result.anomaly_map(), ground_truth(sample, result.view.source, mask_above))

@@ -158,7 +158,7 @@ class GoodImages:
         if isinstance(item, str):
             return absent(item)
         box = patch_box(item.view, self._grid(item), patch.row, patch.column)
-        return patch_crop(display(item.image), box)
+        return patch_crop(display(item.decoded), box)
 
     def missing(self) -> dict[str, str]:
         """Images that were wanted but couldn't be shown, and why."""
@@ -178,7 +178,7 @@ class GoodImages:
             item = load(0, path, self._detector.loading)
             if isinstance(item, Refused):
                 reason = "can't be read"
-            elif item.image.sha256 != self._hashes[name]:
+            elif item.sha256 != self._hashes[name]:
                 reason = "changed since training"
             else:
                 return item

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from anomaly.errors import OutputError
@@ -34,6 +35,13 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
             raise OutputError(f"{folder} can't be written to; give another --output")
     except OSError as error:
         raise OutputError(f"{error.filename or folder} can't be used: {error.strerror}") from None
+
+
+def remove_drafts(folder: Path) -> None:
+    """Delete what `write` has left of files that it couldn't finish, because it was killed."""
+    for draft in folder.rglob(".*.part"):
+        with suppress(OSError):
+            draft.unlink()
 
 
 def write(file: Path, content: bytes | str) -> None:

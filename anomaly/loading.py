@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +18,12 @@ from anomaly.geometry import Layout, Sizing, Tiling, View, render
 from anomaly.images import Image, read_image
 from anomaly.region import Region
 
+# What a large image has instead of pixels for the network: its tiles have them.
+NO_PIXELS: NDArray[np.float32] = np.empty((0, 0, 3), np.float32)
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Member = TypeVar("Member", bound="Shaped")
 
 
 @dataclass(frozen=True)
@@ -38,25 +43,41 @@ class Loading:
     region: Region | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loaded:
     """One image, ready for the network.
 
     Attributes:
         index: its place in the list of files.
-        image: the decoded file.
+        sha256: of the file's bytes.
         view: how `pixels` was made from it; a large image's tiles are still to be made.
         pixels: (H, W, 3) float32 RGB in [0, 1]; empty where `view` is a tiling.
+        render: makes one more view of it.
+        image: the decoded file; None where another process has it.
         tile: row and column of this tile; (0, 0) for a whole image.
         whole: the tiling that this tile belongs to; None for a whole image.
     """
 
     index: int
-    image: Image
+    sha256: str
     view: Layout
     pixels: NDArray[np.float32]
+    render: Callable[[View], NDArray[np.float32]]
+    image: Image | None = None
     tile: tuple[int, int] = (0, 0)
     whole: Tiling | None = None
+
+    @property
+    def decoded(self) -> Image:
+        """The decoded file, of an image that was loaded in this process."""
+        if self.image is None:
+            raise ValueError(f"image {self.index} was decoded in another process")
+        return self.image
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """(H, W) that it shares a batch with; None goes alone, as a large image does."""
+        return None if isinstance(self.view, Tiling) else self.view.size
 
     @property
     def layout(self) -> Layout:
@@ -68,14 +89,13 @@ class Loaded:
         if not isinstance(self.view, Tiling):
             yield [self]
             return
-        every = list(self.view.tiles())
+        whole = self.view
+        every = list(whole.tiles())
         for start in range(0, len(every), batch_size):
-            yield [self._rendered(*tile) for tile in every[start : start + batch_size]]
-
-    def _rendered(self, row: int, column: int, view: View) -> Loaded:
-        pixels = render(self.image.pixels, self.image.full_scale, view)
-        whole = self.view if isinstance(self.view, Tiling) else None
-        return Loaded(self.index, self.image, view, pixels, (row, column), whole)
+            yield [
+                replace(self, view=view, pixels=self.render(view), tile=(row, column), whole=whole)
+                for row, column, view in every[start : start + batch_size]
+            ]
 
 
 @dataclass(frozen=True)
@@ -84,7 +104,7 @@ class Refused:
 
     Attributes:
         index: its place in the list of files.
-        status: `unreadable` or `unsupported`.
+        status: `unreadable`, `unsupported`, or `failed` when it took decoding processes down.
         reason: what is wrong, for a person.
     """
 
@@ -105,9 +125,9 @@ def load(index: int, path: Path, loading: Loading) -> Loaded | Refused:
             loading.region.inside(image.size, slice(0, 1))
     except DataError as error:
         return Refused(index, "unsupported", f"{path}: {error}")
-    if isinstance(view, Tiling):
-        return Loaded(index, image, view, np.empty((0, 0, 3), np.float32))
-    return Loaded(index, image, view, render(image.pixels, image.full_scale, view))
+    paint = partial(render, image.pixels, image.full_scale)
+    pixels = NO_PIXELS if isinstance(view, Tiling) else paint(view)
+    return Loaded(index, image.sha256, view, pixels, paint, image)
 
 
 def load_all(paths: Sequence[Path], loading: Loading, workers: int) -> Iterator[Loaded | Refused]:
@@ -146,23 +166,31 @@ def ahead(
             future.cancel()
 
 
+class Shaped(Protocol):
+    """What batches are gathered from."""
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """(H, W) that it shares a batch with; None goes alone."""
+
+
 def by_shape(
-    items: Iterable[Loaded | Refused], batch_size: int
-) -> Iterator[list[Loaded] | Refused]:
+    items: Iterable[Member | Refused], batch_size: int
+) -> Iterator[list[Member] | Refused]:
     """Gather images of equal network size into batches; refusals pass through.
 
     The split depends on the list of files alone. At most four batches' worth of images wait; then
     the largest group goes, full or not. An image in tiles goes alone and at once.
     """
-    waiting: dict[tuple[int, int], list[Loaded]] = {}
+    waiting: dict[tuple[int, int], list[Member]] = {}
     for item in items:
         if isinstance(item, Refused):
             yield item
             continue
-        if isinstance(item.view, Tiling):
+        if item.shape is None:
             yield [item]
             continue
-        group = waiting.setdefault(item.view.size, [])
+        group = waiting.setdefault(item.shape, [])
         group.append(item)
         held = sum(map(len, waiting.values()))
         if len(group) == batch_size or held >= 4 * batch_size:

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from scipy.ndimage import gaussian_filter
 from torch.nn import functional as F
 
-from anomaly.anomaly_map import image_scores, network_map, source_map
+from anomaly.anomaly_map import image_scores, network_map
 from anomaly.geometry import Sizing
+from anomaly.source_map import source_map
 
 
 @pytest.mark.parametrize("grid", [(28, 28), (14, 20), (3, 2), (1, 5)])

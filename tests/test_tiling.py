@@ -14,10 +14,10 @@ from conftest import Command, train_arguments
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anomaly.anomaly_map import source_map
 from anomaly.checkpoint import load
 from anomaly.detector import AnomalyDetector, Prediction
 from anomaly.geometry import Sizing, Tiling
+from anomaly.source_map import source_map
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(64, 1500), st.integers(0, 100))

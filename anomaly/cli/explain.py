@@ -67,8 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw everything that can be shown about one image."""
-    import torch
-
     from anomaly.files import claim, write
     from anomaly.heatmap import encode_png
 
@@ -77,7 +75,6 @@ def run(options: argparse.Namespace) -> int:
     if not options.input.is_file():
         raise AnomalyError(f"--input {options.input} isn't a file; explain takes one image")
     device, _ = machine.settle(options)
-    assert isinstance(device, torch.device)
     earlier = [file.name for file in options.output.glob("feature_maps_*.png")]
     claim(options.output, (*OUTPUTS, *earlier), overwrite=options.overwrite)
     shown = _Shown({"image": str(options.input)}, {}, [])
@@ -133,7 +130,7 @@ def _explain_score(options: argparse.Namespace, device: torch.device, shown: _Sh
         detector.extractor.network, _tensor(item, detector), detector.extractor.layers, shown
     )
 
-    picture = display(item.image)
+    picture = display(item.decoded)
     anomaly_map = prediction.anomaly_map()
     limit = float(np.nanmax(anomaly_map)) if thresholds is None else thresholds.pixel
     heatmap = marked(overlay(picture, anomaly_map, limit), [])
@@ -168,7 +165,7 @@ def _draw_evidence(
     limit = float("inf") if thresholds is None else thresholds.pixel
     patches = worst_patches(prediction.patch_scores, limit)
     good = GoodImages(detector, model.manifest, _folders(options))
-    picture = display(item.image)
+    picture = display(item.decoded)
     height, width = prediction.patch_scores.shape
     boxes = [patch_box(item.view, (height, width), *patch) for patch in patches]
     rows: list[list[tuple[tuple[str, str], Picture]]] = []

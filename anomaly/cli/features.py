@@ -74,17 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Save features; a second run goes on where the first one ended."""
-    import torch
-
     from anomaly.feature_writer import FeatureWriter
-    from anomaly.results import find_inputs
+    from anomaly.inputs import find_inputs
 
     for name in ("input_size", "batch_size", "shard_size"):
         if getattr(options, name) < 1:
             raise AnomalyError(f"--{name.replace('_', '-')} must be 1 or more")
     paths = find_inputs(options.input)
     device, threads = machine.settle(options)
-    assert isinstance(device, torch.device)
     source = _from_backbone(options) if options.model is None else _from_model(options)
     settings = source.settings | {"pool": options.pool, "format": options.format}
     writer = FeatureWriter(
@@ -255,7 +252,7 @@ def _save(
                 }
             for i, item in enumerate(batch):
                 rows = {layer: value[i] for layer, value in values.items()}
-                writer.add(str(todo[item.index]), item.image.sha256, rows)
+                writer.add(str(todo[item.index]), item.sha256, rows)
             count += len(batch)
         progress("features", count + len(refused), len(todo))
     return refused

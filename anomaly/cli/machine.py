@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from anomaly.errors import AnomalyError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +46,19 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def settle(options: argparse.Namespace) -> tuple[object, int]:
+def wanted_threads(options: argparse.Namespace) -> int:
+    """How many threads `settle` will use.
+
+    Raises:
+        AnomalyError: an impossible number.
+    """
+    threads: int = cores() if options.threads is None else options.threads
+    if threads < 1:
+        raise AnomalyError(f"--threads is {threads}; it must be 1 or more")
+    return threads
+
+
+def settle(options: argparse.Namespace) -> tuple[torch.device, int]:
     """Set the threads of every library and choose the device.
 
     Returns:
@@ -54,9 +70,7 @@ def settle(options: argparse.Namespace) -> tuple[object, int]:
     import cv2
     import torch
 
-    threads = cores() if options.threads is None else options.threads
-    if threads < 1:
-        raise AnomalyError(f"--threads is {threads}; it must be 1 or more")
+    threads = wanted_threads(options)
     torch.set_num_threads(threads)  # faiss follows when its index is made
     cv2.setNumThreads(1)  # files are decoded in parallel already
     has_gpu = torch.cuda.is_available()

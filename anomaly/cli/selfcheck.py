@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     """
     from anomaly.errors import AnomalyError
     from anomaly.files import write
-    from anomaly.results import find_inputs
+    from anomaly.inputs import find_inputs
 
     if not options.tolerance >= 0:
         raise AnomalyError(f"--tolerance is {options.tolerance}; it must be 0 or more")
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.checkpoint import load
 
     device, threads = machine.settle(options)
-    model = load(options.model, device)  # type: ignore[arg-type]
+    model = load(options.model, device)
     found = _score(model, paths, options.golden, threads)
     if recorded is None:
         record = {"model_id": model.model_id, "images": found}

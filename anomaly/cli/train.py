@@ -59,14 +59,11 @@ def run(options: argparse.Namespace) -> int:
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)
     output: Path = options.output or Path("runs") / config.name
 
-    import torch
-
     from anomaly.checkpoint import save
     from anomaly.files import claim, write
     from anomaly.training import fit
 
     device, threads = machine.settle(options)
-    assert isinstance(device, torch.device)
     is_new = not output.exists()
     outputs = ("model", "train.json", "suspects")
     claim(output, () if options.overwrite else outputs, overwrite=False)
@@ -131,10 +128,10 @@ def _draw_suspects(
     training: Training, samples: Sequence[Sample], output: Path
 ) -> list[dict[str, Any]]:
     """Heatmaps of the training images that look least like the others; what train.json says."""
-    from anomaly.detector import Prediction
     from anomaly.files import write
     from anomaly.heatmap import encode_png, heatmap
     from anomaly.loading import Loaded, load
+    from anomaly.source_map import SourceMap
 
     detector = training.detector
     thresholds = detector.thresholds
@@ -144,19 +141,12 @@ def _draw_suspects(
         loaded = load(suspect.image, sample.path, detector.loading)
         if not isinstance(loaded, Loaded):  # it has changed since it was learned from
             continue
-        seen = Prediction(
-            suspect.image,
-            loaded.image,
-            loaded.view,
-            suspect.patch_scores,
-            None,
-            suspect.score,
-            detector.config.model.smoothing,
-            detector.region,
+        seen = SourceMap(
+            suspect.patch_scores, loaded.view, detector.config.model.smoothing, detector.region
         )
         limit = suspect.score if thresholds is None else thresholds.pixel
         picture = f"suspects/{rank}_{sample.path.stem}.png"
-        write(output / picture, encode_png(heatmap(loaded.image, seen.anomaly_map, limit)))
+        write(output / picture, encode_png(heatmap(loaded.decoded, seen, limit)))
         listed.append({"name": sample.name, "score": suspect.score, "heatmap": picture})
     return listed
 

@@ -1,0 +1,188 @@
+"""Model x files -> rows and pictures: one run of `infer`, which survives what happens on a line."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from anomaly import __version__
+from anomaly.checkpoint import Model
+from anomaly.decoding import Decoders, Task
+from anomaly.detector import Prediction
+from anomaly.geometry import Tiling
+from anomaly.journal import Journal, Known
+from anomaly.loading import Loaded, Refused, by_shape
+from anomaly.pictures import Pictures
+from anomaly.results import Row
+
+_BEHIND = 16  # scored images whose pictures may still be on their way
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is to be scored.
+
+    Attributes:
+        paths: image files, sorted.
+        pictures: a name for each one's heatmap.
+    """
+
+    paths: Sequence[Path]
+    pictures: Sequence[str]
+
+
+def infer(
+    model: Model,
+    inputs: Inputs,
+    heatmaps: Path,
+    journal: Journal,
+    decoders: Decoders,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Score the images that the journal doesn't know yet.
+
+    Batches are cut from the whole list, known images included, and one that isn't complete is
+    scored whole again: a number's last digits may hang on what it shares a batch with, and a run
+    that was broken off has to end with the same bytes as one that wasn't.
+
+    Args:
+        model: says what is good.
+        inputs: what is to be scored.
+        heatmaps: the folder for them.
+        journal: open; gets each row once its picture is on disk.
+        decoders: not begun yet.
+        stopped: asked after each image; what is computed is then finished and kept.
+        progress: called with images done in this run, and how many there are to do.
+
+    Raises:
+        OutputError: results can't be written.
+    """
+    run = _Run(model, inputs, journal, decoders)
+    thresholds = model.detector.thresholds
+    limit = None if thresholds is None else thresholds.pixel
+    decoders.begin(Task(model.detector.loading, Pictures(heatmaps, limit)))
+    run.score(stopped, progress)
+
+
+class _Run:
+    def __init__(self, model: Model, inputs: Inputs, journal: Journal, decoders: Decoders) -> None:
+        self._model = model
+        self._inputs = inputs
+        self._journal = journal
+        self._decoders = decoders
+        self._behind: deque[tuple[Prediction, Future[Refused | None]]] = deque()
+
+    def score(self, stopped: Callable[[], bool], progress: Progress) -> None:
+        known = len(self._journal.known)
+        total = len(self._inputs.paths) - known
+        detector = self._model.detector
+        batches = self._unfinished(by_shape(self._items(), detector.config.batch_size))
+        try:
+            for result in detector.predict_batches(batches, self._inputs.paths):
+                if result.index in self._journal.known:
+                    continue
+                self._take(result)
+                progress(len(self._journal.known) - known + len(self._behind), total)
+                if stopped():
+                    break
+        finally:
+            while self._behind:
+                self._settle()
+
+    def _items(self) -> Iterator[Loaded | Known | Refused]:
+        """Every file in order: known, or loaded ahead."""
+        known, paths = self._journal.known, self._inputs.paths
+        loaded = self._decoders.load_all((i, p) for i, p in enumerate(paths) if i not in known)
+        for index in range(len(paths)):
+            if index not in known:
+                yield next(loaded)
+            elif known[index].shape is not None:  # others were alone
+                yield known[index]
+
+    def _unfinished(
+        self, batches: Iterable[list[Loaded | Known] | Refused]
+    ) -> Iterator[list[Loaded] | Refused]:
+        """Batches that hold anything new, whole."""
+        for batch in batches:
+            if isinstance(batch, Refused):
+                yield batch
+                continue
+            again = [item.index for item in batch if isinstance(item, Known)]
+            if len(again) == len(batch):
+                continue
+            found = self._decoders.load_all((i, self._inputs.paths[i]) for i in again)
+            whole = []
+            for item in batch:
+                one = next(found) if isinstance(item, Known) else item
+                if isinstance(one, Loaded):  # a known one may have vanished since
+                    whole.append(one)
+            yield whole
+
+    def _take(self, result: Prediction | Refused) -> None:
+        if isinstance(result, Refused):
+            self._journal.add(Known(result.index, None, self._refused(result)))
+            return
+        i = result.index
+        picture = self._inputs.pictures[i]
+        future = self._decoders.finish(i, self._inputs.paths[i], result.anomaly_map, picture)
+        self._behind.append((result, future))
+        if len(self._behind) > _BEHIND:
+            self._settle()
+
+    def _settle(self) -> None:
+        """A row counts once its picture is on disk."""
+        result, future = self._behind.popleft()
+        refused = future.result()
+        row = self._scored(result) if refused is None else self._refused(refused)
+        shape = None if isinstance(result.view, Tiling) else result.view.size
+        self._journal.add(Known(result.index, shape, row))
+
+    def _scored(self, result: Prediction) -> Row:
+        thresholds = self._model.detector.thresholds
+        score = result.image_score
+        verdict = "" if thresholds is None else thresholds.verdict(score)
+        return self._row(
+            result.index,
+            image_sha256=result.sha256,
+            status="ok",
+            image_score=score,
+            verdict="review" if result.oddness else verdict,
+            heatmap=f"heatmaps/{self._inputs.pictures[result.index]}",
+            reason=result.oddness,
+        )
+
+    def _refused(self, result: Refused) -> Row:
+        return self._row(result.index, status=result.status, reason=result.reason)
+
+    def _row(
+        self,
+        index: int,
+        *,
+        status: str,
+        image_sha256: str = "",
+        image_score: float | None = None,
+        verdict: str = "",
+        heatmap: str = "",
+        reason: str = "",
+    ) -> Row:
+        thresholds = self._model.detector.thresholds
+        return Row(
+            path=str(self._inputs.paths[index]),
+            image_sha256=image_sha256,
+            status=status,
+            image_score=image_score,
+            threshold=None if thresholds is None else thresholds.image,
+            verdict=verdict,
+            heatmap=heatmap,
+            model_id=self._model.model_id,
+            software_version=__version__,
+            threshold_label="" if thresholds is None else thresholds.label,
+            reason=reason,
+        )

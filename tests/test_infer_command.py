@@ -1,0 +1,109 @@
+"""A run that was broken off goes on, and ends with the same bytes."""
+
+import io
+import signal
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from conftest import Command, write_part
+
+from anomaly.cli import infer
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """Two shapes and a broken file, so that batches are cut across the list."""
+    folder = tmp_path / "inputs"
+    for i in range(22):
+        write_part(folder / f"{i:02}.png", seed=900 + i, mark=(30, 50) if i % 5 == 0 else None)
+        if i % 3 == 0:
+            picture = cv2.imread(str(folder / f"{i:02}.png"))
+            cv2.imwrite(str(folder / f"{i:02}.png"), np.hstack([picture, picture]))
+    (folder / "07.png").write_bytes(b"broken")
+    return folder
+
+
+def _arguments(run: Path, inputs: Path, output: Path, *flags: object) -> list[object]:
+    return ["--model", run, "--input", inputs, "--output", output, *flags]
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {
+        f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()
+    }
+
+
+class _After:
+    """Stands in for a signal that comes once so many images are through."""
+
+    exit_code = 130
+
+    def __init__(self, images: int) -> None:
+        self._left = images
+
+    def __enter__(self) -> "_After":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def signal(self) -> int | None:
+        self._left -= 1
+        return signal.SIGINT if self._left <= 0 else None
+
+
+def test_stopped_again_and_again(
+    run_folder: Path,
+    inputs: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = tmp_path / "whole"
+    assert command("infer", _arguments(run_folder, inputs, whole))[0] == 3
+    output = tmp_path / "output"
+    for step in range(4):
+        with monkeypatch.context() as patched:
+            patched.setattr(infer, "Stopping", lambda: _After(3))
+            code, out, _ = command("infer", _arguments(run_folder, inputs, output, "--resume"))
+        assert (code, "go on with --resume" in out) == (130, True)
+        rows = (output / "results.csv").read_text().splitlines()[1:]
+        assert len(rows) > 2 * step
+        assert len(rows) < 22
+    code, _, err = command("infer", _arguments(run_folder, inputs, output))
+    assert (code, "add --resume" in err) == (2, True)
+    (inputs / "08.png").rename(inputs / "99.png")
+    code, _, err = command("infer", _arguments(run_folder, inputs, output, "--resume"))
+    assert (code, "another list of images" in err) == (2, True)
+    (inputs / "99.png").rename(inputs / "08.png")
+    (output / "heatmaps" / ".left.part").write_text("by a process that was killed")
+    assert command("infer", _arguments(run_folder, inputs, output, "--resume"))[0] == 3
+    assert _files(output) == _files(whole)
+    code, out, _ = command("infer", _arguments(run_folder, inputs, output, "--resume"))
+    assert (code, "is complete" in out) == (0, True)
+
+
+def test_a_list_from_a_file_and_from_standard_input(
+    run_folder: Path,
+    inputs: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = f"{inputs / '01.png'}\r\n\n{inputs / 'gone.png'}\n{inputs / '01.png'}\n"
+    (tmp_path / "list.txt").write_text(names)
+    base = ["--model", run_folder, "--output"]
+    code, out, _ = command("infer", [*base, tmp_path / "one", "--list", tmp_path / "list.txt"])
+    assert (code, "1 of 2 images scored" in out) == (3, True)
+    stdin = io.TextIOWrapper(io.BytesIO(names.encode()))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert command("infer", [*base, tmp_path / "two", "--list", "-"])[0] == 3
+    assert _files(tmp_path / "one") == _files(tmp_path / "two")
+    code, _, err = command("infer", [*base, tmp_path / "three", "--list", tmp_path / "none.txt"])
+    assert (code, "none.txt can't be read" in err) == (2, True)
+    code, _, err = command("infer", [*base, tmp_path / "three"])
+    assert (code, "give --input, --list, or both" in err) == (2, True)

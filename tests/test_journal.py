@@ -1,0 +1,52 @@
+"""A journal keeps whole lines, and only continues what it is about."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from anomaly.errors import OutputError
+from anomaly.journal import Journal, Known
+from anomaly.results import Row
+
+
+def _known(index: int) -> Known:
+    row = Row(f"ä\udcff\n{index}", "00", "ok", 0.1 + index, 1.0, "good", "h.png", "m", "1", "", "")
+    return Known(index, (32, 8 * index) if index % 2 else None, row)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(st.integers(0, 2000))
+def test_a_torn_line_is_dropped_and_the_run_goes_on(tmp_path: Path, cut: int) -> None:
+    file = tmp_path / "journal"
+    file.unlink(missing_ok=True)
+    with Journal(file, {"model": "a"}) as journal:
+        for i in (2, 0, 1):
+            journal.add(_known(i))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:cut])
+    again = Journal(file, {"model": "a"})
+    lines = whole[:cut].count(b"\n")
+    assert list(again.known.values()) == [_known(i) for i in (2, 0, 1)][: max(0, lines - 1)]
+    with again:
+        for i in (2, 0, 1):
+            if i not in again.known:
+                again.add(_known(i))
+    assert file.read_bytes() == whole
+    assert again.rows() == [_known(i).row for i in range(3)]
+
+
+def test_another_run_is_not_continued(tmp_path: Path) -> None:
+    file = tmp_path / "journal"
+    with Journal(file, {"model": "a", "images": "x"}):
+        pass
+    with pytest.raises(OutputError, match="another model"):
+        Journal(file, {"model": "b", "images": "x"})
+    file.write_text('{"about": {"model": "a"}}\n{"index": 3}\n')
+    with pytest.raises(OutputError, match="damaged"):
+        Journal(file, {"model": "a"})
+    journal = Journal(tmp_path / "other", {})
+    with journal:
+        journal.remove()
+    assert not (tmp_path / "other").exists()
