@@ -101,7 +101,7 @@ def fit(
         AnomalyError: weights, layers or images can't be used as configured.
     """
     clock = _Clock()
-    extractor, weights_sha256 = _backbone(config, device)
+    extractor, weights_sha256 = backbone(config, device)
     normalise = normalisation(config.backbone.name)
     region, aspect = region_of(config.image, Path()), _aspect(config, samples)
     loading = loading_of(config, extractor, region, aspect)
@@ -204,7 +204,12 @@ def _provisional(
     return Thresholds(max(image.values()), pixel, "provisional", len(image)) if image else None
 
 
-def _backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
+def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
+    """The truncated backbone that a config names, in fp32, and the hash of its weights' file.
+
+    Raises:
+        AnomalyError: the weights or layers can't be used as configured.
+    """
     name = config.backbone.name
     full = build(name)
     layers = config.backbone.layers or default_layers(name, full, config.model.kind)

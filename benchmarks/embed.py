@@ -1,0 +1,43 @@
+"""Write the patch embeddings of a folder of images, as PatchCore gets them, for other benchmarks.
+
+python -m benchmarks.embed --images bottle/train/good --weights FILE.safetensors --output train.npy
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from anomaly.backbones import normalisation
+from anomaly.config import parse_config
+from anomaly.datasets import open_dataset
+from anomaly.detector import embedder_of, loading_of
+from anomaly.loading import by_shape, load_all
+from anomaly.training import backbone
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--images", type=Path, required=True, help="a folder of images")
+    parser.add_argument("--weights", type=Path, required=True, help="ResNet-50, .safetensors")
+    parser.add_argument("--output", type=Path, required=True, help=".npy of (N, D) float32")
+    parser.add_argument("--size", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    weights = {"name": "resnet50_v1", "weights": str(args.weights)}
+    settings = {"image": {"resize": args.size}, "backbone": weights}
+    config, device = parse_config(settings, "benchmark"), torch.device("cpu")
+    extractor, _ = backbone(config, device)
+    embedder = embedder_of(config, extractor, normalisation("resnet50_v1"), device, None)
+    paths = [sample.path for sample in open_dataset("folder", args.images, None).train]
+    loaded = load_all(paths, loading_of(config, extractor, None, None), args.threads)
+    rows = [embedder(b).flatten(0, 2).float() for b in by_shape(loaded, 8) if isinstance(b, list)]
+    np.save(args.output, torch.cat(rows).numpy())
+
+
+if __name__ == "__main__":
+    main()
