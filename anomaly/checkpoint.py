@@ -22,7 +22,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from anomaly.config import Config, parse_config
 from anomaly.detector import AnomalyDetector, Thresholds, region_of
 from anomaly.errors import AnomalyError, ModelError, OutputError
 from anomaly.features import truncate
+from anomaly.files import cache_folder
 from anomaly.precision import has_bf16
 from anomaly.region import Picture, Region
 from anomaly.scorers.base import Scorer
@@ -152,7 +153,7 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
         normalise=Normalisation(
             tuple(manifest["backbone"]["mean"]), tuple(manifest["backbone"]["std"])
         ),
-        scorer=_on(scorer, device),
+        scorer=_on(scorer, device, config),
         thresholds=None if thresholds is None else Thresholds(**thresholds),
         device=device,
         region=region,
@@ -212,7 +213,10 @@ def _pictures(region: Region | None) -> dict[str, bytes]:
     }
 
 
-def _on(scorer: Scorer, device: torch.device) -> Scorer:
+def _on(scorer: Scorer, device: torch.device, config: Config) -> Scorer:
+    if config.model.search == "ivf" and isinstance(scorer, MemoryBank) and device.type == "cpu":
+        # A GPU multiplies faster than it would look through lists.
+        return replace(scorer, search="ivf", cache=cache_folder())
     return scorer.to(device)
 
 

@@ -37,6 +37,12 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
         raise OutputError(f"{error.filename or folder} can't be used: {error.strerror}") from None
 
 
+def cache_folder() -> Path:
+    """Where what can be made again is kept: `$XDG_CACHE_HOME/anomaly`, by default in `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "anomaly"
+
+
 def remove_drafts(folder: Path) -> None:
     """Delete what `write` has left of files that it couldn't finish, because it was killed."""
     for draft in folder.rglob(".*.part"):

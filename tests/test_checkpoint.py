@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +130,17 @@ def test_bank_vectors_know_where_they_came_from(run_folder: Path, product: Path)
         assert isinstance(item, Loaded)
         patch = model.detector.embedder([item])[0, row, column]
         torch.testing.assert_close(patch, vectors[i], rtol=1e-4, atol=1e-5)
+
+
+def test_inverted_lists_are_made_at_first_use(
+    product: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    arguments = train_arguments(product, tmp_path / "run", "model.search=ivf")
+    assert command("train", arguments)[0] == 0
+    detector = load(tmp_path / "run", torch.device("cpu")).detector
+    exact = replace(detector, scorer=replace(detector.scorer, search="auto"))
+    files = sorted((product / "test").rglob("*.png"))
+    for one, other in zip(detector.predict(files), exact.predict(files), strict=True):
+        np.testing.assert_array_less(other.patch_scores, one.patch_scores + 1e-6)
+    assert [f.suffix for f in (tmp_path / "cache" / "anomaly").iterdir()] == [".index"]

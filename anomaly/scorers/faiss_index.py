@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,11 @@ def _cached(vectors: np.ndarray[Any, Any], folder: Path) -> Any:
         else:
             return index
     index = _inverted(vectors)
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=folder, suffix=".part")
-    os.close(handle)
-    faiss.write_index(index, draft)
-    Path(draft).replace(file)
+    # A cache that can't be written to costs time, no more.
+    with suppress(OSError, RuntimeError):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=folder, suffix=".part")
+        os.close(handle)
+        faiss.write_index(index, draft)
+        Path(draft).replace(file)
     return index

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class MemoryBank:
             among the projected embeddings that the coreset was selected on.
         exact: the selection saw all training patches at once, not a part at a time.
         search: how neighbours are found, see `NearestNeighbors`.
+        cache: folder for what an approximate search has to train first; it can be deleted.
     """
 
     vectors: Tensor
@@ -36,10 +38,11 @@ class MemoryBank:
     covering_radius: float
     exact: bool = True
     search: str = "auto"
+    cache: Path | None = None
 
     @cached_property
     def _neighbours(self) -> NearestNeighbors:
-        return NearestNeighbors(self.vectors, self.search)
+        return NearestNeighbors(self.vectors, self.search, self.cache)
 
     def score(self, embeddings: Tensor) -> PatchScores:
         """The distance of each patch to its nearest bank vector (PatchCore, section 3.3).
@@ -112,6 +115,7 @@ class MemoryBank:
             self.covering_radius,
             self.exact,
             self.search,
+            self.cache,
         )
 
     def tensors(self) -> dict[str, Tensor]:
