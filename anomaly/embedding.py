@@ -41,8 +41,10 @@ class Embedder:
     def images(self, batch: Sequence[Loaded]) -> Tensor:
         """Normalised images (B, 3, H, W) of one size."""
         pixels = torch.from_numpy(np.stack([item.pixels for item in batch]))
+        if self.device.type == "cuda":  # from pinned memory the copy doesn't hold up this thread
+            pixels = pixels.pin_memory().to(self.device, non_blocking=True)
         # (B, H, W, 3) is what torch calls channels_last.
-        return self.normalise(pixels.permute(0, 3, 1, 2).to(self.device))
+        return self.normalise(pixels.permute(0, 3, 1, 2))
 
     def maps(self, batch: Sequence[Loaded]) -> list[Tensor]:
         """Feature maps (B, C_i, h_i, w_i) of images of one size, in the extractor's precision."""
