@@ -183,7 +183,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What a model folder says about itself, without reading or checking its other files.
 
     Args:
-        folder: the model folder, or the run that holds it as `model/`.
+        folder: as for `load`.
 
     Raises:
         ModelError: no model there, or made by something else.

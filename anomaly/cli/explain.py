@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from anomaly.checkpoint import Model
-    from anomaly.detector import AnomalyDetector, Prediction
+    from anomaly.detector import Prediction
     from anomaly.explain.tiles import Picture
     from anomaly.explanation import GoodPatch
     from anomaly.loading import Loaded, Loading
@@ -126,9 +126,8 @@ def _explain_score(options: argparse.Namespace, device: torch.device, shown: _Sh
             verdict=thresholds.verdict(prediction.image_score),
             threshold_label=thresholds.label,
         )
-    _draw_maps(
-        detector.extractor.network, _tensor(item, detector), detector.extractor.layers, shown
-    )
+    image = detector.embedder.images([item])[0]
+    _draw_maps(detector.extractor.network, image, detector.extractor.layers, shown)
 
     picture = display(item.decoded)
     anomaly_map = prediction.anomaly_map()
@@ -219,8 +218,7 @@ def _explain_class(options: argparse.Namespace, device: torch.device, shown: _Sh
     import torch
 
     from anomaly.backbones import build, normalisation, whole
-    from anomaly.explain.patches import marked
-    from anomaly.explain.tiles import stacked
+    from anomaly.explain.classes import can_be_guided, class_evidence
     from anomaly.geometry import Sizing
     from anomaly.images import MAX_PIXELS
     from anomaly.layers import last_map, layer_table, stages, takes_oblong
@@ -240,7 +238,7 @@ def _explain_class(options: argparse.Namespace, device: torch.device, shown: _Sh
     likeliest = chances.argsort(descending=True)[:3].tolist()
     classes = options.classes or [c for c in likeliest if chances[c] > 0.05] or likeliest[:1]
     _check_classes(classes, len(chances), name)
-    labels = [f"{_class_name(name, c)}, {float(chances[c]):.0%}" for c in classes]
+    labels = {c: f"{_class_name(name, c)}, {float(chances[c]):.0%}" for c in classes}
     shown.facts["classes"] = [
         {"index": c, "name": _class_name(name, c), "probability": float(chances[c])}
         for c in classes
@@ -249,43 +247,10 @@ def _explain_class(options: argparse.Namespace, device: torch.device, shown: _Sh
     if layer is None:
         shown.notes.append(f"{name} puts out no late feature map, so there is no Grad-CAM")
         return
-    seen = marked(np.rint(item.pixels * 255).astype(np.uint8), [], 320)
-    guided = _has_relu(network)
-    if not guided:
+    if not can_be_guided(network):
         shown.notes.append(f"{name} has no ReLU layers, so there is no guided Grad-CAM")
-    rows = [
-        _cam_row(network, image, layer, c, label, seen, guided)
-        for c, label in zip(classes, labels, strict=True)
-    ]
-    shown.pictures["grad_cam.png"] = stacked(rows)
-
-
-def _cam_row(
-    network: nn.Module,
-    image: Tensor,
-    layer: str,
-    target: int,
-    label: str,
-    seen: Picture,
-    guided: bool,
-) -> Picture:
-    from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
-    from anomaly.explain.overlays import glowing, signed
-    from anomaly.explain.patches import marked
-    from anomaly.explain.tiles import beside
-
-    cam = glowing(seen, grad_cam(network, image, layer, target))
-    panels = [(label, seen), (f"Grad-CAM at {layer}", cam)]
-    if guided:
-        details = signed(guided_grad_cam(network, image, layer, target))
-        panels.append(("guided Grad-CAM", marked(details, [], 320)))
-    return beside(panels)
-
-
-def _has_relu(network: nn.Module) -> bool:
-    from torch import nn
-
-    return any(isinstance(module, nn.ReLU | nn.ReLU6) for module in network.modules())
+    seen = np.rint(item.pixels * 255).astype(np.uint8)
+    shown.pictures["grad_cam.png"] = class_evidence(network, image, seen, layer, labels)
 
 
 def _check_classes(classes: Sequence[int], count: int, name: str) -> None:
@@ -307,13 +272,6 @@ def _draw_maps(network: nn.Module, image: Tensor, layers: Sequence[str], shown: 
 
     for layer, picture in feature_map_pictures(network, image, layers).items():
         shown.pictures[f"feature_maps_{layer}.png"] = picture
-
-
-def _tensor(item: Loaded, detector: AnomalyDetector) -> Tensor:
-    import torch
-
-    pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
-    return detector.normalise(pixels)
 
 
 def _read(path: Path, loading: Loading) -> Loaded:

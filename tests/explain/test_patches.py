@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anomaly.explain.patches import MARK, Box, absent, comparison, marked, patch_box, patch_crop
+from anomaly.geometry import AxisView, View
+
+VIEW = View(AxisView(300, 100, 10, 80), AxisView(200, 100, 10, 80))
+
+
+def test_a_patch_box_is_in_the_images_own_pixels() -> None:
+    # 80 network pixels are 10 patches of 8; the crop starts at 10; 3 (2) pixels each.
+    assert patch_box(VIEW, (10, 10), 0, 0) == Box(30, 20, 54, 36)
+    box = patch_box(VIEW, (10, 10), 9, 2)
+    assert (box.top, box.left, box.bottom, box.right) == pytest.approx((246, 52, 270, 68))
+
+
+@given(st.integers(0, 9), st.integers(0, 9))
+def test_boxes_tile_what_the_network_sees(row: int, column: int) -> None:
+    box = patch_box(VIEW, (10, 10), row, column)
+    if row < 9:
+        assert patch_box(VIEW, (10, 10), row + 1, column).top == pytest.approx(box.bottom)
+    assert 30 <= box.top < box.bottom <= 270 + 1e-9
+    assert 20 <= box.left < box.right <= 180 + 1e-9
+
+
+@given(st.integers(0, 90), st.integers(0, 110))
+def test_a_crop_shows_the_patch_in_its_middle_with_a_frame(top: int, left: int) -> None:
+    picture = np.full((100, 120, 3), 90, np.uint8)
+    box = Box(top, left, top + 10, left + 10)
+    picture[top : top + 10, left : left + 10] = (0, 200, 0)
+    crop = patch_crop(picture, box, 140)  # 70 pixels of the picture, twice as large
+    assert crop.shape == (140, 140, 3)
+    assert (crop[64:76, 64:76] == (0, 200, 0)).all()
+    frame = (crop == MARK).all(axis=2)
+    rows, columns = np.flatnonzero(frame.any(axis=1)), np.flatnonzero(frame.any(axis=0))
+    assert (rows[0], columns[0], rows[-1], columns[-1]) == (59, 59, 80, 80)
+    if top < 20:
+        assert (crop[:10] == 255).all()  # beyond the border
+
+
+def test_large_boxes_are_shrunk_and_the_picture_stays_as_it_is() -> None:
+    picture = np.random.default_rng(0).integers(0, 255, (900, 900, 3), dtype=np.uint8)
+    before = picture.copy()
+    assert patch_crop(picture, Box(400, 400, 500, 500), 50).shape == (50, 50, 3)
+    np.testing.assert_array_equal(picture, before)
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((40, 80), (60, 120)), ((800, 400), (120, 60))])
+def test_marked_pictures_fit_the_page_and_show_each_box(
+    shape: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    picture = np.full((*shape, 3), 90, np.uint8)
+    assert marked(picture, [], 120).shape == (*expected, 3)
+    assert (marked(picture, [], 120) == 90).all()
+    boxes = [Box(4, 4, 12, 12), Box(20, 20, 30, 30)]
+    shown = marked(picture, boxes, 120)
+    assert (shown == MARK).all(axis=2).any()
+
+
+def test_a_page_has_a_line_for_each_patch() -> None:
+    tile = np.zeros((150, 150, 3), np.uint8)
+    line = [(("1: score 5", "this image"), tile), (("distance 5", "000.png"), tile)]
+    page = comparison([line, line, line])
+    assert page.shape[0] == 3 * (150 + 2 * 18 + 8)
+    assert comparison([[line[0]]]).shape[1] >= 150
+    assert (absent("not found") < 150).any()
