@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from anomaly.explain.tiles import Picture
     from anomaly.explanation import GoodPatch
     from anomaly.loading import Loaded, Loading
-
-log = logging.getLogger(__name__)
 
 OUTPUTS = ("explanation.json", "evidence.png", "score_gradient.png", "grad_cam.png")
 
@@ -87,9 +84,9 @@ def run(options: argparse.Namespace) -> int:
     facts = shown.facts | {"pictures": list(shown.pictures), "not_shown": shown.notes}
     text = json.dumps(facts, indent=2, ensure_ascii=False)
     write(options.output / "explanation.json", text + "\n")
-    for note in shown.notes:
-        log.warning("%s", note)
     print(f"{', '.join(shown.pictures)} and explanation.json in {options.output}")
+    for note in shown.notes:
+        print(f"not shown: {note}")
     return 0
 
 
@@ -185,14 +182,13 @@ def _draw_evidence(
     shown.facts["patches"] = facts
     if prediction.nearest is None:
         shown.notes.append(
-            "PaDiM keeps no patches, only means and covariances of each place: evidence.png shows "
-            "the same place on some good images"
+            "the nearest good patches: PaDiM keeps none, only means and covariances of each place; "
+            "evidence.png has the same place on some good images instead"
         )
     if missing := good.missing():
         name, reason = next(iter(missing.items()))
         shown.notes.append(
-            f"{len(missing)} training images can't be shown ({name}: {reason}); name their folder "
-            "with --good"
+            f"{len(missing)} training images ({name}: {reason}); name their folder with --good"
         )
 
 
@@ -245,10 +241,10 @@ def _explain_class(options: argparse.Namespace, device: torch.device, shown: _Sh
     ]
     layer = last_map(table)
     if layer is None:
-        shown.notes.append(f"{name} puts out no late feature map, so there is no Grad-CAM")
+        shown.notes.append(f"Grad-CAM: {name} puts out no late feature map")
         return
     if not can_be_guided(network):
-        shown.notes.append(f"{name} has no ReLU layers, so there is no guided Grad-CAM")
+        shown.notes.append(f"guided Grad-CAM: {name} has no ReLU layers")
     seen = np.rint(item.pixels * 255).astype(np.uint8)
     shown.pictures["grad_cam.png"] = class_evidence(network, image, seen, layer, labels)
 
