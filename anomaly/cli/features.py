@@ -266,9 +266,8 @@ def _say(
     source: _Source,
     output: Path,
 ) -> None:
-    print(
-        f"{new} image{'' if new == 1 else 's'} saved{f', {before} were there already' if before else ''}"
-    )
+    images = "image" if new == 1 else "images"
+    print(f"{new} {images} saved{f', {before} were there already' if before else ''}")
     for _, status, reason in refused[:5]:
         print(f"  {status}: {reason}")
     if len(refused) > 5:
