@@ -2,24 +2,28 @@
 
     python benchmarks/hooks.py [--device cpu] [--threads 2] [--rounds 200]
 
-They alternate, and each round gives one ratio, so that a drifting clock or a busy machine hits all
-alike. `hooked` opens the capture anew in every pass and copies nothing, as the feature extractor
-does where no later layer works in place; `copied` is the default of `capture`.
+Each is measured in alternation with the unhooked pass; a round gives one ratio, so that a drifting
+clock or a busy machine hits both alike, and the median counts. `copied` is `capture` as it comes,
+open around all passes; `hooked` is that with clone=False; `anew` opens and closes it in every pass,
+as the feature extractor does, also without copies. `itself` is the unhooked pass again: what the
+method sees where there is nothing to see.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torchvision
 from torch import Tensor, nn
 
-from anomaly.hooks import capture
+from anomaly.hooks import Capture, capture
 
 CASES = {
     "wide_resnet50_2": ("layer2", "layer3"),
@@ -51,33 +55,56 @@ def main() -> None:
 def measure(
     network: nn.Module, layers: tuple[str, ...], images: Tensor, args: argparse.Namespace
 ) -> dict[str, float]:
-    cut = cut_after(network, layers)
-
-    def hooked(clone: bool) -> None:
-        with capture(network, layers, stop=True, clone=clone) as captured:
-            captured.run(images)
-            captured.pop()
-
-    variants = {
-        "unhooked": lambda: cut(images),
-        "hooked": lambda: hooked(clone=False),
-        "copied": lambda: hooked(clone=True),
-    }
+    cut = cut_after(copy.deepcopy(network), layers)  # the hooks of one don't run in the other
     seconds = Stopwatch(CLOCKS[args.clock])
-    times: dict[str, list[float]] = {name: [] for name in variants}
+    result: dict[str, float] = {"rounds": args.rounds}
+
+    def compared(name: str, work: Callable[[], object]) -> None:
+        times, ratios = alternated(lambda: cut(images), work, images, seconds, args.rounds)
+        result[f"{name}_ms"] = round(statistics.median(times) * 1e3, 3)
+        result[f"{name}_cost_percent"] = round((statistics.median(ratios) - 1) * 100, 2)
+
     with torch.inference_mode():
         check(network, cut, layers, images)
-        for i in range(-5, args.rounds):
-            # Who goes first changes, so that nobody always finds the warmer cache.
-            for name in sorted(variants, reverse=bool(i % 2)):
-                spent = seconds(variants[name], images)
-                if i >= 0:
-                    times[name].append(spent)
-    result = {f"{name}_ms": round(statistics.median(t) * 1e3, 3) for name, t in times.items()}
-    for name in ("hooked", "copied"):
-        ratios = [a / b for a, b in zip(times[name], times["unhooked"], strict=True)]
-        result[f"{name}_cost_percent"] = round((statistics.median(ratios) - 1) * 100, 2)
-    return {**result, "rounds": args.rounds}
+        itself = cut_after(network, layers)
+        compared("itself", lambda: itself(images))
+        for name, clone in (("hooked", False), ("copied", True)):
+            with capture(network, layers, stop=True, clone=clone) as captured:
+                compared(name, partial(read, captured, images))
+        compared("anew", lambda: read_anew(network, layers, images))
+    return result
+
+
+def read(captured: Capture, images: Tensor) -> None:
+    captured.run(images)
+    captured.pop()
+
+
+def read_anew(network: nn.Module, layers: tuple[str, ...], images: Tensor) -> None:
+    with capture(network, layers, stop=True, clone=False) as captured:
+        read(captured, images)
+
+
+def alternated(
+    unhooked: Callable[[], object],
+    work: Callable[[], object],
+    images: Tensor,
+    seconds: Stopwatch,
+    rounds: int,
+) -> tuple[list[float], list[float]]:
+    """Seconds of `work` in each round, and how many times the unhooked pass that is."""
+    times, ratios = [], []
+    for i in range(-5, rounds):
+        # Who goes first changes, so that both find the same cache.
+        if i % 2:
+            plain = seconds(unhooked, images)
+        spent = seconds(work, images)
+        if not i % 2:
+            plain = seconds(unhooked, images)
+        if i >= 0:
+            times.append(spent)
+            ratios.append(spent / plain)
+    return times, ratios
 
 
 def cut_after(network: nn.Module, layers: tuple[str, ...]) -> Callable[[Tensor], list[Tensor]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +19,7 @@ from anomaly.hooks.nested import map_tensors, named_tensors
 from anomaly.hooks.paths import Selector, select
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """In what form captured tensors are kept; `capture` explains each field."""
 
     grad: bool = False
@@ -150,16 +148,20 @@ class Capture:
 
     def pop_calls(self) -> dict[str, list[Tensor]]:
         """Take out the outputs of all calls kept, oldest first; otherwise like `pop`."""
-        calls, silent = self._calls, [path for path, kept in self._calls.items() if not kept]
+        calls, silent = self._calls, []
         self._reset()
+        result: dict[str, list[Tensor]] = {}
+        for path, layer in calls.items():
+            if not layer:
+                silent.append(path)
+            for call in layer:
+                for kept in call:
+                    result.setdefault(kept.name, []).append(kept.checked())
         if silent:
             raise LayerError(
                 f"{', '.join(map(repr, silent))} didn't run: the forward pass doesn't come through "
                 "there, was stopped before, ran in another thread, or was already read"
             )
-        result: dict[str, list[Tensor]] = {}
-        for kept in (kept for layer in calls.values() for call in layer for kept in call):
-            result.setdefault(kept.name, []).append(kept.checked())
         return result
 
     def pop_numpy(self) -> dict[str, NDArray[Any]]:
@@ -181,7 +183,8 @@ class Capture:
             if not call:
                 raise LayerError(f"{path!r} put out {type(output).__name__}, which has no tensor")
             self._calls[path].append(call)
-            self._check_memory()
+            if self._policy.max_bytes is not None:
+                self._check_memory(self._policy.max_bytes)
             if last:
                 raise _Stopped(self)
             return map_tensors(Tensor.clone, output) if self._policy.grad else None
@@ -195,13 +198,13 @@ class Capture:
                 raise LayerError("grad=True needs autograd: leave torch.no_grad or inference_mode")
             return _Kept(name, tensor, None)
         clone = policy.clone and not last
-        tensor = tensor.detach().to(policy.device, policy.dtype, copy=clone)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if clone or policy.device is not None or policy.dtype is not None:
+            tensor = tensor.to(policy.device, policy.dtype, copy=clone)
         return _Kept(name, tensor, None if tensor.is_inference() else tensor._version)
 
-    def _check_memory(self) -> None:
-        limit = self._policy.max_bytes
-        if limit is None:
-            return
+    def _check_memory(self, limit: int) -> None:
         held = sum(k.tensor.nbytes for layer in self._calls.values() for c in layer for k in c)
         if held > limit:
             raise LayerError(
@@ -217,8 +220,7 @@ class _Stopped(BaseException):
         self.owner = owner
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     name: str
     tensor: Tensor
     version: int | None

@@ -8,14 +8,15 @@ from typing import Any
 from torch import Tensor
 
 
-def named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Walk the tensors of an output with a name for each.
+def named_tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
+    """The tensors of an output with a name for each.
 
     A lone tensor has the name given; inside containers the way to it follows a colon:
     `lstm:0`, `lstm:1.0`, `head:out`. What isn't a tensor is passed over.
     """
-    for way, tensor in _walk(value, ()):
-        yield (f"{name}:{'.'.join(way)}" if way else name), tensor
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    return [(f"{name}:{'.'.join(way)}", tensor) for way, tensor in _walk(value, ())]
 
 
 def _walk(value: Any, way: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:

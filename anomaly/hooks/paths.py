@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from anomaly.errors import LayerError, nearest
 
 Selector: TypeAlias = str | type[nn.Module]
 
+_ONE = (str, type)  # told apart from a sequence of them
 _INDEX = re.compile(r"\[(-?\d+)\]")
 _HOOKS_OF_A_MODULE = (
     "_forward_pre_hooks",
@@ -73,7 +74,7 @@ def match(model: nn.Module, pattern: Selector) -> list[str]:
                 + nearest(pattern.__name__, types)
             )
         return found
-    if not any(wildcard in pattern for wildcard in "*?"):
+    if _is_path(pattern):
         return [resolve(model, pattern)[0]]
     wanted = re.compile(_regex(pattern))
     found = [name for name in _names(model) if wanted.fullmatch(name)]
@@ -99,14 +100,14 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
         LayerError: nothing matches, or the layer's hooks would never be called.
     """
     _refuse_unhookable(model, model, "")
-    patterns = [layers] if isinstance(layers, str | type) else layers
     selected: dict[str, nn.Module] = {}
-    for path in (path for pattern in patterns for path in match(model, pattern)):
-        module, above = model, ""
-        for name, module in _walk(model, path):
-            above = f"{above}.{name}" if above else name
-            _refuse_unhookable(model, module, above)
-        selected[path] = module
+    for pattern in [layers] if isinstance(layers, _ONE) else layers:
+        for path in [pattern] if _is_path(pattern) else match(model, pattern):
+            module, above = model, ""
+            for name, module in _walk(model, path):
+                above = f"{above}.{name}" if above else name
+                _refuse_unhookable(model, module, above)
+            selected[above] = module
     return selected
 
 
@@ -120,6 +121,10 @@ def live_hooks(model: nn.Module) -> int:
     tables += [getattr(p, name, None) for p in model.parameters() for name in _HOOKS_OF_A_TENSOR]
     tables += [getattr(torch_hooks, name) for name in _GLOBAL_HOOKS]
     return sum(len(table) for table in tables if isinstance(table, dict))
+
+
+def _is_path(pattern: Selector) -> TypeGuard[str]:
+    return isinstance(pattern, str) and "*" not in pattern and "?" not in pattern
 
 
 def _walk(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
