@@ -240,7 +240,8 @@ def test_explain_a_score(run_folder: Path, product: Path, tmp_path: Path, comman
     assert (code, err) == (0, "")
     facts = json.loads((output / "explanation.json").read_text())
     assert facts["verdict"] == "reject"
-    assert facts["image_score"] == pytest.approx(facts["patches"][0]["score"], rel=1e-3)
+    # The image score is the highest value of the blurred map.
+    assert 0.5 < facts["image_score"] / facts["patches"][0]["score"] <= 1
     # The worst patch lies on the red square, which reaches from (30, 40) to (40, 50).
     worst = facts["patches"][0]
     assert abs((worst["row"] + 0.5) * 96 / 7 - 35) < 20
