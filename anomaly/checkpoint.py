@@ -38,12 +38,12 @@ from safetensors.torch import load_file, save_file
 
 from anomaly import __version__
 from anomaly.backbones import Normalisation, build, fill
+from anomaly.bf16 import has_bf16
 from anomaly.config import Config, parse_config
 from anomaly.detector import AnomalyDetector, Thresholds, region_of
 from anomaly.errors import AnomalyError, ModelError, OutputError
 from anomaly.features import truncate
 from anomaly.files import cache_folder
-from anomaly.precision import has_bf16
 from anomaly.region import Picture, Region
 from anomaly.scorers.base import Scorer
 from anomaly.scorers.gaussian import PatchGaussian

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from anomaly.bf16 import has_bf16
 from anomaly.features import FeatureExtractor
 
 log = logging.getLogger(__name__)
@@ -15,15 +15,6 @@ log = logging.getLogger(__name__)
 # The standard deviation that rounding may add, as a share of the maps' own: a hundredth of their
 # variance. ResNet-50 stays at 0.03 to 0.08, and no verdict changed on bottle or magnetic tile.
 LIMIT = 0.1
-
-
-def has_bf16(device: torch.device) -> bool:
-    """Whether a device multiplies bfloat16 faster than float32."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    read = getattr(torch.cpu, "get_capabilities", dict)  # newer than the oldest torch we take
-    found: dict[str, object] = read()
-    return any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
 
 
 def settle(extractor: FeatureExtractor, images: Tensor) -> str:

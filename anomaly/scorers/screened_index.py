@@ -5,6 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anomaly.bf16 import has_bf16
+from anomaly.scorers.coarse_screen import (
+    ROUNDING,
+    BFloat16Screen,
+    CoarseScreen,
+    Float32Screen,
+)
 from anomaly.scorers.parallel import spread
 from anomaly.scorers.product_index import ProductIndex
 
@@ -23,8 +30,6 @@ _GROUP = 64
 _MANY = 1 / 16
 # Numbers that are gathered at once to measure pairs: 4 MiB.
 _GATHERED = 1 << 20
-# Above float32's rounding of squared distances, relative to the squared norms.
-_ROUNDING = 1e-5
 
 
 class ScreenedIndex:
@@ -49,16 +54,19 @@ class ScreenedIndex:
         # Vectors at infinity fill the last group.
         filled = len(bank) + -len(bank) % _GROUP
         dimensions = self._axes.shape[1]
-        self._coarse = bank.new_zeros(filled, min(_COARSE, dimensions) + 1)
+        coarse = bank.new_zeros(filled, min(_COARSE, dimensions) + 1)
+        norms = bank.new_full((filled,), float("inf"))
         self._fine = bank.new_zeros(filled, dimensions + 1)
-        self._norms = bank.new_full((filled,), float("inf"))
         for start in range(0, len(bank), _FITTED):
             rows = slice(start, min(start + _FITTED, len(bank)))
-            self._coarse[rows], self._fine[rows], self._norms[rows] = self._reduce(bank[rows])
+            coarse[rows], self._fine[rows], norms[rows] = self._reduce(bank[rows])
+        screen = BFloat16Screen if has_bf16(bank.device) else Float32Screen
+        self._columns = filled
+        self._screen: CoarseScreen = screen(coarse, norms)
 
     def candidates(self, queries: Tensor, k: int) -> Tensor:
         """The k nearest (Q, k) int64 of queries (Q, D)."""
-        rows = min(max(1, _BLOCK // len(self._norms)), _QUERIES)
+        rows = min(max(1, _BLOCK // self._columns), _QUERIES)
         blocks = torch.split(queries, rows)
         found = torch.cat(spread(lambda q: self._search(q, k), blocks, queries.device))
         undecided = found[:, 0] < 0
@@ -69,11 +77,10 @@ class ScreenedIndex:
     def _search(self, queries: Tensor, k: int) -> Tensor:
         """The k nearest (Q, k) of each query; -1 for all where too many vectors might be."""
         coarse, fine, norms = self._reduce(queries)
-        # Lower bounds (Q, M') of squared distances, less ‖x‖² throughout.
-        bounds = torch.addmm(self._norms, coarse, self._coarse.T, alpha=-2)
+        bounds = self._screen.bounds(coarse, norms)
         limit = self._farthest(queries, _least(bounds, k))
-        slack = _ROUNDING * (norms + limit)
-        rows, columns = _passing(bounds, limit - norms + slack)
+        slack = ROUNDING * (norms + limit)
+        rows, columns = _passing(bounds, self._screen.limits(coarse, norms, limit))
 
         undecided = rows.new_full((len(queries), k), -1)
         if len(rows) > _MANY * bounds.numel():
