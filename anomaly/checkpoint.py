@@ -7,9 +7,11 @@
       region.png, ignore.png where to look, if that was drawn as a picture
       config.yaml            every setting but the place of the data
       thresholds.json        where good ends, and how that was found
+      calibration.json       the scores of good images that the thresholds come from
       manifest.json          sha256 of every file, training images, versions, seed
+      history.jsonl          when thresholds were changed, and why; only once they were
 
-Files hold no time and no absolute path: the same training gives the same bytes.
+Files but the history hold no time and no absolute path: the same training gives the same bytes.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ from safetensors.torch import load_file, save_file
 
 from anomaly import __version__
 from anomaly.backbones import Normalisation, build, fill
+from anomaly.calibration import GoodScores, Thresholds
 from anomaly.config import Config, parse_config
-from anomaly.detector import AnomalyDetector, Thresholds, region_of
+from anomaly.detector import AnomalyDetector, region_of
 from anomaly.errors import AnomalyError, ModelError, OutputError
 from anomaly.features import truncate
 from anomaly.files import cache_folder
@@ -55,6 +58,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = "anomaly-model/1"
 MANIFEST = "manifest.json"
+HISTORY = "history.jsonl"
+_CHANGEABLE = ("thresholds.json", "calibration.json")
 _RECORDED = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless", "safetensors")
 _SCORERS: dict[str, type[MemoryBank] | type[PatchGaussian]] = {
     "patchcore": MemoryBank,
@@ -107,8 +112,7 @@ def save(training: Training, folder: Path, *, overwrite: bool = False) -> str:
             (draft / name).write_bytes(picture)
         settings = portable(detector.config)
         (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
-        thresholds = None if detector.thresholds is None else asdict(detector.thresholds)
-        _write_json(draft / "thresholds.json", thresholds)
+        _write_thresholds(draft, detector.thresholds)
         manifest = _manifest(training, draft)
         _write_json(draft / MANIFEST, manifest)
         return _model_id(draft)
@@ -137,11 +141,18 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
         truncated = truncate(build(name), manifest["backbone"]["layers"])
         state = load_file(folder / "backbone.safetensors")
         fill(truncated.network, state, build(name), str(folder / "backbone.safetensors"))
-        thresholds = json.loads((folder / "thresholds.json").read_text("utf-8"))
+        thresholds = _read_thresholds(folder)
         region, aspect = region_of(config.image, folder), manifest["aspect"]
         looks = folder / "usual.safetensors"
         usual = UsualLook.from_tensors(load_numpy(looks)) if looks.is_file() else None
-    except (OSError, SafetensorError, yaml.YAMLError, KeyError, AnomalyError) as error:
+    except (
+        OSError,
+        SafetensorError,
+        yaml.YAMLError,
+        LookupError,
+        TypeError,
+        AnomalyError,
+    ) as error:
         # The hashes fit, so the folder is as it was written: by another version, then.
         raise ModelError(
             f"{folder} was written by anomaly {manifest.get('software_version')} and can't be read "
@@ -154,7 +165,7 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
             tuple(manifest["backbone"]["mean"]), tuple(manifest["backbone"]["std"])
         ),
         scorer=_on(scorer, device, config),
-        thresholds=None if thresholds is None else Thresholds(**thresholds),
+        thresholds=thresholds,
         device=device,
         region=region,
         aspect=aspect,
@@ -189,6 +200,38 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ModelError: no model there, or made by something else.
     """
     return _read_manifest(_model_folder(folder))
+
+
+def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, Any]) -> str:
+    """Give a model other thresholds; everything else in the folder stays as it is.
+
+    Args:
+        folder: the model folder, or the run that holds it as `model/`.
+        thresholds: the new ones.
+        record: what its history shall say; the ids before and after are added.
+
+    Returns:
+        The id of the model with these thresholds.
+
+    Raises:
+        ModelError: no model there.
+        OutputError: the folder can't be written.
+    """
+    folder = _model_folder(folder)
+    manifest = _read_manifest(folder)
+    before = _model_id(folder)
+    with _appearing(folder) as draft:
+        for file in folder.iterdir():
+            if file.is_file() and file.name not in (*_CHANGEABLE, MANIFEST, HISTORY):
+                _link(file, draft / file.name)
+        _write_thresholds(draft, thresholds)
+        manifest["files"] |= {name: _record(draft / name) for name in _CHANGEABLE}
+        _write_json(draft / MANIFEST, manifest)
+        after = _model_id(draft)
+        line = json.dumps(record | {"model_before": before, "model_after": after})
+        earlier = (folder / HISTORY).read_text("utf-8") if (folder / HISTORY).exists() else ""
+        (draft / HISTORY).write_text(earlier + line + "\n", "utf-8")
+    return after
 
 
 def portable(config: Config) -> dict[str, Any]:
@@ -248,14 +291,38 @@ def _manifest(training: Training, folder: Path) -> dict[str, Any]:
             "batch_size": detector.config.batch_size,
             "precision": detector.config.precision,
         },
-        "files": {
-            file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-            for file in sorted(folder.iterdir())
-        },
+        "files": {file.name: _record(file) for file in sorted(folder.iterdir())},
         "training_images": training.hashes,
-        "held_out_images": list(training.held_out),
         "refused_images": training.refused_at,
     }
+
+
+def _write_thresholds(folder: Path, thresholds: Thresholds | None) -> None:
+    written = None if thresholds is None else thresholds.to_json()
+    _write_json(folder / "thresholds.json", written)
+    _write_json(
+        folder / "calibration.json", None if thresholds is None else asdict(thresholds.good)
+    )
+
+
+def _read_thresholds(folder: Path) -> Thresholds | None:
+    values, scores = (json.loads((folder / name).read_text("utf-8")) for name in _CHANGEABLE)
+    if values is None:
+        return None
+    good = {k: tuple(v) if isinstance(v, list) else v for k, v in scores.items()}
+    return Thresholds.from_json(values, GoodScores(**good))
+
+
+def _record(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def _link(file: Path, to: Path) -> None:
+    """The same file under a second name, or a copy where the file system has no links."""
+    try:
+        to.hardlink_to(file)
+    except OSError:
+        shutil.copy2(file, to)
 
 
 def _version(package: str) -> str | None:
@@ -297,6 +364,7 @@ def _check_files(folder: Path, manifest: dict[str, Any]) -> None:
     # Finder and Explorer leave their own files in every folder they show.
     present = {f.name for f in folder.iterdir() if not f.name.startswith(".")} - {
         MANIFEST,
+        HISTORY,
         "Thumbs.db",
         "desktop.ini",
     }

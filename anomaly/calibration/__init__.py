@@ -4,6 +4,12 @@ Pure statistics of scores; nothing here knows a model or sees a test split.
 """
 
 from anomaly.calibration.costs import Choice, cheapest_threshold, recall_at
+from anomaly.calibration.model_thresholds import (
+    GoodScores,
+    Thresholds,
+    thresholds_from,
+    with_pixels,
+)
 from anomaly.calibration.rates import (
     Rate,
     beta_binomial_interval,
@@ -23,9 +29,11 @@ from anomaly.calibration.thresholds import (
 __all__ = [
     "Calibration",
     "Choice",
+    "GoodScores",
     "Rate",
     "ScoreScale",
     "Threshold",
+    "Thresholds",
     "beta_binomial_interval",
     "calibrate",
     "cheapest_threshold",
@@ -34,5 +42,7 @@ __all__ = [
     "supported_rate",
     "threshold_at",
     "threshold_for_false_reject_rate",
+    "thresholds_from",
     "verdict",
+    "with_pixels",
 ]

@@ -1,0 +1,149 @@
+"""The thresholds of a model: what they are, where they came from, and the scores behind them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from anomaly.calibration.rates import Floats, Rate
+from anomaly.calibration.scale import ScoreScale
+from anomaly.calibration.thresholds import Calibration, Threshold, calibrate
+
+
+@dataclass(frozen=True)
+class GoodScores:
+    """What good images score under a model that hasn't learned from them.
+
+    Attributes:
+        names: of the n images.
+        image: their image scores.
+        peak: the highest value of each one's anomaly map.
+        source: how they were had, for people.
+        lots: from how many lots the images come; None where that isn't known.
+    """
+
+    names: tuple[str, ...]
+    image: tuple[float, ...]
+    peak: tuple[float, ...]
+    source: str
+    lots: int | None = None
+
+    @property
+    def caution(self) -> str | None:
+        """Why the bounds may promise too much; None where nothing is known against them."""
+        if self.lots is None:
+            return None
+        held = "one lot" if self.lots == 1 else f"{self.lots} lots"
+        return (
+            f"the images come from {held}, and the bounds are for parts of these: "
+            "another lot may score differently"
+        )
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Where good ends.
+
+    Attributes:
+        calibration: the review and the reject threshold, and what each does to good parts.
+        pixel: an anomaly-map value above this is marked.
+        label: how the thresholds were found: `calibrated`, `by cost` or `by hand`.
+        good: the scores of good images behind them.
+    """
+
+    calibration: Calibration
+    pixel: float
+    label: str
+    good: GoodScores
+
+    @property
+    def image(self) -> float:
+        """An image score above this is rejected."""
+        return self.calibration.reject.value
+
+    @property
+    def review(self) -> float:
+        """An image score above this, up to `image`, is for a person to decide."""
+        return self.calibration.review.value
+
+    @property
+    def images(self) -> int:
+        """How many good images stand behind the thresholds."""
+        return len(self.good.image)
+
+    def verdict(self, score: float) -> str:
+        """`good`, `review` or `reject`."""
+        return self.calibration.verdict(score)
+
+    def calibrated(self, score: float) -> float:
+        """How rare a score is among good parts, in powers of ten; see `ScoreScale`."""
+        return float(self._scale(score))
+
+    def lines(self) -> list[str]:
+        """What the thresholds are and how far to trust them, for people."""
+        both = self.calibration
+        lines = [f"thresholds {self.label} on {self.good.source}"]
+        if self.review == self.image:
+            lines.append(
+                f"reject above {self.image:.5g}, nothing to review: {both.reject.statement}"
+            )
+        else:
+            lines.append(f"review above {self.review:.5g}: {both.review.statement}")
+            lines.append(f"reject above {self.image:.5g}: {both.reject.statement}")
+        return lines if self.good.caution is None else [*lines, self.good.caution]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the scores."""
+        return {
+            "label": self.label,
+            "source": self.good.source,
+            "review": _threshold_json(self.calibration.review),
+            "reject": _threshold_json(self.calibration.reject),
+            "pixel": self.pixel,
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], good: GoodScores) -> Thresholds:
+        """The way back from `to_json`."""
+        calibration = Calibration(_threshold(values["review"]), _threshold(values["reject"]))
+        return cls(calibration, values["pixel"], values["label"], good)
+
+    @cached_property
+    def _scale(self) -> ScoreScale:
+        return ScoreScale(self.good.image)
+
+
+def thresholds_from(good: GoodScores, review_rate: float, reject_rate: float) -> Thresholds:
+    """Both thresholds at false-reject rates, and the pixel threshold that goes with them."""
+    calibration = calibrate(good.image, review_rate=review_rate, reject_rate=reject_rate)
+    return with_pixels(calibration, "calibrated", good)
+
+
+def with_pixels(calibration: Calibration, label: str, good: GoodScores) -> Thresholds:
+    """Thresholds of images with the pixel threshold that is as rare among good images.
+
+    The k-th highest image score becomes the k-th highest peak of a map; in between it is linear,
+    and beyond both ends proportional. Where the image score is the map's peak, both are equal.
+    """
+    scores, peaks = np.sort(np.array(good.image)), np.sort(np.array(good.peak))
+    return Thresholds(calibration, _matched(calibration.reject.value, scores, peaks), label, good)
+
+
+def _matched(value: float, scores: Floats, peaks: Floats) -> float:
+    for end in (0, -1):
+        outside = value < scores[0] if end == 0 else value > scores[-1]
+        if outside and scores[end] > 0:
+            return float(peaks[end] * (value / scores[end]))
+    return float(np.interp(value, scores, peaks))
+
+
+def _threshold_json(threshold: Threshold) -> dict[str, Any]:
+    return {**asdict(threshold), "statement": threshold.statement}
+
+
+def _threshold(values: dict[str, Any]) -> Threshold:
+    rate = Rate(**values["false_rejects"])
+    return Threshold(values["value"], rate, values["confidence"], values["target"])

@@ -1,0 +1,126 @@
+"""Scores of the training images under models that haven't seen them, or anything of their lot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from anomaly.anomaly_map import network_map
+from anomaly.calibration import GoodScores
+from anomaly.detector import AnomalyDetector
+from anomaly.embedding import TrainingPatches
+from anomaly.errors import DataError
+from anomaly.scorers.base import PatchBatch, Progress, Scorer
+from anomaly.scorers.gaussian import GaussianFitter, PatchGaussian
+from anomaly.scorers.leave_one_out import LeaveOneOut
+from anomaly.scorers.left_out import Fold, banks_without
+from anomaly.scorers.memory_bank import MemoryBank, MemoryBankFitter
+
+
+def cross_fit(
+    detector: AnomalyDetector,
+    patches: TrainingPatches,
+    fitter: GaussianFitter | MemoryBankFitter,
+    names: Mapping[int, str],
+    *,
+    folds: int,
+    lots: Mapping[int, str],
+    progress: Progress = lambda done, total: None,
+) -> GoodScores:
+    """Score each training image by a model that hasn't learned from it.
+
+    PatchCore leaves out one fold after another and repairs the bank (`banks_without`). PaDiM
+    leaves out each image alone (`LeaveOneOut`), or, where lots are known, is fitted anew without
+    each fold of lots.
+
+    Args:
+        detector: fitted on all of `patches`.
+        patches: the training images'; their features are read, never computed again.
+        fitter: the settings that the detector was fitted with.
+        names: of the images used, by index.
+        folds: into how many parts to split them, at most.
+        lots: the lot of each image that has one; a lot is never parted.
+        progress: called with (images scored, all of them).
+
+    Raises:
+        DataError: too few images, or none but those of one fold.
+    """
+    indices = sorted(names)
+    known = len(set(lots.values()))
+    divided = split(indices, lots if known > 1 else {}, folds)
+    highest: dict[int, tuple[float, float]] = {}
+    for images, scorer in _held_out(detector.scorer, patches, fitter, divided, known > 1):
+        stand_in = replace(detector, scorer=scorer)
+        for batch in patches.only(frozenset(images)):
+            size = patches.views[batch.images[0]].size
+            for image, score, peak in _scored(stand_in, batch, size):
+                # An image in tiles has the scores of its worst one.
+                earlier = highest.get(image, (score, peak))
+                highest[image] = (max(score, earlier[0]), max(peak, earlier[1]))
+            progress(len(highest), len(indices))
+    return GoodScores(
+        names=tuple(names[i] for i in indices),
+        image=tuple(highest[i][0] for i in indices),
+        peak=tuple(highest[i][1] for i in indices),
+        source=f"{len(indices)} training images, each scored by a model that hasn't seen it",
+        lots=known or None,
+    )
+
+
+def _scored(
+    detector: AnomalyDetector, batch: PatchBatch, size: tuple[int, int]
+) -> Iterator[tuple[int, float, float]]:
+    """Each image or tile: its index, image score, and the highest value of its anomaly map."""
+    found, scores = detector.score_patches(batch.embeddings, size, batch.inside)
+    maps = network_map(found.scores, size, detector.config.model.smoothing, batch.inside)
+    peaks = maps.nan_to_num(nan=-math.inf).flatten(1).amax(1)
+    return zip(batch.images, scores.tolist(), peaks.tolist(), strict=True)
+
+
+def split(images: Sequence[int], lots: Mapping[int, str], folds: int) -> list[Fold]:
+    """Part images into at most `folds` folds of about equal size; a lot stays whole.
+
+    Neighbours share a fold: pictures taken one after the other often show parts alike.
+
+    Raises:
+        DataError: fewer than two images, or all are of one lot.
+    """
+    units: dict[str | int, list[int]] = {}
+    for image in images:
+        units.setdefault(lots.get(image, image), []).append(image)
+    if len(units) < 2:
+        raise DataError(
+            f"{len(images)} training images can't be parted for calibration; add images, or train "
+            "with --no-calibrate"
+        )
+    parts: dict[int, list[int]] = {}
+    placed = 0
+    for unit in units.values():
+        middle = placed + len(unit) / 2
+        parts.setdefault(int(middle * folds / len(images)), []).extend(unit)
+        placed += len(unit)
+    return [tuple(part) for part in parts.values()]
+
+
+def _held_out(
+    scorer: Scorer,
+    patches: TrainingPatches,
+    fitter: GaussianFitter | MemoryBankFitter,
+    folds: Sequence[Fold],
+    by_lot: bool,
+) -> Iterator[tuple[Fold, Scorer]]:
+    """Images, and a scorer that hasn't seen them."""
+    everything = tuple(image for fold in folds for image in fold)
+    if isinstance(scorer, MemoryBank) and isinstance(fitter, MemoryBankFitter):
+        projection = fitter.projection(scorer.vectors.shape[1]).to(scorer.vectors.device)
+        share = fitter.memory_limit / (4 * projection.shape[1] * patches.count)
+        banks = banks_without(scorer, patches, folds, projection=projection, share=share)
+        yield from zip(folds, banks, strict=True)
+    elif isinstance(scorer, PatchGaussian) and isinstance(fitter, GaussianFitter):
+        if not by_lot:
+            yield everything, LeaveOneOut(scorer, len(everything))
+            return
+        for fold in folds:
+            rest = patches.only(frozenset(everything) - frozenset(fold))
+            yield fold, fitter.fit(rest, projection=scorer.projection)

@@ -1,0 +1,105 @@
+"""Memory banks as they would be without some of the images, for less than fitting them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from anomaly.scorers.base import PatchBatch
+from anomaly.scorers.coreset import select
+from anomaly.scorers.memory_bank import MemoryBank, gather
+from anomaly.scorers.product_index import ProductIndex
+
+Fold = tuple[int, ...]
+
+
+def banks_without(
+    bank: MemoryBank,
+    batches: Iterable[PatchBatch],
+    folds: Sequence[Fold],
+    *,
+    projection: Tensor,
+    share: float = 1.0,
+) -> Iterator[MemoryBank]:
+    """For each fold the bank without its images, as large as the whole one.
+
+    A fold's own vectors go. Each patch of another fold that was nearest to one of them has lost
+    what stood for it, so as many vectors as went are picked anew among these, by greedy k-center
+    from the vectors that stay. All folds together cost one product of the patches with the bank
+    and K selections among a K-th of the patches, where refits would cost K selections among all.
+    Measured against refits of the same size, scores are 0.6 % higher on MVTec AD bottle
+    (`python -m benchmarks.calibration`).
+
+    Args:
+        bank: fitted on `batches`.
+        batches: the training patches; read twice.
+        folds: disjoint sets of images which together hold all of them; at least two.
+        projection: (D, d), of the embeddings to what the bank was selected on.
+        share: of the patches to pick from, where all of them take too much memory.
+
+    Raises:
+        ValueError: fewer than two folds.
+    """
+    if len(folds) < 2:
+        raise ValueError("without its only fold a bank is empty; give two folds or more")
+    fold_of = {image: k for k, fold in enumerate(folds) for image in fold}
+    owners = torch.tensor([fold_of[i] for i in bank.origins[:, 0].tolist()]).to(bank.vectors.device)
+    centres = bank.vectors @ projection
+    orphans = _orphans(batches, fold_of, owners, centres, projection, share)
+    picks = []
+    for k, (points, places) in enumerate(orphans):
+        wanted = min(int((owners == k).sum()), len(points))
+        picks.append(places[_farthest(points, wanted, centres[owners != k])])
+    chosen = torch.cat(picks)
+    vectors, origins = gather(batches, chosen) if len(chosen) else (bank.vectors[:0],) * 2
+    parts = [len(p) for p in picks]
+    renewed = zip(torch.split(vectors, parts), torch.split(origins, parts), strict=True)
+    for k, (new_vectors, new_origins) in enumerate(renewed):
+        stay = owners != k
+        yield MemoryBank(
+            torch.cat([bank.vectors[stay], new_vectors]),
+            torch.cat([bank.origins[stay], new_origins]),
+            bank.covering_radius,
+            exact=False,
+            search=bank.search,
+        )
+
+
+def _orphans(
+    batches: Iterable[PatchBatch],
+    fold_of: dict[int, int],
+    owners: Tensor,
+    centres: Tensor,
+    projection: Tensor,
+    share: float,
+) -> list[tuple[Tensor, Tensor]]:
+    """For each fold the patches of others whose nearest vector it owns: points, places."""
+    count = max(fold_of.values()) + 1
+    points: list[list[Tensor]] = [[centres[:0]] for _ in range(count)]
+    places: list[list[Tensor]] = [[owners[:0]] for _ in range(count)]
+    index = ProductIndex(centres)
+    generator = torch.Generator().manual_seed(0)
+    start = 0
+    for batch in batches:
+        for image, patches in zip(batch.images, batch.embeddings.flatten(1, 2), strict=True):
+            projected = patches @ projection
+            nearest = owners[index.candidates(projected, 1)[:, 0]]
+            kept = (torch.rand(len(patches), generator=generator) < share).to(nearest.device)
+            for k in nearest.unique().tolist():
+                if k != fold_of[image]:
+                    rows = ((nearest == k) & kept).nonzero()[:, 0]
+                    points[k].append(projected[rows])
+                    places[k].append(rows + start)
+            start += len(patches)
+    return [(torch.cat(p), torch.cat(q)) for p, q in zip(points, places, strict=True)]
+
+
+def _farthest(points: Tensor, wanted: int, centres: Tensor) -> Tensor:
+    """Greedy k-center among points (n, d), beginning from centres; (wanted,) int64."""
+    if not wanted:
+        return torch.empty(0, dtype=torch.int64, device=points.device)
+    generator = torch.Generator().manual_seed(0)
+    begin = centres if len(centres) else None
+    return select(points, wanted, generator=generator, centres=begin).picks
