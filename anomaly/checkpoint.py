@@ -16,14 +16,9 @@ Files but the history hold no time and no absolute path: the same training gives
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import platform
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,6 +41,19 @@ from anomaly.detector import AnomalyDetector, region_of
 from anomaly.errors import AnomalyError, ModelError, OutputError
 from anomaly.features import truncate
 from anomaly.files import cache_folder
+from anomaly.model_folder import (
+    FORMAT,
+    HISTORY,
+    MANIFEST,
+    appearing,
+    check_files,
+    find_model,
+    link,
+    model_id,
+    read_manifest,
+    vouch,
+    write_json,
+)
 from anomaly.precision import has_bf16
 from anomaly.region import Picture, Region
 from anomaly.scorers.base import Scorer
@@ -56,9 +64,6 @@ from anomaly.usual import UsualLook
 
 log = logging.getLogger(__name__)
 
-FORMAT = "anomaly-model/1"
-MANIFEST = "manifest.json"
-HISTORY = "history.jsonl"
 _CHANGEABLE = ("thresholds.json", "calibration.json")
 _RECORDED = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless", "safetensors")
 _SCORERS: dict[str, type[MemoryBank] | type[PatchGaussian]] = {
@@ -99,7 +104,7 @@ def save(training: Training, folder: Path, *, overwrite: bool = False) -> str:
     if folder.exists() and not overwrite:
         raise OutputError(f"{folder} exists already; give another --output or add --overwrite")
     detector = training.detector
-    with _appearing(folder) as draft:
+    with appearing(folder) as draft:
         state = {
             k: v.cpu().contiguous() for k, v in detector.extractor.network.state_dict().items()
         }
@@ -114,8 +119,8 @@ def save(training: Training, folder: Path, *, overwrite: bool = False) -> str:
         (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
         _write_thresholds(draft, detector.thresholds)
         manifest = _manifest(training, draft)
-        _write_json(draft / MANIFEST, manifest)
-        return _model_id(draft)
+        write_json(draft / MANIFEST, manifest)
+        return model_id(draft)
 
 
 def load(folder: Path, device: torch.device, precision: str | None = None) -> Model:
@@ -130,9 +135,9 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
         ModelError: no model there, made by something else, or a file is missing, changed or
             doesn't belong.
     """
-    folder = _model_folder(folder)
-    manifest = _read_manifest(folder)
-    _check_files(folder, manifest)
+    folder = find_model(folder)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
     try:
         settings = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
         config = parse_config(settings, str(folder / "config.yaml"))
@@ -171,7 +176,7 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
         aspect=aspect,
         usual=usual,
     )
-    return Model(detector, manifest, _model_id(folder))
+    return Model(detector, manifest, model_id(folder))
 
 
 def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
@@ -190,18 +195,6 @@ def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
     return chosen
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a model folder says about itself, without reading or checking its other files.
-
-    Args:
-        folder: as for `load`.
-
-    Raises:
-        ModelError: no model there, or made by something else.
-    """
-    return _read_manifest(_model_folder(folder))
-
-
 def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, Any]) -> str:
     """Give a model other thresholds; everything else in the folder stays as it is.
 
@@ -217,17 +210,17 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
         ModelError: no model there.
         OutputError: the folder can't be written.
     """
-    folder = _model_folder(folder)
-    manifest = _read_manifest(folder)
-    before = _model_id(folder)
-    with _appearing(folder) as draft:
+    folder = find_model(folder)
+    manifest = read_manifest(folder)
+    before = model_id(folder)
+    with appearing(folder) as draft:
         for file in folder.iterdir():
             if file.is_file() and file.name not in (*_CHANGEABLE, MANIFEST, HISTORY):
-                _link(file, draft / file.name)
+                link(file, draft / file.name)
         _write_thresholds(draft, thresholds)
-        manifest["files"] |= {name: _record(draft / name) for name in _CHANGEABLE}
-        _write_json(draft / MANIFEST, manifest)
-        after = _model_id(draft)
+        manifest["files"] |= {name: vouch(draft / name) for name in _CHANGEABLE}
+        write_json(draft / MANIFEST, manifest)
+        after = model_id(draft)
         line = json.dumps(record | {"model_before": before, "model_after": after})
         earlier = (folder / HISTORY).read_text("utf-8") if (folder / HISTORY).exists() else ""
         (draft / HISTORY).write_text(earlier + line + "\n", "utf-8")
@@ -291,7 +284,7 @@ def _manifest(training: Training, folder: Path) -> dict[str, Any]:
             "batch_size": detector.config.batch_size,
             "precision": detector.config.precision,
         },
-        "files": {file.name: _record(file) for file in sorted(folder.iterdir())},
+        "files": {file.name: vouch(file) for file in sorted(folder.iterdir())},
         "training_images": training.hashes,
         "refused_images": training.refused_at,
     }
@@ -299,30 +292,15 @@ def _manifest(training: Training, folder: Path) -> dict[str, Any]:
 
 def _write_thresholds(folder: Path, thresholds: Thresholds | None) -> None:
     written = None if thresholds is None else thresholds.to_json()
-    _write_json(folder / "thresholds.json", written)
-    _write_json(
-        folder / "calibration.json", None if thresholds is None else asdict(thresholds.good)
-    )
+    write_json(folder / "thresholds.json", written)
+    write_json(folder / "calibration.json", None if thresholds is None else asdict(thresholds.good))
 
 
 def _read_thresholds(folder: Path) -> Thresholds | None:
     values, scores = (json.loads((folder / name).read_text("utf-8")) for name in _CHANGEABLE)
     if values is None:
         return None
-    good = {k: tuple(v) if isinstance(v, list) else v for k, v in scores.items()}
-    return Thresholds.from_json(values, GoodScores(**good))
-
-
-def _record(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-
-
-def _link(file: Path, to: Path) -> None:
-    """The same file under a second name, or a copy where the file system has no links."""
-    try:
-        to.hardlink_to(file)
-    except OSError:
-        shutil.copy2(file, to)
+    return Thresholds.from_json(values, GoodScores.from_json(scores))
 
 
 def _version(package: str) -> str | None:
@@ -330,89 +308,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _model_folder(folder: Path) -> Path:
-    for candidate in (folder / "model", folder):
-        if (candidate / MANIFEST).is_file():
-            return candidate
-    if not folder.exists():
-        raise ModelError(f"no model at {folder}: there is nothing of that name; train one first")
-    raise ModelError(
-        f"{folder} holds no model (no {MANIFEST} in it or in its model/); "
-        "give the folder that `train` wrote"
-    )
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    file = folder / MANIFEST
-    try:
-        manifest = json.loads(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{file} can't be read ({error}); copy the model folder again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise ModelError(
-            f"{file} isn't a manifest of this program's models (format {found!r}, expected "
-            f"{FORMAT!r}); give a folder that this version's `train` wrote"
-        )
-    return manifest
-
-
-def _check_files(folder: Path, manifest: dict[str, Any]) -> None:
-    expected: dict[str, dict[str, Any]] = manifest["files"]
-    # Finder and Explorer leave their own files in every folder they show.
-    present = {f.name for f in folder.iterdir() if not f.name.startswith(".")} - {
-        MANIFEST,
-        HISTORY,
-        "Thumbs.db",
-        "desktop.ini",
-    }
-    again = "; copy the model folder again, or train again"
-    if missing := sorted(set(expected) - present):
-        raise ModelError(f"{folder} lacks {', '.join(missing)}{again}")
-    if foreign := sorted(present - set(expected)):
-        raise ModelError(
-            f"{folder} holds {', '.join(foreign)}, which isn't part of the model; remove it there"
-        )
-    for name, record in expected.items():
-        if (folder / name).stat().st_size != record["bytes"]:
-            raise ModelError(f"{folder / name} has another size than when it was written{again}")
-        if _sha256(folder / name) != record["sha256"]:
-            raise ModelError(f"{folder / name} was changed since it was written{again}")
-
-
-def _model_id(folder: Path) -> str:
-    return _sha256(folder / MANIFEST)[:16]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _write_json(file: Path, values: Any) -> None:
-    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", "utf-8")
-
-
-@contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """A draft beside `folder` that takes its name at the end, or vanishes on an error."""
-    draft: Path | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        draft.chmod(0o755)
-        yield draft
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-            folder.rename(old / folder.name)
-            draft.rename(folder)
-            shutil.rmtree(old)
-        else:
-            draft.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise OutputError(f"{folder} can't be written: {error}") from None
-    finally:
-        if draft is not None and draft.exists():
-            shutil.rmtree(draft, ignore_errors=True)

@@ -31,6 +31,12 @@ class GoodScores:
     source: str
     lots: int | None = None
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> GoodScores:
+        """The way back from `dataclasses.asdict`, whose tuples JSON knows as lists."""
+        names, image, peak = (tuple(values[key]) for key in ("names", "image", "peak"))
+        return cls(names, image, peak, values["source"], values["lots"])
+
     @property
     def caution(self) -> str | None:
         """Why the bounds may promise too much; None where nothing is known against them."""

@@ -199,7 +199,9 @@ def _choose(
             raise AnomalyError(
                 f"--review-threshold {review:g} lies above --threshold {options.threshold:g}"
             )
-        both = Calibration(threshold_at(review, good.image), threshold_at(options.threshold, good.image))
+        both = Calibration(
+            threshold_at(review, good.image), threshold_at(options.threshold, good.image)
+        )
         return with_pixels(both, "by hand", good)
     review_rate, reject_rate = _rates(options, model)
     if options.cost_escape is None or defects is None:

@@ -87,7 +87,7 @@ def _orphans(
             projected = patches @ projection
             nearest = owners[index.candidates(projected, 1)[:, 0]]
             kept = (torch.rand(len(patches), generator=generator) < share).to(nearest.device)
-            for k in nearest.unique().tolist():
+            for k in torch.unique(nearest).tolist():
                 if k != fold_of[image]:
                     rows = ((nearest == k) & kept).nonzero()[:, 0]
                     points[k].append(projected[rows])
