@@ -7,12 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from anomaly.scorers.assignment import Assignment
 from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.coreset import select
 from anomaly.scorers.memory_bank import MemoryBank, gather
-from anomaly.scorers.product_index import ProductIndex
 
 Fold = tuple[int, ...]
+
+# Patches that are assigned at once, see `Assignment`: 16 MiB at 128 dimensions.
+_TOGETHER = 32_768
 
 
 def banks_without(
@@ -79,21 +82,37 @@ def _orphans(
     count = max(fold_of.values()) + 1
     points: list[list[Tensor]] = [[centres[:0]] for _ in range(count)]
     places: list[list[Tensor]] = [[owners[:0]] for _ in range(count)]
-    index = ProductIndex(centres)
+    assign = Assignment(centres)
     generator = torch.Generator().manual_seed(0)
     start = 0
-    for batch in batches:
-        for image, patches in zip(batch.images, batch.embeddings.flatten(1, 2), strict=True):
-            projected = patches @ projection
-            nearest = owners[index.candidates(projected, 1)[:, 0]]
-            kept = (torch.rand(len(patches), generator=generator) < share).to(nearest.device)
-            for k in torch.unique(nearest).tolist():
-                if k != fold_of[image]:
-                    rows = ((nearest == k) & kept).nonzero()[:, 0]
-                    points[k].append(projected[rows])
-                    places[k].append(rows + start)
-            start += len(patches)
+    for projected, own in _projected(batches, fold_of, projection):
+        nearest = owners[assign(projected)]
+        kept = torch.rand(len(projected), generator=generator).to(own.device) < share
+        lost = kept & (nearest != own)
+        for k in range(count):
+            rows = (lost & (nearest == k)).nonzero()[:, 0]
+            points[k].append(projected[rows])
+            places[k].append(rows + start)
+        start += len(projected)
     return [(torch.cat(p), torch.cat(q)) for p, q in zip(points, places, strict=True)]
+
+
+def _projected(
+    batches: Iterable[PatchBatch], fold_of: dict[int, int], projection: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of projected patches (n, d) with the fold (n,) that each belongs to."""
+    points: list[Tensor] = []
+    folds: list[Tensor] = []
+    for batch in batches:
+        patches = batch.embeddings.flatten(1, 2)
+        own = torch.tensor([fold_of[i] for i in batch.images], device=patches.device)
+        points.append((patches @ projection).flatten(0, 1))
+        folds.append(own.repeat_interleave(patches.shape[1]))
+        if sum(map(len, points)) >= _TOGETHER:
+            yield torch.cat(points), torch.cat(folds)
+            points, folds = [], []
+    if points:
+        yield torch.cat(points), torch.cat(folds)
 
 
 def _farthest(points: Tensor, wanted: int, centres: Tensor) -> Tensor:
