@@ -16,10 +16,9 @@ Files but the history hold no time and no absolute path: the same training gives
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from safetensors.torch import load_file, save_file
 
 from anomaly import __version__
 from anomaly.backbones import Normalisation, build, fill
-from anomaly.calibration import GoodScores, Thresholds
 from anomaly.config import Config, parse_config
 from anomaly.detector import AnomalyDetector, region_of
 from anomaly.errors import AnomalyError, ModelError, OutputError
@@ -43,12 +41,10 @@ from anomaly.features import truncate
 from anomaly.files import cache_folder
 from anomaly.model_folder import (
     FORMAT,
-    HISTORY,
     MANIFEST,
     appearing,
     check_files,
     find_model,
-    link,
     model_id,
     read_manifest,
     vouch,
@@ -59,12 +55,12 @@ from anomaly.region import Picture, Region
 from anomaly.scorers.base import Scorer
 from anomaly.scorers.gaussian import PatchGaussian
 from anomaly.scorers.memory_bank import MemoryBank
+from anomaly.threshold_files import read_thresholds, write_thresholds
 from anomaly.training import Training
 from anomaly.usual import UsualLook
 
 log = logging.getLogger(__name__)
 
-_CHANGEABLE = ("thresholds.json", "calibration.json")
 _RECORDED = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless", "safetensors")
 _SCORERS: dict[str, type[MemoryBank] | type[PatchGaussian]] = {
     "patchcore": MemoryBank,
@@ -117,7 +113,7 @@ def save(training: Training, folder: Path, *, overwrite: bool = False) -> str:
             (draft / name).write_bytes(picture)
         settings = portable(detector.config)
         (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
-        _write_thresholds(draft, detector.thresholds)
+        write_thresholds(draft, detector.thresholds)
         manifest = _manifest(training, draft)
         write_json(draft / MANIFEST, manifest)
         return model_id(draft)
@@ -146,7 +142,7 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
         truncated = truncate(build(name), manifest["backbone"]["layers"])
         state = load_file(folder / "backbone.safetensors")
         fill(truncated.network, state, build(name), str(folder / "backbone.safetensors"))
-        thresholds = _read_thresholds(folder)
+        thresholds = read_thresholds(folder)
         region, aspect = region_of(config.image, folder), manifest["aspect"]
         looks = folder / "usual.safetensors"
         usual = UsualLook.from_tensors(load_numpy(looks)) if looks.is_file() else None
@@ -193,38 +189,6 @@ def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
             why,
         )
     return chosen
-
-
-def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, Any]) -> str:
-    """Give a model other thresholds; everything else in the folder stays as it is.
-
-    Args:
-        folder: the model folder, or the run that holds it as `model/`.
-        thresholds: the new ones.
-        record: what its history shall say; the ids before and after are added.
-
-    Returns:
-        The id of the model with these thresholds.
-
-    Raises:
-        ModelError: no model there.
-        OutputError: the folder can't be written.
-    """
-    folder = find_model(folder)
-    manifest = read_manifest(folder)
-    before = model_id(folder)
-    with appearing(folder) as draft:
-        for file in folder.iterdir():
-            if file.is_file() and file.name not in (*_CHANGEABLE, MANIFEST, HISTORY):
-                link(file, draft / file.name)
-        _write_thresholds(draft, thresholds)
-        manifest["files"] |= {name: vouch(draft / name) for name in _CHANGEABLE}
-        write_json(draft / MANIFEST, manifest)
-        after = model_id(draft)
-        line = json.dumps(record | {"model_before": before, "model_after": after})
-        earlier = (folder / HISTORY).read_text("utf-8") if (folder / HISTORY).exists() else ""
-        (draft / HISTORY).write_text(earlier + line + "\n", "utf-8")
-    return after
 
 
 def portable(config: Config) -> dict[str, Any]:
@@ -288,19 +252,6 @@ def _manifest(training: Training, folder: Path) -> dict[str, Any]:
         "training_images": training.hashes,
         "refused_images": training.refused_at,
     }
-
-
-def _write_thresholds(folder: Path, thresholds: Thresholds | None) -> None:
-    written = None if thresholds is None else thresholds.to_json()
-    write_json(folder / "thresholds.json", written)
-    write_json(folder / "calibration.json", None if thresholds is None else asdict(thresholds.good))
-
-
-def _read_thresholds(folder: Path) -> Thresholds | None:
-    values, scores = (json.loads((folder / name).read_text("utf-8")) for name in _CHANGEABLE)
-    if values is None:
-        return None
-    return Thresholds.from_json(values, GoodScores.from_json(scores))
 
 
 def _version(package: str) -> str | None:

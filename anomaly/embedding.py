@@ -214,7 +214,7 @@ class TrainingPatches:
     def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[_Name, ...], Tensor]]:
         assert self._file is not None
         for names, kept in self._file.read(images):
-            rows = [row for row, name in enumerate(names) if name in images]
+            rows = [row for row, name in enumerate(names) if name.image in images]
             some = kept if len(rows) == len(names) else [t[rows] for t in kept]
             embeddings = some[0] if self._aligned else self._embedder.align(some)
             yield tuple(names[row] for row in rows), embeddings

@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     import torch
 
-    from anomaly.checkpoint import load, replace_thresholds
+    from anomaly.checkpoint import load
+    from anomaly.threshold_files import replace_thresholds
 
     device, threads = machine.settle(options)
     assert isinstance(device, torch.device)

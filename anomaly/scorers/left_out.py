@@ -104,10 +104,12 @@ def _projected(
     points: list[Tensor] = []
     folds: list[Tensor] = []
     for batch in batches:
-        patches = batch.embeddings.flatten(1, 2)
-        own = torch.tensor([fold_of[i] for i in batch.images], device=patches.device)
-        points.append((patches @ projection).flatten(0, 1))
-        folds.append(own.repeat_interleave(patches.shape[1]))
+        images, height, width, _ = batch.embeddings.shape
+        own = torch.tensor([fold_of[i] for i in batch.images], device=projection.device)
+        own = own[:, None, None].expand(images, height, width)
+        counted = slice(None) if batch.inside is None else batch.inside
+        points.append((batch.embeddings @ projection)[counted].reshape(-1, projection.shape[1]))
+        folds.append(own[counted].reshape(-1))
         if sum(map(len, points)) >= _TOGETHER:
             yield torch.cat(points), torch.cat(folds)
             points, folds = [], []
