@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from anomaly.anomaly_map import network_map
@@ -11,6 +11,7 @@ from anomaly.calibration import GoodScores
 from anomaly.detector import AnomalyDetector
 from anomaly.embedding import TrainingPatches
 from anomaly.errors import DataError
+from anomaly.geometry import Layout
 from anomaly.scorers.base import PatchBatch, Progress, Scorer
 from anomaly.scorers.gaussian import GaussianFitter, PatchGaussian
 from anomaly.scorers.leave_one_out import LeaveOneOut
@@ -49,33 +50,50 @@ def cross_fit(
     indices = sorted(names)
     known = len(set(lots.values()))
     divided = split(indices, lots if known > 1 else {}, folds)
-    highest: dict[int, tuple[float, float]] = {}
+    found: dict[int, tuple[float, float]] = {}
     for images, scorer in _held_out(detector.scorer, patches, fitter, divided, known > 1):
         stand_in = replace(detector, scorer=scorer)
-        for batch in patches.only(frozenset(images)):
-            size = patches.views[batch.images[0]].size
-            for image, score, peak in _scored(stand_in, batch, size):
-                # An image in tiles has the scores of its worst one.
-                earlier = highest.get(image, (score, peak))
-                highest[image] = (max(score, earlier[0]), max(peak, earlier[1]))
-            progress(len(highest), len(indices))
+        some = patches.only(frozenset(images))
+        scored = scores_of(
+            stand_in, some, patches.views, lambda done: progress(len(found) + done, len(indices))
+        )
+        found.update(scored)
     return GoodScores(
         names=tuple(names[i] for i in indices),
-        image=tuple(highest[i][0] for i in indices),
-        peak=tuple(highest[i][1] for i in indices),
+        image=tuple(found[i][0] for i in indices),
+        peak=tuple(found[i][1] for i in indices),
         source=f"{len(indices)} training images, each scored by a model that hasn't seen it",
         lots=known or None,
     )
 
 
-def _scored(
-    detector: AnomalyDetector, batch: PatchBatch, size: tuple[int, int]
-) -> Iterator[tuple[int, float, float]]:
-    """Each image or tile: its index, image score, and the highest value of its anomaly map."""
-    found, scores = detector.score_patches(batch.embeddings, size, batch.inside)
-    maps = network_map(found.scores, size, detector.config.model.smoothing, batch.inside)
-    peaks = maps.nan_to_num(nan=-math.inf).flatten(1).amax(1)
-    return zip(batch.images, scores.tolist(), peaks.tolist(), strict=True)
+def scores_of(
+    detector: AnomalyDetector,
+    batches: Iterable[PatchBatch],
+    views: Mapping[int, Layout],
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[int, tuple[float, float]]:
+    """The image score and the highest value of the anomaly map, by image.
+
+    An image in tiles has those of its worst tile.
+
+    Args:
+        detector: scores them.
+        batches: the images' patches.
+        views: how each image was turned into the network's input.
+        progress: called with the images scored so far.
+    """
+    found: dict[int, tuple[float, float]] = {}
+    for batch in batches:
+        size = views[batch.images[0]].size
+        patches, scores = detector.score_patches(batch.embeddings, size, batch.inside)
+        maps = network_map(patches.scores, size, detector.config.model.smoothing, batch.inside)
+        peaks = maps.nan_to_num(nan=-math.inf).flatten(1).amax(1)
+        for image, *pair in zip(batch.images, scores.tolist(), peaks.tolist(), strict=True):
+            score, peak = found.get(image, pair)
+            found[image] = (max(score, pair[0]), max(peak, pair[1]))
+        progress(len(found))
+    return found
 
 
 def split(images: Sequence[int], lots: Mapping[int, str], folds: int) -> list[Fold]:

@@ -103,7 +103,7 @@ def fit(
     loading = loading_of(config, extractor, region, aspect)
     extractor = _settle(config, extractor, normalise, samples, loading, device)
     config = config.model_copy(update={"precision": extractor.precision})
-    fitter = _fitter(config)
+    fitter = fitter_of(config)
     projection = None
     if isinstance(fitter, GaussianFitter):
         projection = fitter.draw(sum(extractor.channels)).to(device)
@@ -243,7 +243,8 @@ def _learn(
     return fitter.fit(patches, progress)
 
 
-def _fitter(config: Config) -> GaussianFitter | MemoryBankFitter:
+def fitter_of(config: Config) -> GaussianFitter | MemoryBankFitter:
+    """What a config learns with."""
     model = config.model
     if model.kind == "padim":
         return GaussianFitter(model.dimensions, model.projection, model.regularisation, config.seed)
