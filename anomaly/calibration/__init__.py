@@ -7,8 +7,9 @@ from anomaly.calibration.costs import Choice, cheapest_threshold, recall_at
 from anomaly.calibration.model_thresholds import (
     GoodScores,
     Thresholds,
+    thresholds_by_cost,
+    thresholds_by_hand,
     thresholds_from,
-    with_pixels,
 )
 from anomaly.calibration.rates import (
     Rate,
@@ -42,7 +43,8 @@ __all__ = [
     "supported_rate",
     "threshold_at",
     "threshold_for_false_reject_rate",
+    "thresholds_by_cost",
+    "thresholds_by_hand",
     "thresholds_from",
     "verdict",
-    "with_pixels",
 ]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from anomaly.calibration.costs import cheapest_threshold
 from anomaly.calibration.rates import Floats, Rate
 from anomaly.calibration.scale import ScoreScale
-from anomaly.calibration.thresholds import Calibration, Threshold, calibrate
+from anomaly.calibration.thresholds import (
+    Calibration,
+    Threshold,
+    calibrate,
+    threshold_at,
+    threshold_for_false_reject_rate,
+)
 
 
 @dataclass(frozen=True)
@@ -125,10 +133,55 @@ class Thresholds:
 def thresholds_from(good: GoodScores, review_rate: float, reject_rate: float) -> Thresholds:
     """Both thresholds at false-reject rates, and the pixel threshold that goes with them."""
     calibration = calibrate(good.image, review_rate=review_rate, reject_rate=reject_rate)
-    return with_pixels(calibration, "calibrated", good)
+    return _with_pixels(calibration, "calibrated", good)
 
 
-def with_pixels(calibration: Calibration, label: str, good: GoodScores) -> Thresholds:
+def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresholds:
+    """Thresholds that somebody has chosen, with what they do to good parts.
+
+    Raises:
+        ValueError: the review threshold lies above the reject threshold.
+    """
+    calibration = Calibration(threshold_at(review, good.image), threshold_at(reject, good.image))
+    return _with_pixels(calibration, "by hand", good)
+
+
+def thresholds_by_cost(
+    good: GoodScores,
+    defect_scores: Sequence[float],
+    *,
+    review_rate: float,
+    false_reject_cost: float,
+    escape_cost: float,
+    defect_share: float,
+) -> tuple[Thresholds, float]:
+    """The reject threshold that costs least, and review from where good parts get rare.
+
+    Args:
+        good: scores of good images.
+        defect_scores: image scores of defects; see `cheapest_threshold`, also for the costs.
+        review_rate: the share of good parts that may not be called good.
+        false_reject_cost: of rejecting a good part.
+        escape_cost: of passing a defective one.
+        defect_share: of the parts on the line.
+
+    Returns:
+        The thresholds, and the expected cost of a part.
+    """
+    choice = cheapest_threshold(
+        good.image,
+        defect_scores,
+        false_reject_cost=false_reject_cost,
+        escape_cost=escape_cost,
+        defect_share=defect_share,
+    )
+    review = threshold_for_false_reject_rate(good.image, review_rate)
+    if review.value > choice.threshold.value:
+        review = choice.threshold
+    return _with_pixels(Calibration(review, choice.threshold), "by cost", good), choice.cost
+
+
+def _with_pixels(calibration: Calibration, label: str, good: GoodScores) -> Thresholds:
     """Thresholds of images with the pixel threshold that is as rare among good images.
 
     The k-th highest image score becomes the k-th highest peak of a map; in between it is linear,

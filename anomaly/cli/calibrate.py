@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,9 @@ from anomaly.cli.progress import ProgressLine
 from anomaly.errors import AnomalyError, DataError
 
 if TYPE_CHECKING:
-    from anomaly.calibration import GoodScores, Rate, Thresholds
+    from anomaly.calibration import GoodScores, Thresholds
     from anomaly.checkpoint import Model
+    from anomaly.unseen import Unseen
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
     add("--model", type=Path, required=True, help="the run's folder, or its model/ folder")
-    add("--good", type=Path, help="good images that the model hasn't learned from")
-    add("--defects", type=Path, help="images of defects, to say how many are found")
+    add(
+        "--good",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="good images that the model hasn't learned from (default: the scores it came with)",
+    )
+    add(
+        "--defects",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="images of defects: says how many are found, and costs can be weighed",
+    )
     rates = parser.add_argument_group("by rates (default: those that the model has)")
     add = rates.add_argument
     add("--false-reject-rate", type=float, metavar="R", help="good parts that may be rejected")
@@ -37,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = costs.add_argument
     add("--cost-escape", type=float, metavar="C", help="of passing a defective part")
     add("--cost-false-reject", type=float, metavar="C", help="of rejecting a good one")
-    add("--defect-share", type=float, metavar="P", default=0.01, help="on the line (default 0.01)")
+    add("--defect-share", type=float, metavar="P", help="of the parts on the line (0.01)")
     hand = parser.add_argument_group("by hand")
     add = hand.add_argument
     add("--threshold", type=float, metavar="X", help="reject above this image score")
@@ -56,25 +69,26 @@ def run(options: argparse.Namespace) -> int:
     device, threads = machine.settle(options)
     assert isinstance(device, torch.device)
     model = load(options.model, device)
-    images = _Images(model, _test_images(options.model), threads)
-    good = _good(options, model, images)
-    defects = None if options.defects is None else images.score("--defects", options.defects)
-    new = _choose(options, model, good, None if defects is None else defects.image)
+    scored = _score(options, model, threads)
+    good, defects = _good(options, model, scored), scored.get("defects")
+    new, cost = _choose(options, model, good, defects)
 
     for line in new.lines():
         print(line)
-    found = None if defects is None else _say_recall(new, defects)
+    found = None if defects is None else _recall(new, defects, cost)
     before = model.detector.thresholds
+    done = 3 if any(images.refused for images in scored.values()) else 0
     if new == before:
         print("these are the thresholds that the model has; nothing was changed")
-        return 3 if images.refused else 0
-    record = _record(options, before, new, images.hashes, found)
+        return done
+    record = _record(options, before, new, scored, found)
     model_id = replace_thresholds(options.model, new, record)
     print(f"model {model.model_id} is now {model_id}; the change is in its history.jsonl")
-    return 3 if images.refused else 0
+    return done
 
 
 def _check(options: argparse.Namespace) -> None:
+    """Refuse options that don't go together, before anything is loaded."""
     by_rate = options.false_reject_rate is not None or options.review_rate is not None
     by_cost = options.cost_escape is not None or options.cost_false_reject is not None
     by_hand = options.threshold is not None or options.review_threshold is not None
@@ -86,113 +100,95 @@ def _check(options: argparse.Namespace) -> None:
         raise AnomalyError("--review-threshold needs --threshold, where rejection begins")
     if by_cost and None in (options.cost_escape, options.cost_false_reject, options.defects):
         raise AnomalyError("costs need all of --cost-escape, --cost-false-reject and --defects")
+    if options.defect_share is not None and not by_cost:
+        raise AnomalyError("--defect-share says how to weigh costs; give --cost-escape, too")
     for name in ("false_reject_rate", "review_rate", "defect_share"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < 1:
-            flag = name.replace("_", "-")
-            raise AnomalyError(f"--{flag} is {value:g}; it must lie between 0 and 1 (0.01 is 1 %)")
+        _within(options, name, 1, "between 0 and 1 (0.01 is 1 %)", strict=True)
     for name in ("threshold", "review_threshold", "cost_escape", "cost_false_reject"):
-        value = getattr(options, name)
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            flag = name.replace("_", "-")
-            raise AnomalyError(f"--{flag} is {value:g}; it must be a number of 0 or more")
+        _within(options, name, math.inf, "a number of 0 or more", strict=False)
 
 
-@dataclass
-class _Images:
-    """Scores folders of images, and remembers what they held.
+def _within(
+    options: argparse.Namespace, name: str, limit: float, legal: str, *, strict: bool
+) -> None:
+    value = getattr(options, name)
+    if value is not None and not (0 <= value < limit and not (strict and value == 0)):
+        raise AnomalyError(f"--{name.replace('_', '-')} is {value:g}; it must be {legal}")
 
-    Attributes:
-        model: scores them.
-        forbidden: sha256 of each image of the test split.
-        threads: for decoding.
-    """
 
-    model: Model
-    forbidden: frozenset[str]
-    threads: int
+def _score(options: argparse.Namespace, model: Model, threads: int) -> dict[str, Unseen]:
+    """The scores of the images that were given, by option."""
+    from anomaly.results import find_inputs
+    from anomaly.unseen import score_unseen
 
-    def __post_init__(self) -> None:
-        self.hashes: dict[str, dict[str, str]] = {}
-        self.refused = 0
-
-    def score(self, option: str, folder: Path) -> GoodScores:
-        """The scores of a folder's images.
-
-        Raises:
-            DataError: none can be used, or one belongs to the test split.
-        """
-        import numpy as np
-
-        from anomaly.calibration import GoodScores
-        from anomaly.loading import Refused
-        from anomaly.results import find_inputs
-
-        paths = find_inputs([folder], option)
-        learned = set(self.model.manifest["training_images"].values())
-        rows: dict[int, tuple[float, float]] = {}
-        hashes: dict[str, str] = {}
-        known = 0
+    given = {name: getattr(options, name) for name in ("good", "defects")}
+    given = {name: inputs for name, inputs in given.items() if inputs is not None}
+    tested = _tested(options.model, model) if given else frozenset()
+    scored: dict[str, Unseen] = {}
+    for name, inputs in given.items():
         with ProgressLine() as progress:
-            for result in self.model.detector.predict(paths, workers=self.threads):
-                if isinstance(result, Refused):
-                    log.warning("skipped: %s", result.reason)
-                    self.refused += 1
-                    continue
-                sha256 = result.image.sha256
-                if sha256 in self.forbidden:
-                    raise DataError(
-                        f"{paths[result.index]} belongs to the test split that the model is "
-                        "evaluated on, which no threshold may see; give other images"
-                    )
-                if sha256 in learned:
-                    known += 1
-                    continue
-                peak = float(np.nanmax(result.anomaly_map()))
-                rows[result.index] = (result.image_score, peak)
-                hashes[str(paths[result.index])] = sha256
-                progress("scoring", len(rows), len(paths))
-        if known:
-            log.warning("skipped %d images that the model has learned from", known)
-        if not rows:
-            raise DataError(f"{option} {folder}: none of its {len(paths)} images can be used")
-        self.hashes[option.removeprefix("--")] = hashes
-        order = sorted(rows)
-        return GoodScores(
-            names=tuple(paths[i].relative_to(folder).as_posix() for i in order)
-            if folder.is_dir()
-            else (folder.name,),
-            image=tuple(rows[i][0] for i in order),
-            peak=tuple(rows[i][1] for i in order),
-            source=f"{len(order)} good images that the model hasn't learned from",
+            scored[name] = score_unseen(
+                model.detector,
+                find_inputs(inputs, f"--{name}"),
+                learned=frozenset(model.manifest["training_images"].values()),
+                tested=tested,
+                workers=threads,
+                progress=lambda done, total, name=name: progress(name, done, total),  # type: ignore[misc]
+            )
+        _say_left_out(f"--{name}", scored[name])
+    return scored
+
+
+def _say_left_out(option: str, images: Unseen) -> None:
+    if images.learned:
+        log.warning("%s: the model has learned from %d; left out", option, images.learned)
+    if images.repeated:
+        log.warning("%s: %d are copies of others; left out", option, images.repeated)
+    for reason in images.refused[:5]:
+        log.warning("skipped: %s", reason)
+    if len(images.refused) > 5:
+        log.warning("%s: skipped %d more", option, len(images.refused) - 5)
+
+
+def _tested(folder: Path, model: Model) -> frozenset[str]:
+    """Hashes of the test split, where the run remembers its data set and it is still there."""
+    from anomaly.cli.evaluate import trained_on
+    from anomaly.datasets import open_dataset
+
+    try:
+        data_format = model.detector.config.data.format
+        test = open_dataset(data_format, trained_on(folder), None).test
+        return frozenset(hashlib.sha256(s.path.read_bytes()).hexdigest() for s in test)
+    except (AnomalyError, OSError):
+        log.warning(
+            "the data set that the model was trained on isn't at hand: make sure yourself that "
+            "these images aren't those it is evaluated on"
         )
+        return frozenset()
 
 
-def _good(options: argparse.Namespace, model: Model, images: _Images) -> GoodScores:
-    if options.good is not None:
-        return images.score("--good", options.good)
-    if model.detector.thresholds is None:
+def _good(options: argparse.Namespace, model: Model, scored: dict[str, Unseen]) -> GoodScores:
+    from anomaly.calibration import GoodScores
+
+    now = model.detector.thresholds
+    if "good" in scored:
+        new = scored["good"]
+        names = tuple(path.name for path in new.paths)
+        source = f"{len(names)} good images that the model hasn't learned from"
+        return GoodScores(names, new.image, new.peak, source)
+    if now is None:
         raise DataError(
             f"{options.model} was trained with --no-calibrate and knows no scores of good images; "
             "give --good with a folder of some"
         )
-    return model.detector.thresholds.good
+    return now.good
 
 
 def _choose(
-    options: argparse.Namespace,
-    model: Model,
-    good: GoodScores,
-    defects: tuple[float, ...] | None,
-) -> Thresholds:
-    from anomaly.calibration import (
-        Calibration,
-        cheapest_threshold,
-        threshold_at,
-        threshold_for_false_reject_rate,
-        thresholds_from,
-        with_pixels,
-    )
+    options: argparse.Namespace, model: Model, good: GoodScores, defects: Unseen | None
+) -> tuple[Thresholds, str]:
+    """The thresholds that were asked for, and what is to be said about their cost."""
+    from anomaly.calibration import thresholds_by_cost, thresholds_by_hand, thresholds_from
 
     if options.threshold is not None:
         review = options.threshold if options.review_threshold is None else options.review_threshold
@@ -200,25 +196,20 @@ def _choose(
             raise AnomalyError(
                 f"--review-threshold {review:g} lies above --threshold {options.threshold:g}"
             )
-        both = Calibration(
-            threshold_at(review, good.image), threshold_at(options.threshold, good.image)
-        )
-        return with_pixels(both, "by hand", good)
+        return thresholds_by_hand(good, review, options.threshold), ""
     review_rate, reject_rate = _rates(options, model)
     if options.cost_escape is None or defects is None:
-        return thresholds_from(good, review_rate, reject_rate)
-    choice = cheapest_threshold(
-        good.image,
-        defects,
+        return thresholds_from(good, review_rate, reject_rate), ""
+    share = 0.01 if options.defect_share is None else options.defect_share
+    thresholds, cost = thresholds_by_cost(
+        good,
+        defects.image,
+        review_rate=review_rate,
         false_reject_cost=options.cost_false_reject,
         escape_cost=options.cost_escape,
-        defect_share=options.defect_share,
+        defect_share=share,
     )
-    print(f"cheapest: {choice.cost:.4g} a part, with {options.defect_share:.2%} of parts defective")
-    review = threshold_for_false_reject_rate(good.image, review_rate)
-    if review.value > choice.threshold.value:
-        review = choice.threshold
-    return with_pixels(Calibration(review, choice.threshold), "by cost", good)
+    return thresholds, f"expected cost {cost:.4g} a part, where {share:.2%} of parts are defective"
 
 
 def _rates(options: argparse.Namespace, model: Model) -> tuple[float, float]:
@@ -239,58 +230,42 @@ def _rates(options: argparse.Namespace, model: Model) -> tuple[float, float]:
     return (review, review) if options.review_rate is not None else (reject, reject)
 
 
-def _say_recall(thresholds: Thresholds, defects: GoodScores) -> dict[str, Rate]:
-    from dataclasses import asdict
-
+def _recall(thresholds: Thresholds, defects: Unseen, cost: str) -> dict[str, Any]:
+    """Say how many defects are found; the same for the record."""
     from anomaly.calibration import recall_at
 
+    if cost:
+        print(cost)
     said = {}
     for what, value in (("rejected", thresholds.image), ("not called good", thresholds.review)):
         rate = recall_at(value, defects.image)
         print(
-            f"of {rate.images} defects {rate.count} {what}: {rate.expected:.1%}, "
-            f"{rate.low:.1%} to {rate.high:.1%} with 95% confidence"
+            f"of {rate.images} defects {rate.count} {what}: {100 * rate.expected:.1f} %, "
+            f"{100 * rate.low:.1f} to {100 * rate.high:.1f} % (95 % confidence)"
         )
         said[what] = asdict(rate)
-    return said  # type: ignore[return-value]
+    return said
 
 
 def _record(
     options: argparse.Namespace,
     before: Thresholds | None,
     after: Thresholds,
-    hashes: dict[str, dict[str, str]],
-    found: Any,
+    scored: dict[str, Unseen],
+    found: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    asked = {
-        name: value
-        for name, value in vars(options).items()
-        if name not in ("command", "model", "device", "threads") and value is not None
-    }
+    """A line of the history."""
+    apart = ("command", "model", "good", "defects", "device", "threads")
+    asked = {k: v for k, v in vars(options).items() if k not in apart and v is not None}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "software_version": __version__,
-        "asked": {k: str(v) if isinstance(v, Path) else v for k, v in asked.items()},
+        "asked": asked,
         "before": None if before is None else before.to_json(),
         "after": after.to_json(),
-        "images": hashes,
+        "images": {
+            name: dict(zip(map(str, images.paths), images.hashes, strict=True))
+            for name, images in scored.items()
+        },
         "defects_found": found,
     }
-
-
-def _test_images(folder: Path) -> frozenset[str]:
-    """Hashes of the test split, where the run remembers its data set and it is still there."""
-    import hashlib
-
-    from anomaly.images import list_images
-
-    for file in (folder / "train.json", folder.absolute().parent / "train.json"):
-        try:
-            test = Path(json.loads(file.read_text("utf-8"))["data_folder"]) / "test"
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if test.is_dir():
-            return frozenset(
-                hashlib.sha256(image.read_bytes()).hexdigest() for image in list_images(test)
-            )
-    return frozenset()

@@ -27,19 +27,22 @@ class Assignment:
     """
 
     def __init__(self, centres: Tensor) -> None:
-        self._centres = centres
+        # Distances are multiplied out relative to the mean, so that large norms don't cancel.
+        self._mean = centres.mean(0)
+        self._centres = centres - self._mean
         self._index = ProductIndex(centres)
         # A GPU multiplies faster than it could be told what to skip.
         self._pruned = centres.device.type == "cpu" and len(centres) >= 4 * _CELLS
         if self._pruned:
-            self._pivots = centres[:_CELLS]
-            self._away = torch.cdist(self._pivots, centres)
+            self._pivots = self._centres[:_CELLS]
+            self._away = torch.cdist(self._pivots, self._centres)
             self._home = self._away.argmin(0)
 
     def __call__(self, points: Tensor) -> Tensor:
         """The nearest centre (N,) int64 of points (N, d); thousands at once are quickest."""
         if not self._pruned:
             return self._index.candidates(points, 1)[:, 0]
+        points = points - self._mean
         apart, cells = torch.cdist(points, self._pivots).min(1)
         order = cells.argsort(stable=True)
         members = torch.split(order, torch.bincount(cells, minlength=_CELLS).tolist())

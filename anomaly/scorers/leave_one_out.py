@@ -26,7 +26,9 @@ class LeaveOneOut:
         M² = q · (N/(N−1))² · (N−2)/(N−1) / (1 − N·q/(N−1)²).
 
     That is exact for a regularisation of ε(N−1)/(N−2), so M is below that of a refit with ε by a
-    factor of √((N−2)/(N−1)) at most: 0.25 % for 200 images.
+    factor of √((N−2)/(N−1)) at most: 0.25 % for 200 images. With fewer images than dimensions the
+    denominator is about ε over the features' variance, and multiplies single precision's rounding:
+    for features whose variance is a thousand times ε, scores are good to a few percent only.
 
     Attributes:
         scorer: the Gaussians.

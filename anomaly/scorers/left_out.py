@@ -56,7 +56,9 @@ def banks_without(
         wanted = min(int((owners == k).sum()), len(points))
         picks.append(places[_farthest(points, wanted, centres[owners != k])])
     chosen = torch.cat(picks)
-    vectors, origins = gather(batches, chosen) if len(chosen) else (bank.vectors[:0],) * 2
+    vectors, origins = bank.vectors[:0], bank.origins[:0]
+    if len(chosen):
+        vectors, origins = gather(batches, chosen)
     parts = [len(p) for p in picks]
     renewed = zip(torch.split(vectors, parts), torch.split(origins, parts), strict=True)
     for k, (new_vectors, new_origins) in enumerate(renewed):
