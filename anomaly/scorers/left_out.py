@@ -51,7 +51,7 @@ def banks_without(
     owners = torch.tensor([fold_of[i] for i in bank.origins[:, 0].tolist()]).to(bank.vectors.device)
     centres = bank.vectors @ projection
     orphans = _orphans(batches, fold_of, owners, centres, projection, share)
-    picks = []
+    picks: list[Tensor] = []
     for k, (points, places) in enumerate(orphans):
         wanted = min(int((owners == k).sum()), len(points))
         picks.append(places[_farthest(points, wanted, centres[owners != k])])
@@ -79,7 +79,7 @@ def _orphans(
     centres: Tensor,
     projection: Tensor,
     share: float,
-) -> list[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """For each fold the patches of others whose nearest vector it owns: points, places."""
     count = max(fold_of.values()) + 1
     points: list[list[Tensor]] = [[centres[:0]] for _ in range(count)]
@@ -96,7 +96,11 @@ def _orphans(
             points[k].append(projected[rows])
             places[k].append(rows + start)
         start += len(projected)
-    return [(torch.cat(p), torch.cat(q)) for p, q in zip(points, places, strict=True)]
+    for k in range(count):
+        joined = torch.cat(points[k]), torch.cat(places[k])
+        points[k].clear()  # all folds' together are as large as the patches of a whole training
+        places[k].clear()
+        yield joined
 
 
 def _projected(
