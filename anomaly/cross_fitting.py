@@ -1,4 +1,4 @@
-"""Scores of the training images under models that haven't seen them, or anything of their lot."""
+"""Scores of the training images under models that haven't seen them, or anything of their group."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def cross_fit(
     names: Mapping[int, str],
     *,
     folds: int,
-    lots: Mapping[int, str],
+    groups: Mapping[int, str],
     progress: Progress = lambda done, total: None,
 ) -> GoodScores:
     """Score each training image by a model that hasn't learned from it.
 
     PatchCore leaves out one fold after another and repairs the bank (`banks_without`). PaDiM
-    leaves out each image alone (`LeaveOneOut`), or, where lots are known, is fitted anew without
-    each fold of lots.
+    leaves out each image alone (`LeaveOneOut`), or, where groups are known, is fitted anew without
+    each fold of groups.
 
     Args:
         detector: fitted on all of `patches`.
@@ -41,17 +41,18 @@ def cross_fit(
         fitter: the settings that the detector was fitted with.
         names: of the images used, by index.
         folds: into how many parts to split them, at most.
-        lots: the lot of each image that has one; a lot is never parted.
+        groups: the group of each image that has one; it is never parted, unless it is the only one.
         progress: called with (images scored, all of them).
 
     Raises:
         DataError: too few images, or none but those of one fold.
     """
     indices = sorted(names)
-    known = len(set(lots.values()))
-    divided = split(indices, lots if known > 1 else {}, folds)
+    units = len({groups.get(i, i) for i in indices})
+    heeded = groups if units > 1 else {}
+    divided = split(indices, heeded, folds)
     found: dict[int, tuple[float, float]] = {}
-    for images, scorer in _held_out(detector.scorer, patches, fitter, divided, known > 1):
+    for images, scorer in _held_out(detector.scorer, patches, fitter, divided, bool(heeded)):
         stand_in = replace(detector, scorer=scorer)
         some = patches.only(frozenset(images))
         scored = scores_of(
@@ -63,7 +64,7 @@ def cross_fit(
         image=tuple(found[i][0] for i in indices),
         peak=tuple(found[i][1] for i in indices),
         source=f"{len(indices)} training images, each scored by a model that hasn't seen it",
-        lots=known or None,
+        groups=units if groups else None,
     )
 
 
@@ -96,21 +97,21 @@ def scores_of(
     return found
 
 
-def split(images: Sequence[int], lots: Mapping[int, str], folds: int) -> list[Fold]:
-    """Part images into at most `folds` folds of about equal size; a lot stays whole.
+def split(images: Sequence[int], groups: Mapping[int, str], folds: int) -> list[Fold]:
+    """Part images into at most `folds` folds of about equal size; a group stays whole.
 
     Neighbours share a fold: pictures taken one after the other often show parts alike.
 
     Raises:
-        DataError: fewer than two images, or all are of one lot.
+        DataError: fewer than two images, or all are of one group.
     """
     units: dict[str | int, list[int]] = {}
     for image in images:
-        units.setdefault(lots.get(image, image), []).append(image)
+        units.setdefault(groups.get(image, image), []).append(image)
     if len(units) < 2:
         raise DataError(
-            f"{len(images)} training images can't be parted for calibration; add images, or train "
-            "with --no-calibrate"
+            f"calibration needs at least 2 training images, not {len(images)}; add images, or "
+            "train with --no-calibrate"
         )
     parts: dict[int, list[int]] = {}
     placed = 0
@@ -126,7 +127,7 @@ def _held_out(
     patches: TrainingPatches,
     fitter: GaussianFitter | MemoryBankFitter,
     folds: Sequence[Fold],
-    by_lot: bool,
+    by_group: bool,
 ) -> Iterator[tuple[Fold, Scorer]]:
     """Images, and a scorer that hasn't seen them."""
     everything = tuple(image for fold in folds for image in fold)
@@ -136,7 +137,7 @@ def _held_out(
         banks = banks_without(scorer, patches, folds, projection=projection, share=share)
         yield from zip(folds, banks, strict=True)
     elif isinstance(scorer, PatchGaussian) and isinstance(fitter, GaussianFitter):
-        if not by_lot:
+        if not by_group:
             yield everything, LeaveOneOut(scorer, len(everything))
             return
         for fold in folds:

@@ -138,7 +138,7 @@ def fit(
                 fitter,
                 {i: samples[i].name for i in patches.hashes},
                 folds=config.calibration.folds,
-                lots=_lots(samples, patches.hashes),
+                groups=_groups(samples, patches.hashes),
                 progress=lambda i, n: progress("calibration", i, n),
             )
             rates = config.calibration
@@ -182,8 +182,8 @@ def _aspect(config: Config, samples: Sequence[Sample]) -> float | None:
     return statistics.median(height / width for height, width in sizes) if sizes else None
 
 
-def _lots(samples: Sequence[Sample], used: Collection[int]) -> dict[int, str]:
-    """The lot of each image used that has one."""
+def _groups(samples: Sequence[Sample], used: Collection[int]) -> dict[int, str]:
+    """The group of each image used that has one."""
     groups = {i: samples[i].group for i in sorted(used)}
     return {i: group for i, group in groups.items() if group}
 

@@ -220,7 +220,7 @@ def test_lots_are_kept_whole_and_said(product: Path, tmp_path: Path, command: Co
         arguments = train_arguments(listing, tmp_path / kind, f"model.kind={kind}")
         code, out, _ = command("train", [*arguments, "--set", "data.format=csv"])
         assert code == 0
-        assert "the images come from 3 lots" in out
+        assert "the images come from 3 groups" in out
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from anomaly.calibration import (
 finite = st.floats(0, 1e6, allow_nan=False, width=32)
 
 
-def _good(image: list[float], peak: list[float] | None = None, lots: int | None = None):
+def _good(image: list[float], peak: list[float] | None = None, groups: int | None = None):
     names = tuple(f"{i}.png" for i in range(len(image)))
-    return GoodScores(names, tuple(image), tuple(peak or image), "some images", lots)
+    return GoodScores(names, tuple(image), tuple(peak or image), "some images", groups)
 
 
 @given(
@@ -71,13 +71,14 @@ def test_peaks_of_other_images_than_the_highest_scores_still_match_by_rank() -> 
 
 
 def test_few_images_say_so_and_lots_caution() -> None:
-    lines = thresholds_from(_good([1.0, 2.0, 3.0], lots=2), 0.05, 0.01).lines()
+    lines = thresholds_from(_good([1.0, 2.0, 3.0], groups=2), 0.05, 0.01).lines()
     assert "some images" in lines[0]
     assert "nothing to review" in lines[1]
     # 1 − 0.05^(1/3) = 63 %.
     assert "at most 63 %" in lines[1]
     assert "needs 299 good images" in lines[1]
-    assert "from 2 lots" in lines[2]
+    # 1 − √0.05 = 78 %.
+    assert "2 groups can vouch for no less than 78 %" in lines[2]
     many = np.linspace(1, 2, 500).tolist()
     lines = thresholds_from(_good(many), 0.05, 0.01).lines()
     assert len(lines) == 3

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from anomaly.calibration.costs import cheapest_threshold
-from anomaly.calibration.rates import Floats, Rate
+from anomaly.calibration.rates import Floats, Rate, percent, supported_rate
 from anomaly.calibration.scale import ScoreScale
 from anomaly.calibration.thresholds import (
     Calibration,
@@ -30,30 +30,32 @@ class GoodScores:
         image: their image scores.
         peak: the highest value of each one's anomaly map.
         source: how they were had, for people.
-        lots: from how many lots the images come; None where that isn't known.
+        groups: from how many groups (lots, or parts seen more than once) the images come; None
+            where none are known.
     """
 
     names: tuple[str, ...]
     image: tuple[float, ...]
     peak: tuple[float, ...]
     source: str
-    lots: int | None = None
+    groups: int | None = None
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> GoodScores:
         """The way back from `dataclasses.asdict`, whose tuples JSON knows as lists."""
         names, image, peak = (tuple(values[key]) for key in ("names", "image", "peak"))
-        return cls(names, image, peak, values["source"], values["lots"])
+        return cls(names, image, peak, values["source"], values["groups"])
 
     @property
     def caution(self) -> str | None:
         """Why the bounds may promise too much; None where nothing is known against them."""
-        if self.lots is None:
+        if self.groups is None:
             return None
-        held = "one lot" if self.lots == 1 else f"{self.lots} lots"
+        held = "one group" if self.groups == 1 else f"{self.groups} groups"
+        least = supported_rate(self.groups)
         return (
-            f"the images come from {held}, and the bounds are for parts of these: "
-            "another lot may score differently"
+            f"the images come from {held}: as far as those of a group are alike, the bounds "
+            f"promise too much, and {held} can vouch for no less than {percent(least)}"
         )
 
 

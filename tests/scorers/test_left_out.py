@@ -68,6 +68,14 @@ def test_a_bank_of_all_patches_just_loses_the_fold() -> None:
         assert sorted(left.origins.tolist()) == sorted(expected)
 
 
+def test_the_projection_is_that_of_the_selection() -> None:
+    batches = _batches(3)
+    bank, projection = _fit(batches, 0.2)
+    patches = torch.cat([b.embeddings.flatten(0, 2) for b in batches])
+    radius = torch.cdist(patches @ projection, bank.vectors @ projection).amin(1).max()
+    assert float(radius) == pytest.approx(bank.covering_radius, rel=1e-4)
+
+
 def test_one_fold_is_refused() -> None:
     batches = _batches()
     bank, projection = _fit(batches, 0.2)
