@@ -148,7 +148,8 @@ class CalibrationConfig(_Section):
     """Which share of good parts may be rejected, and which may need a second look.
 
     The thresholds keep both with 95 % confidence. `folds` is into how many parts the training
-    images are split for their cross-fitted scores; PaDiM without groups leaves out each image alone.
+    images are split for their cross-fitted scores; PaDiM without groups leaves out each image
+    alone.
     """
 
     reject_rate: Annotated[float, Field(gt=0, lt=1)] = 0.01
