@@ -70,7 +70,7 @@ def score_unseen(
         if isinstance(result, Refused):
             refused.append(result.reason)
             continue
-        sha256 = result.image.sha256
+        sha256 = result.sha256
         if sha256 in tested:
             raise DataError(
                 f"{paths[result.index]} belongs to the test split that the model is evaluated on, "
@@ -94,7 +94,7 @@ def score_unseen(
 
 
 def _peak(result: Prediction) -> float:
-    height = result.image.size[0]
+    height = result.view.source[0]
     strips = (slice(top, min(top + _STRIP, height)) for top in range(0, height, _STRIP))
     # Rows outside the region to look at are NaN all along.
     peaks = (np.fmax.reduce(result.anomaly_map(strip), axis=None) for strip in strips)

@@ -118,7 +118,7 @@ def _within(
 
 def _score(options: argparse.Namespace, model: Model, threads: int) -> dict[str, Unseen]:
     """The scores of the images that were given, by option."""
-    from anomaly.results import find_inputs
+    from anomaly.inputs import find_inputs
     from anomaly.unseen import score_unseen
 
     given = {name: getattr(options, name) for name in ("good", "defects")}
@@ -129,7 +129,7 @@ def _score(options: argparse.Namespace, model: Model, threads: int) -> dict[str,
         with ProgressLine() as progress:
             scored[name] = score_unseen(
                 model.detector,
-                find_inputs(inputs, f"--{name}"),
+                find_inputs(inputs, option=f"--{name}"),
                 learned=frozenset(model.manifest["training_images"].values()),
                 tested=tested,
                 workers=threads,
