@@ -47,7 +47,7 @@ class Threshold:
         rate = self.false_rejects
         said = (
             f"flags about {percent(rate.expected)} of good parts, at most "
-            f"{percent(rate.at_most)} ({self.confidence:.0%} confidence, "
+            f"{percent(rate.at_most)} ({percent(self.confidence)} confidence, "
             f"{rate.images} good images)"
         )
         if self.target is None or self.supported:
