@@ -7,22 +7,18 @@
       region.png, ignore.png where to look, if that was drawn as a picture
       config.yaml            every setting but the place of the data
       thresholds.json        where good ends, and how that was found
+      calibration.json       the scores of good images that the thresholds come from
       manifest.json          sha256 of every file, training images, versions, seed
+      history.jsonl          when thresholds were changed, and why; only once they were
 
-Files hold no time and no absolute path: the same training gives the same bytes.
+Files but the history hold no time and no absolute path: the same training gives the same bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import platform
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -40,21 +36,31 @@ from anomaly import __version__
 from anomaly.backbones import Normalisation, build, fill
 from anomaly.bf16 import has_bf16
 from anomaly.config import Config, parse_config
-from anomaly.detector import AnomalyDetector, Thresholds, region_of
+from anomaly.detector import AnomalyDetector, region_of
 from anomaly.errors import AnomalyError, ModelError, OutputError
 from anomaly.features import truncate
 from anomaly.files import cache_folder
+from anomaly.model_folder import (
+    FORMAT,
+    MANIFEST,
+    appearing,
+    check_files,
+    find_model,
+    model_id,
+    read_manifest,
+    vouch,
+    write_json,
+)
 from anomaly.region import Picture, Region
 from anomaly.scorers.base import Scorer
 from anomaly.scorers.gaussian import PatchGaussian
 from anomaly.scorers.memory_bank import MemoryBank
+from anomaly.threshold_files import read_thresholds, write_thresholds
 from anomaly.training import Training
 from anomaly.usual import UsualLook
 
 log = logging.getLogger(__name__)
 
-FORMAT = "anomaly-model/1"
-MANIFEST = "manifest.json"
 _RECORDED = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless", "safetensors")
 _SCORERS: dict[str, type[MemoryBank] | type[PatchGaussian]] = {
     "patchcore": MemoryBank,
@@ -94,7 +100,7 @@ def save(training: Training, folder: Path, *, overwrite: bool = False) -> str:
     if folder.exists() and not overwrite:
         raise OutputError(f"{folder} exists already; give another --output or add --overwrite")
     detector = training.detector
-    with _appearing(folder) as draft:
+    with appearing(folder) as draft:
         state = {
             k: v.cpu().contiguous() for k, v in detector.extractor.network.state_dict().items()
         }
@@ -107,11 +113,10 @@ def save(training: Training, folder: Path, *, overwrite: bool = False) -> str:
             (draft / name).write_bytes(picture)
         settings = portable(detector.config)
         (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
-        thresholds = None if detector.thresholds is None else asdict(detector.thresholds)
-        _write_json(draft / "thresholds.json", thresholds)
+        write_thresholds(draft, detector.thresholds)
         manifest = _manifest(training, draft)
-        _write_json(draft / MANIFEST, manifest)
-        return _model_id(draft)
+        write_json(draft / MANIFEST, manifest)
+        return model_id(draft)
 
 
 def load(folder: Path, device: torch.device, precision: str | None = None) -> Model:
@@ -126,9 +131,9 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
         ModelError: no model there, made by something else, or a file is missing, changed or
             doesn't belong.
     """
-    folder = _model_folder(folder)
-    manifest = _read_manifest(folder)
-    _check_files(folder, manifest)
+    folder = find_model(folder)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
     try:
         settings = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
         config = parse_config(settings, str(folder / "config.yaml"))
@@ -137,11 +142,18 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
         truncated = truncate(build(name), manifest["backbone"]["layers"])
         state = load_file(folder / "backbone.safetensors")
         fill(truncated.network, state, build(name), str(folder / "backbone.safetensors"))
-        thresholds = json.loads((folder / "thresholds.json").read_text("utf-8"))
+        thresholds = read_thresholds(folder)
         region, aspect = region_of(config.image, folder), manifest["aspect"]
         looks = folder / "usual.safetensors"
         usual = UsualLook.from_tensors(load_numpy(looks)) if looks.is_file() else None
-    except (OSError, SafetensorError, yaml.YAMLError, KeyError, AnomalyError) as error:
+    except (
+        OSError,
+        SafetensorError,
+        yaml.YAMLError,
+        LookupError,
+        TypeError,
+        AnomalyError,
+    ) as error:
         # The hashes fit, so the folder is as it was written: by another version, then.
         raise ModelError(
             f"{folder} was written by anomaly {manifest.get('software_version')} and can't be read "
@@ -154,13 +166,13 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
             tuple(manifest["backbone"]["mean"]), tuple(manifest["backbone"]["std"])
         ),
         scorer=_on(scorer, device, config),
-        thresholds=None if thresholds is None else Thresholds(**thresholds),
+        thresholds=thresholds,
         device=device,
         region=region,
         aspect=aspect,
         usual=usual,
     )
-    return Model(detector, manifest, _model_id(folder))
+    return Model(detector, manifest, model_id(folder))
 
 
 def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
@@ -177,18 +189,6 @@ def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
             why,
         )
     return chosen
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a model folder says about itself, without reading or checking its other files.
-
-    Args:
-        folder: as for `load`.
-
-    Raises:
-        ModelError: no model there, or made by something else.
-    """
-    return _read_manifest(_model_folder(folder))
 
 
 def portable(config: Config) -> dict[str, Any]:
@@ -248,12 +248,8 @@ def _manifest(training: Training, folder: Path) -> dict[str, Any]:
             "batch_size": detector.config.batch_size,
             "precision": detector.config.precision,
         },
-        "files": {
-            file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-            for file in sorted(folder.iterdir())
-        },
+        "files": {file.name: vouch(file) for file in sorted(folder.iterdir())},
         "training_images": training.hashes,
-        "held_out_images": list(training.held_out),
         "refused_images": training.refused_at,
     }
 
@@ -263,88 +259,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _model_folder(folder: Path) -> Path:
-    for candidate in (folder / "model", folder):
-        if (candidate / MANIFEST).is_file():
-            return candidate
-    if not folder.exists():
-        raise ModelError(f"no model at {folder}: there is nothing of that name; train one first")
-    raise ModelError(
-        f"{folder} holds no model (no {MANIFEST} in it or in its model/); "
-        "give the folder that `train` wrote"
-    )
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    file = folder / MANIFEST
-    try:
-        manifest = json.loads(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{file} can't be read ({error}); copy the model folder again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise ModelError(
-            f"{file} isn't a manifest of this program's models (format {found!r}, expected "
-            f"{FORMAT!r}); give a folder that this version's `train` wrote"
-        )
-    return manifest
-
-
-def _check_files(folder: Path, manifest: dict[str, Any]) -> None:
-    expected: dict[str, dict[str, Any]] = manifest["files"]
-    # Finder and Explorer leave their own files in every folder they show.
-    present = {f.name for f in folder.iterdir() if not f.name.startswith(".")} - {
-        MANIFEST,
-        "Thumbs.db",
-        "desktop.ini",
-    }
-    again = "; copy the model folder again, or train again"
-    if missing := sorted(set(expected) - present):
-        raise ModelError(f"{folder} lacks {', '.join(missing)}{again}")
-    if foreign := sorted(present - set(expected)):
-        raise ModelError(
-            f"{folder} holds {', '.join(foreign)}, which isn't part of the model; remove it there"
-        )
-    for name, record in expected.items():
-        if (folder / name).stat().st_size != record["bytes"]:
-            raise ModelError(f"{folder / name} has another size than when it was written{again}")
-        if _sha256(folder / name) != record["sha256"]:
-            raise ModelError(f"{folder / name} was changed since it was written{again}")
-
-
-def _model_id(folder: Path) -> str:
-    return _sha256(folder / MANIFEST)[:16]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _write_json(file: Path, values: Any) -> None:
-    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", "utf-8")
-
-
-@contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """A draft beside `folder` that takes its name at the end, or vanishes on an error."""
-    draft: Path | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        draft.chmod(0o755)
-        yield draft
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-            folder.rename(old / folder.name)
-            draft.rename(folder)
-            shutil.rmtree(old)
-        else:
-            draft.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise OutputError(f"{folder} can't be written: {error}") from None
-    finally:
-        if draft is not None and draft.exists():
-            shutil.rmtree(draft, ignore_errors=True)

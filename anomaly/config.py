@@ -144,6 +144,28 @@ class ModelConfig(_Section):
     regularisation: Annotated[float, Field(gt=0)] = 0.01
 
 
+class CalibrationConfig(_Section):
+    """Which share of good parts may be rejected, and which may need a second look.
+
+    The thresholds keep both with 95 % confidence. `folds` is into how many parts the training
+    images are split for their cross-fitted scores; PaDiM without groups leaves out each image
+    alone.
+    """
+
+    reject_rate: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    review_rate: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    folds: Annotated[int, Field(ge=2, le=100)] = 10
+
+    @model_validator(mode="after")
+    def _in_order(self) -> CalibrationConfig:
+        if self.reject_rate > self.review_rate:
+            raise ValueError(
+                f"calibration.reject_rate ({self.reject_rate:g}) is above calibration.review_rate "
+                f"({self.review_rate:g}); what is rejected is never called good"
+            )
+        return self
+
+
 class Config(_Section):
     """All settings of one training."""
 
@@ -154,6 +176,7 @@ class Config(_Section):
     model: ModelConfig = ModelConfig()
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     memory_limit: Annotated[int, Field(ge=16, le=1_000_000)] = 256
+    calibration: CalibrationConfig = CalibrationConfig()
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from anomaly.aligner import PATCHCORE_ALIGNERS
 from anomaly.anomaly_map import image_scores, network_map
 from anomaly.backbones import Normalisation
+from anomaly.calibration import Thresholds
 from anomaly.config import Config, ImageConfig, ShapeConfig
 from anomaly.embedding import Embedder, inside_of, looks_of
 from anomaly.errors import DataError, ImageError
@@ -36,27 +37,6 @@ _TILES_AT_ONCE = 4
 # What most networks shrink an image by in all: every layer's grid is then an even number of the
 # next one's, and images of many aspects share so few sizes that batches are full.
 _LEAST_MULTIPLE = 32
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """Where good ends.
-
-    Attributes:
-        image: an image score above this is rejected.
-        pixel: an anomaly-map value above this is marked.
-        label: how the thresholds were found; `provisional` until calibrated.
-        images: how many good images stand behind them.
-    """
-
-    image: float
-    pixel: float
-    label: str
-    images: int
-
-    def verdict(self, score: float) -> str:
-        """`good` or `reject`."""
-        return "reject" if score > self.image else "good"
 
 
 @dataclass(frozen=True, eq=False)

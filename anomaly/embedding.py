@@ -214,7 +214,10 @@ class TrainingPatches:
     def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[_Name, ...], Tensor]]:
         assert self._file is not None
         for names, kept in self._file.read(images):
-            yield names, kept[0] if self._aligned else self._embedder.align(kept)
+            rows = [row for row, name in enumerate(names) if name.image in images]
+            some = kept if len(rows) == len(names) else [t[rows] for t in kept]
+            embeddings = some[0] if self._aligned else self._embedder.align(some)
+            yield tuple(names[row] for row in rows), embeddings
 
 
 class _Name(NamedTuple):

@@ -11,13 +11,16 @@ from anomaly.errors import DataError
 from anomaly.images import list_images
 
 
-def find_inputs(inputs: Sequence[Path], list_file: str | None = None) -> list[Path]:
+def find_inputs(
+    inputs: Sequence[Path], list_file: str | None = None, option: str = "--input"
+) -> list[Path]:
     """The image files that are meant, each once, in order of their names.
 
     Args:
         inputs: files, and folders that are searched.
         list_file: a text file with a path on each line, `-` for standard input; a file that it
             names needn't exist, and will be reported as unreadable.
+        option: where the inputs were given, for messages.
 
     Raises:
         DataError: an input or the list doesn't exist, or there is no image at all.
@@ -29,7 +32,7 @@ def find_inputs(inputs: Sequence[Path], list_file: str | None = None) -> list[Pa
         elif given.exists():
             found[given] = None
         else:
-            raise DataError(f"--input {given} doesn't exist (looked in {Path.cwd()})")
+            raise DataError(f"{option} {given} doesn't exist (looked in {Path.cwd()})")
     if list_file is not None:
         found.update(dict.fromkeys(_listed(list_file)))
     if not found:

@@ -19,13 +19,16 @@ class Row:
         status: `ok`, `unreadable`, `unsupported`, or `failed` when the file took the processes down
             that tried to decode it.
         image_score: higher is more anomalous; None unless `ok`.
+        calibrated_score: how rare such a score is among good parts, in powers of ten; None
+            without a score or a threshold.
+        review_threshold: a higher score needs a second look; None where the model has none.
         threshold: a higher score is rejected; None where the model has none.
-        verdict: `good`, `reject`, or `review` where a person has to look; empty without a score
-            or a threshold.
+        verdict: `good`, `review` (a person has to look) or `reject`; empty without a score or a
+            threshold.
         heatmap: picture, relative to the output folder; empty unless `ok`.
         model_id: which model said so.
         software_version: of this program.
-        threshold_label: how the threshold was found: `provisional` until calibrated.
+        threshold_label: how the thresholds were found: `calibrated`, `by cost` or `by hand`.
         reason: why there is no score, or why a person has to look.
     """
 
@@ -33,6 +36,8 @@ class Row:
     image_sha256: str
     status: str
     image_score: float | None
+    calibrated_score: float | None
+    review_threshold: float | None
     threshold: float | None
     verdict: str
     heatmap: str

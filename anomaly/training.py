@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from anomaly.anomaly_map import network_map
 from anomaly.backbones import (
     Normalisation,
     build,
@@ -22,23 +19,24 @@ from anomaly.backbones import (
     normalisation,
     read_weights,
 )
+from anomaly.calibration import thresholds_from
 from anomaly.config import Config
+from anomaly.cross_fitting import cross_fit
 from anomaly.datasets import Sample
-from anomaly.detector import AnomalyDetector, Thresholds, embedder_of, loading_of, region_of
+from anomaly.detector import AnomalyDetector, embedder_of, loading_of, region_of
 from anomaly.embedding import TrainingPatches
 from anomaly.errors import ImageError
 from anomaly.features import FeatureExtractor, truncate
 from anomaly.images import read_header
 from anomaly.loading import Loaded, Loading, load
 from anomaly.precision import settle
-from anomaly.scorers.base import PatchBatch, Progress, Scorer
+from anomaly.scorers.base import Progress, Scorer
 from anomaly.scorers.gaussian import GaussianFitter
 from anomaly.scorers.memory_bank import MemoryBankFitter
 from anomaly.scorers.projection import Projection
 from anomaly.suspects import Suspect, find_suspects
 from anomaly.usual import UsualLook
 
-HELD_OUT_SHARE = 0.1
 TRIAL_IMAGES = 4  # that show whether bf16 is safe
 
 StageProgress = Callable[[str, int, int], None]
@@ -52,7 +50,6 @@ class Training:
         detector: ready to predict.
         weights_sha256: of the backbone's weights file; None for random weights.
         hashes: sha256 of every training image learned from, by name, in order.
-        held_out: those that the threshold comes from, by name.
         refused: why a training image couldn't be used, by name.
         refused_at: its index among all training images, by name.
         patches: how many patches were learned from.
@@ -64,7 +61,6 @@ class Training:
     detector: AnomalyDetector
     weights_sha256: str | None
     hashes: dict[str, str]
-    held_out: tuple[str, ...]
     refused: dict[str, str]
     refused_at: dict[str, int]
     patches: int
@@ -85,8 +81,8 @@ def fit(
 ) -> Training:
     """Learn what good looks like.
 
-    The threshold is the highest score among a tenth of the images, scored by a model that was
-    trained without them. The detector itself then learns from all.
+    The thresholds come from cross-fitted scores of the same images (`anomaly.cross_fitting`);
+    the detector itself learns from all of them.
 
     Args:
         config: all settings; `config.data` isn't read.
@@ -94,7 +90,7 @@ def fit(
         device: where the network and the scorer run.
         scratch: an existing folder for temporary files.
         workers: decoding threads.
-        calibrate: whether to find thresholds; they cost a second fit.
+        calibrate: whether to find thresholds.
         progress: called with (stage, done, total).
 
     Raises:
@@ -107,7 +103,7 @@ def fit(
     loading = loading_of(config, extractor, region, aspect)
     extractor = _settle(config, extractor, normalise, samples, loading, device)
     config = config.model_copy(update={"precision": extractor.precision})
-    fitter = _fitter(config)
+    fitter = fitter_of(config)
     projection = None
     if isinstance(fitter, GaussianFitter):
         projection = fitter.draw(sum(extractor.channels)).to(device)
@@ -125,33 +121,37 @@ def fit(
         progress=lambda done, total: progress("features", done, total),
     )
 
-    def learn(images: Iterable[PatchBatch]) -> AnomalyDetector:
-        scorer = _learn(fitter, images, projection, lambda i, n: progress("scorer", i, n))
-        return AnomalyDetector(config, extractor, normalise, scorer, None, device, region, aspect)
-
-    held_out = _draw(len(samples), config.seed) if calibrate else frozenset()
     thresholds = None
     try:
-        if held_out:
-            others = frozenset(range(len(samples))) - held_out
-            thresholds = _provisional(learn(patches.only(others)), patches, held_out)
-            clock.lap("threshold")
-            clock.move("threshold", "features", patches.seconds)
-        detector = learn(patches)
+        scorer = _learn(fitter, patches, projection, lambda i, n: progress("scorer", i, n))
+        detector = AnomalyDetector(
+            config, extractor, normalise, scorer, None, device, region, aspect
+        )
         clock.lap("scorer")
-        suspects = find_suspects(detector.scorer, patches)
+        clock.move("scorer", "features", patches.seconds)
+        suspects = find_suspects(scorer, patches)
         clock.lap("suspects")
+        if calibrate:
+            good = cross_fit(
+                detector,
+                patches,
+                fitter,
+                {i: samples[i].name for i in patches.hashes},
+                folds=config.calibration.folds,
+                groups=_groups(samples, patches.hashes),
+                progress=lambda i, n: progress("calibration", i, n),
+            )
+            rates = config.calibration
+            thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
+            clock.lap("calibration")
     finally:
         patches.close()
-    if not held_out:
-        clock.move("scorer", "features", patches.seconds)
     return Training(
         detector=replace(
             detector, thresholds=thresholds, usual=UsualLook.of(list(patches.looks.values()))
         ),
         weights_sha256=weights_sha256,
         hashes={samples[i].name: patches.hashes[i] for i in sorted(patches.hashes)},
-        held_out=tuple(samples[i].name for i in sorted(held_out) if i in patches.hashes),
         refused={samples[r.index].name: r.reason for r in patches.refused},
         refused_at={samples[i].name: i for i in sorted(r.index for r in patches.refused)},
         patches=patches.count,
@@ -182,26 +182,10 @@ def _aspect(config: Config, samples: Sequence[Sample]) -> float | None:
     return statistics.median(height / width for height, width in sizes) if sizes else None
 
 
-def _draw(count: int, seed: int) -> frozenset[int]:
-    """A tenth of the images, at least one; none where there is only one."""
-    size = 0 if count < 2 else max(1, round(HELD_OUT_SHARE * count))
-    return frozenset(np.random.default_rng(seed).permutation(count)[:size].tolist())
-
-
-def _provisional(
-    detector: AnomalyDetector, patches: TrainingPatches, held_out: frozenset[int]
-) -> Thresholds | None:
-    """The highest scores among good images that this detector hasn't learned from."""
-    image: dict[int, float] = {}
-    pixel = -math.inf
-    for batch in patches.only(held_out):
-        size = patches.views[batch.images[0]].size
-        scored, scores = detector.score_patches(batch.embeddings, size, batch.inside)
-        maps = network_map(scored.scores, size, detector.config.model.smoothing, batch.inside)
-        pixel = max(pixel, float(maps.nan_to_num(nan=-math.inf).amax()))
-        for name, score in zip(batch.images, scores.tolist(), strict=True):
-            image[name] = max(score, image.get(name, score))  # of its tiles, if it has any
-    return Thresholds(max(image.values()), pixel, "provisional", len(image)) if image else None
+def _groups(samples: Sequence[Sample], used: Collection[int]) -> dict[int, str]:
+    """The group of each image used that has one."""
+    groups = {i: samples[i].group for i in sorted(used)}
+    return {i: group for i, group in groups.items() if group}
 
 
 def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
@@ -250,7 +234,7 @@ def _trial(samples: Sequence[Sample], loading: Loading) -> list[Loaded]:
 
 def _learn(
     fitter: GaussianFitter | MemoryBankFitter,
-    patches: Iterable[PatchBatch],
+    patches: TrainingPatches,
     projection: Projection | None,
     progress: Progress,
 ) -> Scorer:
@@ -259,7 +243,8 @@ def _learn(
     return fitter.fit(patches, progress)
 
 
-def _fitter(config: Config) -> GaussianFitter | MemoryBankFitter:
+def fitter_of(config: Config) -> GaussianFitter | MemoryBankFitter:
+    """What a config learns with."""
     model = config.model
     if model.kind == "padim":
         return GaussianFitter(model.dimensions, model.projection, model.regularisation, config.seed)

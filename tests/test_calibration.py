@@ -128,7 +128,7 @@ def test_beta_binomial_interval_holds_held_out_rejects():
 def test_statement_says_how_far_to_trust():
     scores = np.arange(40.0)
     assert threshold_for_false_reject_rate(scores, 0.01).statement == (
-        "flags about 2.4 % of good parts, at most 7.2 % (95% confidence, 40 good images); "
+        "flags about 2.4 % of good parts, at most 7.2 % (95 % confidence, 40 good images); "
         "a target of 1 % needs 299 good images"
     )
     assert threshold_for_false_reject_rate(scores, 0.08).statement.endswith("40 good images)")

@@ -26,7 +26,7 @@ def test_train_infer_evaluate(
     run = request.getfixturevalue("run_folder" if kind == "patchcore" else "padim_folder")
     summary = json.loads((run / "train.json").read_text())
     assert summary["kind"] == kind
-    assert summary["images"] == {"learned": 12, "held_out_for_threshold": 1, "refused": 0}
+    assert summary["images"] == {"learned": 12, "behind_thresholds": 12, "refused": 0}
     assert summary["peak_memory_bytes"] > 50e6
     assert summary["seconds"]["total"] > 0
     assert (summary["bank_vectors"] is None) == (kind == "padim")
@@ -44,7 +44,7 @@ def test_train_infer_evaluate(
     assert max(scores[:3]) < min(scores[3:])  # good/…, then spot/…
     for row in rows:
         assert row["status"] == "ok"
-        assert row["threshold_label"] == "provisional"
+        assert row["threshold_label"] == "calibrated"
         assert row["model_id"] == summary["model_id"]
         rejected = float(row["image_score"]) > float(row["threshold"])
         assert row["verdict"] == ("reject" if rejected else "good")

@@ -12,7 +12,9 @@ from anomaly.results import Row
 
 
 def _known(index: int) -> Known:
-    row = Row(f"ä\udcff\n{index}", "00", "ok", 0.1 + index, 1.0, "good", "h.png", "m", "1", "", "")
+    row = Row(
+        f"ä\udcff\n{index}", "00", "ok", 0.1 + index, None, 0.5, 1.0, "good", "h", "m", "1", "", ""
+    )
     return Known(index, (32, 8 * index) if index % 2 else None, row)
 
 

@@ -4,6 +4,13 @@ Pure statistics of scores; nothing here knows a model or sees a test split.
 """
 
 from anomaly.calibration.costs import Choice, cheapest_threshold, recall_at
+from anomaly.calibration.model_thresholds import (
+    GoodScores,
+    Thresholds,
+    thresholds_by_cost,
+    thresholds_by_hand,
+    thresholds_from,
+)
 from anomaly.calibration.rates import (
     Rate,
     beta_binomial_interval,
@@ -23,9 +30,11 @@ from anomaly.calibration.thresholds import (
 __all__ = [
     "Calibration",
     "Choice",
+    "GoodScores",
     "Rate",
     "ScoreScale",
     "Threshold",
+    "Thresholds",
     "beta_binomial_interval",
     "calibrate",
     "cheapest_threshold",
@@ -34,5 +43,8 @@ __all__ = [
     "supported_rate",
     "threshold_at",
     "threshold_for_false_reject_rate",
+    "thresholds_by_cost",
+    "thresholds_by_hand",
+    "thresholds_from",
     "verdict",
 ]

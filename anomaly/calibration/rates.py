@@ -99,3 +99,8 @@ def sorted_scores(scores: ArrayLike, purpose: str) -> Floats:
     if not np.isfinite(values).all():
         raise ValueError("every score must be finite")
     return np.sort(values)
+
+
+def percent(share: float) -> str:
+    """A share for people, to two digits: `0.48 %`."""
+    return f"{float(f'{100 * share:.2g}'):g} %"

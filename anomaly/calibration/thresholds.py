@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from anomaly.calibration.rates import Rate, images_needed, rate_of, sorted_scores
+from anomaly.calibration.rates import Rate, images_needed, percent, rate_of, sorted_scores
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Threshold:
         """What to expect, as a sentence for people."""
         rate = self.false_rejects
         said = (
-            f"flags about {_percent(rate.expected)} of good parts, at most "
-            f"{_percent(rate.at_most)} ({self.confidence:.0%} confidence, "
+            f"flags about {percent(rate.expected)} of good parts, at most "
+            f"{percent(rate.at_most)} ({percent(self.confidence)} confidence, "
             f"{rate.images} good images)"
         )
         if self.target is None or self.supported:
             return said
         needed = images_needed(self.target, self.confidence)
-        return f"{said}; a target of {_percent(self.target)} needs {needed} good images"
+        return f"{said}; a target of {percent(self.target)} needs {needed} good images"
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,3 @@ def calibrate(
         review=threshold_for_false_reject_rate(scores, review_rate, confidence),
         reject=threshold_for_false_reject_rate(scores, reject_rate, confidence),
     )
-
-
-def _percent(share: float) -> str:
-    return f"{float(f'{100 * share:.2g}'):g} %"

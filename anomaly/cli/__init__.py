@@ -17,6 +17,7 @@ from anomaly.errors import AnomalyError
 COMMANDS = {
     "check": "look at a data set before training: counts, sizes, faults",
     "train": "learn what good looks like from a folder of good images",
+    "calibrate": "choose a trained model's thresholds, without training it again",
     "infer": "score images: verdicts in results.csv, heatmaps beside them",
     "evaluate": "measure trained models on their test splits",
     "layers": "list a network's layers: shapes, strides, parameters, compute",

@@ -13,7 +13,7 @@ from anomaly.cli.progress import ProgressLine
 from anomaly.errors import DataError
 
 if TYPE_CHECKING:
-    from anomaly.detector import Thresholds
+    from anomaly.calibration import Thresholds
     from anomaly.evaluation import Evaluation
 
 log = logging.getLogger(__name__)

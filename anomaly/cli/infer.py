@@ -118,14 +118,13 @@ def _write(output: Path, rows: list[Row]) -> None:
 
 
 def _say(rows: list[Row], total: int, output: Path) -> None:
-    counts = {v: sum(row.verdict == v for row in rows) for v in ("good", "reject", "review")}
+    counts = {v: sum(row.verdict == v for row in rows) for v in ("good", "review", "reject")}
     scored = sum(row.status == "ok" for row in rows)
-    review = f", {counts['review']} to review" if counts["review"] else ""
-    print(
-        f"{scored} of {total} images scored: {counts['good']} good, {counts['reject']} rejected"
-        + review
-    )
-    for row in [row for row in rows if row.verdict == "review"][:5]:
+    said = "no verdicts, for the model has no thresholds"
+    if any(counts.values()):
+        said = f"{counts['good']} good, {counts['review']} to review, {counts['reject']} rejected"
+    print(f"{scored} of {total} images scored: {said}")
+    for row in [row for row in rows if row.verdict == "review" and row.reason][:5]:
         print(f"  review: {row.path}: {row.reason}")
     bad = [row for row in rows if row.status != "ok"]
     for row in bad[:5]:

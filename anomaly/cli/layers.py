@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the table."""
     from anomaly.backbones import build
-    from anomaly.checkpoint import read_manifest
     from anomaly.layers import layer_table
+    from anomaly.model_folder import read_manifest
 
     for name, value in (("--input-size", options.input_size), ("--depth", options.depth)):
         if value is not None and value < 1:

@@ -15,6 +15,7 @@ from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
+    from anomaly.calibration import Thresholds
     from anomaly.datasets import Sample
     from anomaly.training import Training
 
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="the run's folder (default: runs/<name>)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier run there")
     parser.add_argument(
-        "--no-calibrate", action="store_true", help="find no threshold; results have no verdicts"
+        "--no-calibrate", action="store_true", help="find no thresholds; results have no verdicts"
     )
     machine.add_arguments(parser)
 
@@ -93,14 +94,12 @@ def run(options: argparse.Namespace) -> int:
         stage: round(seconds, 3) for stage, seconds in training.seconds.items()
     } | {"total": round(time.perf_counter() - started, 3)}
     write(output / "train.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    _say(summary, output)
+    _say(summary, output, training.detector.thresholds)
     return 3 if training.refused else 0
 
 
 def _summary(training: Any, model: Path, model_id: str) -> dict[str, Any]:
     """What train.json says, but for times and places."""
-    from dataclasses import asdict
-
     scorer = {name: list(t.shape) for name, t in training.detector.scorer.tensors().items()}
     thresholds = training.detector.thresholds
     return {
@@ -110,14 +109,14 @@ def _summary(training: Any, model: Path, model_id: str) -> dict[str, Any]:
         "device": training.detector.device.type,
         "images": {
             "learned": len(training.hashes),
-            "held_out_for_threshold": len(training.held_out),
+            "behind_thresholds": 0 if thresholds is None else thresholds.images,
             "refused": len(training.refused),
         },
         "patches": training.patches,
         "patch_size": _patch_size(training),
         "bank_vectors": scorer["vectors"][0] if "vectors" in scorer else None,
         "scorer": scorer,
-        "thresholds": None if thresholds is None else asdict(thresholds),
+        "thresholds": None if thresholds is None else thresholds.to_json(),
         "refused": training.refused,
         "model_bytes": sum(f.stat().st_size for f in model.iterdir()),
         "peak_memory_bytes": machine.peak_memory(),
@@ -160,19 +159,16 @@ def _patch_size(training: Training) -> dict[str, list[float] | None]:
     }
 
 
-def _say(summary: dict[str, Any], output: Path) -> None:
-    images, thresholds = summary["images"], summary["thresholds"]
-    vectors = summary["bank_vectors"]
+def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -> None:
+    images, vectors = summary["images"], summary["bank_vectors"]
     learned = f"{images['learned']} images, {summary['patches']:,} patches"
     kept = f", {vectors:,} kept in the memory bank" if vectors else ""
     print(f"trained {summary['name']} ({summary['kind']}) on {learned}{kept}")
     if thresholds is None:
-        print("no threshold, so results will have no verdicts")
+        print("no thresholds, so results will have no verdicts; scripts/calibrate.py finds some")
     else:
-        print(
-            f"threshold {thresholds['image']:.4g}, {thresholds['label']}: the highest score of "
-            f"{thresholds['images']} good images, scored by a model trained without them"
-        )
+        for line in thresholds.lines():
+            print(line)
     _say_patch(summary["patch_size"])
     if summary["suspects"]:
         print("look at these training images; a defect among the good ones is learned as good:")

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from anomaly.detector import Thresholds
+from anomaly.calibration import Thresholds
 from anomaly.evaluation import Evaluation
 
 COLUMNS = (
@@ -43,6 +43,8 @@ def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Threshold
             "defect_type",
             "is_defect",
             "image_score",
+            "calibrated_score",
+            "review_threshold",
             "threshold",
             "verdict",
             "reason",
@@ -59,6 +61,8 @@ def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Threshold
                     row.sample.defect_type,
                     int(row.sample.is_defect),
                     "" if score is None else repr(score),
+                    repr(limits.calibrated(score)) if known else "",  # type: ignore[union-attr,arg-type]
+                    "" if limits is None else repr(limits.review),
                     "" if limits is None else repr(limits.image),
                     limits.verdict(score) if known else "",  # type: ignore[union-attr,arg-type]
                     row.reason,

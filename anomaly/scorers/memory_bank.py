@@ -194,8 +194,13 @@ class MemoryBankFitter:
                 generator=generator,
                 progress=progress,
             )
-            vectors, origins = _gather(batches, chosen.picks)
+            vectors, origins = gather(batches, chosen.picks)
         return MemoryBank(vectors, origins, chosen.covering_radius, chosen.exact)
+
+    def projection(self, channels: int) -> Tensor:
+        """(D, d), what embeddings with D = `channels` are multiplied by for the selection."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return random_projection(channels, self.projection_dim, generator=generator)
 
     def _size(self, patches: int) -> int:
         if patches == 0:
@@ -225,7 +230,7 @@ class _Projected:
                 yield counted @ self._matrix
 
 
-def _gather(batches: Iterable[PatchBatch], picks: Tensor) -> tuple[Tensor, Tensor]:
+def gather(batches: Iterable[PatchBatch], picks: Tensor) -> tuple[Tensor, Tensor]:
     """Embeddings and origins of the patches `picks`, counted through all batches.
 
     Args:

@@ -1,0 +1,271 @@
+"""`anomaly calibrate`: other thresholds for a trained model, each change on record."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import math
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anomaly import __version__
+from anomaly.cli import machine
+from anomaly.cli.progress import ProgressLine
+from anomaly.errors import AnomalyError, DataError
+
+if TYPE_CHECKING:
+    from anomaly.calibration import GoodScores, Thresholds
+    from anomaly.checkpoint import Model
+    from anomaly.unseen import Unseen
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="the run's folder, or its model/ folder")
+    add(
+        "--good",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="good images that the model hasn't learned from (default: the scores it came with)",
+    )
+    add(
+        "--defects",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="images of defects: says how many are found, and costs can be weighed",
+    )
+    rates = parser.add_argument_group("by rates (default: those that the model has)")
+    add = rates.add_argument
+    add("--false-reject-rate", type=float, metavar="R", help="good parts that may be rejected")
+    add("--review-rate", type=float, metavar="R", help="good parts that may not be called good")
+    costs = parser.add_argument_group("by cost (needs --defects)")
+    add = costs.add_argument
+    add("--cost-escape", type=float, metavar="C", help="of passing a defective part")
+    add("--cost-false-reject", type=float, metavar="C", help="of rejecting a good one")
+    add("--defect-share", type=float, metavar="P", help="of the parts on the line (0.01)")
+    hand = parser.add_argument_group("by hand")
+    add = hand.add_argument
+    add("--threshold", type=float, metavar="X", help="reject above this image score")
+    add("--review-threshold", type=float, metavar="Y", help="review above this (default: X)")
+    machine.add_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Choose thresholds and write them into the model folder."""
+    _check(options)
+    import torch
+
+    from anomaly.checkpoint import load
+    from anomaly.threshold_files import replace_thresholds
+
+    device, threads = machine.settle(options)
+    assert isinstance(device, torch.device)
+    model = load(options.model, device)
+    scored = _score(options, model, threads)
+    good, defects = _good(options, model, scored), scored.get("defects")
+    new, cost = _choose(options, model, good, defects)
+
+    for line in new.lines():
+        print(line)
+    found = None if defects is None else _recall(new, defects, cost)
+    before = model.detector.thresholds
+    done = 3 if any(images.refused for images in scored.values()) else 0
+    if new == before:
+        print("these are the thresholds that the model has; nothing was changed")
+        return done
+    record = _record(options, before, new, scored, found)
+    model_id = replace_thresholds(options.model, new, record)
+    print(f"model {model.model_id} is now {model_id}; the change is in its history.jsonl")
+    return done
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that don't go together, before anything is loaded."""
+    by_rate = options.false_reject_rate is not None or options.review_rate is not None
+    by_cost = options.cost_escape is not None or options.cost_false_reject is not None
+    by_hand = options.threshold is not None or options.review_threshold is not None
+    if by_hand and (by_rate or by_cost):
+        raise AnomalyError("thresholds are set by hand or found by rates or costs, not both")
+    if by_cost and options.false_reject_rate is not None:
+        raise AnomalyError("--false-reject-rate and costs both set the reject threshold; give one")
+    if by_hand and options.threshold is None:
+        raise AnomalyError("--review-threshold needs --threshold, where rejection begins")
+    if by_cost and None in (options.cost_escape, options.cost_false_reject, options.defects):
+        raise AnomalyError("costs need all of --cost-escape, --cost-false-reject and --defects")
+    if options.defect_share is not None and not by_cost:
+        raise AnomalyError("--defect-share says how to weigh costs; give --cost-escape, too")
+    for name in ("false_reject_rate", "review_rate", "defect_share"):
+        _within(options, name, 1, "between 0 and 1 (0.01 is 1 %)", strict=True)
+    for name in ("threshold", "review_threshold", "cost_escape", "cost_false_reject"):
+        _within(options, name, math.inf, "a number of 0 or more", strict=False)
+
+
+def _within(
+    options: argparse.Namespace, name: str, limit: float, legal: str, *, strict: bool
+) -> None:
+    value = getattr(options, name)
+    if value is not None and not (0 <= value < limit and not (strict and value == 0)):
+        raise AnomalyError(f"--{name.replace('_', '-')} is {value:g}; it must be {legal}")
+
+
+def _score(options: argparse.Namespace, model: Model, threads: int) -> dict[str, Unseen]:
+    """The scores of the images that were given, by option."""
+    from anomaly.inputs import find_inputs
+    from anomaly.unseen import score_unseen
+
+    given = {name: getattr(options, name) for name in ("good", "defects")}
+    given = {name: inputs for name, inputs in given.items() if inputs is not None}
+    tested = _tested(options.model, model) if given else frozenset()
+    scored: dict[str, Unseen] = {}
+    for name, inputs in given.items():
+        with ProgressLine() as progress:
+            scored[name] = score_unseen(
+                model.detector,
+                find_inputs(inputs, option=f"--{name}"),
+                learned=frozenset(model.manifest["training_images"].values()),
+                tested=tested,
+                workers=threads,
+                progress=lambda done, total, name=name: progress(name, done, total),  # type: ignore[misc]
+            )
+        _say_left_out(f"--{name}", scored[name])
+    return scored
+
+
+def _say_left_out(option: str, images: Unseen) -> None:
+    if images.learned:
+        log.warning("%s: the model has learned from %d; left out", option, images.learned)
+    if images.repeated:
+        log.warning("%s: %d are copies of others; left out", option, images.repeated)
+    for reason in images.refused[:5]:
+        log.warning("skipped: %s", reason)
+    if len(images.refused) > 5:
+        log.warning("%s: skipped %d more", option, len(images.refused) - 5)
+
+
+def _tested(folder: Path, model: Model) -> frozenset[str]:
+    """Hashes of the test split, where the run remembers its data set and it is still there."""
+    from anomaly.cli.evaluate import trained_on
+    from anomaly.datasets import open_dataset
+
+    try:
+        data_format = model.detector.config.data.format
+        test = open_dataset(data_format, trained_on(folder), None).test
+        return frozenset(hashlib.sha256(s.path.read_bytes()).hexdigest() for s in test)
+    except (AnomalyError, OSError):
+        log.warning(
+            "the data set that the model was trained on isn't at hand: make sure yourself that "
+            "these images aren't those it is evaluated on"
+        )
+        return frozenset()
+
+
+def _good(options: argparse.Namespace, model: Model, scored: dict[str, Unseen]) -> GoodScores:
+    from anomaly.calibration import GoodScores
+
+    now = model.detector.thresholds
+    if "good" in scored:
+        new = scored["good"]
+        names = tuple(path.name for path in new.paths)
+        source = f"{len(names)} good images that the model hasn't learned from"
+        return GoodScores(names, new.image, new.peak, source)
+    if now is None:
+        raise DataError(
+            f"{options.model} was trained with --no-calibrate and knows no scores of good images; "
+            "give --good with a folder of some"
+        )
+    return now.good
+
+
+def _choose(
+    options: argparse.Namespace, model: Model, good: GoodScores, defects: Unseen | None
+) -> tuple[Thresholds, str]:
+    """The thresholds that were asked for, and what is to be said about their cost."""
+    from anomaly.calibration import thresholds_by_cost, thresholds_by_hand, thresholds_from
+
+    if options.threshold is not None:
+        review = options.threshold if options.review_threshold is None else options.review_threshold
+        if review > options.threshold:
+            raise AnomalyError(
+                f"--review-threshold {review:g} lies above --threshold {options.threshold:g}"
+            )
+        return thresholds_by_hand(good, review, options.threshold), ""
+    review_rate, reject_rate = _rates(options, model)
+    if options.cost_escape is None or defects is None:
+        return thresholds_from(good, review_rate, reject_rate), ""
+    share = 0.01 if options.defect_share is None else options.defect_share
+    thresholds, cost = thresholds_by_cost(
+        good,
+        defects.image,
+        review_rate=review_rate,
+        false_reject_cost=options.cost_false_reject,
+        escape_cost=options.cost_escape,
+        defect_share=share,
+    )
+    return thresholds, f"expected cost {cost:.4g} a part, where {share:.2%} of parts are defective"
+
+
+def _rates(options: argparse.Namespace, model: Model) -> tuple[float, float]:
+    """Rates of review and of rejection: those given, else the model's, else the config's."""
+    config = model.detector.config.calibration
+    now = model.detector.thresholds
+    review = (now and now.calibration.review.target) or config.review_rate
+    reject = (now and now.calibration.reject.target) or config.reject_rate
+    review, reject = options.review_rate or review, options.false_reject_rate or reject
+    if reject <= review:
+        return review, reject
+    if options.review_rate is not None and options.false_reject_rate is not None:
+        raise AnomalyError(
+            f"--false-reject-rate {reject:g} is above --review-rate {review:g}; what is rejected "
+            "is never called good"
+        )
+    # Only one was given: the other gives way.
+    return (review, review) if options.review_rate is not None else (reject, reject)
+
+
+def _recall(thresholds: Thresholds, defects: Unseen, cost: str) -> dict[str, Any]:
+    """Say how many defects are found; the same for the record."""
+    from anomaly.calibration import recall_at
+
+    if cost:
+        print(cost)
+    said = {}
+    for what, value in (("rejected", thresholds.image), ("not called good", thresholds.review)):
+        rate = recall_at(value, defects.image)
+        print(
+            f"of {rate.images} defects {rate.count} {what}: {100 * rate.expected:.1f} %, "
+            f"{100 * rate.low:.1f} to {100 * rate.high:.1f} % (95 % confidence)"
+        )
+        said[what] = asdict(rate)
+    return said
+
+
+def _record(
+    options: argparse.Namespace,
+    before: Thresholds | None,
+    after: Thresholds,
+    scored: dict[str, Unseen],
+    found: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """A line of the history."""
+    apart = ("command", "model", "good", "defects", "device", "threads")
+    asked = {k: v for k, v in vars(options).items() if k not in apart and v is not None}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "software_version": __version__,
+        "asked": asked,
+        "before": None if before is None else before.to_json(),
+        "after": after.to_json(),
+        "images": {
+            name: dict(zip(map(str, images.paths), images.hashes, strict=True))
+            for name, images in scored.items()
+        },
+        "defects_found": found,
+    }

@@ -1,0 +1,45 @@
+"""The closed form against Gaussians that were fitted again without each image."""
+
+import numpy as np
+import pytest
+import torch
+
+from anomaly.errors import DataError
+from anomaly.scorers.base import PatchBatch
+from anomaly.scorers.gaussian import GaussianFitter
+from anomaly.scorers.leave_one_out import LeaveOneOut
+
+
+@pytest.mark.parametrize("images", [3, 12, 40])
+@pytest.mark.parametrize(("scale", "tolerance"), [(0.01, 1e-4), (0.3, 1e-3), (3.0, 3e-2)])
+def test_scores_are_those_of_refits_but_for_the_stated_factor(
+    images: int, scale: float, tolerance: float
+) -> None:
+    g = torch.Generator().manual_seed(images)
+    embeddings = scale * torch.randn(images, 2, 3, 6, generator=g)
+    fitter = GaussianFitter(dimensions=6, regularisation=0.01)
+    projection = fitter.draw(6)
+    batch = PatchBatch(embeddings, tuple(range(images)))
+    scorer = fitter.fit([batch], projection=projection)
+    quick = LeaveOneOut(scorer, images).score(embeddings).scores.numpy()
+
+    true = np.empty_like(quick)
+    for i in range(images):
+        others = np.delete(embeddings.double().numpy(), i, axis=0)
+        for row, column in np.ndindex(2, 3):
+            mean = others[:, row, column].mean(0)
+            covariance = np.atleast_2d(np.cov(others[:, row, column].T)) + 0.01 * np.eye(6)
+            r = embeddings[i, row, column].double().numpy() - mean
+            true[i, row, column] = np.sqrt(r @ np.linalg.solve(covariance, r))
+    factor = np.sqrt((images - 2) / (images - 1))
+    ratio = quick / true
+    assert (ratio <= 1 + tolerance).all()
+    assert (ratio >= factor * (1 - tolerance)).all()
+
+
+def test_two_images_are_too_few() -> None:
+    embeddings = torch.randn(2, 2, 2, 4, generator=torch.Generator().manual_seed(0))
+    fitter = GaussianFitter(dimensions=4)
+    scorer = fitter.fit([PatchBatch(embeddings, (0, 1))], projection=fitter.draw(4))
+    with pytest.raises(DataError, match="--no-calibrate"):
+        LeaveOneOut(scorer, 2)

@@ -1,0 +1,251 @@
+"""Thresholds without retraining: by rate, cost and hand, on record, never from the test split."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command, train_arguments, write_part, write_product
+
+SAME = ("backbone.safetensors", "scorer.safetensors", "config.yaml")
+
+
+@pytest.fixture
+def run(run_folder: Path, tmp_path: Path) -> Path:
+    """A trained run of one's own, to change."""
+    return Path(shutil.copytree(run_folder, tmp_path / "run"))
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    for i in range(10):
+        write_part(tmp_path / "good" / f"{i:03}.png", seed=300 + i)
+    return tmp_path / "good"
+
+
+@pytest.fixture
+def defects(tmp_path: Path) -> Path:
+    for i in range(4):
+        write_part(tmp_path / "defects" / f"{i:03}.png", seed=400 + i, mark=(30, 30 + 8 * i))
+    return tmp_path / "defects"
+
+
+def _thresholds(run: Path) -> dict[str, Any]:
+    return json.loads((run / "model" / "thresholds.json").read_text())
+
+
+def _history(run: Path) -> list[dict[str, Any]]:
+    text = (run / "model" / "history.jsonl").read_text("utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _files(run: Path) -> dict[str, str]:
+    files = sorted((run / "model").iterdir())
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def test_training_on_good_images_alone_ends_with_thresholds_and_how_far_to_trust_them(
+    tmp_path: Path, command: Command
+) -> None:
+    for i in range(12):
+        write_part(tmp_path / "parts" / f"{i:03}.png", seed=i)
+    arguments = train_arguments(tmp_path / "parts", tmp_path / "run", "data.format=folder")
+    code, out, _ = command("train", arguments)
+    assert code == 0
+    assert "12 training images, each scored by a model that hasn't seen it" in out
+    # Clopper–Pearson by hand: no reject among 12 says at most 1 − 0.05^(1/12) = 22 %.
+    assert "at most 22 %" in out
+    assert "a target of 1 % needs 299 good images" in out
+    written = _thresholds(tmp_path / "run")
+    assert written["label"] == "calibrated"
+    assert written["review"]["value"] <= written["reject"]["value"]
+    scores = json.loads((tmp_path / "run" / "model" / "calibration.json").read_text())
+    assert written["reject"]["value"] == max(scores["image"])
+    assert len(scores["names"]) == 12
+
+
+def test_without_calibration_there_are_no_verdicts_until_calibrate_finds_some(
+    product: Path, good: Path, tmp_path: Path, command: Command
+) -> None:
+    run = tmp_path / "run"
+    code, out, _ = command("train", [*train_arguments(product, run), "--no-calibrate"])
+    assert (code, "no thresholds" in out) == (0, True)
+    assert _thresholds(run) is None
+    code, _, err = command("calibrate", ["--model", run, "--device", "cpu"])
+    assert (code, "--good" in err) == (2, True)
+    code, out, _ = command("calibrate", ["--model", run, "--good", good, "--device", "cpu"])
+    assert (code, "10 good images" in out) == (0, True)
+    infer = ["--model", run, "--input", product / "test", "--output", tmp_path / "out"]
+    assert "3 rejected" in command("infer", infer)[1]
+    assert _history(run)[0]["before"] is None
+
+
+def test_a_change_by_hand_is_on_record_and_changes_nothing_else(
+    run: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    before = _files(run)
+    old = _thresholds(run)["reject"]["value"]
+    by_hand = ["--threshold", 2 * old, "--review-threshold", old]
+    code, out, _ = command("calibrate", ["--model", run, *by_hand, "--device", "cpu"])
+    assert code == 0
+    assert f"review above {old:.5g}" in out
+    after = _files(run)
+    assert {name: after[name] for name in SAME} == {name: before[name] for name in SAME}
+    assert after["manifest.json"] != before["manifest.json"]
+    (line,) = _history(run)
+    assert line["asked"] == {"threshold": 2 * old, "review_threshold": old}
+    assert line["before"]["reject"]["value"] == old
+    assert line["after"]["reject"]["value"] == 2 * old
+    assert line["model_before"] == before["manifest.json"][:16]
+    assert line["model_after"] == after["manifest.json"][:16]
+
+    infer = ["--model", run, "--input", product / "test", "--output", tmp_path / "out"]
+    assert command("infer", infer)[0] == 0
+    rows = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    for row in map(json.loads, rows):
+        assert row["threshold_label"] == "by hand"
+        assert row["model_id"] == line["model_after"]
+        score, review, reject = row["image_score"], row["review_threshold"], row["threshold"]
+        expected = "good" if score <= review else "review" if score <= reject else "reject"
+        assert row["verdict"] == expected
+
+    # The way back: the rates that the model was trained with give its thresholds again.
+    assert command("calibrate", ["--model", run, "--device", "cpu"])[0] == 0
+    assert _files(run) | {"history.jsonl": ""} == before | {"history.jsonl": ""}
+    assert len(_history(run)) == 2
+    code, out, _ = command("calibrate", ["--model", run, "--device", "cpu"])
+    assert (code, "nothing was changed" in out) == (0, True)
+    assert len(_history(run)) == 2
+
+
+def test_defects_say_how_many_are_found_and_costs_choose_between(
+    run: Path, good: Path, defects: Path, command: Command
+) -> None:
+    common = ["--model", run, "--good", good, "--defects", defects, "--device", "cpu"]
+    code, out, _ = command("calibrate", [*common, "--false-reject-rate", "0.2"])
+    assert code == 0
+    assert "of 4 defects 4 rejected: 100.0 %, 39.8 to 100.0 %" in out
+    line = _history(run)[-1]
+    assert line["defects_found"]["rejected"]["count"] == 4
+    assert len(line["images"]["good"]) == 10
+    assert len(line["images"]["defects"]) == 4
+
+    costs = ["--cost-escape", 1000, "--cost-false-reject", 1]
+    code, out, _ = command("calibrate", [*common, *costs])
+    assert code == 0
+    assert "expected cost" in out
+    written = _thresholds(run)
+    assert written["label"] == "by cost"
+    scores = json.loads((run / "model" / "calibration.json").read_text())["image"]
+    # Good and defective are apart: the cheapest threshold lies in the gap.
+    assert written["reject"]["value"] > max(scores)
+    assert written["review"]["value"] <= written["reject"]["value"]
+
+
+@pytest.mark.parametrize("option", ["--good", "--defects"])
+def test_images_of_the_test_split_are_refused(
+    option: str, run: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    before = _files(run)
+    (tmp_path / "some").mkdir()
+    shutil.copy(product / "test" / "spot" / "001.png", tmp_path / "some" / "innocent.png")
+    code, _, err = command(
+        "calibrate", ["--model", run, option, tmp_path / "some", "--device", "cpu"]
+    )
+    assert (code, "test split" in err, "innocent.png" in err) == (2, True, True)
+    assert _files(run) == before
+
+
+def test_where_the_data_set_is_gone_it_says_that_it_cannot_check(
+    run: Path, good: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    (run / "train.json").unlink()
+    assert command("calibrate", ["--model", run, "--good", good, "--device", "cpu"])[0] == 0
+    assert "make sure yourself" in caplog.text
+
+
+def test_images_learned_from_copies_and_broken_files_are_left_out(
+    run: Path, product: Path, good: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copy(product / "train" / "good" / "000.png", good / "learned.png")
+    shutil.copy(good / "003.png", good / "copy.png")
+    (good / "broken.png").write_bytes((good / "001.png").read_bytes()[:500])
+    code, out, _ = command("calibrate", ["--model", run, "--good", good, "--device", "cpu"])
+    assert code == 3
+    assert "10 good images" in out
+    assert "has learned from 1" in caplog.text
+    assert "1 are copies" in caplog.text
+    assert "broken.png" in caplog.text
+    code, _, err = command(
+        "calibrate", ["--model", run, "--good", product / "train" / "good", "--device", "cpu"]
+    )
+    assert (code, "12 the model has learned from" in err) == (2, True)
+
+
+def test_scrambled_test_labels_leave_every_byte_of_the_model_as_it_was(
+    tmp_path: Path, command: Command
+) -> None:
+    """Good test images are called defects, and the other way round: nobody notices at training."""
+    product = write_product(tmp_path / "disc")
+    assert command("train", train_arguments(product, tmp_path / "one"))[0] == 0
+    test = product / "test"
+    test.joinpath("good").rename(test / "swap")
+    test.joinpath("spot").rename(test / "good")
+    test.joinpath("swap").rename(test / "spot")
+    assert command("train", train_arguments(product, tmp_path / "two"))[0] == 0
+    assert _files(tmp_path / "one") == _files(tmp_path / "two")
+    shutil.rmtree(test)
+    assert command("train", train_arguments(product, tmp_path / "three"))[0] == 0
+    assert _files(tmp_path / "one") == _files(tmp_path / "three")
+
+
+def test_evaluating_and_inferring_change_no_threshold(
+    run: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    before = _files(run)
+    assert command("evaluate", ["--model", run, "--output", tmp_path / "figures"])[0] == 0
+    infer = ["--model", run, "--input", product / "test", "--output", tmp_path / "out"]
+    assert command("infer", infer)[0] == 0
+    assert _files(run) == before
+
+
+def test_lots_are_kept_whole_and_said(product: Path, tmp_path: Path, command: Command) -> None:
+    rows = [f"train/good/{i:03}.png,train,lot {i % 3}" for i in range(12)]
+    listing = tmp_path / "data" / "parts.csv"
+    shutil.copytree(product, tmp_path / "data")
+    listing.write_text("\n".join(["path,split,group", *rows]) + "\n")
+    for kind in ("patchcore", "padim"):
+        arguments = train_arguments(listing, tmp_path / kind, f"model.kind={kind}")
+        code, out, _ = command("train", [*arguments, "--set", "data.format=csv"])
+        assert code == 0
+        assert "the images come from 3 groups" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--false-reject-rate", "1.5"], "between 0 and 1"),
+        (["--false-reject-rate", "0"], "between 0 and 1"),
+        (["--false-reject-rate", "nan"], "between 0 and 1"),
+        (["--false-reject-rate", "0.1", "--review-rate", "0.05"], "is above --review-rate"),
+        (["--threshold", "-1"], "0 or more"),
+        (["--threshold", "inf"], "0 or more"),
+        (["--threshold", "3", "--review-threshold", "4"], "lies above --threshold"),
+        (["--review-threshold", "4"], "needs --threshold"),
+        (["--threshold", "3", "--review-rate", "0.1"], "not both"),
+        (["--cost-escape", "10"], "costs need all of"),
+        (["--defect-share", "0.1"], "give --cost-escape"),
+        (["--good", "/nowhere/at/all"], "--good /nowhere/at/all doesn't exist"),
+    ],
+)
+def test_wishes_that_cannot_be_met_are_refused(
+    arguments: list[str], says: str, run_folder: Path, command: Command
+) -> None:
+    before = _files(run_folder)
+    code, _, err = command("calibrate", ["--model", run_folder, *arguments, "--device", "cpu"])
+    assert code == 2
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+    assert _files(run_folder) == before

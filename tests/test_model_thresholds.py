@@ -1,0 +1,97 @@
+"""A model's thresholds: verdicts, pixels, words, and the way to JSON and back."""
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anomaly.calibration import (
+    GoodScores,
+    Thresholds,
+    cheapest_threshold,
+    thresholds_by_cost,
+    thresholds_by_hand,
+    thresholds_from,
+)
+
+finite = st.floats(0, 1e6, allow_nan=False, width=32)
+
+
+def _good(image: list[float], peak: list[float] | None = None, groups: int | None = None):
+    names = tuple(f"{i}.png" for i in range(len(image)))
+    return GoodScores(names, tuple(image), tuple(peak or image), "some images", groups)
+
+
+@given(
+    image=st.lists(finite, min_size=1, max_size=80),
+    rates=st.tuples(st.floats(0.01, 0.9), st.floats(0.01, 0.9)).map(sorted),
+    score=finite,
+)
+def test_verdicts_follow_the_thresholds_and_survive_json(
+    image: list[float], rates: list[float], score: float
+) -> None:
+    reject, review = rates
+    thresholds = thresholds_from(_good(image), review, reject)
+    assert thresholds.review <= thresholds.image <= max(image)
+    assert thresholds.images == len(image)
+    text = json.dumps([thresholds.to_json(), asdict(thresholds.good)])
+    values, scores = json.loads(text)
+    again = Thresholds.from_json(values, GoodScores.from_json(scores))
+    assert again == thresholds
+    for one in (score, *image):
+        expected = (
+            "good"
+            if one <= thresholds.review
+            else "review" if one <= thresholds.image else "reject"
+        )  # fmt: skip
+        assert again.verdict(one) == expected
+        assert again.calibrated(one) == thresholds.calibrated(one)
+    assert thresholds.verdict(float("nan")) == "reject"
+
+
+@given(image=st.lists(finite, min_size=1, max_size=80), factor=st.floats(0.1, 10))
+def test_the_pixel_threshold_is_as_rare_among_good_images(
+    image: list[float], factor: float
+) -> None:
+    """Maps whose peak is a multiple of the image score: so is the threshold, anywhere."""
+    good = _good(image, [factor * score for score in image])
+    for reject in (*image, max(image) * 2, min(image) / 2):
+        thresholds = thresholds_by_hand(good, reject, reject)
+        assert thresholds.pixel == pytest.approx(factor * reject, rel=1e-6, abs=1e-9)
+
+
+def test_peaks_of_other_images_than_the_highest_scores_still_match_by_rank() -> None:
+    rng = np.random.default_rng(0)
+    image, peak = rng.gamma(3, size=101), rng.gamma(5, size=101)
+    thresholds = thresholds_from(_good(image.tolist(), peak.tolist()), 0.2, 0.1)
+    assert (image > thresholds.image).sum() == (peak > thresholds.pixel).sum()
+
+
+def test_few_images_say_so_and_lots_caution() -> None:
+    lines = thresholds_from(_good([1.0, 2.0, 3.0], groups=2), 0.05, 0.01).lines()
+    assert "some images" in lines[0]
+    assert "nothing to review" in lines[1]
+    # 1 − 0.05^(1/3) = 63 %.
+    assert "at most 63 %" in lines[1]
+    assert "needs 299 good images" in lines[1]
+    # 1 − √0.05 = 78 %.
+    assert "2 groups can vouch for no less than 78 %" in lines[2]
+    many = np.linspace(1, 2, 500).tolist()
+    lines = thresholds_from(_good(many), 0.05, 0.01).lines()
+    assert len(lines) == 3
+    assert not any("needs" in line for line in lines)
+
+
+def test_the_cheapest_threshold_rules_and_review_never_lies_above() -> None:
+    good, defects = np.arange(100.0).tolist(), [30.5, 200.0]
+    for escape in (0.0, 1.0, 1000.0):
+        costs = {"false_reject_cost": 1.0, "escape_cost": escape, "defect_share": 0.1}
+        thresholds, cost = thresholds_by_cost(_good(good), defects, review_rate=0.05, **costs)
+        choice = cheapest_threshold(good, defects, **costs)
+        assert thresholds.image == choice.threshold.value
+        assert cost == choice.cost
+        assert thresholds.review <= thresholds.image
+        assert thresholds.label == "by cost"
