@@ -42,7 +42,9 @@ def colour_bar(height: int, threshold: float, unit: str) -> Picture:
     size = height / 400
     scale, thickness = max(0.45 * size, 0.2), max(1, round(size))
     margin, bar = round(34 * size), round(26 * size)
-    sheet = np.full((height, round(128 * size) + 24, 3), _PAPER, np.uint8)
+    (written, _), _ = cv2.getTextSize(unit, _FONT, scale, thickness)
+    width = max(round(128 * size), margin + written) + 24
+    sheet = np.full((height, width, 3), _PAPER, np.uint8)
     length = height - 2 * margin
     sheet[margin : margin + length, margin // 2 : margin // 2 + bar] = _gradient(length)[:, None]
     left = margin // 2 + bar
