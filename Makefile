@@ -41,7 +41,7 @@ demo: $(INSTALLED) $(WEIGHTS)
 		--output runs/demo/evaluation --overwrite
 	@echo
 	@echo 'Look at the heatmaps in runs/demo/plate/results/heatmaps and runs/demo/fabric/results/heatmaps,'
-	@echo 'the verdicts in runs/demo/plate/results/results.csv, the figures in runs/demo/evaluation/metrics.json.'
+	@echo 'the verdicts in runs/demo/plate/results/results.csv, the reports from runs/demo/evaluation/index.html.'
 
 test: $(INSTALLED) $(WEIGHTS)
 	$(BIN)/python -m pytest
