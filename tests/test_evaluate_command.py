@@ -57,14 +57,18 @@ def test_configs_are_trained_once(tmp_path: Path, command: Command) -> None:
     code, out, _ = command("evaluate", [*arguments, "--output", tmp_path / "first"])
     assert (code, "trained one" in out) == (0, True)
     both = ["--config", tmp_path / "one.yaml", tmp_path / "two.yaml", *arguments[2:]]
-    code, out, _ = command("evaluate", [*both, "--output", tmp_path / "second"])
-    assert code == 0
+    code, out, err = command("evaluate", [*both, "--output", tmp_path / "second"])
+    assert code == 0, err
     assert "trained one" not in out
     assert "trained two" in out
     other = [*arguments, "--set", "model.coreset_ratio=0.2", "--output", tmp_path / "third"]
     code, _, err = command("evaluate", other)
     assert code == 2
     assert "model.coreset_ratio is 0.1 there and 0.2 here" in err
+    elsewhere = write_product(tmp_path / "other")
+    moved = [*arguments, "--set", f"data.root={elsewhere}", "--output", tmp_path / "fourth"]
+    code, _, err = command("evaluate", moved)
+    assert (code, f"data folder is '{product}' there" in err) == (2, True), err
     code, _, err = command(
         "evaluate", ["--model", tmp_path / "runs/one", *overrides, "--output", tmp_path / "x"]
     )
@@ -78,7 +82,7 @@ def test_two_evaluations_are_compared(
         assert command("evaluate", ["--model", model, "--output", tmp_path / name])[0] == 0
     compare = ["--compare", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "c"]
     code, out, _ = command("evaluate", compare)
-    assert code == 0
+    assert code == 0, err
     assert "of 6 images changed verdict" in out
     assert _names(tmp_path / "c") == {"comparison.html", "comparison.csv"}
     assert command("evaluate", compare)[0] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,22 @@ def _check_same(run: Path, config: Any) -> None:
     import yaml
 
     from anomaly.checkpoint import portable
+    from anomaly.datasets import open_dataset
 
-    file = run / "model" / "config.yaml"
+    file, summary = run / "model" / "config.yaml", run / "train.json"
     try:
         before = dict(_flat(yaml.safe_load(file.read_text("utf-8"))))
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file} can't be read ({error}); train {run} again") from None
+        before["data folder"] = json.loads(summary.read_text("utf-8"))["data_folder"]
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"what {run} was trained with can't be read ({error}); train it again, or evaluate it "
+            f"as it is with --model {run}"
+        ) from None
     now = dict(_flat(portable(config)))
+    dataset = open_dataset(config.data.format, config.data.root, config.data.category)
+    now["data folder"] = str(dataset.folder.absolute())
+    if now["precision"] == "auto":  # settled at training
+        before["precision"] = now["precision"]
     different = [
         f"{key} is {before.get(key)!r} there and {now.get(key)!r} here"
         for key in sorted(before.keys() | now.keys())

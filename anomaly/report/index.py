@@ -51,8 +51,8 @@ def _published(category: Category) -> Published | None:
 def _row(category: Category, paper: Published | None, link: str | None) -> str:
     evaluation = category.evaluation
     name = f"<bdi>{escape(category.name)}</bdi>"
-    if link:
-        name = f'<a href="{escape(quote(link))}">{name}</a>'
+    if link is not None:
+        name = f'<a href="{escape(quote(link, errors="replace"))}">{name}</a>'
     cells = [str(evaluation.n_good), str(evaluation.n_defect)]
     trained_on = str(category.settings.get("data", {}).get("category"))
     for _, key in COLUMNS:

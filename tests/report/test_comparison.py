@@ -24,12 +24,12 @@ def written(folder: Path, *categories: Category) -> Path:
 
 
 def test_changed_verdicts_are_those_of_a_plain_recount(tmp_path: Path) -> None:
-    first, second = case(40, thresholds=limits()), case(40, thresholds=limits(11.0), seed=3)
+    first, second = case(40, thresholds=limits()), case(40, thresholds=limits(9.5), seed=3)
     compared = compare(written(tmp_path / "a", first), written(tmp_path / "b", second))
     better = worse = 0
     rows = zip(first.evaluation.scored, second.evaluation.scored, strict=True)
     for one, two in rows:
-        before, after = (one.image_score or 0) > 10, (two.image_score or 0) > 11
+        before, after = (one.image_score or 0) > 10, (two.image_score or 0) > 9.5
         if before != after:
             better += after == one.sample.is_defect
             worse += after != one.sample.is_defect
@@ -44,7 +44,7 @@ def test_changed_verdicts_are_those_of_a_plain_recount(tmp_path: Path) -> None:
     sample = first.evaluation.scored[7]
     change = by_path[sample.sample.name]
     assert change.scores == (sample.image_score, second.evaluation.scored[7].image_score)
-    assert change.ratios[1] == pytest.approx((change.scores[1] or 0) / 11)
+    assert change.ratios[1] == pytest.approx((change.scores[1] or 0) / 9.5)
     listed = list(csv.DictReader(io.StringIO(comparison_csv(compared))))
     assert len(listed) == 40
     assert sum(int(row["changed"]) for row in listed) == better + worse
