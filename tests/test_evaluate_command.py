@@ -30,7 +30,7 @@ def test_one_model_failing_does_not_lose_the_others(
     assert "mean" in out
     metrics = json.loads((output / "metrics.json").read_text())
     assert list(metrics["categories"]) == ["disc", second]
-    assert EVALUATION <= _names(output)
+    assert _names(output) >= EVALUATION
     folders = [f for f in output.iterdir() if f.is_dir()]
     assert len(folders) == 2
     assert all(_names(folder) == CATEGORY for folder in folders)
@@ -82,7 +82,7 @@ def test_two_evaluations_are_compared(
         assert command("evaluate", ["--model", model, "--output", tmp_path / name])[0] == 0
     compare = ["--compare", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "c"]
     code, out, _ = command("evaluate", compare)
-    assert code == 0, err
+    assert code == 0
     assert "of 6 images changed verdict" in out
     assert _names(tmp_path / "c") == {"comparison.html", "comparison.csv"}
     assert command("evaluate", compare)[0] == 2
