@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.datasets import Sample, ground_truth
-from anomaly.detector import AnomalyDetector, Prediction
+from anomaly.detector import AnomalyDetector, Prediction, Thresholds
 from anomaly.errors import DataError
 from anomaly.loading import Refused
 from anomaly.metrics import (
@@ -30,12 +30,27 @@ Visit = Callable[[Prediction, Sample, Map, Mask | None], None]
 
 @dataclass(frozen=True)
 class Scored:
-    """One test image with its score; None and a reason where it couldn't be scored."""
+    """One test image and what the detector said.
+
+    Attributes:
+        sample: the image.
+        image_score: None where it couldn't be scored.
+        reason: why it couldn't be scored, or why a person has to look whatever the score.
+        image_sha256: of the file's bytes.
+        odd: whether the image isn't like the training images at all.
+    """
 
     sample: Sample
     image_score: float | None
     reason: str = ""
     image_sha256: str = ""
+    odd: bool = False
+
+    def verdict(self, thresholds: Thresholds | None) -> str:
+        """`good`, `review` or `reject`, as `infer` says; empty without a score or a threshold."""
+        if self.image_score is None or thresholds is None:
+            return ""
+        return "review" if self.odd else thresholds.verdict(self.image_score)
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,13 @@ def evaluate(
         if isinstance(result, Refused):
             scored[result.index] = Scored(sample, None, result.reason)
         else:
-            scored[result.index] = Scored(sample, result.image_score, "", result.sha256)
+            scored[result.index] = Scored(
+                sample,
+                result.image_score,
+                result.oddness,
+                result.sha256,
+                odd=bool(result.oddness),
+            )
             anomaly_map, mask = result.anomaly_map(), _mask(sample, result.view.source, mask_above)
             if mask is not None:
                 pixels.update(anomaly_map, mask)

@@ -93,6 +93,13 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def until(self, expression: str, value: Any, *, seconds: float = 5.0) -> None:
+        """Wait until an expression has a value: some events come a moment after their cause."""
+        end = time.perf_counter() + seconds
+        while (found := self.evaluate(expression)) != value:
+            assert time.perf_counter() < end, (expression, found, value)
+            time.sleep(0.005)
+
     def press(self, key: str, *, shift: bool = False) -> None:
         """A key as the keyboard sends it, to whatever has the focus."""
         codes = {"Enter": 13, "Escape": 27, "Tab": 9, "Home": 36, "End": 35, " ": 32}

@@ -51,7 +51,7 @@ class Category:
         if limits is None:
             return None
         rows = [
-            (limits.verdict(row.image_score), row.sample.is_defect, row.sample.defect_type)
+            (row.verdict(limits), row.sample.is_defect, row.sample.defect_type)
             for row in self.evaluation.scored
             if row.image_score is not None
         ]

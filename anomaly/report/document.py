@@ -111,6 +111,7 @@ def _image(row: Scored, tile: Tile) -> dict[str, Any]:
         "defect": row.sample.is_defect,
         "score": row.image_score,
         "sha256": row.image_sha256,
+        "odd": row.reason if row.odd else "",
         "size": tile.size,
         "source": tile.source,
         "photo": base64.b64encode(tile.photo).decode(),

@@ -66,7 +66,6 @@ def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Threshold
     for evaluation, limits in zip(evaluations, thresholds, strict=True):
         for row in evaluation.scored:
             score = row.image_score
-            known = score is not None and limits is not None
             writer.writerow(
                 (
                     evaluation.name,
@@ -77,7 +76,7 @@ def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Threshold
                     repr(limits.calibrated(score)) if known else "",  # type: ignore[union-attr,arg-type]
                     "" if limits is None else repr(limits.review),
                     "" if limits is None else repr(limits.image),
-                    limits.verdict(score) if known else "",  # type: ignore[union-attr,arg-type]
+                    row.verdict(limits),
                     row.reason,
                 )
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,6 +85,14 @@ def case(
         seconds=2.0,
         tiles=pictures,
     )
+
+
+def with_odd(category: Category, places: Sequence[int], reason: str) -> Category:
+    """The same, but some images aren't like the training images at all."""
+    rows = list(category.evaluation.scored)
+    for i in places:
+        rows[i] = replace(rows[i], reason=reason, odd=True)
+    return replace(category, evaluation=replace(category.evaluation, scored=tuple(rows)))
 
 
 def limits(image: float = LIMIT) -> Thresholds:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from browser import Browser, running_browser
-from report_cases import HOSTILE, LIMIT, case, limits, picture
+from report_cases import HOSTILE, LIMIT, case, limits, picture, with_odd
 
 from anomaly.datasets import Sample
 from anomaly.evaluation import Scored
@@ -53,7 +53,9 @@ def verdict(score: float, review: float, reject: float) -> str:
 
 def expected(category: Category, review: float, reject: float) -> dict[str, Any]:
     rows = category.evaluation.scored
-    verdicts = [verdict(row.image_score or 0.0, review, reject) for row in rows]
+    verdicts = [
+        "review" if row.odd else verdict(row.image_score or 0.0, review, reject) for row in rows
+    ]
     counts = confusion(
         verdicts, [r.sample.is_defect for r in rows], [r.sample.defect_type for r in rows]
     )
@@ -101,7 +103,7 @@ def shown_names(browser: Browser) -> list[str]:
 def test_counts_are_those_of_python_wherever_the_sliders_stand(
     browser: Browser, tmp_path: Path
 ) -> None:
-    category = case(60, thresholds=limits())
+    category = with_odd(case(60, thresholds=limits()), (0, 3, 7), "too dark")
     opened(browser, tmp_path, category)
     assert shown(browser) == expected(category, LIMIT, LIMIT)
     own = category.verdicts
@@ -143,6 +145,17 @@ def test_sliders_move_by_keyboard_and_say_what_they_are(browser: Browser, tmp_pa
         "[...document.querySelectorAll('input, select, textarea')].every((n) => n.labels.length)"
     )
     assert labels
+
+
+def test_odd_images_say_why_a_person_has_to_look(browser: Browser, tmp_path: Path) -> None:
+    category = with_odd(case(12, thresholds=limits()), (5,), "<b>far too dark</b>")
+    opened(browser, tmp_path, category)
+    flagged = "[...document.querySelectorAll('.flag:not([hidden])')].map((n) => n.textContent)"
+    assert browser.evaluate(flagged).count("unlike training") == 1
+    browser.evaluate("document.querySelector('.tile.review').click()")
+    assert "<b>far too dark</b>" in browser.evaluate(
+        "document.getElementById('viewer-odd').textContent"
+    )
 
 
 def test_a_model_without_thresholds_rejects_nothing_at_first(
@@ -223,7 +236,7 @@ def test_next_and_previous_image_by_keyboard(browser: Browser, tmp_path: Path) -
     assert browser.evaluate(name) == names[0]
     browser.press("Escape")
     assert not browser.evaluate("document.getElementById('viewer').open")
-    assert browser.evaluate("document.activeElement.title") == names[0]
+    browser.until("document.activeElement.title", names[0])
     browser.press("End")
     assert browser.evaluate("document.activeElement.title") == names[-1]
 

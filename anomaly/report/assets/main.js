@@ -19,7 +19,7 @@ function setLimits(change) {
 }
 
 function update() {
-  state.verdicts = images.map((image) => verdictOf(image.score, state));
+  state.verdicts = images.map((image) => verdictOf(image, state));
   const counts = countVerdicts(state.verdicts);
   showLimits(state);
   showInputs();

@@ -27,7 +27,9 @@ function visible(text) {
 }
 
 // As the model decides: above the threshold, never at it; what isn't a number doesn't pass.
-function verdictOf(score, limits) {
+// An image that isn't like the training images at all is for a person, whatever its score.
+function verdictOf({ score, odd }, limits) {
+  if (odd) return "review";
   if (score <= limits.review) return "good";
   return score <= limits.reject ? "review" : "reject";
 }

@@ -69,7 +69,7 @@ function showVerdicts(verdicts) {
     tile.verdictNow = verdict;
     tile.button.className = `tile ${verdict}`;
     tile.verdict.textContent = `${MARKS[verdict]} ${verdict}`;
-    const flag = flags[outcomeOf(images[i], verdict)];
+    const flag = images[i].odd ? "unlike training" : flags[outcomeOf(images[i], verdict)];
     tile.flag.hidden = !flag;
     tile.flag.textContent = flag || "";
   });

@@ -20,6 +20,7 @@ function view(index) {
   ];
   byId("viewer-facts").replaceChildren(...facts.map(([name, value]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, element("bdi", {}, value)))));
+  byId("viewer-odd").textContent = image.odd ? `For a person to look at, whatever the score: ${visible(image.odd)}` : "";
   byId("previous").disabled = at <= 0;
   byId("next").disabled = at >= list.length - 1;
   if (!viewer.open) viewer.showModal();
