@@ -118,6 +118,7 @@ def _image(row: Scored, tile: Tile) -> dict[str, Any]:
         "heat": base64.b64encode(tile.heat).decode(),
         "truth": tile.truth,
         "marked": tile.marked,
+        "partly": tile.partly,
     }
 
 

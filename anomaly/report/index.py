@@ -12,7 +12,7 @@ from anomaly.report.page import page
 from anomaly.report.published import CATEGORIES, Published, published
 from anomaly.report.tables import COLUMNS, mean
 
-_STRIP_WIDTH, _STRIP_HEIGHT = 190, 30
+_STRIP_WIDTH, _STRIP_HEIGHT = 160, 30
 
 
 def index_html(

@@ -32,6 +32,7 @@ class Tile:
         source: (width, height) of the original image.
         truth: outline of the ground-truth mask, as an SVG path.
         marked: the threshold's contour on the anomaly map, as an SVG path.
+        partly: whether the network didn't look at some of the image.
     """
 
     photo: bytes
@@ -40,6 +41,7 @@ class Tile:
     source: tuple[int, int]
     truth: str
     marked: str
+    partly: bool = False
 
 
 class Tiles:
@@ -119,6 +121,7 @@ def _encoded(
         source=source,
         truth="" if mask is None else svg_path(outlines(mask)),
         marked=svg_path(outlines(anomaly_map > threshold)),
+        partly=bool(np.isnan(anomaly_map).any()),
     )
 
 

@@ -144,8 +144,13 @@ function showHead() {
   byId("subtitle").textContent = visible(data.subtitle);
   byId("figures").replaceChildren(...data.figures.map(({ label, value, interval, reason }) => {
     const shown = element("dd", {}, value === null ? "–" : value.toFixed(4));
-    if (interval && value !== null) shown.append(element("small", {}, `${interval[0].toFixed(3)} – ${interval[1].toFixed(3)}`));
-    if (interval) shown.title = "below: 95 % bootstrap interval";
+    if (interval && value !== null) {
+      const [low, high] = interval;
+      shown.append(element("small", {}, low === high ? "no overlap" : `${low.toFixed(3)} – ${high.toFixed(3)}`));
+      shown.title = low === high
+        ? "the scores of good and defective images don't overlap, so no resample's do: these images can't bound the figure"
+        : "below: 95 % bootstrap interval";
+    }
     if (reason) shown.title = reason;
     return element("div", {}, element("dt", {}, label), shown);
   }));

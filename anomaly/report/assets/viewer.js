@@ -9,7 +9,7 @@ function view(index) {
   const at = list.indexOf(index);
   const figure = (title, ...rest) => element("figure", {}, element("span", { class: "frame" }, stackOf(image, ...rest)), element("figcaption", {}, title));
   byId("viewer-name").replaceChildren(element("bdi", {}, visible(image.name)));
-  byId("viewer-pictures").replaceChildren(figure("image", false), figure("with heatmap and outlines"));
+  byId("viewer-pictures").replaceChildren(figure("image", false), figure(`with heatmap and outlines${image.partly ? "; dimmed: not looked at" : ""}`));
   const facts = [
     ["verdict", `${MARKS[tiles[index].verdictNow]} ${tiles[index].verdictNow}`],
     ["score", scale.text(image.score)],
