@@ -17,6 +17,7 @@ from anomaly.metrics import (
     PixelAccumulator,
     bootstrap_intervals,
     image_metrics,
+    metrics_by_type,
     recall_at_false_reject_rates,
 )
 from anomaly.scorers.base import Progress
@@ -62,12 +63,14 @@ class Evaluation:
         scored: every test image, in the data set's order.
         metrics: image and pixel figures; a None has its reason.
         intervals: 95 % bootstrap intervals of the image figures, by name.
+        by_type: each type of defect's figures against all good images.
     """
 
     name: str
     scored: tuple[Scored, ...]
     metrics: Metrics
     intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
+    by_type: dict[str, Metrics] = field(default_factory=dict)
 
     @property
     def n_good(self) -> int:
@@ -125,11 +128,16 @@ def evaluate(
             visit(result, sample, anomaly_map, mask)
         progress(len(scored), len(samples))
     rows = tuple(scored[i] for i in range(len(samples)))
-    scores = [r.image_score for r in rows if r.image_score is not None]
-    labels = [r.sample.is_defect for r in rows if r.image_score is not None]
+    known = [r for r in rows if r.image_score is not None]
+    scores, labels = [r.image_score for r in known], [r.sample.is_defect for r in known]
     figures = image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)
-    intervals = bootstrap_intervals(scores, labels)
-    return Evaluation(detector.config.name, rows, figures | pixels.result(), intervals)
+    return Evaluation(
+        detector.config.name,
+        rows,
+        figures | pixels.result(),
+        bootstrap_intervals(scores, labels),
+        metrics_by_type(scores, labels, [r.sample.defect_type for r in known]),
+    )
 
 
 def _mask(sample: Sample, size: tuple[int, int], mask_above: int) -> Mask | None:

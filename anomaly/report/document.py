@@ -56,6 +56,7 @@ def report_html(category: Category) -> str:
         ],
         "figures": list(_figures(category)),
         "curves": _curves(category),
+        "by_type": list(_by_type(category)),
         "colours": {"stops": colour_stops(), "opacity": OPACITY},
         "command": f"python scripts/calibrate.py --model {shlex.quote(category.model)}",
         "facts": _facts(category),
@@ -133,6 +134,12 @@ def _figures(category: Category) -> Iterator[dict[str, Any]]:
                 "interval": category.evaluation.intervals.get(key),
                 "reason": metrics.reasons.get(key, ""),
             }
+
+
+def _by_type(category: Category) -> Iterator[dict[str, Any]]:
+    kinds = [r.sample.defect_type for r in category.evaluation.scored if r.image_score is not None]
+    for name, metrics in category.evaluation.by_type.items():
+        yield {"type": name, "images": kinds.count(name), **metrics.values}
 
 
 def _curves(category: Category) -> dict[str, Any]:

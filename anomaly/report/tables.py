@@ -30,8 +30,9 @@ def metrics_json(
     """`{"categories": {name: figures}, "mean": figures}`; an undefined figure is null.
 
     Each category says why a figure is undefined under `undefined`, how far a binned figure can
-    be off under `error_bounds`, the image figures' 95 % bootstrap intervals under `intervals`, and
-    under `verdicts` what the model's own thresholds did. The mean leaves undefined figures out.
+    be off under `error_bounds`, the image figures' 95 % bootstrap intervals under `intervals`,
+    each type of defect against all good images under `by_type`, and under `verdicts` what the
+    model's own thresholds did. The mean leaves undefined figures out.
 
     Args:
         evaluations: one for each category.
@@ -130,6 +131,7 @@ def _figures(evaluation: Evaluation) -> dict[str, Any]:
         "undefined": metrics.reasons,
         "error_bounds": metrics.error_bounds,
         "intervals": evaluation.intervals,
+        "by_type": {name: metrics.values for name, metrics in evaluation.by_type.items()},
     }
 
 

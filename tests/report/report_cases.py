@@ -14,7 +14,7 @@ from anomaly.datasets import Sample
 from anomaly.detector import Thresholds
 from anomaly.evaluation import Evaluation, Scored
 from anomaly.images import Image
-from anomaly.metrics import bootstrap_intervals, image_metrics
+from anomaly.metrics import bootstrap_intervals, image_metrics, metrics_by_type
 from anomaly.report.category import Category
 from anomaly.report.tiles import Tile, Tiles
 
@@ -72,7 +72,11 @@ def case(
         for i, s in enumerate(scored)
     }
     evaluation = Evaluation(
-        name, tuple(scored), image_metrics(scores, labels), bootstrap_intervals(scores, labels)
+        name,
+        tuple(scored),
+        image_metrics(scores, labels),
+        bootstrap_intervals(scores, labels),
+        metrics_by_type(scores, labels, [s.sample.defect_type for s in scored]),
     )
     return Category(
         evaluation=evaluation,

@@ -293,6 +293,31 @@ def test_curve_points_follow_the_threshold(browser: Browser, tmp_path: Path) -> 
     assert f"recall {float(f'{100 * recall:.3g}'):g} %" in text
 
 
+def test_each_type_of_defect_has_its_figures(browser: Browser, tmp_path: Path) -> None:
+    category = case(60, thresholds=limits())
+    opened(browser, tmp_path, category)
+    browser.click("#tab-curves")
+    shown = browser.evaluate(
+        "[...document.querySelectorAll('#by-type tbody tr')].map("
+        "(row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    assert shown == [
+        [name, "15", *(f"{figures.values[key]:.4f}" for key in figures.values)]
+        for name, figures in category.evaluation.by_type.items()
+    ]
+
+
+def test_the_index_fits_a_laptop(browser: Browser, tmp_path: Path) -> None:
+    names = ["sample_brushed_plate", "sample_woven_fabric", "bottle"]
+    file = tmp_path / "index.html"
+    categories = [case(40, name=name, thresholds=limits()) for name in names]
+    file.write_text(index_html(categories, [], {}), "utf-8")
+    browser.open(file, width=1366)
+    assert browser.evaluate(
+        "[...document.querySelectorAll('.wide')].every((n) => n.scrollWidth <= n.clientWidth)"
+    )
+
+
 def test_hostile_names_are_only_text(browser: Browser, tmp_path: Path) -> None:
     category = case(thresholds=limits(), name=HOSTILE[1], names=HOSTILE)
     rows = list(category.evaluation.scored)

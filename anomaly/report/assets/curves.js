@@ -13,6 +13,19 @@ function drawCurves() {
   byId("curves").replaceChildren(...plots.map((p) => p.node));
 }
 
+const TYPE_FIGURES = [["image_auroc", "image AUROC"], ["recall_at_frr_0.01", "recall at 1 % false rejects"], ["recall_at_frr_0.05", "recall at 5 %"]];
+
+// Each type of defect by itself against all good parts: which one is hard to see?
+function showTypeFigures() {
+  if (!data.by_type.length) return;
+  const heading = (text) => element("th", { scope: "col" }, text);
+  const shown = (value) => element("td", {}, value === null ? "–" : value.toFixed(4));
+  const rows = data.by_type.map((row) => element("tr", {},
+    element("td", {}, element("bdi", {}, visible(row.type))), element("td", {}, String(row.images)), ...TYPE_FIGURES.map(([key]) => shown(row[key]))));
+  byId("by-type").replaceChildren(element("section", { class: "card" }, element("h2", {}, "Each type of defect against all good parts"),
+    element("table", {}, element("thead", {}, element("tr", {}, ...["Type", "images", ...TYPE_FIGURES.map(([, title]) => title)].map(heading))), element("tbody", {}, ...rows))));
+}
+
 function plot(title, points, xLabel, yLabel, figure, where) {
   const node = element("figure", { class: "curve card" });
   const heading = element("h2", {}, title);

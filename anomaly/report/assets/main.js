@@ -204,6 +204,7 @@ function start() {
   showFacts();
   drawHistogram();
   drawCurves();
+  showTypeFigures();
   layTiles(state.direction);
   startControls();
   startTabs();
