@@ -66,7 +66,13 @@ class Tiles:
         self._pool.shutdown(cancel_futures=True)
 
     def add(self, prediction: Prediction, anomaly_map: Map, mask: Mask | None) -> None:
-        """Take one image: (H0, W0) map and mask."""
+        """Take one image: (H0, W0) map and mask.
+
+        Raises:
+            ValueError: the image was decoded in another process.
+        """
+        if prediction.image is None:
+            raise ValueError(f"image {prediction.index} isn't at hand to be shown")
         threshold = self._threshold
         if threshold is None:
             threshold = float(np.nanmax(anomaly_map))
