@@ -128,15 +128,15 @@ def evaluate(
             visit(result, sample, anomaly_map, mask)
         progress(len(scored), len(samples))
     rows = tuple(scored[i] for i in range(len(samples)))
-    known = [r for r in rows if r.image_score is not None]
-    scores, labels = [r.image_score for r in known], [r.sample.is_defect for r in known]
+    known = [(r.image_score, r.sample) for r in rows if r.image_score is not None]
+    scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]
     figures = image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)
     return Evaluation(
         detector.config.name,
         rows,
         figures | pixels.result(),
         bootstrap_intervals(scores, labels),
-        metrics_by_type(scores, labels, [r.sample.defect_type for r in known]),
+        metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
     )
 
 

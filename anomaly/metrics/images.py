@@ -80,7 +80,8 @@ def recall_at_false_reject_rates(
         return Metrics.undefined(names, NO_DEFECTS)
     if not tally.weights[0].any():
         return Metrics.undefined(names, NO_GOOD)
-    found = [float(_recall(*tally.weights, rate)) for rate in rates]
+    good, defect = tally.weights
+    found = [float(_recall(good, defect, rate)) for rate in rates]
     return Metrics(dict(zip(names, found, strict=True)))
 
 
