@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample, ground_truth
-from anomaly.detector import AnomalyDetector, Prediction, Thresholds
+from anomaly.detector import AnomalyDetector, Prediction
 from anomaly.errors import DataError
 from anomaly.loading import Refused
 from anomaly.metrics import (

@@ -113,8 +113,10 @@ class Browser:
     def click(self, selector: str) -> None:
         """The mouse's button on the middle of an element."""
         box = self.evaluate(
-            f"(({{left, top, width, height}}) => [left + width / 2, top + height / 2])"
-            f"(document.querySelector({json.dumps(selector)}).getBoundingClientRect())"
+            f"((node) => {{ node.scrollIntoView({{block: 'nearest'}});"
+            "const {left, top, width, height} = node.getBoundingClientRect();"
+            f"return [left + width / 2, top + height / 2]; }})"
+            f"(document.querySelector({json.dumps(selector)}))"
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call(

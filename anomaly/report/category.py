@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from anomaly.detector import Thresholds
+from anomaly.calibration import Thresholds
 from anomaly.evaluation import Evaluation
 from anomaly.metrics import Confusion, confusion
 from anomaly.report.tiles import Tile

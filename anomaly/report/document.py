@@ -89,13 +89,12 @@ def _subtitle(category: Category) -> str:
 def _thresholds(category: Category) -> dict[str, Any]:
     limits = category.thresholds
     if limits is None:
-        return {"review": None, "reject": None, "pixel": None, "label": "", "images": 0}
+        return {"review": None, "reject": None, "pixel": None, "lines": []}
     return {
-        "review": limits.image,
+        "review": limits.review,
         "reject": limits.image,
         "pixel": limits.pixel,
-        "label": limits.label,
-        "images": limits.images,
+        "lines": limits.lines(),
     }
 
 

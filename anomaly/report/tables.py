@@ -74,7 +74,7 @@ def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Threshold
                     row.sample.defect_type,
                     int(row.sample.is_defect),
                     "" if score is None else repr(score),
-                    repr(limits.calibrated(score)) if known else "",  # type: ignore[union-attr,arg-type]
+                    "" if score is None or limits is None else repr(limits.calibrated(score)),
                     "" if limits is None else repr(limits.review),
                     "" if limits is None else repr(limits.image),
                     row.verdict(limits),

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import cv2
 import numpy as np
 
+from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand
 from anomaly.datasets import Sample
-from anomaly.detector import Thresholds
 from anomaly.evaluation import Evaluation, Scored
 from anomaly.images import Image
 from anomaly.metrics import bootstrap_intervals, image_metrics, metrics_by_type
@@ -99,6 +99,8 @@ def with_odd(category: Category, places: Sequence[int], reason: str) -> Category
     return replace(category, evaluation=replace(category.evaluation, scored=tuple(rows)))
 
 
-def limits(image: float = LIMIT) -> Thresholds:
-    """A threshold that some scores lie on."""
-    return Thresholds(image, LIMIT, "provisional", 4)
+def limits(image: float = LIMIT, review: float | None = None) -> Thresholds:
+    """Thresholds that some scores lie on; nothing to review unless asked for."""
+    good = GoodScores(("a", "b", "c", "d"), (6.0, 7.0, 8.0, 9.0), (6.0, 7.0, 8.0, 9.0), "4 images")
+    low = image if review is None else review
+    return replace(thresholds_by_hand(good, low, image), pixel=LIMIT)

@@ -129,6 +129,21 @@ def test_counts_are_those_of_python_wherever_the_sliders_stand(
     assert shown(browser) == expected(category, LIMIT, LIMIT)
 
 
+def test_the_models_own_thresholds_are_shown_and_explained(
+    browser: Browser, tmp_path: Path
+) -> None:
+    category = case(60, thresholds=limits(11.0, review=8.5))
+    opened(browser, tmp_path, category)
+    assert shown(browser) == expected(category, 8.5, 11.0)
+    own = category.verdicts
+    assert own is not None
+    assert shown(browser)["outcomes"][2] == own.good.review + own.defective.review > 0
+    origin = browser.evaluate("document.getElementById('origin').textContent")
+    assert all(line[1:] in origin for line in category.thresholds.lines())
+    command = browser.evaluate("document.getElementById('command').value")
+    assert command.endswith("--threshold 11 --review-threshold 8.5")
+
+
 def test_sliders_move_by_keyboard_and_say_what_they_are(browser: Browser, tmp_path: Path) -> None:
     category = case(thresholds=limits())
     opened(browser, tmp_path, category)

@@ -139,6 +139,8 @@ function startTabs() {
   });
 }
 
+const sentence = (line) => visible(`${line[0].toUpperCase()}${line.slice(1)}.`);
+
 function showHead() {
   byId("name").textContent = visible(data.name);
   byId("subtitle").textContent = visible(data.subtitle);
@@ -154,10 +156,10 @@ function showHead() {
     if (reason) shown.title = reason;
     return element("div", {}, element("dt", {}, label), shown);
   }));
-  const { label, images: count, reject } = data.thresholds;
-  byId("origin").textContent = reject === null
-    ? "The model has no threshold. The sliders start where nothing is rejected, and each heatmap is scaled to its own highest value."
-    : `The model's own: ${label}, from ${count} good image${count === 1 ? "" : "s"}. Drag to see what others would do.`;
+  const [found, ...rest] = data.thresholds.lines;
+  byId("origin").replaceChildren(found
+    ? element("details", {}, element("summary", {}, sentence(found)), ...rest.map((line) => element("p", {}, sentence(line))))
+    : "The model has no threshold. The sliders start where nothing is rejected, and each heatmap is scaled to its own highest value.");
 }
 
 function showColours() {
