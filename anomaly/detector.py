@@ -102,6 +102,11 @@ class AnomalyDetector:
     usual: UsualLook | None = None
 
     @property
+    def unit(self) -> str:
+        """What the scores are, for people."""
+        return "Mahalanobis distance" if isinstance(self.scorer, PatchGaussian) else "distance"
+
+    @property
     def loading(self) -> Loading:
         """How files become network inputs."""
         return loading_of(self.config, self.extractor, self.region, self.aspect)

@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample, ground_truth
 from anomaly.detector import AnomalyDetector, Prediction
 from anomaly.errors import DataError
 from anomaly.loading import Refused
-from anomaly.metrics import Metrics, PixelAccumulator, image_metrics
+from anomaly.metrics import (
+    Metrics,
+    PixelAccumulator,
+    bootstrap_intervals,
+    image_metrics,
+    metrics_by_type,
+    recall_at_false_reject_rates,
+)
 from anomaly.scorers.base import Progress
+
+Map = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+# What else to do with an image while it is at hand: (prediction, sample, anomaly map, mask). The
+# mask is None for a defective image without one.
+Visit = Callable[[Prediction, Sample, Map, Mask | None], None]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One test image with its score; None and a reason where it couldn't be scored."""
+    """One test image and what the detector said.
+
+    Attributes:
+        sample: the image.
+        image_score: None where it couldn't be scored.
+        reason: why it couldn't be scored, or why a person has to look whatever the score.
+        image_sha256: of the file's bytes.
+        odd: whether the image isn't like the training images at all.
+    """
 
     sample: Sample
     image_score: float | None
     reason: str = ""
+    image_sha256: str = ""
+    odd: bool = False
+
+    def verdict(self, thresholds: Thresholds | None) -> str:
+        """`good`, `review` or `reject`, as `infer` says; empty without a score or a threshold."""
+        if self.image_score is None or thresholds is None:
+            return ""
+        return "review" if self.odd else thresholds.verdict(self.image_score)
 
 
 @dataclass(frozen=True)
@@ -30,11 +63,15 @@ class Evaluation:
         name: of the model.
         scored: every test image, in the data set's order.
         metrics: image and pixel figures; a None has its reason.
+        intervals: 95 % bootstrap intervals of the image figures, by name.
+        by_type: each type of defect's figures against all good images.
     """
 
     name: str
     scored: tuple[Scored, ...]
     metrics: Metrics
+    intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
+    by_type: dict[str, Metrics] = field(default_factory=dict)
 
     @property
     def n_good(self) -> int:
@@ -54,6 +91,7 @@ def evaluate(
     mask_above: int = 0,
     workers: int = 2,
     progress: Progress = lambda done, total: None,
+    visit: Visit = lambda prediction, sample, anomaly_map, mask: None,
 ) -> Evaluation:
     """Score a test split and compare with the ground truth, pixels at the images' own resolution.
 
@@ -64,6 +102,7 @@ def evaluate(
         mask_above: mask values above this are defect.
         workers: decoding threads.
         progress: called with (done, total).
+        visit: called with every scored image; nothing of it is kept here.
 
     Raises:
         DataError: no images at all, or a mask that doesn't fit its image.
@@ -77,18 +116,32 @@ def evaluate(
         if isinstance(result, Refused):
             scored[result.index] = Scored(sample, None, result.reason)
         else:
-            scored[result.index] = Scored(sample, result.image_score)
-            _compare_pixels(pixels, result, sample, mask_above)
+            scored[result.index] = Scored(
+                sample,
+                result.image_score,
+                result.oddness,
+                result.sha256,
+                odd=bool(result.oddness),
+            )
+            anomaly_map, mask = result.anomaly_map(), _mask(sample, result.view.source, mask_above)
+            if mask is not None:
+                pixels.update(anomaly_map, mask)
+            visit(result, sample, anomaly_map, mask)
         progress(len(scored), len(samples))
     rows = tuple(scored[i] for i in range(len(samples)))
-    usable = [(r.image_score, r.sample.is_defect) for r in rows if r.image_score is not None]
-    figures = image_metrics([score for score, _ in usable], [defect for _, defect in usable])
-    return Evaluation(detector.config.name, rows, figures | pixels.result())
+    known = [(r.image_score, r.sample) for r in rows if r.image_score is not None]
+    scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]
+    figures = image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)
+    return Evaluation(
+        detector.config.name,
+        rows,
+        figures | pixels.result(),
+        bootstrap_intervals(scores, labels),
+        metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
+    )
 
 
-def _compare_pixels(
-    pixels: PixelAccumulator, result: Prediction, sample: Sample, mask_above: int
-) -> None:
+def _mask(sample: Sample, size: tuple[int, int], mask_above: int) -> Mask | None:
     if sample.is_defect and sample.mask_path is None:
-        return
-    pixels.update(result.anomaly_map(), ground_truth(sample, result.view.source, mask_above))
+        return None
+    return ground_truth(sample, size, mask_above)

@@ -1,4 +1,10 @@
-"""Anomaly map + image -> a picture for a person."""
+"""Anomaly map + image -> a picture for a person.
+
+Colours have one meaning for all images of a model: nothing below three quarters of the threshold,
+full colour from 5/4 on, brightest at twice the threshold. They are those of inferno, in which
+equal steps of the score look equal, also in grey and to the colour-blind. A line follows the
+threshold.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +19,16 @@ from zlib_ng import zlib_ng
 
 from anomaly.images import Image
 
+Picture = NDArray[np.uint8]
+
 CONTOUR = (255, 255, 255)
+OPACITY = 0.65
 # Levels 0 to 255 reach up to twice the threshold.
 _AT_THRESHOLD = 127.5
 _STRIP_PIXELS = 8_000_000
 
 
-def display(image: Image, rows: slice = slice(None)) -> NDArray[np.uint8]:
+def display(image: Image, rows: slice = slice(None)) -> Picture:
     """Some rows of the image as a screen shows them.
 
     Returns:
@@ -34,7 +43,7 @@ def display(image: Image, rows: slice = slice(None)) -> NDArray[np.uint8]:
 
 def heatmap(
     image: Image, anomaly_map: Callable[[slice], NDArray[np.float32]], threshold: float
-) -> NDArray[np.uint8]:
+) -> Picture:
     """Lay an anomaly map over its image, a strip at a time: large maps needn't fit into memory.
 
     Args:
@@ -59,16 +68,12 @@ def heatmap(
 
 
 def overlay(
-    picture: NDArray[np.uint8],
+    picture: Picture,
     anomaly_map: NDArray[np.float32],
     threshold: float,
     line: int | None = None,
-) -> NDArray[np.uint8]:
+) -> Picture:
     """Lay a heatmap over a picture.
-
-    Colours have one meaning for all images of a model: nothing below three quarters of the
-    threshold, full colour from 5/4 on, brightest at twice the threshold. A line follows the
-    threshold.
 
     Args:
         picture: (H0, W0, 3) RGB.
@@ -80,17 +85,15 @@ def overlay(
         (H0, W0, 3) RGB.
     """
     hidden = np.isnan(anomaly_map)
-    steps = np.nan_to_num(anomaly_map) * np.float32(_AT_THRESHOLD / max(threshold, 1e-12))
-    level = np.clip(steps, 0, 255).astype(np.uint8)
+    level = _levels(anomaly_map, threshold)
     tint, veil = _tables()
     levels = cv2.merge([level, level, level])
     # Look-ups and 8-bit arithmetic: ten times as fast as blending in floats.
     dimmed = cv2.multiply(picture, cv2.LUT(levels, veil), scale=1 / 255)
     result = np.asarray(cv2.add(dimmed, cv2.LUT(levels, tint)), np.uint8)
     result[hidden] = result[hidden] // 2
-    above = ((steps > _AT_THRESHOLD) & ~hidden).astype(np.uint8)
-    lines, _ = cv2.findContours(above, cv2.RETR_LIST, cv2.CHAIN_APPROX_NONE)
     width = line or _line_width(picture.shape[:2])
+    lines = outlines(anomaly_map > max(threshold, 1e-12))
     cv2.drawContours(result, lines, -1, CONTOUR, width, cv2.LINE_AA)
     return result
 
@@ -99,15 +102,34 @@ def _line_width(size: tuple[int, ...]) -> int:
     return max(1, round(min(size) / 300))
 
 
-@lru_cache(maxsize=1)
-def _tables() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """What each level adds to a picture and what it leaves of it, (256, 1, 3) RGB each."""
-    levels = np.arange(256, dtype=np.uint8)
-    colours = cv2.applyColorMap(levels[:, None], cv2.COLORMAP_INFERNO)[..., ::-1].astype(np.float64)
-    opacity = np.clip((levels / _AT_THRESHOLD - 0.75) * 2, 0, 1)[:, None, None] * 0.65
-    tint = np.rint(colours * opacity).astype(np.uint8)
-    veil = np.rint(255 * (1 - opacity)).astype(np.uint8).repeat(3, axis=2)
-    return np.ascontiguousarray(tint), veil
+def layer(anomaly_map: NDArray[np.float32], threshold: float) -> Picture:
+    """The heatmap alone, to be laid over a picture at any opacity (`OPACITY` for `overlay`'s look).
+
+    Args:
+        anomaly_map: (H, W) in score units; NaN where the network didn't look, half black.
+        threshold: as for `overlay`.
+
+    Returns:
+        (H, W, 4) RGBA, not premultiplied.
+    """
+    level = _levels(anomaly_map, threshold)
+    colours, alpha = _ramp()
+    result = np.dstack([colours[level], np.rint(255 * alpha[level]).astype(np.uint8)])
+    result[np.isnan(anomaly_map)] = (0, 0, 0, 128)
+    return result
+
+
+def outlines(area: NDArray[np.bool_]) -> list[NDArray[np.int32]]:
+    """Closed lines around the True parts of (H, W), holes too: (n, 1, 2) of (x, y) each."""
+    lines, _ = cv2.findContours(area.astype(np.uint8), cv2.RETR_LIST, cv2.CHAIN_APPROX_NONE)
+    return [np.asarray(line, np.int32) for line in lines]
+
+
+def colour_stops(count: int = 17) -> list[tuple[int, int, int, float]]:
+    """(red, green, blue, opacity) evenly from a score of 0 up to twice the threshold."""
+    colours, alpha = _ramp()
+    at = np.rint(np.linspace(0, 255, count)).astype(int)
+    return [(*map(int, colours[i]), round(float(alpha[i]), 4)) for i in at]  # type: ignore[misc]
 
 
 def encode_png(picture: NDArray[np.uint8]) -> bytes:
@@ -131,3 +153,26 @@ def encode_png(picture: NDArray[np.uint8]) -> bytes:
 def _chunk(kind: bytes, body: bytes) -> bytes:
     checked = zlib_ng.crc32(body, zlib_ng.crc32(kind))
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", checked)
+
+
+def _levels(anomaly_map: NDArray[np.float32], threshold: float) -> NDArray[np.uint8]:
+    steps = np.nan_to_num(anomaly_map) * np.float32(_AT_THRESHOLD / max(threshold, 1e-12))
+    return np.asarray(np.clip(steps, 0, 255), np.uint8)
+
+
+@lru_cache(maxsize=1)
+def _ramp() -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """Each level's colour (256, 3) RGB and its opacity (256,) from 0 to 1."""
+    levels = np.arange(256, dtype=np.uint8)
+    colours = np.asarray(cv2.applyColorMap(levels[:, None], cv2.COLORMAP_INFERNO), np.uint8)
+    return colours[:, 0, ::-1], np.clip((levels / _AT_THRESHOLD - 0.75) * 2, 0, 1)
+
+
+@lru_cache(maxsize=1)
+def _tables() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """What each level adds to a picture and what it leaves of it, (256, 1, 3) RGB each."""
+    colours, alpha = _ramp()
+    opacity = (alpha * OPACITY)[:, None, None]
+    tint = np.rint(colours[:, None] * opacity).astype(np.uint8)
+    veil = np.rint(255 * (1 - opacity)).astype(np.uint8).repeat(3, axis=2)
+    return np.ascontiguousarray(tint), veil

@@ -43,6 +43,7 @@ def infer(
     journal: Journal,
     decoders: Decoders,
     *,
+    side_by_side: bool = False,
     stopped: Callable[[], bool] = lambda: False,
     progress: Progress = lambda done, total: None,
 ) -> None:
@@ -58,6 +59,7 @@ def infer(
         heatmaps: the folder for them.
         journal: open; gets each row once its picture is on disk.
         decoders: not begun yet.
+        side_by_side: whether pictures show the image by itself and a colour bar, too.
         stopped: asked after each image; what is computed is then finished and kept.
         progress: called with images done in this run, and how many there are to do.
 
@@ -67,7 +69,8 @@ def infer(
     run = _Run(model, inputs, journal, decoders)
     thresholds = model.detector.thresholds
     limit = None if thresholds is None else thresholds.pixel
-    decoders.begin(Task(model.detector.loading, Pictures(heatmaps, limit)))
+    pictures = Pictures(heatmaps, limit, model.detector.unit if side_by_side else None)
+    decoders.begin(Task(model.detector.loading, pictures))
     run.score(stopped, progress)
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from anomaly.colour_bar import side_by_side
 from anomaly.files import write
-from anomaly.heatmap import encode_png, heatmap
+from anomaly.heatmap import display, encode_png, heatmap
 from anomaly.images import Image
 from anomaly.source_map import SourceMap
 
@@ -21,10 +22,13 @@ class Pictures:
         heatmaps: the folder for heatmaps.
         limit: the anomaly map's value where marking starts; None takes each image's own highest
             patch score, for models without thresholds.
+        beside: what the scores are, to show image, heatmap and colour bar side by side; None for
+            the image under its heatmap alone.
     """
 
     heatmaps: Path
     limit: float | None
+    beside: str | None = None
 
     def write(self, image: Image, found: SourceMap, name: str) -> None:
         """Write one image's files.
@@ -38,4 +42,7 @@ class Pictures:
             OutputError: no room, no permission.
         """
         limit = float(np.nanmax(found.scores)) if self.limit is None else self.limit
-        write(self.heatmaps / name, encode_png(heatmap(image, found, limit)))
+        picture = heatmap(image, found, limit)
+        if self.beside is not None:
+            picture = side_by_side(display(image), picture, limit, self.beside)
+        write(self.heatmaps / name, encode_png(picture))

@@ -4,7 +4,7 @@ import cv2
 import numpy as np
 import pytest
 
-from anomaly.heatmap import display, encode_png, overlay
+from anomaly.heatmap import OPACITY, colour_stops, display, encode_png, layer, overlay
 from anomaly.images import Image
 
 
@@ -66,3 +66,27 @@ def test_png_round_trip() -> None:
     picture = np.random.default_rng(0).integers(0, 256, (13, 17, 3), dtype=np.uint8)
     data = np.frombuffer(encode_png(picture), np.uint8)
     np.testing.assert_array_equal(cv2.imdecode(data, cv2.IMREAD_COLOR)[..., ::-1], picture)
+
+
+def test_colours_grow_evenly_lighter() -> None:
+    """Equal steps of the score are about equal steps of lightness (CIELAB L*), always upwards."""
+    stops = np.array(colour_stops(52), np.float32)
+    lab = cv2.cvtColor(stops[None, :, :3] / 255, cv2.COLOR_RGB2LAB)[0, :, 0]
+    steps = np.diff(lab)
+    assert (steps > 0).all()
+    assert steps.max() < 2.5 * np.median(steps)
+    opacity = stops[:, 3]
+    assert (np.diff(opacity) >= 0).all()
+    assert (opacity[0], opacity[-1]) == (0, 1)
+
+
+def test_the_layer_over_the_picture_is_the_overlay() -> None:
+    rng = np.random.default_rng(1)
+    picture = rng.integers(0, 256, (50, 70, 3), dtype=np.uint8)
+    anomaly_map = rng.uniform(0, 0.99, (50, 70)).astype(np.float32)
+    rgba = layer(anomaly_map, 1.0).astype(np.float64)
+    opacity = rgba[..., 3:] / 255 * OPACITY
+    blended = rgba[..., :3] * opacity + picture * (1 - opacity)
+    assert np.abs(blended - overlay(picture, anomaly_map, 1.0)).max() <= 3
+    anomaly_map[0, 0] = np.nan
+    assert layer(anomaly_map, 1.0)[0, 0].tolist() == [0, 0, 0, 128]

@@ -19,6 +19,7 @@ from anomaly.metrics import (
     bootstrap_intervals,
     confusion,
     image_metrics,
+    metrics_by_type,
     pr_curve,
     recall_at_false_reject_rates,
     roc_curve,
@@ -120,6 +121,32 @@ def test_recall_at_rate_is_the_best_of_all_thresholds(pairs, rate):
     assert value == pytest.approx(max((scores[labels] > t).mean() for t in within))
 
 
+def recall_by_hand(scores, labels, rate):
+    allowed = int(rate * (~labels).sum() + 1e-9)
+    limit = np.sort(scores[~labels])[::-1][allowed]
+    return (scores[labels] > limit).mean()
+
+
+def test_types_are_measured_one_by_one():
+    rng = np.random.default_rng(8)
+    types = np.array(["good", "dent", "stain", "good", "good"] * 30)
+    labels = types != "good"
+    scores = np.round(rng.normal(labels * 1.0 + (types == "dent"), 1.0), 1)
+    got = metrics_by_type(scores, labels, types.tolist())
+    assert list(got) == ["dent", "stain"]
+    for name, figures in got.items():
+        some = (types == "good") | (types == name)
+        wanted = roc_auc_score(labels[some], scores[some])
+        assert figures.values["image_auroc"] == pytest.approx(wanted)
+        for rate in (0.01, 0.05):
+            by_hand = recall_by_hand(scores[some], labels[some], rate)
+            assert figures.values[f"recall_at_frr_{rate}"] == pytest.approx(by_hand)
+    alone = metrics_by_type([1.0], [True], ["dent"])["dent"]
+    assert alone.values["image_auroc"] is None
+    assert set(alone.reasons) == set(alone.values)
+    assert metrics_by_type([1.0], [False], ["good"]) == {}
+
+
 def test_recall_keys_and_rounding():
     scores = np.concatenate([np.arange(100.0), [70.5], np.arange(91.5, 100.5)])
     labels = np.arange(110) >= 100
@@ -140,11 +167,16 @@ def test_bootstrap_agrees_with_a_plain_loop():
             [rng.choice(np.flatnonzero(labels == c), (labels == c).sum()) for c in (False, True)]
         )
         s, y = scores[index], labels[index]
-        drawn.append((roc_auc_score(y, s), average_precision_score(y, s), sklearn_f1_max(y, s)))
+        few = [recall_by_hand(s, y, rate) for rate in (0.01, 0.05)]
+        drawn.append(
+            (roc_auc_score(y, s), average_precision_score(y, s), sklearn_f1_max(y, s), *few)
+        )
     expected = np.quantile(drawn, [0.025, 0.975], axis=0).T
     got = bootstrap_intervals(scores, labels, resamples=4000, seed=1)
-    np.testing.assert_allclose(list(got.values()), expected, atol=0.02)
-    point = image_metrics(scores, labels).values
+    np.testing.assert_allclose(list(got.values())[:3], expected[:3], atol=0.02)
+    # A recall moves by whole images, 1/40 each, and quantiles in steps of that.
+    np.testing.assert_allclose(list(got.values())[3:], expected[3:], atol=0.051)
+    point = (image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)).values
     for name, (low, high) in got.items():
         assert low < point[name] < high
 

@@ -10,6 +10,7 @@ from pixel_references import (
     brute_force_aupro,
     flat,
     measured,
+    published_aupro,
     smooth_images,
 )
 from sklearn.metrics import (
@@ -47,6 +48,34 @@ def test_exact_form_agrees_with_the_references():
     assert exact["aupro_05"] == pytest.approx(brute_force_aupro(small, 0.05), abs=1e-9)
     assert got.values["aupimo"] == pytest.approx(brute_force_aupimo(images), abs=1e-9)
     assert 0.05 < got.values["aupimo"] < 0.95
+
+
+LIMITS = {"aupro_30": 0.30, "aupro_05": 0.05}
+
+
+@pytest.mark.parametrize("levels", [None, 40, 3])
+def test_aupro_agrees_with_the_published_implementation(levels):
+    images = smooth_images(np.random.default_rng(6))
+    if levels:  # ties
+        peak = max(m.max() for m, _ in images)
+        images = [(np.round(m / peak * levels).astype(np.float32), k) for m, k in images]
+    for max_bins in (None, 1 << 20):
+        got = measured(images, max_bins).values
+        for name, limit in LIMITS.items():
+            assert got[name] == pytest.approx(published_aupro(images, limit), abs=1e-6)
+            assert 0.05 < got[name] < 0.99
+
+
+@given(IMAGES)
+def test_aupro_agrees_with_the_published_implementation_on_degenerate_images(images):
+    images = [(np.nan_to_num(m, nan=-5.0), k) for m, k in images]
+    _, labels = flat(images)
+    got = measured(images).values
+    for name, limit in LIMITS.items():
+        if labels.any() and not labels.all():
+            assert got[name] == pytest.approx(published_aupro(images, limit), abs=1e-6)
+        else:
+            assert got[name] is None
 
 
 def test_aupimo_agrees_with_the_published_implementation():
@@ -98,7 +127,7 @@ def test_exact_form_agrees_on_degenerate_images(images):
     assert {name for name, value in got.values.items() if value is None} == set(got.reasons)
     if labels.any() and not labels.all():
         assert_classification(got.values, images)
-        for name, limit in (("aupro_30", 0.30), ("aupro_05", 0.05)):
+        for name, limit in LIMITS.items():
             assert got.values[name] == pytest.approx(brute_force_aupro(images, limit), abs=1e-9)
     else:
         assert got.values["pixel_auroc"] is None

@@ -1,75 +1,161 @@
-"""`anomaly evaluate`: trained models × their test splits -> metrics.json, scores.csv, a table."""
+"""`anomaly evaluate`: models × their test splits -> a report for each and an index over all."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import logging
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
-from anomaly.errors import DataError
+from anomaly.errors import AnomalyError, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from anomaly.calibration import Thresholds
-    from anomaly.evaluation import Evaluation
+    from collections.abc import Sequence
+
+    from anomaly.checkpoint import Model
+    from anomaly.datasets import Dataset
+    from anomaly.report.category import Category, Failure
+    from anomaly.report.files import EvaluationFolder
 
 log = logging.getLogger(__name__)
-
-OUTPUTS = ("metrics.json", "scores.csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
-        "--model", type=Path, nargs="+", required=True, help="runs, or their model/ folders"
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", type=Path, nargs="+", help="runs, or their model/ folders")
+    what.add_argument(
+        "--config", nargs="+", help="configs; what isn't trained yet is trained into --runs first"
     )
-    parser.add_argument("--output", type=Path, required=True, help="where the figures go")
+    what.add_argument(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar=("A", "B"),
+        help="compare two evaluations, the outputs of this command, instead of making one",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="where the reports go")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="with --config: override a setting of all of them; may be repeated",
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), help="with --config: where runs are (runs)"
+    )
     parser.add_argument(
         "--data-root",
         type=Path,
         help="the data sets' folder, where it has moved since training",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace earlier figures there")
+    parser.add_argument("--overwrite", action="store_true", help="replace earlier reports there")
     machine.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Evaluate every model named."""
-    from anomaly.files import claim, write
-    from anomaly.report.tables import metrics_json, scores_csv, table, undefined
+    """Evaluate every model named, or compare two evaluations."""
+    if options.overrides and not options.config:
+        raise ConfigError("--set needs --config: a trained model keeps the settings it has")
+    if options.compare:
+        first, second = options.compare
+        return _compare(first, second, options.output, options.overwrite)
 
-    claim(options.output, OUTPUTS, overwrite=options.overwrite)
+    from anomaly.report.files import EvaluationFolder
+
+    folder = EvaluationFolder(options.output, overwrite=options.overwrite)
     device, threads = machine.settle(options)
-    evaluations: list[Evaluation] = []
-    thresholds: list[Thresholds | None] = []
-    with ProgressLine() as progress:
-        for folder in options.model:
-            evaluation, limits = _evaluate(folder, options.data_root, device, threads, progress)
-            evaluations.append(_distinct(evaluation, folder, {e.name for e in evaluations}))
-            thresholds.append(limits)
-    write(options.output / "metrics.json", metrics_json(evaluations))
-    write(options.output / "scores.csv", scores_csv(evaluations, thresholds))
-    print(table(evaluations))
-    for line in undefined(evaluations):
-        print(line)
-    refused = [row for e in evaluations for row in e.scored if row.image_score is None]
-    for row in refused[:5]:
-        log.warning("not scored: %s", row.reason)
-    print(f"figures in {options.output / 'metrics.json'}, rows in {options.output / 'scores.csv'}")
-    return 3 if refused else 0
+    categories: list[Category] = []
+    failures: list[Failure] = []
+    try:
+        for source in options.model or options.config:
+            _attempt(source, options, device, threads, folder, categories, failures)
+    finally:
+        # Whatever stopped the run, what was evaluated has its index.
+        if categories:
+            folder.finish(categories, failures)
+    return _say(categories, failures, options.output)
 
 
-def _evaluate(
-    folder: Path, data_root: Path | None, device: Any, threads: int, progress: ProgressLine
-) -> tuple[Evaluation, Thresholds | None]:
-    from anomaly.checkpoint import load
-    from anomaly.datasets import open_dataset
+def _attempt(
+    source: Path | str,
+    options: argparse.Namespace,
+    device: Any,
+    threads: int,
+    folder: EvaluationFolder,
+    categories: list[Category],
+    failures: list[Failure],
+) -> None:
+    """Evaluate one model; what goes wrong with it is noted, and the others go on."""
+    from anomaly.report.category import Failure
+
+    try:
+        run_folder = Path(source)
+        if options.config:
+            chosen = ["--device", options.device, "--threads", str(threads)]
+            run_folder = _trained(str(source), options, chosen)
+        category = _evaluate(run_folder, options.data_root, device, threads)
+        category = _distinct(category, run_folder, {c.name for c in categories})
+        report = folder.add(category)
+        print(f"{category.name}: {report}")
+        # The pictures are in the report; only the figures are needed from here on.
+        categories.append(replace(category, tiles={}))
+    except AnomalyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        failures.append(Failure(str(source), str(error)))
+
+
+def _trained(config: str, options: argparse.Namespace, chosen: Sequence[str]) -> Path:
+    from anomaly.cli.trained import trained_run
+
+    return trained_run(config, options.overrides, options.runs, chosen)
+
+
+def _evaluate(folder: Path, data_root: Path | None, device: Any, threads: int) -> Category:
+    from anomaly.checkpoint import load, portable
     from anomaly.evaluation import evaluate
+    from anomaly.report.category import Category
+    from anomaly.report.tiles import Tiles
 
     model = load(folder, device)
+    detector, thresholds = model.detector, model.detector.thresholds
+    samples = _test_split(model, folder, data_root).test
+    started = time.perf_counter()
+    limit = None if thresholds is None else thresholds.pixel
+    with ProgressLine() as progress, Tiles(len(samples), limit, threads) as tiles:
+        evaluation = evaluate(
+            detector,
+            samples,
+            mask_above=detector.config.data.mask_above,
+            workers=threads,
+            progress=lambda done, total: progress(detector.config.name, done, total),
+            visit=lambda prediction, _, anomaly_map, mask: tiles.add(prediction, anomaly_map, mask),
+        )
+        pictures = tiles.finished()
+    return Category(
+        evaluation=evaluation,
+        thresholds=thresholds,
+        model=str(folder),
+        model_id=model.model_id,
+        manifest=model.manifest,
+        settings=portable(detector.config),
+        training=_training_of(folder),
+        seconds=time.perf_counter() - started,
+        tiles=pictures,
+    )
+
+
+def _test_split(model: Model, folder: Path, data_root: Path | None) -> Dataset:
+    from anomaly.datasets import open_dataset
+
     data = model.detector.config.data
     if data_root is None:
         dataset = open_dataset(data.format, trained_on(folder), None)
@@ -80,34 +166,67 @@ def _evaluate(
             f"{dataset.folder} has no test images: evaluation needs test/good and "
             "test/<type of defect> beside train/"
         )
-    evaluation = evaluate(
-        model.detector,
-        dataset.test,
-        mask_above=data.mask_above,
-        workers=threads,
-        progress=lambda done, total: progress(model.detector.config.name, done, total),
-    )
-    return evaluation, model.detector.thresholds
+    return dataset
 
 
 def trained_on(folder: Path) -> Path:
     """The data set's folder, which the run remembers beside the model."""
+    training = _training_of(folder)
+    if not training:
+        raise DataError(
+            f"{folder} has no train.json that says where its data set is; give --data-root"
+        )
+    if not isinstance(training.get("data_folder"), str):
+        raise DataError(
+            f"{folder}: its train.json doesn't say where the data set is; give --data-root"
+        )
+    return Path(training["data_folder"])
+
+
+def _training_of(folder: Path) -> dict[str, Any]:
+    """What train.json beside the model says; empty where there is none that can be read."""
     for file in (folder / "train.json", folder.absolute().parent / "train.json"):
         if file.is_file():
             try:
-                return Path(json.loads(file.read_text("utf-8"))["data_folder"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise DataError(
-                    f"{file} doesn't say where the data set is ({error}); give --data-root"
-                ) from None
-    raise DataError(f"{folder} has no train.json that says where its data set is; give --data-root")
+                return dict(json.loads(file.read_text("utf-8")))
+            except (OSError, ValueError, TypeError) as error:
+                log.warning("%s can't be read: %s", file, error)
+    return {}
 
 
-def _distinct(evaluation: Evaluation, folder: Path, taken: set[str]) -> Evaluation:
+def _distinct(category: Category, folder: Path, taken: set[str]) -> Category:
     """Two models of one name are told apart by their folders."""
-    from dataclasses import replace
+    if category.name not in taken:
+        return category
+    name = f"{category.name} ({folder})"
+    return replace(category, evaluation=replace(category.evaluation, name=name))
 
-    name = evaluation.name
-    if name in taken:
-        name = f"{name} ({folder})"
-    return replace(evaluation, name=name)
+
+def _say(categories: Sequence[Category], failures: Sequence[Failure], output: Path) -> int:
+    from anomaly.report.tables import table, undefined
+
+    if not categories:
+        return 2
+    evaluations = [c.evaluation for c in categories]
+    print(table(evaluations))
+    for line in undefined(evaluations):
+        print(line)
+    refused = [row for e in evaluations for row in e.scored if row.image_score is None]
+    for row in refused[:5]:
+        log.warning("not scored: %s", row.reason)
+    print(f"all of it: {output / 'index.html'}")
+    return 3 if refused or failures else 0
+
+
+def _compare(first: Path, second: Path, output: Path, overwrite: bool) -> int:
+    from anomaly.files import claim, write
+    from anomaly.report.comparison import compare, comparison_csv, summary
+    from anomaly.report.comparison_page import comparison_html
+
+    comparison = compare(first, second)
+    claim(output, ("comparison.html", "comparison.csv"), overwrite=overwrite)
+    write(output / "comparison.csv", comparison_csv(comparison))
+    write(output / "comparison.html", comparison_html(comparison))
+    print(summary(comparison))
+    print(f"all of it: {output / 'comparison.html'}")
+    return 0

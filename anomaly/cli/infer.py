@@ -13,10 +13,11 @@ from anomaly.cli.progress import ProgressLine
 from anomaly.cli.stopping import Stopping
 
 if TYPE_CHECKING:
+    from anomaly.checkpoint import Model
     from anomaly.results import Row
 
 JOURNAL = "results.partial.jsonl"
-OUTPUTS = ("results.csv", "results.jsonl", "heatmaps", JOURNAL)
+OUTPUTS = ("results.csv", "results.jsonl", "heatmaps", "heatmap_scale.png", JOURNAL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a text file that names an image on each line; - reads the names from standard input",
     )
     parser.add_argument("--output", type=Path, required=True, help="where results go")
+    parser.add_argument(
+        "--heatmap",
+        choices=("overlay", "side-by-side"),
+        default="overlay",
+        help="pictures of the image under its heatmap, or of image, heatmap and colour bar",
+    )
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--overwrite", action="store_true", help="replace earlier results there")
     start.add_argument(
@@ -75,8 +82,10 @@ def run(options: argparse.Namespace) -> int:
             "software version": __version__,
             "device": str(device),
             "precision": model.detector.extractor.precision,
+            "pictures": options.heatmap,
         }
         journal = Journal(options.output / JOURNAL, about)
+        _write_scale(options.output, model)
         inputs = Inputs(paths, picture_names(paths, [] if options.list else options.input))
         try:
             with journal, ProgressLine() as progress:
@@ -86,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
                     options.output / "heatmaps",
                     journal,
                     decoders,
+                    side_by_side=options.heatmap == "side-by-side",
                     stopped=lambda: stop.signal is not None,
                     progress=lambda done, total: progress("scoring", done, total),
                 )
@@ -115,6 +125,18 @@ def _write(output: Path, rows: list[Row]) -> None:
     if rows:
         write(output / "results.csv", as_csv(rows))
         write(output / "results.jsonl", as_jsonl(rows))
+
+
+def _write_scale(output: Path, model: Model) -> None:
+    """What the heatmaps' colours mean, once: it is the same for every picture."""
+    from anomaly.colour_bar import colour_bar
+    from anomaly.files import write
+    from anomaly.heatmap import encode_png
+
+    thresholds = model.detector.thresholds
+    if thresholds is not None:
+        bar = colour_bar(480, thresholds.pixel, model.detector.unit)
+        write(output / "heatmap_scale.png", encode_png(bar))
 
 
 def _say(rows: list[Row], total: int, output: Path) -> None:

@@ -8,6 +8,7 @@ from anomaly.metrics.curves import Curve
 from anomaly.metrics.images import (
     bootstrap_intervals,
     image_metrics,
+    metrics_by_type,
     pr_curve,
     recall_at_false_reject_rates,
     roc_curve,
@@ -25,6 +26,7 @@ __all__ = [
     "bootstrap_intervals",
     "confusion",
     "image_metrics",
+    "metrics_by_type",
     "pr_curve",
     "recall_at_false_reject_rates",
     "roc_curve",

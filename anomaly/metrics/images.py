@@ -14,6 +14,7 @@ from anomaly.metrics.tally import Floats, Tally
 
 NO_GOOD = "no good images"
 NO_DEFECTS = "no defective images"
+FALSE_REJECT_RATES = (0.01, 0.05)
 
 # A resample of this many numbers fits the processor's outer cache.
 _RESAMPLED_AT_ONCE = 1 << 20
@@ -52,7 +53,7 @@ def image_metrics(scores: ArrayLike, labels: ArrayLike) -> Metrics:
 
 
 def recall_at_false_reject_rates(
-    scores: ArrayLike, labels: ArrayLike, rates: Sequence[float] = (0.01, 0.05)
+    scores: ArrayLike, labels: ArrayLike, rates: Sequence[float] = FALSE_REJECT_RATES
 ) -> Metrics:
     """The share of defective images found while at most so many good ones are flagged.
 
@@ -73,17 +74,52 @@ def recall_at_false_reject_rates(
     """
     if any(not 0 <= rate <= 1 for rate in rates):
         raise ValueError(f"false-reject rates must be from 0 to 1, not {list(rates)}")
-    names = tuple(f"recall_at_frr_{rate:g}" for rate in rates)
+    names = _recall_names(rates)
     tally = _tally(scores, labels)
     if tally is None or not tally.weights[1].any():
         return Metrics.undefined(names, NO_DEFECTS)
     if not tally.weights[0].any():
         return Metrics.undefined(names, NO_GOOD)
-    false, recall = curves.cumulative(tally.weights[0]), curves.cumulative_share(tally.weights[1])
+    good, defect = tally.weights
+    found = [float(_recall(good, defect, rate)) for rate in rates]
+    return Metrics(dict(zip(names, found, strict=True)))
+
+
+def metrics_by_type(
+    scores: ArrayLike, labels: ArrayLike, types: Sequence[str]
+) -> dict[str, Metrics]:
+    """Each type of defect by itself against all good images.
+
+    Args:
+        scores: (n,) finite image scores.
+        labels: (n,) bool, True for defective images.
+        types: n names, as the data set gives them.
+
+    Returns:
+        By type, in order of first appearance: `image_auroc` and the recalls at false-reject rates.
+
+    Raises:
+        ValueError: shapes differ, or a score isn't finite.
+    """
+    values, defective, named = np.asarray(scores), np.asarray(labels, bool), np.array(types, object)
+    found = {}
+    for name in dict.fromkeys(named[defective]):
+        some = ~defective | (named == name)
+        auroc = image_metrics(values[some], defective[some]).only("image_auroc")
+        found[name] = auroc | recall_at_false_reject_rates(values[some], defective[some])
+    return found
+
+
+def _recall_names(rates: Sequence[float]) -> tuple[str, ...]:
+    return tuple(f"recall_at_frr_{rate:g}" for rate in rates)
+
+
+def _recall(good: Floats, defect: Floats, rate: float) -> Floats:
+    """Recall (...,) with at most this share of the good images flagged."""
+    false, recall = curves.cumulative(good), curves.cumulative_share(defect)
     # A little slack: 0.07 of 100 images is seven, though 0.07 · 100 > 7 in floating point.
-    allowed = np.floor(np.array(rates) * false[-1] + 1e-9)
-    found = recall[np.searchsorted(false, allowed, side="right") - 1]
-    return Metrics(dict(zip(names, found.tolist(), strict=True)))
+    allowed = np.floor(rate * false[..., -1:] + 1e-9)
+    return np.asarray(np.where(false <= allowed, recall, 0.0).max(axis=-1))
 
 
 def bootstrap_intervals(
@@ -108,13 +144,13 @@ def bootstrap_intervals(
         seed: the same seed gives the same intervals.
 
     Returns:
-        (low, high) of `image_auroc`, `image_ap` and `image_f1_max`; None without good or without
-        defective images.
+        (low, high) of `image_auroc`, `image_ap`, `image_f1_max` and the recalls at false-reject
+        rates; None without good or without defective images.
 
     Raises:
         ValueError: shapes differ, or a score isn't finite.
     """
-    names = ("image_auroc", "image_ap", "image_f1_max")
+    names = ("image_auroc", "image_ap", "image_f1_max", *_recall_names(FALSE_REJECT_RATES))
     tally = _tally(scores, labels)
     if tally is None or not tally.weights.any(axis=1).all():
         return dict.fromkeys(names)
@@ -130,7 +166,7 @@ def bootstrap_intervals(
 
 
 def _resampled_metrics(weights: Floats, count: int, rng: np.random.Generator) -> Floats:
-    """(3, count): AUROC, average precision and best F1 of `count` resamples."""
+    """(figures, count): AUROC, average precision, best F1 and recalls of `count` resamples."""
     good, defect = (
         rng.multinomial(int(row.sum()), row / row.sum(), size=count).astype(np.float64)
         for row in weights
@@ -140,6 +176,7 @@ def _resampled_metrics(weights: Floats, count: int, rng: np.random.Generator) ->
             curves.auroc(good, defect),
             curves.average_precision(good, defect),
             curves.f1_scores(good, defect).max(axis=-1),
+            *(_recall(good, defect, rate) for rate in FALSE_REJECT_RATES),
         ]
     )
 

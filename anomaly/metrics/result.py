@@ -26,6 +26,12 @@ class Metrics:
         sharp = {name: e for name, e in self.error_bounds.items() if name not in other.values}
         return Metrics(self.values | other.values, kept | other.reasons, sharp | other.error_bounds)
 
+    def only(self, name: str) -> Metrics:
+        """One of the figures."""
+        reasons = {name: self.reasons[name]} if name in self.reasons else {}
+        bounds = {name: self.error_bounds[name]} if name in self.error_bounds else {}
+        return Metrics({name: self.values[name]}, reasons, bounds)
+
     @classmethod
     def undefined(cls, names: tuple[str, ...], reason: str) -> Metrics:
         """All of `names` undefined for one reason."""

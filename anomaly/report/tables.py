@@ -6,10 +6,12 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from anomaly.calibration import Thresholds
 from anomaly.evaluation import Evaluation
+from anomaly.metrics import Confusion
 
 COLUMNS = (
     ("image AUROC", "image_auroc"),
@@ -22,14 +24,26 @@ COLUMNS = (
 )
 
 
-def metrics_json(evaluations: Sequence[Evaluation]) -> str:
+def metrics_json(
+    evaluations: Sequence[Evaluation], verdicts: Sequence[Confusion | None] | None = None
+) -> str:
     """`{"categories": {name: figures}, "mean": figures}`; an undefined figure is null.
 
-    Each category says why a figure is undefined under `undefined`, and how far a binned figure can
-    be off under `error_bounds`. The mean leaves undefined figures out.
+    Each category says why a figure is undefined under `undefined`, how far a binned figure can
+    be off under `error_bounds`, the image figures' 95 % bootstrap intervals under `intervals`,
+    each type of defect against all good images under `by_type`, and under `verdicts` what the
+    model's own thresholds did. The mean leaves undefined figures out.
+
+    Args:
+        evaluations: one for each category.
+        verdicts: for each evaluation; None where a model has no threshold.
     """
-    categories = {e.name: _figures(e) for e in evaluations}
-    return json.dumps({"categories": categories, "mean": _mean(evaluations)}, indent=2) + "\n"
+    counted = verdicts or [None] * len(evaluations)
+    categories = {
+        e.name: {**_figures(e), "verdicts": _verdicts(counts)}
+        for e, counts in zip(evaluations, counted, strict=True)
+    }
+    return json.dumps({"categories": categories, "mean": mean(evaluations)}, indent=2) + "\n"
 
 
 def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Thresholds | None]) -> str:
@@ -53,7 +67,6 @@ def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Threshold
     for evaluation, limits in zip(evaluations, thresholds, strict=True):
         for row in evaluation.scored:
             score = row.image_score
-            known = score is not None and limits is not None
             writer.writerow(
                 (
                     evaluation.name,
@@ -61,10 +74,10 @@ def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Threshold
                     row.sample.defect_type,
                     int(row.sample.is_defect),
                     "" if score is None else repr(score),
-                    repr(limits.calibrated(score)) if known else "",  # type: ignore[union-attr,arg-type]
+                    "" if score is None or limits is None else repr(limits.calibrated(score)),
                     "" if limits is None else repr(limits.review),
                     "" if limits is None else repr(limits.image),
-                    limits.verdict(score) if known else "",  # type: ignore[union-attr,arg-type]
+                    row.verdict(limits),
                     row.reason,
                 )
             )
@@ -80,8 +93,8 @@ def table(evaluations: Sequence[Evaluation]) -> str:
         for e in evaluations
     ]
     if len(evaluations) > 1:
-        mean = _mean(evaluations)
-        lines.append(["mean", "", "", *(_shown(mean.get(key)) for _, key in COLUMNS)])
+        means = mean(evaluations)
+        lines.append(["mean", "", "", *(_shown(means.get(key)) for _, key in COLUMNS)])
     widths = [max(len(row[i]) for row in [header, *lines]) for i in range(len(header))]
     rows = [
         "  ".join(
@@ -117,18 +130,27 @@ def _figures(evaluation: Evaluation) -> dict[str, Any]:
         "n_not_scored": len(evaluation.scored) - evaluation.n_good - evaluation.n_defect,
         "undefined": metrics.reasons,
         "error_bounds": metrics.error_bounds,
+        "intervals": evaluation.intervals,
+        "by_type": {name: metrics.values for name, metrics in evaluation.by_type.items()},
     }
 
 
-def _mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
+def _verdicts(counts: Confusion | None) -> dict[str, Any] | None:
+    if counts is None:
+        return None
+    return {"false_rejects": counts.false_rejects, "escapes": counts.escapes, **asdict(counts)}
+
+
+def mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
+    """Each figure's mean over the evaluations that have it; None where none has."""
     keys = dict.fromkeys(key for e in evaluations for key in e.metrics.values)
-    mean: dict[str, float | None] = {}
+    means: dict[str, float | None] = {}
     for key in keys:
         if key.endswith("_threshold"):  # in the score units of one model
             continue
         values = [v for e in evaluations if (v := e.metrics.values.get(key)) is not None]
-        mean[key] = sum(values) / len(values) if values else None
-    return mean
+        means[key] = sum(values) / len(values) if values else None
+    return means
 
 
 def _shown(value: float | None) -> str:

@@ -1,0 +1,63 @@
+// How many images get each verdict: in all, and by type of part.
+function countVerdicts(verdicts) {
+  const none = () => ({ good: 0, review: 0, reject: 0, total: 0 });
+  const counts = { sound: none(), defect: none(), types: new Map(data.types.map((t) => [t, none()])) };
+  images.forEach((image, i) => {
+    for (const group of [counts[image.defect ? "defect" : "sound"], counts.types.get(image.type)]) {
+      group[verdicts[i]] += 1;
+      group.total += 1;
+    }
+  });
+  return counts;
+}
+
+function outcomeOf(image, verdict) {
+  if (verdict === "review") return "review";
+  if (image.defect) return verdict === "good" ? "escape" : "found";
+  return verdict === "reject" ? "false-reject" : "passed";
+}
+
+function outcomeCounts(counts) {
+  return {
+    "false-reject": counts.sound.reject,
+    escape: counts.defect.good,
+    review: counts.sound.review + counts.defect.review,
+  };
+}
+
+function showOutcomes(counts) {
+  const n = outcomeCounts(counts);
+  const { sound, defect } = counts;
+  const box = (key, tone, value, title, detail, hint) => {
+    const node = element("div", { class: `outcome ${value ? tone : ""}`, "data-outcome": key });
+    node.title = hint;
+    node.append(element("b", {}, String(value)), element("span", {}, title), element("span", {}, detail));
+    return node;
+  };
+  byId("outcomes").replaceChildren(
+    box("false-reject", "bad", n["false-reject"], "false rejects", `${percent(n["false-reject"], sound.total)} of ${sound.total}`, "good parts that are rejected"),
+    box("escape", "bad", n.escape, "escapes", `${percent(n.escape, defect.total)} of ${defect.total}`, "defective parts that pass as good"),
+    box("review", "waiting", n.review, "to review", `${sound.review} good, ${defect.review} defective`, "parts for a person to look at"),
+  );
+}
+
+function showTypes(counts) {
+  const rows = [...counts.types].filter(([, n]) => n.total).map(([type, n]) => {
+    const wrong = type === data.good ? "reject" : "good";
+    const cells = VERDICTS.map((verdict) => element("td", {
+      class: n[verdict] === 0 ? "zero" : verdict === wrong ? "wrong" : "",
+    }, String(n[verdict])));
+    const share = element("div", { class: "share" });
+    for (const verdict of VERDICTS) {
+      const part = element("i", { class: verdict });
+      part.style.flexGrow = n[verdict];
+      share.append(part);
+    }
+    const name = element("td", {}, element("bdi", {}, visible(type)));
+    name.title = visible(type);
+    const row = element("tr", {}, name, element("td", {}, share), ...cells);
+    row.dataset.type = type;
+    return row;
+  });
+  byId("types").tBodies[0].replaceChildren(...rows);
+}

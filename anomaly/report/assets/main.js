@@ -1,0 +1,221 @@
+// What the reader may change, and what follows from it.
+const state = { review: 0, reject: 0, outcome: "all", type: "", direction: -1, verdicts: [] };
+const OUTCOMES = [["all", "All"], ["false-reject", "False rejects"], ["escape", "Escapes"], ["review", "To review"]];
+
+function ownLimits() {
+  const { review, reject } = data.thresholds;
+  const highest = reject === null ? scale.high : reject;
+  return { review: review === null ? highest : review, reject: highest };
+}
+
+function setLimits(change) {
+  Object.assign(state, change);
+  // The other threshold gives way: review never lies above reject.
+  if (state.review > state.reject) {
+    if ("reject" in change) state.review = state.reject;
+    else state.reject = state.review;
+  }
+  update();
+}
+
+function update() {
+  state.verdicts = images.map((image) => verdictOf(image, state));
+  const counts = countVerdicts(state.verdicts);
+  showLimits(state);
+  showInputs();
+  showOutcomes(counts);
+  showTypes(counts);
+  showVerdicts(state.verdicts);
+  moveCurvePoints(counts);
+  showFilters(counts);
+  applyFilters();
+}
+
+function showInputs() {
+  for (const side of ["review", "reject"]) {
+    const slider = byId(side), number = byId(`${side}-number`);
+    if (document.activeElement !== slider || Number(slider.value) !== state[side]) slider.value = state[side];
+    slider.setAttribute("aria-valuetext", `${scale.text(state[side])} ${data.unit}`);
+    if (document.activeElement !== number) number.value = String(Number(state[side].toPrecision(6)));
+  }
+  const band = state.review < state.reject ? ` --review-threshold ${state.review}` : "";
+  byId("command").value = `${data.command} --threshold ${state.reject}${band}`;
+  const own = ownLimits();
+  byId("reset").disabled = state.review === own.review && state.reject === own.reject;
+}
+
+function showFilters(counts) {
+  const numbers = { all: images.length, ...outcomeCounts(counts) };
+  for (const chip of byId("outcome-filter").children) {
+    const { outcome } = chip.dataset;
+    chip.textContent = `${OUTCOMES.find(([key]) => key === outcome)[1]} ${numbers[outcome]}`;
+    chip.setAttribute("aria-pressed", String(state.outcome === outcome));
+  }
+}
+
+function applyFilters() {
+  const shown = filterTiles((i) =>
+    (state.outcome === "all" || outcomeOf(images[i], state.verdicts[i]) === state.outcome) &&
+    (state.type === "" || images[i].type === state.type));
+  byId("shown").textContent = shown ? `${shown} of ${images.length} images` : "No image is like that.";
+}
+
+function startControls() {
+  for (const side of ["review", "reject"]) {
+    const slider = byId(side), number = byId(`${side}-number`);
+    for (const input of [slider, number]) {
+      input.min = scale.low;
+      input.max = scale.high;
+      input.step = scale.step;
+    }
+    number.removeAttribute("min");
+    number.removeAttribute("max");
+    number.step = "any";
+    slider.addEventListener("input", () => setLimits({ [side]: Number(slider.value) }));
+    number.addEventListener("input", () => {
+      if (number.value !== "" && Number.isFinite(Number(number.value))) setLimits({ [side]: Number(number.value) });
+    });
+    number.addEventListener("blur", showInputs);
+  }
+  byId("reset").addEventListener("click", () => setLimits(ownLimits()));
+  for (const [outcome] of OUTCOMES) {
+    const chip = element("button", { class: "chip", type: "button" });
+    chip.dataset.outcome = outcome;
+    chip.addEventListener("click", () => { state.outcome = outcome; update(); });
+    byId("outcome-filter").append(chip);
+  }
+  const types = byId("type-filter");
+  types.append(element("option", { value: "" }, "all"));
+  data.types.forEach((type) => {
+    const option = element("option", {}, visible(type));
+    option.value = type;
+    types.append(option);
+  });
+  types.addEventListener("change", () => { state.type = types.value; applyFilters(); });
+  byId("order").addEventListener("change", (event) => { layTiles(Number(event.target.value)); applyFilters(); });
+  const opacity = byId("opacity");
+  const setOpacity = () => document.documentElement.style.setProperty("--heat", opacity.value / 100);
+  opacity.value = Math.round(100 * data.colours.opacity);
+  opacity.addEventListener("input", setOpacity);
+  setOpacity();
+  byId("outline").addEventListener("change", (event) => document.body.classList.toggle("no-outline", !event.target.checked));
+  byId("copy").addEventListener("click", copyCommand);
+  grid.addEventListener("keydown", moveByKey);
+  grid.addEventListener("click", (event) => {
+    const item = event.target.closest("li");
+    if (item) view(Number(item.dataset.index));
+  });
+}
+
+async function copyCommand() {
+  const field = byId("command");
+  field.select();
+  let done = false;
+  try {
+    await navigator.clipboard.writeText(field.value);
+    done = true;
+  } catch {
+    done = document.execCommand("copy"); // pages from disk have no clipboard in some browsers
+  }
+  byId("copied").textContent = done ? "Copied." : "Press Ctrl+C to copy.";
+}
+
+function startTabs() {
+  const tabs = [...document.querySelectorAll("[role=tab]")];
+  const open = (tab) => {
+    for (const other of tabs) {
+      other.setAttribute("aria-selected", String(other === tab));
+      other.tabIndex = other === tab ? 0 : -1;
+      byId(other.getAttribute("aria-controls")).hidden = other !== tab;
+    }
+    tab.focus();
+  };
+  tabs.forEach((tab, i) => {
+    tab.addEventListener("click", () => open(tab));
+    tab.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (step) open(tabs[(i + step + tabs.length) % tabs.length]);
+    });
+  });
+}
+
+const sentence = (line) => visible(`${line[0].toUpperCase()}${line.slice(1)}.`);
+
+function showHead() {
+  byId("name").textContent = visible(data.name);
+  byId("subtitle").textContent = visible(data.subtitle);
+  byId("figures").replaceChildren(...data.figures.map(({ label, value, interval, reason }) => {
+    const shown = element("dd", {}, value === null ? "–" : value.toFixed(4));
+    if (interval && value !== null) {
+      const [low, high] = interval;
+      shown.append(element("small", {}, low === high ? "no overlap" : `${low.toFixed(3)} – ${high.toFixed(3)}`));
+      shown.title = low === high
+        ? "the scores of good and defective images don't overlap, so no resample's do: these images can't bound the figure"
+        : "below: 95 % bootstrap interval";
+    }
+    if (reason) shown.title = reason;
+    return element("div", {}, element("dt", {}, label), shown);
+  }));
+  const [found, ...rest] = data.thresholds.lines;
+  byId("origin").replaceChildren(found
+    ? element("details", {}, element("summary", {}, sentence(found)), ...rest.map((line) => element("p", {}, sentence(line))))
+    : "The model has no threshold. The sliders start where nothing is rejected, and each heatmap is scaled to its own highest value.");
+}
+
+function showColours() {
+  const bar = byId("colour-bar");
+  const limit = data.thresholds.pixel;
+  const gradient = drawing("linearGradient", { id: "heat-colours" });
+  data.colours.stops.forEach(([r, g, b, a], i, all) => gradient.append(drawing("stop", {
+    offset: i / (all.length - 1), "stop-color": `rgb(${r},${g},${b})`, "stop-opacity": a,
+  })));
+  const svg = drawing("svg", { viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": "Colours of the heatmap" },
+    drawing("defs", {}, gradient), drawing("rect", { width: 100, height: 10, fill: "url(#heat-colours)" }));
+  const labels = element("div");
+  const value = (times) => scale.text(times * limit);
+  const marks = limit === null ? [[0, "0"], [1, "highest of its image"]] : [[0, "0"], [1, `threshold ${value(1)}`], [2, value(2)]];
+  for (const [times, text] of marks) {
+    const tick = element("span", {}, text);
+    tick.style.left = `${50 * times}%`;
+    labels.append(tick);
+  }
+  bar.title = `anomaly map, ${data.unit}`;
+  bar.replaceChildren(svg, labels);
+}
+
+function showFacts() {
+  const cards = data.facts.map(({ title, rows }) => element("section", { class: "fact card" }, element("h2", {}, title),
+    element("dl", {}, ...rows.flatMap(([name, value]) => [element("dt", {}, visible(name)), element("dd", {}, visible(value))]))));
+  if (data.training_images.length) {
+    const list = element("div", { class: "hashes" });
+    const more = element("details", {}, element("summary", {}, `${data.training_images.length} training images`), list);
+    more.addEventListener("toggle", () => {
+      if (!list.firstChild) list.append(...data.training_images.map(([name, hash]) => element("div", {}, `${hash}  ${visible(name)}`)));
+    });
+    cards.push(element("section", { class: "fact card wide" }, more));
+  }
+  byId("facts").replaceChildren(...cards);
+  if (!data.refused.length) return;
+  byId("refused").replaceChildren(element("section", { class: "refused card" }, element("h2", {}, `Not scored: ${data.refused.length}`),
+    element("ul", {}, ...data.refused.map(({ name, reason }) => element("li", { class: "small" }, element("b", {}, visible(name)), ` – ${visible(reason)}`)))));
+}
+
+function start() {
+  showHead();
+  showColours();
+  showFacts();
+  drawHistogram();
+  drawCurves();
+  showTypeFigures();
+  layTiles(state.direction);
+  startControls();
+  startTabs();
+  startViewer();
+  Object.assign(state, ownLimits());
+  if (images.length) reach(order[0]);
+  update();
+  for (const { item } of tiles) nearby.observe(item);
+  new ResizeObserver(() => { drawHistogram(); showLimits(state); }).observe(histogram.svg);
+}
+
+start();

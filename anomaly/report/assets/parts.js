@@ -1,0 +1,68 @@
+// The data of the page, and small builders. Strings from the data only ever become text nodes.
+const data = JSON.parse(document.getElementById("data").textContent);
+const images = data.images;
+const VERDICTS = ["good", "review", "reject"];
+const MARKS = { good: "✓", review: "?", reject: "✕" };
+
+const byId = (id) => document.getElementById(id);
+
+function element(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+function drawing(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+// Control characters and those that turn the direction of text are shown, not obeyed.
+function visible(text) {
+  return text.replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g,
+    (c) => "\\u" + c.codePointAt(0).toString(16).padStart(4, "0"));
+}
+
+// As the model decides: above the threshold, never at it; what isn't a number doesn't pass.
+// An image that isn't like the training images at all is for a person, whatever its score.
+function verdictOf({ score, odd }, limits) {
+  if (odd) return "review";
+  if (score <= limits.review) return "good";
+  return score <= limits.reject ? "review" : "reject";
+}
+
+const scale = scoreScale();
+
+function scoreScale() {
+  const own = data.thresholds;
+  const known = images.map((i) => i.score).concat([own.review, own.reject].filter((t) => t !== null));
+  const low = known.length ? Math.min(...known) : 0;
+  const high = known.length ? Math.max(...known) : 1;
+  const span = Math.max(high - low, Math.abs(high) * 1e-6, 1e-9);
+  const power = Math.floor(Math.log10(span / 300));
+  const step = Number(`1e${power}`);
+  const digits = Math.max(0, -power);
+  const rounded = (value) => Number(value.toFixed(digits));
+  return {
+    step, digits,
+    low: rounded(Math.floor((low - span * 0.02) / step) * step),
+    high: rounded(Math.ceil((high + span * 0.02) / step) * step),
+    text: (value) => value.toFixed(digits),
+  };
+}
+
+function niceTicks(low, high, count) {
+  const rough = (high - low) / count;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
+  const ticks = [];
+  for (let k = Math.ceil(low / step); k * step <= high; k++) ticks.push(k * step);
+  return { ticks, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
+}
+
+function percent(part, whole) {
+  return whole ? `${Number(((100 * part) / whole).toPrecision(3))} %` : "–";
+}

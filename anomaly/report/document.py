@@ -1,0 +1,209 @@
+"""A category -> report.html: figures, thresholds and images as one page that opens from disk."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from anomaly import __version__
+from anomaly.datasets import GOOD
+from anomaly.evaluation import Scored
+from anomaly.heatmap import OPACITY, colour_stops
+from anomaly.metrics import pr_curve, roc_curve
+from anomaly.metrics.curves import Curve
+from anomaly.report.category import Category
+from anomaly.report.page import asset, page
+from anomaly.report.tiles import Tile
+
+STYLES = ("base.css", "report.css")
+SCRIPTS = ("parts.js", "histogram.js", "counts.js", "curves.js", "tiles.js", "viewer.js", "main.js")
+FIGURES = (
+    ("Image AUROC", "image_auroc"),
+    ("Image AP", "image_ap"),
+    ("Image F1-max", "image_f1_max"),
+    ("Recall at 1 % false rejects", "recall_at_frr_0.01"),
+    ("Pixel AUROC", "pixel_auroc"),
+    ("Pixel AP", "pixel_ap"),
+    ("AUPRO 0.3", "aupro_30"),
+    ("AUPRO 0.05", "aupro_05"),
+    ("AUPIMO", "aupimo"),
+)
+UNITS = {"patchcore": "distance", "padim": "Mahalanobis distance"}
+
+
+def report_html(category: Category) -> str:
+    """The page of one category.
+
+    Args:
+        category: with a tile for each scored image.
+    """
+    types = {row.sample.defect_type for row in category.evaluation.scored}
+    data = {
+        "name": category.name,
+        "subtitle": _subtitle(category),
+        "unit": unit(category),
+        "types": sorted(types, key=lambda name: (name != GOOD, name)),
+        "good": GOOD,
+        "thresholds": _thresholds(category),
+        "images": list(_images(category)),
+        "refused": [
+            {"name": row.sample.name, "type": row.sample.defect_type, "reason": row.reason}
+            for row in category.evaluation.scored
+            if row.image_score is None
+        ],
+        "figures": list(_figures(category)),
+        "curves": _curves(category),
+        "by_type": list(_by_type(category)),
+        "colours": {"stops": colour_stops(), "opacity": OPACITY},
+        "command": f"python scripts/calibrate.py --model {shlex.quote(category.model)}",
+        "facts": _facts(category),
+        "training_images": sorted(category.manifest.get("training_images", {}).items()),
+    }
+    title = f"{category.name} – inspection report"
+    return page(title, asset("report.html"), styles=STYLES, scripts=SCRIPTS, data=data)
+
+
+def unit(category: Category) -> str:
+    """What the scores are."""
+    return UNITS.get(_kind(category), "score")
+
+
+def _kind(category: Category) -> str:
+    return str(category.settings.get("model", {}).get("kind", ""))
+
+
+def _subtitle(category: Category) -> str:
+    evaluation = category.evaluation
+    parts = [
+        {"patchcore": "PatchCore", "padim": "PaDiM"}.get(_kind(category), _kind(category)),
+        str(category.settings.get("backbone", {}).get("name", "")),
+        f"{evaluation.n_good} good and {evaluation.n_defect} defective test images",
+        f"model {category.model_id}" if category.model_id else "",
+    ]
+    return " · ".join(filter(None, parts))
+
+
+def _thresholds(category: Category) -> dict[str, Any]:
+    limits = category.thresholds
+    if limits is None:
+        return {"review": None, "reject": None, "pixel": None, "lines": []}
+    return {
+        "review": limits.review,
+        "reject": limits.image,
+        "pixel": limits.pixel,
+        "lines": limits.lines(),
+    }
+
+
+def _images(category: Category) -> Iterator[dict[str, Any]]:
+    for index, row in enumerate(category.evaluation.scored):
+        if row.image_score is not None:
+            yield _image(row, category.tiles[index])
+
+
+def _image(row: Scored, tile: Tile) -> dict[str, Any]:
+    return {
+        "name": row.sample.name,
+        "type": row.sample.defect_type,
+        "defect": row.sample.is_defect,
+        "score": row.image_score,
+        "sha256": row.image_sha256,
+        "odd": row.reason if row.odd else "",
+        "size": tile.size,
+        "source": tile.source,
+        "photo": base64.b64encode(tile.photo).decode(),
+        "heat": base64.b64encode(tile.heat).decode(),
+        "truth": tile.truth,
+        "marked": tile.marked,
+        "partly": tile.partly,
+    }
+
+
+def _figures(category: Category) -> Iterator[dict[str, Any]]:
+    metrics = category.evaluation.metrics
+    for label, key in FIGURES:
+        if key in metrics.values:
+            yield {
+                "label": label,
+                "key": key,
+                "value": metrics.values[key],
+                "interval": category.evaluation.intervals.get(key),
+                "reason": metrics.reasons.get(key, ""),
+            }
+
+
+def _by_type(category: Category) -> Iterator[dict[str, Any]]:
+    kinds = [r.sample.defect_type for r in category.evaluation.scored if r.image_score is not None]
+    for name, metrics in category.evaluation.by_type.items():
+        yield {"type": name, "images": kinds.count(name), **metrics.values}
+
+
+def _curves(category: Category) -> dict[str, Any]:
+    rows = category.evaluation.scored
+    scores = [row.image_score for row in rows if row.image_score is not None]
+    labels = [row.sample.is_defect for row in rows if row.image_score is not None]
+    return {"roc": _points(roc_curve(scores, labels)), "pr": _points(pr_curve(scores, labels))}
+
+
+def _points(curve: Curve | None) -> list[list[float]] | None:
+    if curve is None:
+        return None
+    return [[round(x, 5), round(y, 5)] for x, y in zip(curve.x, curve.y, strict=True)]
+
+
+def _facts(category: Category) -> list[dict[str, Any]]:
+    """Titled tables of names and values for the model's part of the page."""
+    manifest, training = category.manifest, category.training
+    backbone = manifest.get("backbone", {})
+    scored = len(category.evaluation.scored)
+    rate = f"{scored / category.seconds:.1f}" if category.seconds > 0 else "–"
+    images = training.get("images", {})
+    timings = {
+        f"training: {stage}": f"{s:.1f} s" for stage, s in training.get("seconds", {}).items()
+    }
+    timings["evaluation"] = f"{category.seconds:.1f} s"
+    timings["evaluation, images a second"] = rate
+    if training.get("peak_memory_bytes"):
+        timings["training: memory at most"] = f"{training['peak_memory_bytes'] / 1e9:.2f} GB"
+    hashes = {
+        "model id": category.model_id,
+        "backbone weights": backbone.get("weights_sha256") or "–",
+        "training images": _digest(manifest.get("training_images", {}).values()),
+        "test images": _digest(row.image_sha256 for row in category.evaluation.scored),
+    }
+    learned = {
+        "images learned from": images.get("learned", len(manifest.get("training_images", {}))),
+        "patches": training.get("patches"),
+        "memory bank vectors": training.get("bank_vectors"),
+    }
+    made = manifest.get("made_with", {})
+    software = {"anomaly": __version__, "python": made.get("python"), **made.get("packages", {})}
+    machine = {k: v for k, v in made.items() if k not in ("packages", "python")}
+    tables = {
+        "Settings": dict(_flat(category.settings)),
+        "Learned": learned,
+        "Timings": timings,
+        "Hashes (sha256)": hashes,
+        "Made with": software | machine,
+    }
+    return [
+        {"title": title, "rows": [[k, str(v)] for k, v in rows.items() if v not in (None, "")]}
+        for title, rows in tables.items()
+    ]
+
+
+def _digest(hashes: Any) -> str:
+    """One hash for a set of files, whatever their names and order."""
+    known = sorted(h for h in hashes if h)
+    return hashlib.sha256("".join(known).encode()).hexdigest() if known else "–"
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

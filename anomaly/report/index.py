@@ -1,0 +1,145 @@
+"""Categories -> index.html: the table over all of them, with links to their reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from urllib.parse import quote
+
+from anomaly import __version__
+from anomaly.report.category import Category, Failure
+from anomaly.report.page import page
+from anomaly.report.published import CATEGORIES, Published, published
+from anomaly.report.tables import COLUMNS, mean
+
+_STRIP_WIDTH, _STRIP_HEIGHT = 160, 30
+
+
+def index_html(
+    categories: Sequence[Category], failures: Sequence[Failure], links: Mapping[str, str]
+) -> str:
+    """The page over all categories.
+
+    Args:
+        categories: in order; their tiles aren't used.
+        failures: what couldn't be evaluated.
+        links: category name to its report, relative to the index.
+    """
+    known = {c.name: _published(c) for c in categories}
+    head = ["Category", "Good", "Defective", *(title for title, _ in COLUMNS)]
+    head += ["False rejects", "Escapes", "To review", "Scores"]
+    rows = [_row(c, known[c.name], links.get(c.name)) for c in categories]
+    if len(categories) > 1:
+        rows.append(_mean_row(categories, list(known.values())))
+    rows += [_failed(f, len(head)) for f in failures]
+    count = f"{len(categories)} of {len(categories) + len(failures)} categories evaluated"
+    body = f"""
+<header class="top"><h1>Evaluation</h1>
+<p class="soft">{count} · anomaly {escape(__version__)}</p></header>
+<main class="sheet"><div class="card wide"><table class="overview">
+<thead><tr>{"".join(f'<th scope="col">{escape(title)}</th>' for title in head)}</tr></thead>
+<tbody>{"".join(rows)}</tbody></table></div>
+{_notes(list(known.values()))}</main>"""
+    return page("Evaluation", body, styles=("base.css", "index.css"))
+
+
+def _published(category: Category) -> Published | None:
+    layers = list(category.manifest.get("backbone", {}).get("layers", []))
+    return published(category.settings, layers)
+
+
+def _row(category: Category, paper: Published | None, link: str | None) -> str:
+    evaluation = category.evaluation
+    name = f"<bdi>{escape(category.name)}</bdi>"
+    if link is not None:
+        name = f'<a href="{escape(quote(link, errors="replace"))}">{name}</a>'
+    cells = [str(evaluation.n_good), str(evaluation.n_defect)]
+    trained_on = str(category.settings.get("data", {}).get("category"))
+    for _, key in COLUMNS:
+        theirs = paper.figures.get(key, {}).get(trained_on) if paper else None
+        cells.append(_figure(evaluation.metrics.values.get(key), theirs))
+    verdicts = category.verdicts
+    if verdicts is None:
+        cells += ["–"] * 3
+    else:
+        cells.append(_count(verdicts.false_rejects))
+        cells.append(_count(verdicts.escapes))
+        cells.append(str(verdicts.good.review + verdicts.defective.review))
+    cells.append(_strip(category))
+    return f'<tr><th scope="row">{name}</th>{"".join(f"<td>{c}</td>" for c in cells)}</tr>'
+
+
+def _mean_row(categories: Sequence[Category], papers: Sequence[Published | None]) -> str:
+    ours = mean([c.evaluation for c in categories])
+    complete = {str(c.settings.get("data", {}).get("category")) for c in categories} == set(
+        CATEGORIES
+    )
+    same = papers[0] if complete and all(p is papers[0] for p in papers) else None
+    cells = [_figure(ours.get(key), same.mean.get(key) if same else None) for _, key in COLUMNS]
+    counts = [c.verdicts for c in categories]
+    totals = [
+        sum(v.false_rejects for v in counts if v),
+        sum(v.escapes for v in counts if v),
+        sum(v.good.review + v.defective.review for v in counts if v),
+    ]
+    good = sum(c.evaluation.n_good for c in categories)
+    defective = sum(c.evaluation.n_defect for c in categories)
+    cells = [str(good), str(defective), *cells, *map(str, totals), ""]
+    listed = "".join(f"<td>{c}</td>" for c in cells)
+    return f'<tr class="mean"><th scope="row">Mean, and sum of counts</th>{listed}</tr>'
+
+
+def _failed(failure: Failure, columns: int) -> str:
+    return (
+        f'<tr class="failed"><th scope="row"><bdi>{escape(failure.name)}</bdi></th>'
+        f'<td colspan="{columns - 1}">not evaluated: {escape(failure.reason)}</td></tr>'
+    )
+
+
+def _figure(ours: float | None, theirs: float | None) -> str:
+    shown = "–" if ours is None else f"{ours:.4f}"
+    if theirs is None:
+        return shown
+    difference = "" if ours is None else f" ({ours - theirs:+.3f})"
+    return f"{shown}<small>paper {theirs:.3f}{difference}</small>"
+
+
+def _count(wrong: int) -> str:
+    return f'<b class="wrong">{wrong}</b>' if wrong else "0"
+
+
+def _notes(papers: Sequence[Published | None]) -> str:
+    sources = dict.fromkeys(p.source for p in papers if p)
+    lines = [
+        "False rejects, escapes and reviews are counts at each model's own thresholds.",
+        "Scores: good parts above the line, defective ones below; the vertical line is the "
+        "threshold above which parts are rejected. The mean leaves out what is undefined.",
+        *(f"Paper: {source}." for source in sources),
+    ]
+    return "".join(f'<p class="soft small">{escape(line)}</p>' for line in lines)
+
+
+def _strip(category: Category) -> str:
+    """Every score as a tick, good parts up, defective ones down, and the threshold."""
+    rows = [r for r in category.evaluation.scored if r.image_score is not None]
+    if not rows:
+        return ""
+    scores = [float(r.image_score or 0.0) for r in rows]
+    limit = None if category.thresholds is None else category.thresholds.image
+    marks = [*scores, *([] if limit is None else [limit])]
+    low, span = min(marks), max(max(marks) - min(marks), 1e-12)
+
+    def x(score: float) -> float:
+        return round(3 + (score - low) / span * (_STRIP_WIDTH - 6), 1)
+
+    middle = _STRIP_HEIGHT / 2
+    ticks = {"sound": "", "defect": ""}
+    for row, score in zip(rows, scores, strict=True):
+        kind, step = ("defect", "v11") if row.sample.is_defect else ("sound", "v-11")
+        ticks[kind] += f"M{x(score)} {middle + (1 if kind == 'defect' else -1)}{step}"
+    line = "" if limit is None else f'<path class="limit" d="M{x(limit)} 0v{_STRIP_HEIGHT}"/>'
+    paths = "".join(f'<path class="{kind}" d="{d}"/>' for kind, d in ticks.items())
+    return (
+        f'<svg class="strip" width="{_STRIP_WIDTH}" height="{_STRIP_HEIGHT}" role="img" '
+        f'aria-label="scores from {low:.4g} to {low + span:.4g}">{paths}{line}</svg>'
+    )

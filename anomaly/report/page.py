@@ -1,0 +1,96 @@
+"""One self-contained HTML page: style, scripts, data, and a policy that allows nothing else.
+
+Whatever comes from file names or settings reaches a page in one of two ways: escaped by `html`
+here, or as JSON that scripts put in place as text.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="anomaly">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+{body}
+{scripts}</body>
+</html>
+"""
+
+
+def page(
+    title: str,
+    body: str,
+    *,
+    styles: Sequence[str],
+    scripts: Sequence[str] = (),
+    data: Mapping[str, Any] | None = None,
+) -> str:
+    """Put a page together.
+
+    Args:
+        title: plain text.
+        body: HTML whose variable parts have been escaped.
+        styles: names of assets.
+        scripts: names of assets, in order; they share one module.
+        data: what the scripts read from the element `data`.
+    """
+    style = "".join(map(asset, styles))
+    code = "".join(map(asset, scripts))
+    parts = []
+    if data is not None:
+        parts.append(f'<script type="application/json" id="data">{embedded(data)}</script>\n')
+    if code:
+        parts.append(f'<script type="module">{code}</script>\n')
+    return _PAGE.format(
+        policy=_policy(style, code),
+        title=html.escape(title),
+        style=style,
+        body=body,
+        scripts="".join(parts),
+    )
+
+
+def asset(name: str) -> str:
+    """The text of a file in assets/."""
+    text = files("anomaly.report").joinpath("assets", name).read_text("utf-8")
+    return text.replace("\r\n", "\n")
+
+
+def embedded(data: Mapping[str, Any]) -> str:
+    """JSON that can stand inside a script element whatever the strings in it are."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _policy(style: str, code: str) -> str:
+    """Nothing from anywhere, but these very styles and scripts and the pictures in the page."""
+    allowed = {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "style-src": _fingerprint(style),
+        "script-src": _fingerprint(code) if code else "'none'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{directive} {source}" for directive, source in allowed.items())
+
+
+def _fingerprint(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"

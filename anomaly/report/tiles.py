@@ -1,0 +1,161 @@
+"""Test images -> small pictures for the report: the image, its heatmap, and outlines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.detector import Prediction
+from anomaly.evaluation import Map, Mask
+from anomaly.heatmap import display, layer, outlines
+
+_LARGEST, _SMALLEST = 640, 96
+# So many images get 288 pixels each; fewer get more, for about 30 MB of report at most.
+_IMAGES, _SIDE = 1500, 288
+_QUALITY = 75
+_HEAT_SIDE = 160
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What the report shows of one image.
+
+    Attributes:
+        photo: WebP.
+        heat: WebP with opacity, to be stretched over the photo; empty where nothing is coloured.
+        size: (width, height) of the photo; the outlines' coordinates.
+        source: (width, height) of the original image.
+        truth: outline of the ground-truth mask, as an SVG path.
+        marked: the threshold's contour on the anomaly map, as an SVG path.
+        partly: whether the network didn't look at some of the image.
+    """
+
+    photo: bytes
+    heat: bytes
+    size: tuple[int, int]
+    source: tuple[int, int]
+    truth: str
+    marked: str
+    partly: bool = False
+
+
+class Tiles:
+    """Makes tiles behind the scoring; used in a `with` statement.
+
+    Args:
+        count: how many images there will be; the more, the smaller their pictures.
+        threshold: the anomaly map's value where marking starts; None takes each map's highest.
+        workers: threads.
+    """
+
+    def __init__(self, count: int, threshold: float | None, workers: int) -> None:
+        self._side = side_for(count)
+        self._threshold = threshold
+        self._pool = ThreadPoolExecutor(workers)
+        self._tiles: dict[int, Future[Tile]] = {}
+
+    def __enter__(self) -> Tiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add(self, prediction: Prediction, anomaly_map: Map, mask: Mask | None) -> None:
+        """Take one image: (H0, W0) map and mask.
+
+        Raises:
+            ValueError: the image was decoded in another process.
+        """
+        if prediction.image is None:
+            raise ValueError(f"image {prediction.index} isn't at hand to be shown")
+        threshold = self._threshold
+        if threshold is None:
+            threshold = float(np.nanmax(anomaly_map))
+        photo, small, outline = _reduced(
+            display(prediction.image), anomaly_map, mask, self._side
+        )  # now, so that the full image isn't kept waiting in the queue
+        height, width = anomaly_map.shape
+        self._tiles[prediction.index] = self._pool.submit(
+            _encoded, photo, small, outline, threshold, (width, height)
+        )
+
+    def finished(self) -> dict[int, Tile]:
+        """The tiles by the images' places in the test split; waits for the last."""
+        return {index: future.result() for index, future in self._tiles.items()}
+
+
+def side_for(count: int) -> int:
+    """The longer side of each picture, in pixels, so that a report of `count` stays small."""
+    return int(np.clip(_SIDE * (_IMAGES / max(count, 1)) ** 0.5, _SMALLEST, _LARGEST))
+
+
+def _reduced(
+    picture: NDArray[np.uint8], anomaly_map: Map, mask: Mask | None, side: int
+) -> tuple[NDArray[np.uint8], Map, Mask | None]:
+    """Picture, map and mask with `side` pixels along the longer side, or as they are."""
+    height, width = anomaly_map.shape
+    scale = side / max(height, width)
+    if scale >= 1:
+        return picture.copy(), anomaly_map, mask
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    photo = np.asarray(cv2.resize(picture, size, interpolation=cv2.INTER_AREA), np.uint8)
+    small = np.asarray(cv2.resize(anomaly_map, size, interpolation=cv2.INTER_AREA), np.float32)
+    if mask is None:
+        return photo, small, None
+    # A defect of a single pixel must still show.
+    covered = cv2.resize(mask.astype(np.float32), size, interpolation=cv2.INTER_AREA) > 0
+    return photo, small, np.asarray(covered, bool)
+
+
+def _encoded(
+    photo: NDArray[np.uint8],
+    anomaly_map: Map,
+    mask: Mask | None,
+    threshold: float,
+    source: tuple[int, int],
+) -> Tile:
+    height, width = anomaly_map.shape
+    return Tile(
+        photo=_webp(photo[..., ::-1]),
+        heat=_heat(anomaly_map, threshold),
+        size=(width, height),
+        source=source,
+        truth="" if mask is None else svg_path(outlines(mask)),
+        marked=svg_path(outlines(anomaly_map > threshold)),
+        partly=bool(np.isnan(anomaly_map).any()),
+    )
+
+
+def _heat(anomaly_map: Map, threshold: float) -> bytes:
+    """The heatmap as a picture of its own; it is smooth, so a small one will do."""
+    height, width = anomaly_map.shape
+    scale = min(1.0, _HEAT_SIDE / max(height, width))
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    small = np.asarray(cv2.resize(anomaly_map, size, interpolation=cv2.INTER_AREA), np.float32)
+    colours = layer(small, threshold)
+    return _webp(colours[..., [2, 1, 0, 3]]) if colours[..., 3].any() else b""
+
+
+def _webp(picture: NDArray[np.uint8]) -> bytes:
+    settings = [cv2.IMWRITE_WEBP_QUALITY, _QUALITY]
+    done, data = cv2.imencode(".webp", np.ascontiguousarray(picture), settings)
+    if not done:
+        raise ValueError(f"a picture of shape {picture.shape} can't be encoded as WebP")
+    return data.tobytes()
+
+
+def svg_path(lines: Sequence[NDArray[np.int32]]) -> str:
+    """Closed lines of pixel coordinates as an SVG path through the pixels' centres."""
+    parts = []
+    for line in lines:
+        points = cv2.approxPolyDP(line, 0.6, closed=True).reshape(-1, 2)
+        steps = np.diff(points, axis=0)
+        start = f"M{points[0, 0]}.5 {points[0, 1]}.5"
+        # A single pixel still gets a dot: a closed line of no length with round caps.
+        parts.append(start + "".join(f"l{x} {y}" for x, y in steps) + "z")
+    return "".join(parts)

@@ -1,0 +1,106 @@
+"""Evaluations made of numbers and drawn pictures, for tests of reports: no network, no training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+
+from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand
+from anomaly.datasets import Sample
+from anomaly.evaluation import Evaluation, Scored
+from anomaly.images import Image
+from anomaly.metrics import bootstrap_intervals, image_metrics, metrics_by_type
+from anomaly.report.category import Category
+from anomaly.report.tiles import Tile, Tiles
+
+LIMIT = 10.0
+HOSTILE = (
+    "<img src=x onerror=window.hacked=1>.png",
+    "</script><script>window.hacked=1</script>.png",
+    "\"'><svg onload=window.hacked=1>.png",
+    "line\nbreak\u2028.png",
+    "\u202egnp.elbisrever\u202c.png",
+    "not utf-8 \udcff.png",
+    "${window.hacked=1} {{hacked}} &lt;b&gt;.png",
+)
+
+
+def picture(index: int, score: float, defect: bool, size: int = 96) -> Tile:
+    """A tile of a drawn part whose mark is as strong as its score."""
+    rng = np.random.default_rng(index)
+    pixels = rng.normal(150, 12, (size, size + 24, 3)).clip(0, 255).astype(np.uint8)
+    mask = np.zeros(pixels.shape[:2], dtype=bool)
+    if defect:
+        mask[30:44, 40:60] = True
+    anomaly_map = np.where(mask, score, 2.0).astype(np.float32)
+    anomaly_map = cv2.GaussianBlur(anomaly_map, (0, 0), 4)
+    image = Image(pixels, 255.0, "rgb8", "png", "")
+    with Tiles(100, LIMIT, 1) as tiles:
+        prediction = SimpleNamespace(index=0, image=image)
+        tiles.add(prediction, anomaly_map, mask)  # type: ignore[arg-type]
+        return tiles.finished()[0]
+
+
+def case(
+    count: int = 30,
+    *,
+    name: str = "disc",
+    names: Sequence[str] = (),
+    thresholds: Thresholds | None = None,
+    tiles: Sequence[Tile] = (),
+    seed: int = 0,
+) -> Category:
+    """`count` images, three kinds of them, with overlapping scores and some ties at the limit."""
+    rng = np.random.default_rng(seed)
+    kinds = ("good", "good", "scratch", "stain")
+    scored = []
+    for i in range(count):
+        kind = kinds[i % len(kinds)]
+        score = float(np.float32(rng.normal(8 if kind == "good" else 12, 2)))
+        score = LIMIT if i % 11 == 5 else score
+        file = names[i] if i < len(names) else f"test/{kind}/{i:04}.png"
+        sample = Sample(Path("/data") / f"{i}.png", file, kind)
+        scored.append(Scored(sample, score, "", f"{i:064x}"))
+    scores, labels = [s.image_score for s in scored], [s.sample.is_defect for s in scored]
+    pictures = {
+        i: tiles[i % len(tiles)] if tiles else picture(i, s.image_score or 0, s.sample.is_defect)
+        for i, s in enumerate(scored)
+    }
+    evaluation = Evaluation(
+        name,
+        tuple(scored),
+        image_metrics(scores, labels),
+        bootstrap_intervals(scores, labels),
+        metrics_by_type(scores, labels, [s.sample.defect_type for s in scored]),
+    )
+    return Category(
+        evaluation=evaluation,
+        thresholds=thresholds,
+        model="runs/my disc",
+        model_id="0123456789abcdef",
+        manifest={"training_images": {"train/good/000.png": "ab" * 32}},
+        settings={"model": {"kind": "patchcore"}, "backbone": {"name": "resnet18"}},
+        training={"seconds": {"features": 1.5}},
+        seconds=2.0,
+        tiles=pictures,
+    )
+
+
+def with_odd(category: Category, places: Sequence[int], reason: str) -> Category:
+    """The same, but some images aren't like the training images at all."""
+    rows = list(category.evaluation.scored)
+    for i in places:
+        rows[i] = replace(rows[i], reason=reason, odd=True)
+    return replace(category, evaluation=replace(category.evaluation, scored=tuple(rows)))
+
+
+def limits(image: float = LIMIT, review: float | None = None) -> Thresholds:
+    """Thresholds that some scores lie on; nothing to review unless asked for."""
+    good = GoodScores(("a", "b", "c", "d"), (6.0, 7.0, 8.0, 9.0), (6.0, 7.0, 8.0, 9.0), "4 images")
+    low = image if review is None else review
+    return replace(thresholds_by_hand(good, low, image), pixel=LIMIT)

@@ -1,0 +1,105 @@
+"""`evaluate`: many models, what isn't trained yet, what fails, and comparisons."""
+
+import json
+import shutil
+from pathlib import Path
+
+import cv2
+import pytest
+from conftest import FAST, REPOSITORY, Command, write_product
+
+EVALUATION = {"index.html", "metrics.json", "scores.csv"}
+CATEGORY = {"report.html", "metrics.json", "scores.csv"}
+
+
+def _names(folder: Path) -> set[str]:
+    return {f.name for f in folder.iterdir()}
+
+
+def test_one_model_failing_does_not_lose_the_others(
+    run_folder: Path, padim_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    shutil.copytree(padim_folder / "model", tmp_path / "alone")
+    output = tmp_path / "out"
+    code, out, err = command(
+        "evaluate", ["--model", run_folder, tmp_path / "alone", padim_folder, "--output", output]
+    )
+    assert code == 3
+    assert "--data-root" in err
+    second = f"disc ({padim_folder})"
+    assert "mean" in out
+    metrics = json.loads((output / "metrics.json").read_text())
+    assert list(metrics["categories"]) == ["disc", second]
+    assert _names(output) >= EVALUATION
+    folders = [f for f in output.iterdir() if f.is_dir()]
+    assert len(folders) == 2
+    assert all(_names(folder) == CATEGORY for folder in folders)
+    index = (output / "index.html").read_text("utf-8")
+    assert "not evaluated" in index
+    assert 'href="disc/report.html"' in index
+    figures = metrics["categories"]["disc"]
+    assert figures["intervals"]["image_auroc"] == [1.0, 1.0]
+    verdicts = figures["verdicts"]
+    assert verdicts["defective"]["reject"] == 3
+    assert verdicts["false_rejects"] == verdicts["good"]["reject"]
+    single = json.loads((output / "disc" / "metrics.json").read_text())
+    assert single["categories"]["disc"] == figures
+
+
+def test_configs_are_trained_once(tmp_path: Path, command: Command) -> None:
+    product = write_product(tmp_path / "disc")
+    base = REPOSITORY / "configs" / "folder.yaml"
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.yaml").write_text(f"base: {base}\nname: {name}\n")
+    settings = ["data.format=mvtec", f"data.root={product}", *FAST]
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    arguments = ["--config", tmp_path / "one.yaml", *overrides, "--runs", tmp_path / "runs"]
+    code, out, _ = command("evaluate", [*arguments, "--output", tmp_path / "first"])
+    assert (code, "trained one" in out) == (0, True)
+    both = ["--config", tmp_path / "one.yaml", tmp_path / "two.yaml", *arguments[2:]]
+    code, out, err = command("evaluate", [*both, "--output", tmp_path / "second"])
+    assert code == 0, err
+    assert "trained one" not in out
+    assert "trained two" in out
+    other = [*arguments, "--set", "model.coreset_ratio=0.2", "--output", tmp_path / "third"]
+    code, _, err = command("evaluate", other)
+    assert code == 2
+    assert "model.coreset_ratio is 0.1 there and 0.2 here" in err
+    elsewhere = write_product(tmp_path / "other")
+    moved = [*arguments, "--set", f"data.root={elsewhere}", "--output", tmp_path / "fourth"]
+    code, _, err = command("evaluate", moved)
+    assert (code, f"data folder is '{product}' there" in err) == (2, True), err
+    code, _, err = command(
+        "evaluate", ["--model", tmp_path / "runs/one", *overrides, "--output", tmp_path / "x"]
+    )
+    assert (code, "--set needs --config" in err) == (2, True)
+
+
+def test_two_evaluations_are_compared(
+    run_folder: Path, padim_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    for name, model in (("a", run_folder), ("b", padim_folder)):
+        assert command("evaluate", ["--model", model, "--output", tmp_path / name])[0] == 0
+    compare = ["--compare", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "c"]
+    code, out, _ = command("evaluate", compare)
+    assert code == 0
+    assert "of 6 images changed verdict" in out
+    assert _names(tmp_path / "c") == {"comparison.html", "comparison.csv"}
+    assert command("evaluate", compare)[0] == 2
+    code, _, err = command("evaluate", ["--compare", tmp_path, tmp_path, "--output", tmp_path])
+    assert (code, "holds no evaluation" in err) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["overlay", "side-by-side"])
+def test_infer_draws_as_asked(
+    kind: str, run_folder: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    image = product / "test" / "spot" / "000.png"
+    arguments = ["--model", run_folder, "--input", image, "--output", tmp_path, "--heatmap", kind]
+    assert command("infer", arguments)[0] == 0
+    (picture,) = [cv2.imread(str(f)) for f in (tmp_path / "heatmaps").iterdir()]
+    assert picture is not None
+    height, width = picture.shape[:2]
+    assert height == 96
+    assert width == 120 if kind == "overlay" else width > 250
+    assert (tmp_path / "heatmap_scale.png").is_file()
