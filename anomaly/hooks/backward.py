@@ -9,17 +9,13 @@ copies instead of the views.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
-from anomaly.errors import LayerError
+from anomaly.hooks.guard import Hook
 from anomaly.hooks.nested import map_tensors, named_tensors
-
-Hook = Callable[..., Any]
 
 
 class BackwardGates(threading.local):
@@ -30,8 +26,8 @@ class BackwardGates(threading.local):
     """
 
     def __init__(self, hook: Hook | None = None, pre_hook: Hook | None = None) -> None:
-        self._hooks = [unmodified(hook)] if hook else []
-        self._pre_hooks = [unmodified(pre_hook)] if pre_hook else []
+        self._hooks = [hook] if hook else []
+        self._pre_hooks = [pre_hook] if pre_hook else []
         self._open: list[BackwardHook] = []
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -52,24 +48,6 @@ class BackwardGates(threading.local):
         tensors = tuple(tensor for _, tensor in named_tensors(output, ""))
         gated = iter(_copies(gate.setup_output_hook(tensors)))  # type: ignore[no-untyped-call]
         return map_tensors(lambda _: next(gated), output)
-
-
-def unmodified(hook: Hook) -> Hook:
-    """Refuse hooks that change a gradient in place: autograd may use the same tensor elsewhere."""
-
-    @wraps(hook)
-    def guarded(*args: Any) -> Any:
-        tensors = [tensor for _, tensor in named_tensors(args, "")]
-        versions = [tensor._version for tensor in tensors]
-        result = hook(*args)
-        if versions != [tensor._version for tensor in tensors]:
-            raise LayerError(
-                "a backward hook changed a gradient in place, which would change it for other "
-                "layers too: return the new gradient instead"
-            )
-        return result
-
-    return guarded
 
 
 def _copies(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import wraps
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
@@ -12,11 +12,11 @@ from torch.nn.modules import module as torch_hooks
 from torch.utils.hooks import RemovableHandle
 
 from anomaly.errors import LayerError
-from anomaly.hooks.backward import BackwardGates, unmodified
+from anomaly.hooks.backward import BackwardGates
+from anomaly.hooks.guard import Hook, unmodified
 from anomaly.hooks.paths import Selector, select
 
 Layers: TypeAlias = Selector | Sequence[Selector]
-Hook: TypeAlias = Callable[..., Any]
 Event: TypeAlias = Literal["forward", "forward_pre", "backward", "backward_pre"]
 
 
@@ -24,7 +24,8 @@ class HookSet:
     """Hooks on one network, all removed at the end of `with`, whatever happens inside.
 
     Functions get PyTorch's own arguments first, then the extra ones given when registering. What
-    they return replaces what they were shown; None leaves it as it is.
+    they return replaces what they were shown; None leaves it as it is. One that changes a tensor
+    in place instead is an error: other layers may hold the same tensor.
 
     Example:
         def scale(module, inputs, output, factor):
@@ -135,7 +136,7 @@ class HookSet:
                 f"a tensor of shape {tuple(tensor.shape)} takes no part in the backward pass: make "
                 "it with requires_grad=True, or capture it with grad=True outside no_grad"
             )
-        call = unmodified(_with_extra(hook, extra, named))
+        call = _with_extra(hook, extra, named)
         handle: RemovableHandle = tensor.register_hook(call)  # type: ignore[no-untyped-call]
         return self._add([handle])[0]
 
@@ -181,4 +182,4 @@ def _with_extra(hook: Hook, extra: tuple[Any, ...], named: dict[str, Any]) -> Ho
     def call(*args: Any) -> Any:
         return hook(*args, *extra, **named)
 
-    return call
+    return unmodified(call)

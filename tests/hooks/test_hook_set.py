@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
-from anomaly.hooks import HookSet, live_hooks
+from anomaly.hooks import HookSet, capture, live_hooks
+
+# What these networks need; the others take small images.
+SIDES = {"alexnet": 80, "inception_v3": 96, "maxvit_t": 224, "swin_t": 64, "swin_v2_t": 64}
+SIDES["vit_b_32"] = 224
 
 ACTIVATIONS = {"relu": nn.ReLU, "relu6": nn.ReLU6, "hardswish": nn.Hardswish, "silu": nn.SiLU}
 
@@ -101,12 +107,23 @@ def test_backward_hooks_see_the_gradients_of_autograd(blocks: list[tuple[str, bo
         "efficientnet_b0",
         pytest.param("efficientnet_v2_s", marks=pytest.mark.slow),
         "convnext_tiny",
+        "shufflenet_v2_x0_5",
+        "squeezenet1_1",
+        "mnasnet0_5",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                *("alexnet", "googlenet", "inception_v3", "regnet_y_400mf"),
+                *("maxvit_t", "swin_t", "swin_v2_t", "vit_b_32"),
+            )
+        ),
     ],
 )
 def test_backward_hooks_on_every_layer_of_every_family_change_nothing(name: str) -> None:
     torch.manual_seed(0)
     network = torchvision.models.get_model(name, weights=None, num_classes=4).eval()
-    x = torch.randn(1, 3, 48, 48, requires_grad=True)
+    side = SIDES.get(name, 48)
+    x = torch.randn(1, 3, side, side, requires_grad=True)
     probe = [x, *(p for p in network.parameters() if p.ndim == 4)]
     expected = torch.autograd.grad(network(x).square().sum(), probe)
     called: set[nn.Module] = set()
@@ -208,18 +225,45 @@ def test_tensor_hooks_replace_gradients_and_are_removed() -> None:
         hooks.tensor(torch.zeros(2), torch.clone)
 
 
-@pytest.mark.parametrize("where", ["layer", "tensor"])
-def test_changing_a_gradient_in_place_is_refused(where: str) -> None:
+IN_PLACE = {
+    "forward": lambda module, inputs, output: output.mul_(2),
+    "forward_pre": lambda module, inputs: inputs[0].mul_(2),
+    "backward": lambda module, grad_input, grad_output: (grad_input[0].mul_(2),),
+    "backward_pre": lambda module, grad_output: (grad_output[0].mul_(2),),
+}
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("event", IN_PLACE)
+def test_a_hook_that_changes_a_tensor_in_place_is_refused(event: Any, everywhere: bool) -> None:
     network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    x = torch.ones(2, 3, requires_grad=True)
+    x = torch.ones(2, 3, requires_grad=True) * 1
     with HookSet(network) as hooks:
-        if where == "layer":
-            hooks.backward("0", lambda module, gi, go: (gi[0].mul_(2),))
+        if everywhere:
+            hooks.everywhere(event, IN_PLACE[event])
         else:
-            hooks.tensor(x, lambda grad: grad.mul_(2))
-        with pytest.raises(LayerError, match="changed a gradient in place"):
+            getattr(hooks, event)("0", IN_PLACE[event])
+        with pytest.raises(LayerError, match="lambda> changed a tensor in place"):
             network(x).square().sum().backward()
     assert live_hooks(network) == 0
+
+
+def test_a_tensor_hook_that_changes_the_gradient_in_place_is_refused() -> None:
+    network = nn.Linear(3, 1)
+    x = torch.ones(2, 3, requires_grad=True)
+    with HookSet(network) as hooks:
+        hooks.tensor(x, lambda grad: grad.mul_(2))
+        with pytest.raises(LayerError, match="changed a tensor in place"):
+            network(x).square().sum().backward()
+    assert not x._backward_hooks
+
+
+def test_hooks_run_under_inference_mode() -> None:
+    network = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+    with torch.inference_mode(), HookSet(network) as hooks:
+        hooks.forward(nn.Module, lambda module, inputs, output: output + 1)
+        got = network(torch.zeros(1, 3))
+    torch.testing.assert_close(got, (network[0](torch.zeros(1, 3)) + 1).relu() + 2)
 
 
 class DictOutput(nn.Module):
@@ -310,3 +354,62 @@ def test_a_bad_layer_leaves_nothing_registered_and_handles_remove_one_early() ->
             assert live_hooks(network) == 2
         assert live_hooks(network) == 1
     assert live_hooks(network) == 0
+
+
+class Breaking(nn.Module):
+    """Raises in the forward or the backward pass, when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.when = "never"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "forward":
+            raise ZeroDivisionError
+        y = x * 1
+        if self.when == "backward" and y.requires_grad:
+            y.register_hook(lambda grad: 1 / 0)
+        return y
+
+
+def register(hooks: HookSet, event: Any, layers: Any, everywhere: bool, hook: Any) -> None:
+    if everywhere:
+        hooks.everywhere(event, hook)
+    else:
+        getattr(hooks, event)(layers, hook)
+
+
+@settings(deadline=None, max_examples=80)
+@given(blocks=NETWORKS, data=st.data())
+def test_no_hook_remains_after_any_path_and_the_network_is_as_before(
+    blocks: list[tuple[str, bool]], data: st.DataObject
+) -> None:
+    """Hooks of every kind, nested, some of them raising, in networks that may raise as well."""
+    network, breaking = build(blocks), Breaking()
+    network.append(breaking)
+    x = torch.randn(1, 2, 4, 4, requires_grad=True)
+    expected = network(x)
+    breaking.when = data.draw(st.sampled_from(["never", "forward", "backward"]))
+    events = st.sampled_from(["forward", "forward_pre", "backward", "backward_pre"])
+    places = st.sampled_from(["*", "0", "[-1]", "**", nn.Conv2d, nn.Module, "missing"])
+    plans = st.lists(st.tuples(events, places, st.booleans(), st.booleans()), max_size=5)
+    captured = data.draw(st.none() | st.sampled_from(["0", "0.norm", nn.Conv2d]))
+    stop, grad = data.draw(st.booleans()), data.draw(st.booleans())
+
+    def act(*_: Any, fails: bool) -> None:
+        if fails:
+            raise KeyError
+
+    errors = suppress(ZeroDivisionError, KeyError, LayerError)
+    with errors, ExitStack() as stack:
+        for event, layers, everywhere, fails in data.draw(plans):
+            hooks = stack.enter_context(HookSet(network))
+            register(hooks, event, layers, everywhere, partial(act, fails=fails))
+        if captured is not None:
+            opened = stack.enter_context(capture(network, captured, stop=stop, grad=grad))
+            opened.run(x)
+            opened.pop()
+        network(x).sum().backward()
+    assert live_hooks(network) == 0
+    breaking.when = "never"
+    torch.testing.assert_close(network(x), expected, rtol=0, atol=0)
