@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import ndimage
 from torch import Tensor
 
 from anomaly.detector import AnomalyDetector
@@ -20,9 +21,6 @@ from anomaly.heatmap import display
 from anomaly.hooks import capture
 from anomaly.loading import Loaded, Refused, load
 from anomaly.scorers.memory_bank import MemoryBank
-
-# Patches nearer than this to a worse one belong to the same flaw.
-_APART = 3
 
 
 @dataclass(frozen=True)
@@ -45,28 +43,25 @@ class GoodPatch:
 def worst_patches(
     scores: NDArray[np.float32], limit: float, most: int = 4
 ) -> list[tuple[int, int]]:
-    """The patches that speak loudest for a defect, at some distance from each other.
+    """The patch that speaks loudest in each flaw.
 
     Args:
-        scores: patch scores (h, w).
-        limit: only scores above it count; where there are none, the highest one is returned alone.
+        scores: patch scores (h, w); NaN doesn't count.
+        limit: patches above it that touch each other, corners included, are one flaw; where there
+            are none, the highest of all patches is returned alone.
         most: at most so many.
 
     Returns:
         (row, column) of each, highest score first.
     """
-    left = scores.astype(np.float64)
-    found: list[tuple[int, int]] = []
-    while len(found) < most:
-        row, column = (int(i) for i in np.unravel_index(left.argmax(), left.shape))
-        if found and not left[row, column] > limit:
-            break
-        found.append((row, column))
-        if not scores[row, column] > limit:
-            break
-        rows = slice(max(0, row - _APART), row + _APART + 1)
-        left[rows, max(0, column - _APART) : column + _APART + 1] = -np.inf
-    return found
+    flaws, count = ndimage.label(scores > limit, np.ones((3, 3)))
+    if not count:
+        counted = np.nan_to_num(scores, nan=-np.inf)
+        row, column = np.unravel_index(counted.argmax(), scores.shape)
+        return [(int(row), int(column))]
+    peaks = ndimage.maximum_position(scores, flaws, range(1, count + 1))
+    peaks.sort(key=lambda peak: -scores[peak])
+    return [(int(row), int(column)) for row, column in peaks[:most]]
 
 
 def score_gradient(detector: AnomalyDetector, item: Loaded) -> Tensor:

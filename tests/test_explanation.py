@@ -34,20 +34,27 @@ def loaded(detector: AnomalyDetector, path: Path) -> Loaded:
 
 
 @given(arrays(np.float32, (7, 9), elements=st.floats(0, 9, width=16)), st.floats(0, 10))
-def test_worst_patches_are_the_highest_that_lie_apart(scores: np.ndarray, limit: float) -> None:
+def test_worst_patches_are_the_peaks_of_separate_flaws(scores: np.ndarray, limit: float) -> None:
     found = worst_patches(scores, limit)
-    assert scores[found[0]] == scores.max()
-    assert 1 <= len(found) <= 4
-    values = [scores[patch] for patch in found]
-    assert values == sorted(values, reverse=True)
-    assert all(value > limit for value in values) or len(found) == 1
-    for i, (row, column) in enumerate(found):
-        for other_row, other_column in found[:i]:
-            assert max(abs(row - other_row), abs(column - other_column)) > 3
-    if len(found) < 4 and scores.max() > limit:  # then nothing else above the limit is left
-        rows, columns = np.nonzero(scores > limit)
-        for row, column in zip(rows, columns, strict=True):
-            assert any(max(abs(row - r), abs(column - c)) <= 3 for r, c in found)
+    left = {(int(r), int(c)) for r, c in zip(*np.nonzero(scores > limit), strict=True)}
+    flaws = []
+    while left:  # flood fill
+        flaw, edge = set(), {left.pop()}
+        while edge:
+            row, column = edge.pop()
+            flaw.add((row, column))
+            around = {(row + i, column + j) for i in (-1, 0, 1) for j in (-1, 0, 1)} & left
+            left -= around
+            edge |= around
+        flaws.append(flaw)
+    peaks = sorted((max(scores[patch] for patch in flaw) for flaw in flaws), reverse=True)
+    assert [scores[patch] for patch in found] == (peaks[:4] or [scores.max()])
+    assert all(sum(patch in flaw for patch in found) <= 1 for flaw in flaws)
+
+
+def test_patches_that_do_not_count_are_never_the_worst() -> None:
+    scores = np.array([[np.nan, 1, 2], [np.nan, 5, np.nan]], np.float32)
+    assert worst_patches(scores, 9.0) == worst_patches(scores, 3.0) == [(1, 1)]
 
 
 SETTINGS: dict[str, list[str]] = {
@@ -95,7 +102,7 @@ def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
     detector = model.detector
     item = loaded(detector, product / "test" / "spot" / "000.png")
     (prediction,) = detector.score([item])
-    patches = worst_patches(prediction.patch_scores, 0.0)
+    patches = [worst_patches(prediction.patch_scores, 0.0)[0], (0, 0), (2, 5)]
     good = GoodImages(detector, model.manifest, [product])
     bank = detector.scorer
     assert isinstance(bank, MemoryBank)

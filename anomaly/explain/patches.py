@@ -88,7 +88,11 @@ def marked(picture: Picture, boxes: Sequence[Box], longest: int = 420) -> Pictur
     small = np.asarray(cv2.resize(picture, shape, interpolation=how), np.uint8)
     for number, box in enumerate(boxes, start=1):
         small = _outlined(small, box, scale)
-        at = round(box.right * scale) + 4, round(box.top * scale) + 4
+        # Beside the frame, and inside the picture where the frame lies at its border.
+        at = (
+            min(round(box.right * scale) + 4, small.shape[1] - 12),
+            max(round(box.top * scale) + 4, 13),
+        )
         # White below the colour: readable on any image.
         for colour, thickness in (((255, 255, 255), 3), (MARK, 1)):
             cv2.putText(
