@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_the_gradient_of_the_score_equals_finite_differences(
     steps = []
     for sign in (1, -1):
         pixels = item.pixels + np.float32(sign * 0.01 / size) * direction
-        moved = Loaded(0, item.image, item.view, np.ascontiguousarray(pixels))
+        moved = replace(item, pixels=np.ascontiguousarray(pixels))
         (after,) = detector.score([moved])
         steps.append(after.image_score)
     assert (steps[0] - steps[1]) / 0.02 == pytest.approx(size, rel=0.1)
