@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,9 +14,11 @@ from scipy import ndimage
 from torch import Tensor
 
 from anomaly.detector import AnomalyDetector
+from anomaly.embedding import inside_of
 from anomaly.explain.patches import absent, patch_box, patch_crop
 from anomaly.explain.saliency import image_gradient
 from anomaly.explain.tiles import Picture
+from anomaly.geometry import Tiling, View
 from anomaly.heatmap import display
 from anomaly.hooks import capture
 from anomaly.loading import Loaded, Refused, load
@@ -64,12 +66,29 @@ def worst_patches(
     return [(int(row), int(column)) for row, column in peaks[:most]]
 
 
+def tile_of(item: Loaded, grid: tuple[int, int], patch: tuple[int, int]) -> Loaded:
+    """What the network sees of an image at a patch: one tile, or all of it where it has no tiles.
+
+    Args:
+        item: one loaded image.
+        grid: (h, w) of its patch grid; with tiles, of their mosaic.
+        patch: (row, column) in that grid.
+    """
+    if not isinstance(item.view, Tiling):
+        return item
+    rows, columns = item.view.axes
+    row, column = patch[0] * len(rows) // grid[0], patch[1] * len(columns) // grid[1]
+    view = View(rows[row], columns[column])
+    pixels = item.render(view)
+    return replace(item, view=view, pixels=pixels, tile=(row, column), whole=item.view)
+
+
 def score_gradient(detector: AnomalyDetector, item: Loaded) -> Tensor:
     """The gradient of an image's anomaly score with respect to its pixels.
 
     Args:
         detector: of either kind, with any image score.
-        item: one loaded image.
+        item: one loaded image, or one tile of it.
 
     Returns:
         (3, H, W) at the network's size, in score units per unit of a colour in [0, 1].
@@ -81,7 +100,8 @@ def score_gradient(detector: AnomalyDetector, item: Loaded) -> Tensor:
             captured.run(detector.normalise(images))
             maps = captured.pop()
         embeddings = detector.embedder.align([maps[layer] for layer in layers])
-        return detector.score_patches(embeddings, item.view.size)[1]
+        inside = inside_of([item], embeddings, detector.region)
+        return detector.score_patches(embeddings, item.view.size, inside)[1]
 
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
     return image_gradient(score, pixels)
@@ -136,8 +156,7 @@ class GoodImages:
                 [GoodPatch(name, *patch, distance=None) for name in picked] for patch in patches
             ]
         with torch.inference_mode():
-            embeddings = self._detector.embedder([item])[0]
-            wanted = torch.stack([embeddings[patch] for patch in patches])
+            wanted = torch.stack([self._embedding(item, patch) for patch in patches])
             distances, found = bank.neighbours(wanted, count)
         return [
             [
@@ -179,9 +198,19 @@ class GoodImages:
                 return item
         return reason
 
+    def _embedding(self, item: Loaded, patch: tuple[int, int]) -> Tensor:
+        tile = tile_of(item, self._grid(item), patch)
+        embeddings = self._detector.embedder([tile])[0]
+        height, width = embeddings.shape[:2]
+        return embeddings[patch[0] % height, patch[1] % width]
+
     def _grid(self, item: Loaded) -> tuple[int, int]:
+        """(h, w) of the patch grid, of the mosaic where there are tiles."""
+        rows, columns = item.view.axes
         size = item.view.size
         if size not in self._grids:
-            height, width = max(m.shape[2:] for m in self._detector.embedder.maps([item]))
+            tile = next(item.tiles(1))
+            height, width = max(m.shape[2:] for m in self._detector.embedder.maps(tile))
             self._grids[size] = int(height), int(width)
-        return self._grids[size]
+        height, width = self._grids[size]
+        return height * len(rows), width * len(columns)

@@ -18,7 +18,14 @@ from hypothesis.extra.numpy import arrays
 from anomaly.checkpoint import Model
 from anomaly.checkpoint import load as load_model
 from anomaly.detector import AnomalyDetector
-from anomaly.explanation import GoodImages, score_gradient, training_names, worst_patches
+from anomaly.explain.patches import patch_box
+from anomaly.explanation import (
+    GoodImages,
+    score_gradient,
+    tile_of,
+    training_names,
+    worst_patches,
+)
 from anomaly.hooks import live_hooks
 from anomaly.loading import Loaded, load
 from anomaly.scorers.memory_bank import MemoryBank
@@ -121,6 +128,41 @@ def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
             assert crop.shape == (150, 150, 3)
             assert len(np.unique(crop.reshape(-1, 3), axis=0)) > 20  # a photograph
     assert good.missing() == {}
+
+
+def test_large_images_are_explained_by_their_tiles(
+    product: Path, tmp_path: Path, command: Command
+) -> None:
+    """Patches of a mosaic: the tile they lie in, the good patches nearest to them, the pictures."""
+    settings = ["image.tile=64", "image.overlap=16", "precision=fp32"]
+    assert command("train", train_arguments(product, tmp_path / "run", *settings))[0] == 0
+    model = opened(tmp_path / "run")
+    detector, file = model.detector, product / "test" / "spot" / "000.png"
+    item = loaded(detector, file)
+    (prediction,) = detector.score([item])
+    height, width = prediction.patch_scores.shape
+    good = GoodImages(detector, model.manifest, [product])
+    patches = [worst_patches(prediction.patch_scores, 0.0)[0], (height - 1, 0), (2, width - 1)]
+    for patch, near in zip(patches, good.nearest(item, patches), strict=True):
+        assert near[0].distance == pytest.approx(float(prediction.patch_scores[patch]), rel=1e-3)
+        box = patch_box(item.view, (height, width), *patch)
+        tile = tile_of(item, (height, width), patch)
+        assert tile.view.rows.start <= box.top < box.bottom <= tile.view.rows.stop
+        assert tile.view.columns.start <= box.left < box.right <= tile.view.columns.stop
+        assert good.crop(near[0]).shape == (150, 150, 3)
+    # The worst patch lies on the red square, which reaches from (30, 40) to (40, 50).
+    box = patch_box(item.view, (height, width), *patches[0])
+    assert box.top < 48
+    assert box.bottom > 22
+    assert box.left < 58
+    assert box.right > 32
+    assert good.missing() == {}
+    arguments = ["--model", tmp_path / "run", "--input", file, "--output", tmp_path / "why"]
+    assert command("explain", arguments)[0] == 0
+    assert {"evidence.png", "score_gradient.png"} <= {f.name for f in (tmp_path / "why").iterdir()}
+    code, _, err = command("features", [*arguments[:4], "--output", tmp_path / "features"])
+    assert code == 2
+    assert "cuts its images into tiles" in err
 
 
 def test_padim_compares_with_the_same_place_on_several_good_images(

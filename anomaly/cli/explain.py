@@ -108,7 +108,7 @@ def _explain_score(options: argparse.Namespace, device: torch.device, shown: _Sh
     from anomaly.explain.patches import marked
     from anomaly.explain.saliency import saliency_map
     from anomaly.explain.tiles import beside
-    from anomaly.explanation import score_gradient
+    from anomaly.explanation import score_gradient, tile_of, worst_patches
     from anomaly.heatmap import display, overlay
 
     model = load(options.model, device)
@@ -123,23 +123,27 @@ def _explain_score(options: argparse.Namespace, device: torch.device, shown: _Sh
             verdict=thresholds.verdict(prediction.image_score),
             threshold_label=thresholds.label,
         )
-    image = detector.embedder.images([item])[0]
+    limit = float("inf") if thresholds is None else thresholds.pixel
+    patches = worst_patches(prediction.patch_scores, limit)
+    height, width = prediction.patch_scores.shape
+    worst = tile_of(item, (height, width), patches[0])
+    image = detector.embedder.images([worst])[0]
     _draw_maps(detector.extractor.network, image, detector.extractor.layers, shown)
 
     picture = display(item.decoded)
     anomaly_map = prediction.anomaly_map()
-    limit = float(np.nanmax(anomaly_map)) if thresholds is None else thresholds.pixel
-    heatmap = marked(overlay(picture, anomaly_map, limit), [])
-    saliency = saliency_map(score_gradient(detector, item))
-    seen = marked(np.rint(item.pixels * 255).astype(np.uint8), [])
+    strong = float(np.nanmax(anomaly_map)) if thresholds is None else thresholds.pixel
+    heatmap = marked(overlay(picture, anomaly_map, strong), [])
+    saliency = saliency_map(score_gradient(detector, worst))
+    seen = marked(np.rint(worst.pixels * 255).astype(np.uint8), [])
     shown.pictures["score_gradient.png"] = beside(
         [
-            ("what the network sees", seen),
+            ("what the network sees" + (" of its worst tile" if worst.whole else ""), seen),
             (f"heatmap, score {prediction.image_score:.3g}", heatmap),
             ("pixels that move the score: |gradient|", glowing(seen, saliency)),
         ]
     )
-    _draw_evidence(options, model, item, prediction, heatmap, shown)
+    _draw_evidence(options, model, item, prediction, patches, heatmap, shown)
 
 
 def _draw_evidence(
@@ -147,19 +151,18 @@ def _draw_evidence(
     model: Model,
     item: Loaded,
     prediction: Prediction,
+    patches: Sequence[tuple[int, int]],
     heatmap: Picture,
     shown: _Shown,
 ) -> None:
     """Which patches were flagged, and the good ones that they were compared with."""
     from anomaly.explain.patches import comparison, marked, patch_box, patch_crop
     from anomaly.explain.tiles import beside, stacked
-    from anomaly.explanation import GoodImages, worst_patches
+    from anomaly.explanation import GoodImages
     from anomaly.heatmap import display
 
     detector = model.detector
     thresholds = detector.thresholds
-    limit = float("inf") if thresholds is None else thresholds.pixel
-    patches = worst_patches(prediction.patch_scores, limit)
     good = GoodImages(detector, model.manifest, _folders(options))
     picture = display(item.decoded)
     height, width = prediction.patch_scores.shape

@@ -129,6 +129,11 @@ def _from_model(options: argparse.Namespace) -> _Source:
     model = load(options.model, torch.device("cpu"))
     detector = model.detector
     name = detector.config.backbone.name
+    if detector.loading.sizing.tile is not None:
+        raise ConfigError(
+            f"{options.model} cuts its images into tiles, and features are saved for whole images; "
+            f"use --backbone {name} with an --input-size"
+        )
     layers = options.layers or detector.extractor.layers
     network = build(name)
     outputs = trim(network, layers, 256)
