@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from anomaly.images import list_images
+from anomaly.inputs import list_others
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,14 @@ class Arrivals:
     Args:
         folders: searched with their subfolders.
         done: files that were given earlier, with the stamps that they had then.
+        without: folders that aren't searched: those of our own pictures.
     """
 
-    def __init__(self, folders: Sequence[Path], done: Mapping[Path, Stamp]) -> None:
+    def __init__(
+        self, folders: Sequence[Path], done: Mapping[Path, Stamp], without: Sequence[Path] = ()
+    ) -> None:
         self._folders = folders
+        self._without = without
         self._given = dict(done)
         self._written: dict[Path, Stamp] = {}
 
@@ -55,7 +59,7 @@ class Arrivals:
         Raises:
             DataError: a folder can't be listed; what arrives is given later.
         """
-        listed = {path for folder in self._folders for path in list_images(folder)}
+        listed = {path for folder in self._folders for path in list_others(folder, self._without)}
         stamps = {path: stamp for path in listed if (stamp := stamp_of(path)) is not None}
         new = {path: stamp for path, stamp in stamps.items() if self._given.get(path) != stamp}
         ready = {path: stamp for path, stamp in new.items() if self._written.get(path) == stamp}

@@ -28,7 +28,9 @@ class Found:
     groups: dict[str, str]
 
 
-def find_inputs(inputs: Sequence[Path], list_file: str | None = None) -> Found:
+def find_inputs(
+    inputs: Sequence[Path], list_file: str | None = None, without: Sequence[Path] = ()
+) -> Found:
     """The image files that are meant.
 
     Args:
@@ -36,6 +38,7 @@ def find_inputs(inputs: Sequence[Path], list_file: str | None = None) -> Found:
         list_file: a text file with a path on each line, or a CSV file with a header and the
             columns `path` and `group`; `-` for standard input. A file that it names needn't exist,
             and will be reported as unreadable.
+        without: folders that aren't searched: those of our own pictures.
 
     Raises:
         DataError: an input or the list doesn't exist, there is no image at all, or the list gives
@@ -44,7 +47,7 @@ def find_inputs(inputs: Sequence[Path], list_file: str | None = None) -> Found:
     found: dict[Path, None] = {}
     for given in inputs:
         if given.is_dir():
-            found.update(dict.fromkeys(list_images(given)))
+            found.update(dict.fromkeys(list_others(given, without)))
         elif given.exists():
             found[given] = None
         else:
@@ -62,6 +65,19 @@ def find_inputs(inputs: Sequence[Path], list_file: str | None = None) -> Found:
             f"no images in {', '.join(wanted)}" if wanted else "give --input, --list, or both"
         )
     return Found(sorted(found), groups)
+
+
+def list_others(folder: Path, without: Sequence[Path]) -> list[Path]:
+    """The pictures in a folder, but for those in some folders inside it.
+
+    Raises:
+        DataError: the folder, or one inside it, can't be listed.
+    """
+    ours = [one.absolute() for one in without if one.absolute().is_relative_to(folder.absolute())]
+    found = list_images(folder)
+    if not ours:
+        return found
+    return [p for p in found if not any(p.absolute().is_relative_to(one) for one in ours)]
 
 
 def _read(list_file: str) -> bytes:

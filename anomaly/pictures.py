@@ -19,6 +19,11 @@ HEATMAPS, MASKS, MAPS = "heatmaps", "masks", "maps"
 _HELD_PIXELS = 8_000_000
 
 
+def picture_folders(output: Path) -> list[Path]:
+    """Where pictures are written: nothing in there is an input."""
+    return [output / name for name in (HEATMAPS, MASKS, MAPS)]
+
+
 @dataclass(frozen=True)
 class Pictures:
     """What to write, and where.

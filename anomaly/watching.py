@@ -13,7 +13,7 @@ from anomaly.errors import DataError
 from anomaly.inference import Inputs, infer
 from anomaly.inputs import picture_names
 from anomaly.journal import Known
-from anomaly.pictures import HEATMAPS
+from anomaly.pictures import HEATMAPS, picture_folders
 from anomaly.watch_log import WatchLog
 
 # A file that nobody has written to for so long is fully written.
@@ -51,7 +51,7 @@ def watch(
     Raises:
         OutputError: results can't be written.
     """
-    arrivals = Arrivals(folders, log.done)
+    arrivals = Arrivals(folders, log.done, picture_folders(output))
     complaint = told = ""
     while not stopped():
         begun = time.monotonic()
@@ -72,9 +72,13 @@ def watch(
             infer(
                 model, Inputs(paths, names), _Arrived(ready, log, seen), decoders, stopped=stopped
             )
-        pause = max(_POLL_SECONDS, (polled - begun) / _POLL_SHARE) - (time.monotonic() - polled)
-        if pause > 0 and not stopped():
-            time.sleep(pause)
+        _pause(polled + max(_POLL_SECONDS, (polled - begun) / _POLL_SHARE), stopped)
+
+
+def _pause(until: float, stopped: Callable[[], bool]) -> None:
+    """A signal doesn't end a sleep, so that sleeps are short."""
+    while not stopped() and (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, _POLL_SECONDS))
 
 
 class _Arrived:

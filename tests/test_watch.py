@@ -27,6 +27,7 @@ class _Shift:
         nothing = [lambda: None] * 2
         self._happenings = itertools.chain(happenings, nothing)
         self.signal: int | None = None
+        self._now = 0.0
 
     def __enter__(self) -> "_Shift":
         return self
@@ -35,10 +36,11 @@ class _Shift:
         pass
 
     def monotonic(self) -> float:
-        return 0.0
+        return self._now
 
     def sleep(self, seconds: float) -> None:
-        assert seconds >= 0.5
+        assert seconds == 0.5
+        self._now += seconds
         happening = next(self._happenings, None)
         if happening is None:
             self.signal = signal.SIGTERM
@@ -136,6 +138,19 @@ def test_a_name_that_is_used_again(
     pictures = [row["heatmap"] for row in rows]
     assert pictures == ["heatmaps/part.png", "heatmaps/part~.png", "heatmaps/part~~.png"]
     assert all((output / picture).exists() for picture in pictures)
+
+
+def test_results_in_the_folder_that_is_followed(
+    shift: Callable[..., tuple[int, str, str]], tmp_path: Path, command: Command, run_folder: Path
+) -> None:
+    write_part(tmp_path / "line" / "a.png", seed=1)
+    nothing = [lambda: None] * 4
+    assert shift(nothing, "--masks", "--maps", "uint16", output="line")[0] == 0
+    assert _names(tmp_path / "line") == ["a.png"]
+    base = ["--model", run_folder, "--input", tmp_path / "line", "--output", tmp_path / "line"]
+    for _ in range(2):
+        assert command("infer", [*base, "--overwrite"])[0] == 0
+        assert _names(tmp_path / "line") == ["a.png"]
 
 
 def test_resumed_after_a_kill(shift: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

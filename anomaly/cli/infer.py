@@ -54,13 +54,14 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.errors import OutputError
     from anomaly.files import claim, remove_drafts
     from anomaly.inputs import find_inputs, picture_names
+    from anomaly.pictures import picture_folders
 
     infer_outputs.check(options)
     if options.watch:
         from anomaly.cli import infer_watch
 
         return infer_watch.run(options)
-    found = find_inputs(options.input, options.list)
+    found = find_inputs(options.input, options.list, picture_folders(options.output))
     paths = found.paths
     if _is_complete(options):
         print(f"the run in {options.output} is complete; there is nothing to resume")

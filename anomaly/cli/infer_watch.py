@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 def run(options: argparse.Namespace) -> int:
     """Score what arrives until a signal comes."""
     from anomaly.decoding import Decoders, Task
+    from anomaly.errors import OutputError
     from anomaly.files import claim, remove_drafts
 
     _check(options)
-    claim(options.output, () if options.resume else OUTPUTS, overwrite=options.overwrite)
+    resume = options.resume and (options.output / WATCHED).exists()
+    claim(options.output, () if resume else OUTPUTS, overwrite=options.overwrite)
     remove_drafts(options.output)
     with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
         from anomaly.checkpoint import load
@@ -42,25 +44,34 @@ def run(options: argparse.Namespace) -> int:
         decoders.begin(Task(model.detector.loading, infer_outputs.pictures(options, model)))
         counts: Counter[str] = Counter()
         print(f"watching {', '.join(map(str, options.input))}; Ctrl-C ends it", flush=True)
-        with log, ProgressLine() as line:
+        try:
+            with log, ProgressLine() as line:
 
-            def seen(known: Known) -> None:
-                counts[known.row.status] += 1
-                counts[known.row.verdict] += 1
-                line.say(_counted(counts))
+                def seen(known: Known) -> None:
+                    counts[known.row.status] += 1
+                    counts[known.row.verdict] += 1
+                    line.say(_counted(counts))
 
-            watch(
-                model,
-                options.input,
-                options.output,
-                log,
-                decoders,
-                stopped=lambda: stop.signal is not None,
-                seen=seen,
-                trouble=lambda message: print(f"warning: {message}", file=sys.stderr, flush=True),
-            )
+                watch(
+                    model,
+                    options.input,
+                    options.output,
+                    log,
+                    decoders,
+                    stopped=lambda: stop.signal is not None,
+                    seen=seen,
+                    trouble=_warn,
+                )
+        except OutputError as error:
+            told = OutputError(f"{error}; once that is mended, go on with --resume")
+            told.exit_code = 3 if counts["ok"] else 2
+            raise told from None
     print(f"{_counted(counts)}; rows in {options.output / 'results.csv'}")
     return 0 if counts["ok"] == _total(counts) else 3 if counts["ok"] else 2
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -83,8 +94,6 @@ def _check(options: argparse.Namespace) -> None:
             f"{options.output} holds what was watched before; add --resume to go on with it, "
             "--overwrite to start again, or give another --output"
         )
-    if options.resume and not (options.output / WATCHED).exists():
-        options.resume = False  # nothing yet
 
 
 def _total(counts: Counter[str]) -> int:
