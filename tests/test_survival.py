@@ -53,7 +53,7 @@ def _files(folder: Path) -> Files:
     }
 
 
-def _until(happened: Callable[[], object], seconds: float = 60) -> None:
+def _until(happened: Callable[[], object], seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end

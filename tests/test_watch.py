@@ -255,12 +255,12 @@ def test_five_thousand_files_in_flat_memory(run_folder: Path, tmp_path: Path) ->
                 for old in range(i - 900, i - 650):
                     (line / f"{old % 40}" / f"{old:04}.png").unlink(missing_ok=True)
                 readings.append(_held(process.pid))
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 900
     while (output / "results.jsonl").read_bytes().count(b"\n") < 5000:
         assert time.monotonic() < deadline
         time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 3
+    assert process.wait(300) == 3
     names = _names(output)
     assert len(names) == len(set(names)) == 5000
     assert sum(row["status"] == "ok" for row in _rows(output)) == 5000 - 5000 // 11
