@@ -33,6 +33,7 @@ from anomaly.errors import ImageError
 from anomaly.geometry import View
 from anomaly.images import Image
 from anomaly.loading import Loaded, Loading, Refused, load
+from anomaly.marked import MarkedRegion
 from anomaly.pictures import Pictures
 from anomaly.source_map import SourceMap
 
@@ -110,7 +111,9 @@ class Decoders:
         self._of[index] = process
         return process.submit(process.load, index, path)
 
-    def finish(self, index: int, path: Path, found: SourceMap, name: str) -> Future[Refused | None]:
+    def finish(
+        self, index: int, path: Path, found: SourceMap, name: str
+    ) -> Future[tuple[MarkedRegion, ...] | Refused]:
         """Write the pictures of an image that `load_all` has given and that is now scored.
 
         Args:
@@ -120,11 +123,15 @@ class Decoders:
             name: of its pictures.
 
         Returns:
-            None once they are on disk; `Refused` when the file can't be read any more, or takes
-            its process down. The future raises OutputError when they can't be written.
+            What is marked, once they are on disk; `Refused` when the file can't be read any more,
+            or takes its process down. The future raises OutputError when they can't be written.
         """
         process = self._of.pop(index)
         return process.submit(process.finish, index, path, found, name)
+
+    def forget(self, index: int) -> None:
+        """An image that `load_all` has given needs no pictures."""
+        self._of.pop(index, None)
 
 
 class _Process:
@@ -161,12 +168,14 @@ class _Process:
         assert isinstance(answer, Refused)
         return answer
 
-    def finish(self, index: int, path: Path, found: SourceMap, name: str) -> Refused | None:
+    def finish(
+        self, index: int, path: Path, found: SourceMap, name: str
+    ) -> tuple[MarkedRegion, ...] | Refused:
         answer = self._ask(("finish", index, path, found, name))
         if answer is None:
             return _failed(index, path, "drawing")
-        assert answer is True or isinstance(answer, Refused)
-        return None if answer is True else answer
+        assert isinstance(answer, tuple | Refused)
+        return answer
 
     def _render(self, index: int, path: Path, view: View) -> NDArray[np.float32]:
         """Of a large image: asked for by the network's thread while loads may be waiting."""
@@ -287,12 +296,13 @@ class _Server:
         self._keep(index, image)
         return render(image.pixels, image.full_scale, view)
 
-    def finish(self, index: int, path: Path, found: SourceMap, name: str) -> Refused | bool:
+    def finish(
+        self, index: int, path: Path, found: SourceMap, name: str
+    ) -> tuple[MarkedRegion, ...] | Refused:
         image = self._image(index, path)
         if isinstance(image, Refused):
             return image
-        self._task.pictures.write(image, found, name)
-        return True
+        return self._task.pictures.write(image, found, name)
 
     def _keep(self, index: int, image: Image) -> None:
         self._kept[index] = image

@@ -55,12 +55,12 @@ def write(file: Path, content: bytes | str) -> None:
 
     Args:
         file: its folder is made if need be.
-        content: text is written as UTF-8.
+        content: text is written as UTF-8, and the bytes of file names as they are.
 
     Raises:
         OutputError: no room, no permission.
     """
-    data = content.encode() if isinstance(content, str) else content
+    data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
     draft: str | None = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -75,3 +75,48 @@ def write(file: Path, content: bytes | str) -> None:
     finally:
         if draft is not None:
             Path(draft).unlink(missing_ok=True)
+
+
+class GrowingFile:
+    """A file that grows by whole pieces: one that there is no room for leaves it as it was.
+
+    Args:
+        file: made if need be.
+        end: what lies behind this is dropped.
+
+    Raises:
+        OutputError: it can't be written.
+    """
+
+    def __init__(self, file: Path, end: int) -> None:
+        self._file = file
+        self.end = end
+        try:
+            # Unbuffered: what couldn't be written mustn't come up again when the file is closed.
+            self._stream = file.open("r+b" if end else "wb", buffering=0)
+            self._drop_torn()
+        except OSError as error:
+            raise OutputError(f"{file} can't be written: {error.strerror}") from None
+
+    def append(self, data: bytes) -> None:
+        """Write one more piece; the system has it when this returns.
+
+        Raises:
+            OutputError: no room.
+        """
+        left = memoryview(data)
+        try:
+            while left:  # a disk that fills up takes the beginning of a piece
+                left = left[self._stream.write(left) :]
+        except OSError as error:
+            self._drop_torn()
+            raise OutputError(f"{self._file} can't be written: {error.strerror}") from None
+        self.end += len(data)
+
+    def close(self) -> None:
+        """Once it doesn't grow any more."""
+        self._stream.close()
+
+    def _drop_torn(self) -> None:
+        self._stream.seek(self.end)
+        self._stream.truncate()

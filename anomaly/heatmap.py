@@ -9,7 +9,7 @@ threshold.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 
 import cv2
@@ -132,22 +132,41 @@ def colour_stops(count: int = 17) -> list[tuple[int, int, int, float]]:
     return [(*map(int, colours[i]), round(float(alpha[i]), 4)) for i in at]  # type: ignore[misc]
 
 
-def encode_png(picture: NDArray[np.uint8]) -> bytes:
-    """A picture (H, W, 3) RGB as a PNG file's bytes.
+def encode_png(picture: NDArray[np.generic], text: Mapping[str, str] | None = None) -> bytes:
+    """A picture as a PNG file's bytes.
 
     Every row is stored as its difference from the one above and compressed by zlib-ng's fastest
     level: a fifth of the time that OpenCV's encoder takes, for files that are a quarter larger.
+
+    Args:
+        picture: (H, W, 3) RGB or (H, W) grey, 8 or 16 bits.
+        text: notes by keyword, both in Latin-1.
     """
     height, width = picture.shape[:2]
-    rows = np.empty((height, 1 + 3 * width), np.uint8)
-    rows[:, 0] = 2  # the filter "up" (PNG specification, section 9.2)
-    flat = picture.reshape(height, 3 * width)
-    rows[0, 1:] = flat[0]
-    np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
-    data = zlib_ng.compress(rows, 1)
-    chunks = ((b"IHDR", header), (b"IDAT", data), (b"IEND", b""))
+    bits, colour = 8 * picture.dtype.itemsize, 2 if picture.ndim == 3 else 0
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    notes = [(b"tEXt", f"{k}\0{v}".encode("latin-1")) for k, v in (text or {}).items()]
+    data = [(b"IDAT", part) for part in _deflated(picture.reshape(height, -1), width)]
+    chunks = [(b"IHDR", header), *notes, *data, (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, body) for kind, body in chunks)
+
+
+def _deflated(flat: NDArray[np.generic], width: int) -> Iterator[bytes]:
+    """The compressed rows (H, samples) of a PNG file, a strip of the picture at a time."""
+    stream = zlib_ng.compressobj(1)
+    high_first = flat.dtype.newbyteorder(">")
+    above: NDArray[np.uint8] | None = None
+    step = max(1, _STRIP_PIXELS // width)
+    for top in range(0, len(flat), step):
+        strip = np.ascontiguousarray(flat[top : top + step].astype(high_first, copy=False))
+        values = strip.view(np.uint8)
+        rows = np.empty((len(values), 1 + values.shape[1]), np.uint8)
+        rows[:, 0] = 2  # the filter "up" (PNG specification, section 9.2)
+        rows[0, 1:] = values[0] if above is None else values[0] - above
+        np.subtract(values[1:], values[:-1], out=rows[1:, 1:])
+        above = values[-1]
+        part = stream.compress(rows)
+        yield part + stream.flush() if top + step >= len(flat) else part
 
 
 def _chunk(kind: bytes, body: bytes) -> bytes:

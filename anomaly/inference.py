@@ -10,17 +10,20 @@ from pathlib import Path
 
 from anomaly import __version__
 from anomaly.checkpoint import Model
-from anomaly.decoding import Decoders, Task
+from anomaly.decoding import Decoders
 from anomaly.detector import Prediction
+from anomaly.errors import OutputError
 from anomaly.geometry import Tiling
-from anomaly.journal import Journal, Known
+from anomaly.journal import Known, Record
 from anomaly.loading import Loaded, Refused, by_shape
-from anomaly.pictures import Pictures
+from anomaly.marked import MarkedRegion
+from anomaly.pictures import HEATMAPS
 from anomaly.results import Row
 
 _BEHIND = 16  # scored images whose pictures may still be on their way
 
 Progress = Callable[[int, int], None]
+Drawn = Future[tuple[MarkedRegion, ...] | Refused]
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Inputs:
 
     Attributes:
         paths: image files, sorted.
-        pictures: a name for each one's heatmap.
+        pictures: a name for each one's heatmap, and for its other pictures.
     """
 
     paths: Sequence[Path]
@@ -39,15 +42,13 @@ class Inputs:
 def infer(
     model: Model,
     inputs: Inputs,
-    heatmaps: Path,
-    journal: Journal,
+    record: Record,
     decoders: Decoders,
     *,
-    side_by_side: bool = False,
     stopped: Callable[[], bool] = lambda: False,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Score the images that the journal doesn't know yet.
+    """Score the images that the record doesn't know yet.
 
     Batches are cut from the whole list, known images included, and one that isn't complete is
     scored whole again: a number's last digits may hang on what it shares a batch with, and a run
@@ -56,52 +57,46 @@ def infer(
     Args:
         model: says what is good.
         inputs: what is to be scored.
-        heatmaps: the folder for them.
-        journal: open; gets each row once its picture is on disk.
-        decoders: not begun yet.
-        side_by_side: whether pictures show the image by itself and a colour bar, too.
+        record: gets each row once its pictures are on disk.
+        decoders: begun, with this model's loading.
         stopped: asked after each image; what is computed is then finished and kept.
         progress: called with images done in this run, and how many there are to do.
 
     Raises:
         OutputError: results can't be written.
     """
-    run = _Run(model, inputs, journal, decoders)
-    thresholds = model.detector.thresholds
-    limit = None if thresholds is None else thresholds.pixel
-    pictures = Pictures(heatmaps, limit, model.detector.unit if side_by_side else None)
-    decoders.begin(Task(model.detector.loading, pictures))
-    run.score(stopped, progress)
+    _Run(model, inputs, record, decoders).score(stopped, progress)
 
 
 class _Run:
-    def __init__(self, model: Model, inputs: Inputs, journal: Journal, decoders: Decoders) -> None:
+    def __init__(self, model: Model, inputs: Inputs, record: Record, decoders: Decoders) -> None:
         self._model = model
         self._inputs = inputs
-        self._journal = journal
+        self._record = record
         self._decoders = decoders
-        self._behind: deque[tuple[Prediction, Future[Refused | None]]] = deque()
+        self._behind: deque[tuple[Prediction, Drawn]] = deque()
 
     def score(self, stopped: Callable[[], bool], progress: Progress) -> None:
-        known = len(self._journal.known)
-        total = len(self._inputs.paths) - known
+        total = len(self._inputs.paths) - len(self._record.known)
+        done = 0
         detector = self._model.detector
         batches = self._unfinished(by_shape(self._items(), detector.config.batch_size))
         try:
             for result in detector.predict_batches(batches, self._inputs.paths):
-                if result.index in self._journal.known:
+                if result.index in self._record.known:
+                    self._decoders.forget(result.index)
                     continue
                 self._take(result)
-                progress(len(self._journal.known) - known + len(self._behind), total)
+                done += 1
+                progress(done, total)
                 if stopped():
                     break
         finally:
-            while self._behind:
-                self._settle()
+            self._settle_all()
 
     def _items(self) -> Iterator[Loaded | Known | Refused]:
         """Every file in order: known, or loaded ahead."""
-        known, paths = self._journal.known, self._inputs.paths
+        known, paths = self._record.known, self._inputs.paths
         loaded = self._decoders.load_all((i, p) for i, p in enumerate(paths) if i not in known)
         for index in range(len(paths)):
             if index not in known:
@@ -130,7 +125,8 @@ class _Run:
 
     def _take(self, result: Prediction | Refused) -> None:
         if isinstance(result, Refused):
-            self._journal.add(Known(result.index, None, self._refused(result)))
+            self._decoders.forget(result.index)
+            self._record.add(Known(result.index, None, self._refused(result)))
             return
         i = result.index
         picture = self._inputs.pictures[i]
@@ -139,13 +135,26 @@ class _Run:
         if len(self._behind) > _BEHIND:
             self._settle()
 
+    def _settle_all(self) -> None:
+        """What is computed isn't thrown away because another one's picture had no room."""
+        failure: OutputError | None = None
+        while self._behind:
+            try:
+                self._settle()
+            except OutputError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
     def _settle(self) -> None:
         """A row counts once its picture is on disk."""
         result, future = self._behind.popleft()
-        refused = future.result()
-        row = self._scored(result) if refused is None else self._refused(refused)
+        drawn = future.result()
         shape = None if isinstance(result.view, Tiling) else result.view.size
-        self._journal.add(Known(result.index, shape, row))
+        if isinstance(drawn, Refused):
+            self._record.add(Known(result.index, shape, self._refused(drawn)))
+        else:
+            self._record.add(Known(result.index, shape, self._scored(result), drawn))
 
     def _scored(self, result: Prediction) -> Row:
         thresholds = self._model.detector.thresholds
@@ -158,7 +167,7 @@ class _Run:
             image_score=score,
             calibrated_score=None if thresholds is None else thresholds.calibrated(score),
             verdict="review" if result.oddness else verdict,
-            heatmap=f"heatmaps/{self._inputs.pictures[result.index]}",
+            heatmap=f"{HEATMAPS}/{self._inputs.pictures[result.index]}",
             reason=result.oddness,
         )
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any, Protocol
 
 from anomaly.errors import OutputError
+from anomaly.files import GrowingFile
+from anomaly.marked import MarkedRegion
 from anomaly.results import Row
 
 
@@ -22,11 +24,24 @@ class Known:
         shape: (H, W) of its network input, which decides what it shared a batch with; None where
             it was alone.
         row: what was said of it.
+        regions: what is marked in it, where that was asked for.
     """
 
     index: int
     shape: tuple[int, int] | None
     row: Row
+    regions: tuple[MarkedRegion, ...] = ()
+
+
+class Record(Protocol):
+    """What takes the rows of a run."""
+
+    @property
+    def known(self) -> Mapping[int, Known]:
+        """The images that needn't be scored, by index."""
+
+    def add(self, known: Known) -> None:
+        """Take one more row; it is kept when this returns."""
 
 
 class Journal:
@@ -43,21 +58,16 @@ class Journal:
     def __init__(self, file: Path, about: Mapping[str, object]) -> None:
         self._file = file
         self._about = json.loads(json.dumps(about))
-        self._stream: IO[bytes] | None = None
+        self._lines: GrowingFile | None = None
         self.known: dict[int, Known] = {}
         self._end = 0
         if file.exists():
             self._read()
 
     def __enter__(self) -> Journal:
-        try:
-            self._stream = self._file.open("r+b" if self._end else "wb")
-            self._stream.seek(self._end)
-            self._stream.truncate()
-        except OSError as error:
-            raise OutputError(f"{self._file} can't be written: {error.strerror}") from None
+        self._lines = GrowingFile(self._file, self._end)
         if not self._end:
-            self._write({"about": self._about})
+            self._lines.append(as_line({"about": self._about}))
         return self
 
     def __exit__(
@@ -66,8 +76,8 @@ class Journal:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._stream is not None
-        self._stream.close()
+        assert self._lines is not None
+        self._lines.close()
 
     def add(self, known: Known) -> None:
         """Write one more row; it is in the file when this returns.
@@ -75,24 +85,21 @@ class Journal:
         Raises:
             OutputError: no room.
         """
-        self._write({"index": known.index, "shape": known.shape, "row": asdict(known.row)})
+        assert self._lines is not None
+        self._lines.append(as_line(asdict(known)))
         self.known[known.index] = known
+
+    def in_order(self) -> list[Known]:
+        """All that is known, in order of the files."""
+        return [self.known[index] for index in sorted(self.known)]
 
     def rows(self) -> list[Row]:
         """All rows, in order of the files."""
-        return [self.known[index].row for index in sorted(self.known)]
+        return [known.row for known in self.in_order()]
 
     def remove(self) -> None:
         """Delete the file: the run is complete."""
         self._file.unlink(missing_ok=True)
-
-    def _write(self, line: object) -> None:
-        assert self._stream is not None
-        try:
-            self._stream.write(json.dumps(line, ensure_ascii=True).encode() + b"\n")
-            self._stream.flush()
-        except OSError as error:
-            raise OutputError(f"{self._file} can't be written: {error.strerror}") from None
 
     def _read(self) -> None:
         try:
@@ -106,16 +113,35 @@ class Journal:
             raise OutputError(
                 f"{self._file} is damaged ({error}); start again with --overwrite"
             ) from None
-        if about != self._about:
-            other = ", ".join(k for k in self._about if about.get(k) != self._about[k])
-            raise OutputError(
-                f"{self._file.parent} holds a run with another {other or 'program'}, which can't "
-                "be continued with this one; give another --output, or --overwrite to start again"
-            )
+        check_same(self._file, about, self._about)
         self.known = {one.index: one for one in found}
         self._end = len(whole) + 1 if lines else 0
 
 
+def as_line(content: object) -> bytes:
+    """One line of JSON; plain ASCII, so that any file name survives."""
+    return json.dumps(content, ensure_ascii=True).encode() + b"\n"
+
+
+def check_same(file: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+    """See that the run in a file is the one that is to go on.
+
+    Raises:
+        OutputError: it is another one.
+    """
+    if found != wanted:
+        other = ", ".join(k for k in wanted if found.get(k) != wanted[k])
+        raise OutputError(
+            f"{file.parent} holds a run with another {other or 'program'}, which can't be "
+            "continued with this one; give another --output, or --overwrite to start again"
+        )
+
+
 def _known(line: dict[str, Any]) -> Known:
     shape = line["shape"]
-    return Known(line["index"], None if shape is None else tuple(shape), Row(**line["row"]))
+    return Known(
+        line["index"],
+        None if shape is None else tuple(shape),
+        Row(**line["row"]),
+        tuple(MarkedRegion(**region) for region in line["regions"]),
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import numpy as np
 
@@ -11,7 +12,18 @@ from anomaly.colour_bar import side_by_side
 from anomaly.files import write
 from anomaly.heatmap import display, encode_png, heatmap
 from anomaly.images import Image
+from anomaly.map_files import encode_float32, encode_uint16
+from anomaly.marked import AnomalyMap, MarkedRegion, marked_regions, predicted_mask
 from anomaly.source_map import SourceMap
+
+HEATMAPS, MASKS, MAPS = "heatmaps", "masks", "maps"
+SCALE = "heatmap_scale.png"
+_HELD_PIXELS = 8_000_000
+
+
+def our_pictures(output: Path) -> list[Path]:
+    """Files and folders of pictures that we write: nothing in there is an input."""
+    return [output / name for name in (HEATMAPS, MASKS, MAPS, SCALE)]
 
 
 @dataclass(frozen=True)
@@ -19,30 +31,59 @@ class Pictures:
     """What to write, and where.
 
     Attributes:
-        heatmaps: the folder for heatmaps.
+        output: the folder for folders of heatmaps, masks and maps.
         limit: the anomaly map's value where marking starts; None takes each image's own highest
-            patch score, for models without thresholds.
+            patch score, for models without thresholds: they have no masks, regions or 16-bit maps.
         beside: what the scores are, to show image, heatmap and colour bar side by side; None for
             the image under its heatmap alone.
+        masks: whether to write predicted masks.
+        regions: whether to find the masks' regions.
+        maps: how to write anomaly maps, if at all.
     """
 
-    heatmaps: Path
+    output: Path
     limit: float | None
     beside: str | None = None
+    masks: bool = False
+    regions: bool = False
+    maps: Literal["float32", "uint16"] | None = None
 
-    def write(self, image: Image, found: SourceMap, name: str) -> None:
+    def write(self, image: Image, found: SourceMap, name: str) -> tuple[MarkedRegion, ...]:
         """Write one image's files.
 
         Args:
             image: the decoded file.
             found: its anomaly map.
-            name: the heatmap's path in its folder.
+            name: the heatmap's path in its folder; the others have the same in theirs.
+
+        Returns:
+            The marked regions, where they are wanted.
 
         Raises:
             OutputError: no room, no permission.
         """
+        anomaly_map = _held(found, image.size)
         limit = float(np.nanmax(found.scores)) if self.limit is None else self.limit
-        picture = heatmap(image, found, limit)
+        picture = heatmap(image, anomaly_map, limit)
         if self.beside is not None:
             picture = side_by_side(display(image), picture, limit, self.beside)
-        write(self.heatmaps / name, encode_png(picture))
+        write(self.output / HEATMAPS / name, encode_png(picture))
+        if self.maps == "uint16":
+            write(self.output / MAPS / name, encode_uint16(anomaly_map, image.size, limit))
+        elif self.maps == "float32":
+            file = self.output / MAPS / PurePosixPath(name).with_suffix(".tiff")
+            write(file, encode_float32(anomaly_map, image.size))
+        if not (self.masks or self.regions):
+            return ()
+        mask = predicted_mask(anomaly_map, image.size, limit)
+        if self.masks:
+            write(self.output / MASKS / name, encode_png(mask))
+        return marked_regions(mask, anomaly_map) if self.regions else ()
+
+
+def _held(found: SourceMap, size: tuple[int, int]) -> AnomalyMap:
+    """A map that is read several times, made once unless it is very large."""
+    if size[0] * size[1] > _HELD_PIXELS:
+        return found
+    values = found()
+    return lambda strip: values[strip]

@@ -7,6 +7,12 @@ import io
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, get_type_hints
+
+from anomaly.marked import MarkedRegion
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,73 @@ class Row:
     reason: str
 
 
-def as_csv(rows: Iterable[Row]) -> str:
-    """Rows as CSV with a header; floats have all their digits."""
+@dataclass(frozen=True)
+class RegionRow:
+    """A marked region's line in regions.csv; the fields are the columns, in order.
+
+    Attributes:
+        path: the image, as in results.csv.
+        region: 1 for the one with the image's highest peak, and so on.
+        x: the bounding box's first column in original pixels.
+        y: its first row.
+        width: of the bounding box, in original pixels.
+        height: of it.
+        area: marked pixels.
+        peak_score: the anomaly map's highest value in it.
+        peak_x: where that is.
+        peak_y: where that is.
+        width_mm: of the bounding box; None where the model doesn't know `image.mm_per_pixel`.
+        height_mm: likewise.
+        area_mm2: of what is marked, likewise.
+    """
+
+    path: str
+    region: int
+    x: int
+    y: int
+    width: int
+    height: int
+    area: int
+    peak_score: float
+    peak_x: int
+    peak_y: int
+    width_mm: float | None
+    height_mm: float | None
+    area_mm2: float | None
+
+
+def region_rows(
+    path: str, regions: Iterable[MarkedRegion], mm_per_pixel: float | None
+) -> list[RegionRow]:
+    """The lines of one image."""
+    mm = mm_per_pixel
+    return [
+        RegionRow(
+            path,
+            number,
+            **asdict(region),
+            width_mm=None if mm is None else region.width * mm,
+            height_mm=None if mm is None else region.height * mm,
+            area_mm2=None if mm is None else region.area * mm * mm,
+        )
+        for number, region in enumerate(regions, 1)
+    ]
+
+
+def as_csv(rows: Iterable[DataclassInstance], kind: type[DataclassInstance]) -> str:
+    """Rows of one kind as CSV with a header; floats have all their digits."""
+    return csv_header(kind) + csv_lines(rows)
+
+
+def csv_header(kind: type[DataclassInstance]) -> str:
+    """The first line, of the columns' names."""
+    return ",".join(field.name for field in fields(kind)) + "\n"
+
+
+def csv_lines(rows: Iterable[DataclassInstance]) -> str:
+    """The other lines."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(field.name for field in fields(Row))
     for row in rows:
         writer.writerow(_cell(value) for value in asdict(row).values())
     return text.getvalue()
@@ -59,7 +127,30 @@ def as_csv(rows: Iterable[Row]) -> str:
 
 def as_jsonl(rows: Iterable[Row]) -> str:
     """Rows as one JSON object a line."""
-    return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)
+    text = "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)
+    # A file name that isn't UTF-8 becomes JSON's own escapes.
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def as_parquet(rows: Iterable[Row]) -> bytes:
+    """Rows as a Parquet file; needs pyarrow."""
+    import pyarrow
+    import pyarrow.parquet
+
+    hints = get_type_hints(Row)
+    plain = {str: pyarrow.string(), float | None: pyarrow.float64()}
+    schema = pyarrow.schema([(f.name, plain[hints[f.name]]) for f in fields(Row)])
+    values = [{k: _text(v) for k, v in asdict(row).items()} for row in rows]
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values, schema), buffer)
+    return buffer.getvalue()
+
+
+def _text(value: object) -> object:
+    """File names are bytes; what isn't UTF-8 in them can't be in a Parquet string."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return value
 
 
 def _cell(value: object) -> str:

@@ -4,6 +4,7 @@ import cv2
 import numpy as np
 import pytest
 
+from anomaly import heatmap as heatmap_module
 from anomaly.heatmap import OPACITY, colour_stops, display, encode_png, layer, overlay
 from anomaly.images import Image
 
@@ -62,12 +63,6 @@ def test_display_uses_the_declared_depth(bits: int, kind: type) -> None:
     assert abs(int(display(image)[0, 1, 0]) - 128) <= 1
 
 
-def test_png_round_trip() -> None:
-    picture = np.random.default_rng(0).integers(0, 256, (13, 17, 3), dtype=np.uint8)
-    data = np.frombuffer(encode_png(picture), np.uint8)
-    np.testing.assert_array_equal(cv2.imdecode(data, cv2.IMREAD_COLOR)[..., ::-1], picture)
-
-
 def test_colours_grow_evenly_lighter() -> None:
     """Equal steps of the score are about equal steps of lightness (CIELAB L*), always upwards."""
     stops = np.array(colour_stops(52), np.float32)
@@ -90,3 +85,16 @@ def test_the_layer_over_the_picture_is_the_overlay() -> None:
     assert np.abs(blended - overlay(picture, anomaly_map, 1.0)).max() <= 3
     anomaly_map[0, 0] = np.nan
     assert layer(anomaly_map, 1.0)[0, 0].tolist() == [0, 0, 0, 128]
+
+
+@pytest.mark.parametrize("strip", [1, 40, 1 << 30])
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+@pytest.mark.parametrize("shape", [(13, 17, 3), (13, 17), (1, 5), (9, 1)])
+def test_png_round_trip(
+    shape: tuple[int, ...], kind: type, strip: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heatmap_module, "_STRIP_PIXELS", strip)
+    picture = np.random.default_rng(0).integers(0, np.iinfo(kind).max + 1, shape, dtype=kind)
+    data = np.frombuffer(encode_png(picture, {"scale": "1"}), np.uint8)
+    found = cv2.imdecode(data, cv2.IMREAD_UNCHANGED)
+    np.testing.assert_array_equal(found[..., ::-1] if len(shape) == 3 else found, picture)

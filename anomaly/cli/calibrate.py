@@ -129,7 +129,7 @@ def _score(options: argparse.Namespace, model: Model, threads: int) -> dict[str,
         with ProgressLine() as progress:
             scored[name] = score_unseen(
                 model.detector,
-                find_inputs(inputs, option=f"--{name}"),
+                find_inputs(inputs, option=f"--{name}").paths,
                 learned=frozenset(model.manifest["training_images"].values()),
                 tested=tested,
                 workers=threads,

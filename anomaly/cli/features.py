@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     for name in ("input_size", "batch_size", "shard_size"):
         if getattr(options, name) < 1:
             raise AnomalyError(f"--{name.replace('_', '-')} must be 1 or more")
-    paths = find_inputs(options.input)
+    paths = find_inputs(options.input).paths
     device, threads = machine.settle(options)
     source = _from_backbone(options) if options.model is None else _from_model(options)
     settings = source.settings | {"pool": options.pool, "format": options.format}

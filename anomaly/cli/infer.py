@@ -7,17 +7,15 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly import __version__
-from anomaly.cli import machine
+from anomaly.cli import infer_outputs, machine
+from anomaly.cli.infer_outputs import JOURNAL, OUTPUTS, WATCHED
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.stopping import Stopping
 
 if TYPE_CHECKING:
-    from anomaly.checkpoint import Model
+    from anomaly.errors import OutputError
+    from anomaly.inputs import Found
     from anomaly.results import Row
-
-JOURNAL = "results.partial.jsonl"
-OUTPUTS = ("results.csv", "results.jsonl", "heatmaps", "heatmap_scale.png", JOURNAL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,41 +29,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--list",
         metavar="FILE",
-        help="a text file that names an image on each line; - reads the names from standard input",
+        help="a text file that names an image on each line, or a CSV file with the columns path "
+        "and group (the part that it shows); - reads it from standard input",
+    )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="follow the folders given with --input and score what arrives, until Ctrl-C",
     )
     parser.add_argument("--output", type=Path, required=True, help="where results go")
-    parser.add_argument(
-        "--heatmap",
-        choices=("overlay", "side-by-side"),
-        default="overlay",
-        help="pictures of the image under its heatmap, or of image, heatmap and colour bar",
-    )
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--overwrite", action="store_true", help="replace earlier results there")
     start.add_argument(
         "--resume", action="store_true", help="go on where an earlier run there was broken off"
     )
+    infer_outputs.add_arguments(parser)
     machine.add_precision(parser)
     machine.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Score images."""
-    from anomaly.decoding import Decoders
+    from anomaly.decoding import Decoders, Task
     from anomaly.errors import OutputError
     from anomaly.files import claim, remove_drafts
     from anomaly.inputs import find_inputs, picture_names
+    from anomaly.pictures import our_pictures
 
-    paths = find_inputs(options.input, options.list)
-    unfinished = (options.output / JOURNAL).exists()
-    if options.resume and not unfinished and (options.output / "results.csv").exists():
+    infer_outputs.check(options)
+    if options.watch:
+        from anomaly.cli import infer_watch
+
+        return infer_watch.run(options)
+    found = find_inputs(options.input, options.list, our_pictures(options.output))
+    paths = found.paths
+    if _is_complete(options):
         print(f"the run in {options.output} is complete; there is nothing to resume")
         return 0
-    if unfinished and not (options.resume or options.overwrite):
-        raise OutputError(
-            f"{options.output} holds a run that was broken off; add --resume to go on with it, "
-            "--overwrite to start again, or give another --output"
-        )
     claim(options.output, () if options.resume else OUTPUTS, overwrite=options.overwrite)
     remove_drafts(options.output)
     # The decoding processes start while this one imports torch.
@@ -76,35 +76,31 @@ def run(options: argparse.Namespace) -> int:
 
         device, _ = machine.settle(options)
         model = load(options.model, device, options.precision)
-        about = {
-            "list of images": _hash(paths),
-            "model": model.model_id,
-            "software version": __version__,
-            "device": str(device),
-            "precision": model.detector.extractor.precision,
-            "pictures": options.heatmap,
-        }
+        about = {"list of images": _hash(found)} | infer_outputs.about(options, model, device)
         journal = Journal(options.output / JOURNAL, about)
-        _write_scale(options.output, model)
         inputs = Inputs(paths, picture_names(paths, [] if options.list else options.input))
+        decoders.begin(Task(model.detector.loading, infer_outputs.pictures(options, model)))
+        mm_per_pixel = model.detector.config.image.mm_per_pixel
+        failure: OutputError | None = None
         try:
             with journal, ProgressLine() as progress:
+                infer_outputs.write_scale(options, model)
                 infer(
                     model,
                     inputs,
-                    options.output / "heatmaps",
                     journal,
                     decoders,
-                    side_by_side=options.heatmap == "side-by-side",
                     stopped=lambda: stop.signal is not None,
                     progress=lambda done, total: progress("scoring", done, total),
                 )
         except OutputError as error:
-            raise OutputError(f"{error}; once that is mended, go on with --resume") from None
+            failure = error
         finally:
             # Whatever stopped the run, the rows that exist are kept.
-            _write(options.output, journal.rows())
+            tables = infer_outputs.write_tables(options, journal, found.groups, mm_per_pixel)
     rows = journal.rows()
+    if (failed := failure or tables) is not None:
+        raise _broken_off(failed, len(rows), len(paths))
     _say(rows, len(paths), options.output)
     if len(rows) < len(paths):
         print("stopped; go on with --resume")
@@ -114,29 +110,40 @@ def run(options: argparse.Namespace) -> int:
     return 0 if scored == len(paths) else 3 if scored else 2
 
 
-def _hash(paths: list[Path]) -> str:
-    return hashlib.sha256("\0".join(map(str, paths)).encode("utf-8", "surrogateescape")).hexdigest()
+def _is_complete(options: argparse.Namespace) -> bool:
+    """Whether there is nothing left to do in the output folder.
+
+    Raises:
+        OutputError: it holds another run, and nothing is said of what is to become of that.
+    """
+    from anomaly.errors import OutputError
+
+    unfinished = (options.output / JOURNAL).exists()
+    if options.resume and (options.output / WATCHED).exists():
+        raise OutputError(f"{options.output} holds a run with --watch; resume it with --watch")
+    if unfinished and not (options.resume or options.overwrite):
+        raise OutputError(
+            f"{options.output} holds a run that was broken off; add --resume to go on with it, "
+            "--overwrite to start again, or give another --output"
+        )
+    return options.resume and not unfinished and (options.output / "results.csv").exists()
 
 
-def _write(output: Path, rows: list[Row]) -> None:
-    from anomaly.files import write
-    from anomaly.results import as_csv, as_jsonl
-
-    if rows:
-        write(output / "results.csv", as_csv(rows))
-        write(output / "results.jsonl", as_jsonl(rows))
+def _hash(found: Found) -> str:
+    listed = [f"{path}\0{found.groups.get(str(path), '')}" for path in found.paths]
+    return hashlib.sha256("\0".join(listed).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _write_scale(output: Path, model: Model) -> None:
-    """What the heatmaps' colours mean, once: it is the same for every picture."""
-    from anomaly.colour_bar import colour_bar
-    from anomaly.files import write
-    from anomaly.heatmap import encode_png
+def _broken_off(failure: OutputError, done: int, total: int) -> OutputError:
+    """What to tell of a run that couldn't write."""
+    from anomaly.errors import OutputError
 
-    thresholds = model.detector.thresholds
-    if thresholds is not None:
-        bar = colour_bar(480, thresholds.pixel, model.detector.unit)
-        write(output / "heatmap_scale.png", encode_png(bar))
+    told = OutputError(
+        f"{failure}; {done} of {total} images are done and kept: once that is mended, go on with "
+        "--resume"
+    )
+    told.exit_code = 3 if done else 2
+    return told
 
 
 def _say(rows: list[Row], total: int, output: Path) -> None:

@@ -40,6 +40,12 @@ class ProgressLine:
         left = f"{rate:8.1f}/s  {(total - done) / rate:6.0f} s left" if rate else ""
         print(f"\r  {stage:<12}{done:>7}/{total}{left}\x1b[K", end="", file=sys.stderr, flush=True)
 
+    def say(self, text: str) -> None:
+        """Show how things stand where there is no end in sight."""
+        if self._shown:
+            self._stage = text
+            print(f"\r  {text}\x1b[K", end="", file=sys.stderr, flush=True)
+
     def _end_line(self) -> None:
         if self._shown and self._stage:
             print(file=sys.stderr)

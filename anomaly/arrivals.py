@@ -1,0 +1,69 @@
+"""Image files that arrive in folders: each is given once, when it is fully written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from anomaly.inputs import list_others
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What changes when a file is written to.
+
+    Attributes:
+        size: in bytes.
+        time: of the last change, in nanoseconds.
+    """
+
+    size: int
+    time: int
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """A file's stamp; None where there is none, or it may not be looked at."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return Stamp(status.st_size, status.st_mtime_ns)
+
+
+class Arrivals:
+    """Follows folders. What it remembers are the files that are in them now.
+
+    Args:
+        folders: searched with their subfolders.
+        done: files that were given earlier, with the stamps that they had then.
+        without: folders and files that aren't inputs: our own pictures.
+    """
+
+    def __init__(
+        self, folders: Sequence[Path], done: Mapping[Path, Stamp], without: Sequence[Path] = ()
+    ) -> None:
+        self._folders = folders
+        self._without = without
+        self._given = dict(done)
+        self._written: dict[Path, Stamp] = {}
+
+    def poll(self) -> dict[Path, Stamp]:
+        """The files that are there, unchanged since the last poll, and not given yet.
+
+        A file that has changed since it was given is another one under the same name.
+
+        Returns:
+            Stamps by file, the oldest file first.
+
+        Raises:
+            DataError: a folder can't be listed; what arrives is given later.
+        """
+        listed = {path for folder in self._folders for path in list_others(folder, self._without)}
+        stamps = {path: stamp for path in listed if (stamp := stamp_of(path)) is not None}
+        new = {path: stamp for path, stamp in stamps.items() if self._given.get(path) != stamp}
+        ready = {path: stamp for path, stamp in new.items() if self._written.get(path) == stamp}
+        self._given = {path: stamp for path, stamp in self._given.items() if path in stamps}
+        self._given.update(ready)
+        self._written = {path: stamp for path, stamp in new.items() if path not in ready}
+        return dict(sorted(ready.items(), key=lambda one: (one[1].time, one[0])))

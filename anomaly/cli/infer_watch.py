@@ -1,0 +1,107 @@
+"""`anomaly infer --watch`: rows as files arrive, for as long as the shift lasts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from anomaly.cli import infer_outputs, machine
+from anomaly.cli.infer_outputs import JOURNAL, OUTPUTS, WATCHED
+from anomaly.cli.progress import ProgressLine
+from anomaly.cli.stopping import Stopping
+
+if TYPE_CHECKING:
+    from anomaly.journal import Known
+
+
+def run(options: argparse.Namespace) -> int:
+    """Score what arrives until a signal comes."""
+    from anomaly.decoding import Decoders, Task
+    from anomaly.errors import OutputError
+    from anomaly.files import claim, remove_drafts
+
+    _check(options)
+    resume = options.resume and (options.output / WATCHED).exists()
+    claim(options.output, () if resume else OUTPUTS, overwrite=options.overwrite)
+    remove_drafts(options.output)
+    with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
+        from anomaly.checkpoint import load
+        from anomaly.watch_log import WatchLog
+        from anomaly.watching import watch
+
+        device, _ = machine.settle(options)
+        model = load(options.model, device, options.precision)
+        about = infer_outputs.about(options, model, device)
+        about["folders"] = sorted(str(folder.absolute()) for folder in options.input)
+        log = WatchLog(
+            options.output,
+            about,
+            regions=options.regions,
+            mm_per_pixel=model.detector.config.image.mm_per_pixel,
+        )
+        infer_outputs.write_scale(options, model)
+        decoders.begin(Task(model.detector.loading, infer_outputs.pictures(options, model)))
+        counts: Counter[str] = Counter()
+        print(f"watching {', '.join(map(str, options.input))}; Ctrl-C ends it", flush=True)
+        try:
+            with log, ProgressLine() as line:
+
+                def seen(known: Known) -> None:
+                    counts[known.row.status] += 1
+                    counts[known.row.verdict] += 1
+                    line.say(_counted(counts))
+
+                watch(
+                    model,
+                    options.input,
+                    options.output,
+                    log,
+                    decoders,
+                    stopped=lambda: stop.signal is not None,
+                    seen=seen,
+                    trouble=_warn,
+                )
+        except OutputError as error:
+            told = OutputError(f"{error}; once that is mended, go on with --resume")
+            told.exit_code = 3 if counts["ok"] else 2
+            raise told from None
+    print(f"{_counted(counts)}; rows in {options.output / 'results.csv'}")
+    return 0 if counts["ok"] == _total(counts) else 3 if counts["ok"] else 2
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def _check(options: argparse.Namespace) -> None:
+    from anomaly.errors import DataError, OutputError
+
+    if options.list is not None or not options.input:
+        raise DataError("--watch follows folders: give them with --input, and no --list")
+    for folder in options.input:
+        if not folder.is_dir():
+            raise DataError(f"--watch follows folders, and --input {folder} is none")
+    if options.parquet:
+        raise OutputError("--parquet is written at the end of a run, which --watch doesn't have")
+    if (options.output / JOURNAL).exists() and not options.overwrite:
+        raise OutputError(
+            f"{options.output} holds a run without --watch that was broken off; give another "
+            "--output, or --overwrite"
+        )
+    if (options.output / WATCHED).exists() and not (options.resume or options.overwrite):
+        raise OutputError(
+            f"{options.output} holds what was watched before; add --resume to go on with it, "
+            "--overwrite to start again, or give another --output"
+        )
+
+
+def _total(counts: Counter[str]) -> int:
+    return sum(counts[s] for s in ("ok", "unreadable", "unsupported", "failed"))
+
+
+def _counted(counts: Counter[str]) -> str:
+    said = f"{counts['ok']} of {_total(counts)} images scored: {counts['good']} good"
+    review = f", {counts['review']} to review" if counts["review"] else ""
+    return f"{said}, {counts['reject']} rejected{review}"

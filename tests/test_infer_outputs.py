@@ -1,0 +1,157 @@
+"""What `infer` writes on request: masks, regions, maps, Parquet."""
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import Command, train_arguments, write_part
+from scipy import ndimage
+
+from anomaly.checkpoint import load
+from anomaly.detector import Prediction
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    folder = tmp_path / "inputs"
+    write_part(folder / "good.png", seed=500)
+    write_part(folder / "sub" / "spot.png", seed=501, mark=(40, 50))
+    write_part(folder / "spot.jpg", seed=502, mark=(20, 30))
+    (folder / "broken.png").write_bytes(b"broken")
+    return folder
+
+
+def _csv(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def _picture(file: Path) -> np.ndarray:
+    picture = cv2.imread(str(file), cv2.IMREAD_UNCHANGED)
+    assert picture is not None
+    return picture
+
+
+def test_masks_regions_and_maps_say_the_same(
+    run_folder: Path, inputs: Path, tmp_path: Path, command: Command
+) -> None:
+    output = tmp_path / "out"
+    base = ["--model", run_folder, "--input", inputs, "--output", output]
+    more = ["--masks", "--regions", "--maps", "float32"]
+    assert command("infer", [*base, *more])[0] == 3
+    detector = load(run_folder, torch.device("cpu")).detector
+    assert detector.thresholds is not None
+    limit = detector.thresholds.pixel
+    rows = [row for row in _csv(output / "results.csv") if row["status"] == "ok"]
+    regions = _csv(output / "regions.csv")
+    assert len(rows) == 3
+    for row in rows:
+        (prediction,) = detector.predict([Path(row["path"])])
+        assert isinstance(prediction, Prediction)
+        expected = prediction.anomaly_map()
+        name = Path(row["heatmap"]).relative_to("heatmaps")
+        found = _picture(output / "maps" / name.with_suffix(".tiff"))
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        mask = _picture(output / "masks" / name)
+        np.testing.assert_array_equal(mask, np.where(found > limit, 255, 0))
+        mine = [region for region in regions if region["path"] == row["path"]]
+        assert [int(region["region"]) for region in mine] == list(range(1, len(mine) + 1))
+        assert len(mine) == ndimage.label(mask, np.ones((3, 3)))[1]
+        assert bool(mine) == ("spot" in row["path"])
+        for region in mine:
+            x, y, width, height = (int(region[k]) for k in ("x", "y", "width", "height"))
+            box = np.s_[y : y + height, x : x + width]
+            peak = found[int(region["peak_y"]), int(region["peak_x"])]
+            assert float(region["peak_score"]) == peak
+            assert int(region["area"]) <= (mask[box] > 0).sum()
+            assert region["width_mm"] == region["area_mm2"] == ""
+    spot = next(r for r in regions if r["path"].endswith("sub/spot.png"))
+    assert abs(int(spot["peak_y"]) - 45) < 12
+    assert abs(int(spot["peak_x"]) - 55) < 12
+    code, _, err = command("infer", base)
+    assert code == 2
+    assert all(name in err for name in ("masks", "maps", "regions.csv"))
+    assert command("infer", [*base, "--overwrite", "--maps", "uint16"])[0] == 3
+    assert not (output / "regions.csv").exists()
+    again = _picture(output / "maps" / name)
+    assert again.dtype == np.uint16
+    np.testing.assert_allclose(again * (limit / 8192), found, atol=limit / 8192)
+
+
+def test_millimetres(product: Path, inputs: Path, tmp_path: Path, command: Command) -> None:
+    settings = ["image.mm_per_pixel=0.5"]
+    assert command("train", train_arguments(product, tmp_path / "run", *settings))[0] == 0
+    base = ["--model", tmp_path / "run", "--input", inputs / "sub", "--output", tmp_path / "out"]
+    assert command("infer", [*base, "--regions"])[0] == 0
+    for region in _csv(tmp_path / "out" / "regions.csv"):
+        assert float(region["width_mm"]) == int(region["width"]) * 0.5
+        assert float(region["height_mm"]) == int(region["height"]) * 0.5
+        assert float(region["area_mm2"]) == int(region["area"]) * 0.25
+
+
+def test_parquet(run_folder: Path, inputs: Path, tmp_path: Path, command: Command) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra: parquet")
+    output = tmp_path / "out"
+    base = ["--model", run_folder, "--input", inputs, "--output", output, "--parquet"]
+    assert command("infer", base)[0] == 3
+    table = parquet.read_table(output / "results.parquet")
+    rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    assert table.to_pylist() == rows
+    assert table.column_names == list(rows[0])
+
+
+def test_what_cant_be_written_is_said_before_anything_else(
+    product: Path,
+    inputs: Path,
+    run_folder: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = ["--input", inputs, "--output", tmp_path / "out", "--model"]
+    with monkeypatch.context() as patched:
+        patched.setattr(importlib.util, "find_spec", lambda name: None)
+        code, _, err = command("infer", [*base, run_folder, "--parquet"])
+    assert (code, "pip install 'anomaly[parquet]'" in err) == (2, True)
+    arguments = [*train_arguments(product, tmp_path / "run"), "--no-calibrate"]
+    assert command("train", arguments)[0] == 0
+    code, _, err = command("infer", [*base, tmp_path / "run", "--masks", "--regions"])
+    assert (code, "--masks, --regions: the model has no thresholds" in err) == (2, True)
+    assert command("infer", [*base, tmp_path / "run", "--maps", "float32"])[0] == 3
+
+
+def test_another_set_of_outputs_isnt_resumed(
+    run_folder: Path, inputs: Path, tmp_path: Path, command: Command
+) -> None:
+    output = tmp_path / "out"
+    base = ["--model", run_folder, "--input", inputs, "--output", output]
+    assert command("infer", [*base, "--masks"])[0] == 3
+    journal = {"about": {}}
+    (output / "results.partial.jsonl").write_text(json.dumps(journal) + "\n")
+    code, _, err = command("infer", [*base, "--resume", "--masks"])
+    assert (code, "set of outputs" in err) == (2, True)
+
+
+def test_names_that_are_no_text(run_folder: Path, tmp_path: Path, command: Command) -> None:
+    name = tmp_path / "inputs" / "\udcff.png"
+    try:
+        write_part(tmp_path / "inputs" / "a.png", seed=1)
+        (tmp_path / "inputs" / "a.png").rename(name)
+    except OSError:
+        pytest.skip("file names are text here")
+    (tmp_path / "inputs" / "\udcfe.png").write_bytes(b"broken")
+    output = tmp_path / "out"
+    base = ["--model", run_folder, "--input", tmp_path / "inputs", "--output", output]
+    more = ["--regions", "--masks"]
+    if importlib.util.find_spec("pyarrow") is not None:
+        more.append("--parquet")
+    assert command("infer", [*base, *more])[0] == 3
+    assert b"/\xff.png," in (output / "results.csv").read_bytes()
+    rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    assert rows[1]["path"] == str(name)
+    assert (output / rows[1]["heatmap"]).exists()
