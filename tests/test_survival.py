@@ -118,10 +118,10 @@ def test_killed_decoding_processes_are_replaced(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of a megabyte and a half."""
+    """A disk of two megabytes."""
     place = tmp_path / "disk"
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2000k", "tmpfs", str(place)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("a small disk can't be mounted here")
     yield place
@@ -136,7 +136,7 @@ def test_a_full_disk(run_folder: Path, tmp_path: Path, small_disk: Path, command
     assert command("infer", [*base, tmp_path / "whole"])[0] == 0
     whole = _files(tmp_path / "whole")
     ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(1_100_000))
+    ballast.write_bytes(bytes(1_600_000))
     output = small_disk / "out"
     code, _, err = command("infer", [*base, output])
     assert code == 3
