@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from itertools import chain
 
 import cv2
 import numpy as np
@@ -146,9 +147,12 @@ def encode_png(picture: NDArray[np.generic], text: Mapping[str, str] | None = No
     bits, colour = 8 * picture.dtype.itemsize, 2 if picture.ndim == 3 else 0
     header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
     notes = [(b"tEXt", f"{k}\0{v}".encode("latin-1")) for k, v in (text or {}).items()]
-    data = [(b"IDAT", part) for part in _deflated(picture.reshape(height, -1), width)]
-    chunks = [(b"IHDR", header), *notes, *data, (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, body) for kind, body in chunks)
+    data = ((b"IDAT", part) for part in _deflated(picture.reshape(height, -1), width))
+    pieces = [b"\x89PNG\r\n\x1a\n"]
+    for kind, body in chain([(b"IHDR", header)], notes, data, [(b"IEND", b"")]):
+        checked = zlib_ng.crc32(body, zlib_ng.crc32(kind))
+        pieces += struct.pack(">I", len(body)) + kind, body, struct.pack(">I", checked)
+    return b"".join(pieces)
 
 
 def _deflated(flat: NDArray[np.generic], width: int) -> Iterator[bytes]:
@@ -167,11 +171,6 @@ def _deflated(flat: NDArray[np.generic], width: int) -> Iterator[bytes]:
         above = values[-1]
         part = stream.compress(rows)
         yield part + stream.flush() if top + step >= len(flat) else part
-
-
-def _chunk(kind: bytes, body: bytes) -> bytes:
-    checked = zlib_ng.crc32(body, zlib_ng.crc32(kind))
-    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", checked)
 
 
 def _levels(anomaly_map: NDArray[np.float32], threshold: float) -> NDArray[np.uint8]:

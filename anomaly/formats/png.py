@@ -88,6 +88,7 @@ def decode(data: bytes) -> Pixels:
     pixels = decode_by_opencv(plain)
     if pixels is None or pixels.shape[:2] != (layout.height, layout.width):
         raise damaged("its pixels can't be decoded")
+    del plain  # as large as the picture
     if layout.colour == 3:
         return _look_up(chunks, layout.depth, pixels)
     return _rgb(chunks, layout, pixels)
