@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NamedTuple, TypeAlias
 
@@ -19,12 +19,16 @@ from anomaly.aligner import Align
 from anomaly.backbones import Normalisation
 from anomaly.errors import DataError, OutputError
 from anomaly.features import FeatureExtractor
+from anomaly.freeing import trim
 from anomaly.geometry import Layout
 from anomaly.lanes import side_by_side
 from anomaly.loading import Loaded, Loading, Refused, by_shape, load_all, tile_by_tile
 from anomaly.region import Region, counted
 from anomaly.scorers.base import PatchBatch, Progress
 from anomaly.usual import Look, look
+
+# Images after which memory that is free but still held goes back to the system.
+_TRIMMED = 128
 
 _Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor, list[Look]]
 
@@ -173,6 +177,7 @@ class TrainingPatches:
 
     def _compute(self) -> Iterator[tuple[tuple[_Name, ...], Tensor]]:
         file = _TensorFile(self._scratch)
+        sums: NDArray[np.float64] | None = None
         self.refused, self.hashes, self.looks, self.count = [], {}, {}, 0
         started = time.perf_counter()
         loaded = load_all(self._paths, self._loading, self._workers)
@@ -187,9 +192,17 @@ class TrainingPatches:
             self.views.update((item.index, item.layout) for item in batch)
             for item, one in zip(batch, looks, strict=True):
                 known = self.looks.get(item.index)
-                self.looks[item.index] = one if known is None else known + one
+                total = one if known is None else known + one
+                # In one block: small arrays that stay among large ones that go keep the memory of
+                # these from being used again.
+                if sums is None:
+                    sums = np.empty((len(self._paths), len(one.embedding)))
+                sums[item.index] = total.embedding
+                self.looks[item.index] = replace(total, embedding=sums[item.index])
             self.count += math.prod(embeddings.shape[:3])
             file.write(names, kept)
+            if len(self.hashes) % _TRIMMED < len(batch):
+                trim()
             self._progress(len(self.hashes) + len(self.refused), len(self._paths))
             self.seconds += time.perf_counter() - started
             yield names, embeddings
