@@ -106,6 +106,7 @@ def run(options: argparse.Namespace) -> int:
         print("stopped; go on with --resume")
         return stop.exit_code
     journal.remove()
+    remove_drafts(options.output)  # of decoding processes that were killed
     scored = sum(row.status == "ok" for row in rows)
     return 0 if scored == len(paths) else 3 if scored else 2
 

@@ -67,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
             told = OutputError(f"{error}; once that is mended, go on with --resume")
             told.exit_code = 3 if counts["ok"] else 2
             raise told from None
+    remove_drafts(options.output)  # of decoding processes that were killed
     print(f"{_counted(counts)}; rows in {options.output / 'results.csv'}")
     return 0 if counts["ok"] == _total(counts) else 3 if counts["ok"] else 2
 
