@@ -7,6 +7,7 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from conftest import Command, train_arguments, write_part
@@ -95,11 +96,10 @@ def test_millimetres(product: Path, inputs: Path, tmp_path: Path, command: Comma
 
 
 def test_parquet(run_folder: Path, inputs: Path, tmp_path: Path, command: Command) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra: parquet")
     output = tmp_path / "out"
     base = ["--model", run_folder, "--input", inputs, "--output", output, "--parquet"]
     assert command("infer", base)[0] == 3
-    table = parquet.read_table(output / "results.parquet")
+    table = pyarrow.parquet.read_table(output / "results.parquet")
     rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
     assert table.to_pylist() == rows
     assert table.column_names == list(rows[0])
@@ -147,9 +147,7 @@ def test_names_that_are_no_text(run_folder: Path, tmp_path: Path, command: Comma
     (tmp_path / "inputs" / "\udcfe.png").write_bytes(b"broken")
     output = tmp_path / "out"
     base = ["--model", run_folder, "--input", tmp_path / "inputs", "--output", output]
-    more = ["--regions", "--masks"]
-    if importlib.util.find_spec("pyarrow") is not None:
-        more.append("--parquet")
+    more = ["--regions", "--masks", "--parquet"]
     assert command("infer", [*base, *more])[0] == 3
     assert b"/\xff.png," in (output / "results.csv").read_bytes()
     rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]

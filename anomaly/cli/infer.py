@@ -56,11 +56,11 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.inputs import find_inputs, picture_names
     from anomaly.pictures import our_pictures
 
-    infer_outputs.check(options)
     if options.watch:
         from anomaly.cli import infer_watch
 
         return infer_watch.run(options)
+    infer_outputs.check(options)
     found = find_inputs(options.input, options.list, our_pictures(options.output))
     paths = found.paths
     if _is_complete(options):
