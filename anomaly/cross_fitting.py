@@ -17,6 +17,7 @@ from anomaly.scorers.gaussian import GaussianFitter, PatchGaussian
 from anomaly.scorers.leave_one_out import LeaveOneOut
 from anomaly.scorers.left_out import Fold, banks_without
 from anomaly.scorers.memory_bank import MemoryBank, MemoryBankFitter
+from anomaly.suspects import Suspects
 
 
 def cross_fit(
@@ -27,6 +28,7 @@ def cross_fit(
     *,
     folds: int,
     groups: Mapping[int, str],
+    suspects: Suspects | None = None,
     progress: Progress = lambda done, total: None,
 ) -> GoodScores:
     """Score each training image by a model that hasn't learned from it.
@@ -42,6 +44,7 @@ def cross_fit(
         names: of the images used, by index.
         folds: into how many parts to split them, at most.
         groups: the group of each image that has one; it is never parted, unless it is the only one.
+        suspects: sees all the scores.
         progress: called with (images scored, all of them).
 
     Raises:
@@ -56,7 +59,11 @@ def cross_fit(
         stand_in = replace(detector, scorer=scorer)
         some = patches.only(frozenset(images))
         scored = scores_of(
-            stand_in, some, patches.views, lambda done: progress(len(found) + done, len(indices))
+            stand_in,
+            some,
+            patches.views,
+            suspects=suspects,
+            progress=lambda done: progress(len(found) + done, len(indices)),
         )
         found.update(scored)
     return GoodScores(
@@ -72,6 +79,8 @@ def scores_of(
     detector: AnomalyDetector,
     batches: Iterable[PatchBatch],
     views: Mapping[int, Layout],
+    *,
+    suspects: Suspects | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[int, tuple[float, float]]:
     """The image score and the highest value of the anomaly map, by image.
@@ -82,12 +91,15 @@ def scores_of(
         detector: scores them.
         batches: the images' patches.
         views: how each image was turned into the network's input.
+        suspects: sees all the scores.
         progress: called with the images scored so far.
     """
     found: dict[int, tuple[float, float]] = {}
     for batch in batches:
         size = views[batch.images[0]].size
         patches, scores = detector.score_patches(batch.embeddings, size, batch.inside)
+        if suspects is not None:
+            suspects.see(batch, patches.scores, scores)
         maps = network_map(patches.scores, size, detector.config.model.smoothing, batch.inside)
         peaks = maps.nan_to_num(nan=-math.inf).flatten(1).amax(1)
         for image, *pair in zip(batch.images, scores.tolist(), peaks.tolist(), strict=True):

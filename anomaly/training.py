@@ -34,7 +34,7 @@ from anomaly.scorers.base import Progress, Scorer
 from anomaly.scorers.gaussian import GaussianFitter
 from anomaly.scorers.memory_bank import MemoryBankFitter
 from anomaly.scorers.projection import Projection
-from anomaly.suspects import Suspect, find_suspects
+from anomaly.suspects import Suspect, Suspects
 from anomaly.usual import UsualLook
 
 TRIAL_IMAGES = 4  # that show whether bf16 is safe
@@ -55,7 +55,8 @@ class Training:
         patches: how many patches were learned from.
         seconds: by stage.
         patch_pixels: height and width of one patch in original pixels, in the median.
-        suspects: training images that look least like the others, the worst first.
+        suspects: training images that look least like the others, the worst first; found on the
+            way to the thresholds.
     """
 
     detector: AnomalyDetector
@@ -122,6 +123,7 @@ def fit(
     )
 
     thresholds = None
+    suspects = Suspects(patches.views)
     try:
         scorer = _learn(fitter, patches, projection, lambda i, n: progress("scorer", i, n))
         detector = AnomalyDetector(
@@ -129,8 +131,6 @@ def fit(
         )
         clock.lap("scorer")
         clock.move("scorer", "features", patches.seconds)
-        suspects = find_suspects(scorer, patches)
-        clock.lap("suspects")
         if calibrate:
             good = cross_fit(
                 detector,
@@ -139,6 +139,7 @@ def fit(
                 {i: samples[i].name for i in patches.hashes},
                 folds=config.calibration.folds,
                 groups=_groups(samples, patches.hashes),
+                suspects=suspects,
                 progress=lambda i, n: progress("calibration", i, n),
             )
             rates = config.calibration
@@ -157,7 +158,7 @@ def fit(
         patches=patches.count,
         seconds=clock.seconds,
         patch_pixels=_patch_pixels(patches, min(extractor.strides)),
-        suspects=tuple(suspects),
+        suspects=suspects.worst(),
     )
 
 

@@ -1,7 +1,9 @@
 """A defect among the training images is found there."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -9,9 +11,9 @@ import pytest
 import torch
 from conftest import Command, train_arguments, write_part, write_product
 
+from anomaly.geometry import Sizing
 from anomaly.scorers.base import PatchBatch
-from anomaly.scorers.memory_bank import MemoryBankFitter
-from anomaly.suspects import COUNT, _against_others, _outstanding
+from anomaly.suspects import COUNT, Suspects
 
 
 @pytest.mark.parametrize("kind", ["patchcore", "padim"])
@@ -32,39 +34,37 @@ def test_a_planted_defect_is_among_the_three_most_suspicious(
     assert "train/good/005.png" in [s["name"] for s in listed[:3]]
     assert [s["score"] for s in listed] == sorted((s["score"] for s in listed), reverse=True)
     assert "train/good/005.png" in out
+    # The scores are those that the thresholds come from; from 12 images, it's the highest.
+    thresholds = json.loads((output / "model" / "thresholds.json").read_text())
+    assert listed[0]["score"] == pytest.approx(thresholds["reject"]["value"])
     for suspect in listed:
         picture = cv2.imread(str(output / suspect["heatmap"]))
         assert picture.shape == (96, 120, 3)
 
 
-class _Patches:
-    """What `find_suspects` reads of the training patches."""
-
-    def __init__(self, embeddings: torch.Tensor) -> None:
-        from anomaly.geometry import Sizing
-
-        self.embeddings = embeddings
-        self.views = dict.fromkeys(range(len(embeddings)), Sizing(64, None, 64, 8).view((64, 64)))
-
-    def __iter__(self):
-        for i, image in enumerate(self.embeddings):
-            yield PatchBatch(image[None], (i,))
-
-    def only(self, images):
-        return [batch for batch in self if batch.images[0] in images]
+def _batches(scores: torch.Tensor, rows: int, columns: int) -> Iterator[Any]:
+    """Batches of four tiles, as large images' tiles come; scores is (N, h, w) of mosaics."""
+    tiles = [
+        (i, corner, scores[i][corner[0] : corner[0] + 2, corner[1] : corner[1] + 3])
+        for i in range(len(scores))
+        for corner in ((2 * r, 3 * c) for r in range(rows) for c in range(columns))
+    ]
+    for start in range(0, len(tiles), 4):
+        images, corners, some = zip(*tiles[start : start + 4], strict=True)
+        stacked = torch.stack(some)
+        yield PatchBatch(stacked[..., None], images, corners), stacked, stacked.amax((1, 2))
 
 
-def test_scores_are_distances_to_the_other_images_vectors() -> None:
-    generator = torch.Generator().manual_seed(0)
-    embeddings = torch.randn(9, 6, 6, 20, generator=generator)
-    embeddings[4, 2, 3] += 6
-    patches = _Patches(embeddings)
-    bank = MemoryBankFitter(0.3).fit(patches)
-    assert _outstanding(bank)[0] == 4
-    suspect = _against_others(bank, patches, 4)
-    others = bank.vectors[bank.origins[:, 0] != 4].numpy()
-    assert len(others) < len(bank.vectors)
-    flat = embeddings[4].reshape(-1, 20).numpy()
-    expected = np.linalg.norm(flat[:, None] - others[None], axis=2).min(1).reshape(6, 6)
-    np.testing.assert_allclose(suspect.patch_scores, expected, rtol=1e-4)
-    assert suspect.score == pytest.approx(expected[2, 3], rel=1e-4)
+def test_the_worst_are_kept_whole_however_batches_cut_them() -> None:
+    view = Sizing(None, None, 32, 32, tile=64, overlap=0).view((192, 192))
+    assert [len(axis) for axis in view.axes] == [3, 3]
+    scores = torch.rand(13, 6, 9, generator=torch.Generator().manual_seed(0))
+    suspects = Suspects(dict.fromkeys(range(13), view))
+    for batch, patches, images in _batches(scores, 3, 3):
+        suspects.see(batch, patches, images)
+    order = scores.amax((1, 2)).argsort(descending=True)[:COUNT].tolist()
+    found = suspects.worst()
+    assert [s.image for s in found] == order
+    for suspect in found:
+        np.testing.assert_array_equal(suspect.patch_scores, scores[suspect.image])
+        assert suspect.score == scores[suspect.image].max()
