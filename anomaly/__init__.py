@@ -12,7 +12,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from anomaly.checkpoint import load, save
-    from anomaly.config import Config, load_config
+    from anomaly.config import Config
+    from anomaly.config_files import load_config
     from anomaly.datasets import open_dataset
     from anomaly.detector import AnomalyDetector, Prediction
     from anomaly.errors import AnomalyError
@@ -27,7 +28,7 @@ _HOME = {
     "evaluate": "evaluation",
     "fit": "training",
     "load": "checkpoint",
-    "load_config": "config",
+    "load_config": "config_files",
     "open_dataset": "datasets",
     "save": "checkpoint",
 }

@@ -13,30 +13,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.aligner import PATCHCORE_ALIGNERS
 from anomaly.anomaly_map import image_scores, network_map
 from anomaly.backbones import Normalisation
 from anomaly.calibration import Thresholds
-from anomaly.config import Config, ImageConfig, ShapeConfig
+from anomaly.config import Config
 from anomaly.embedding import Embedder, inside_of, looks_of
 from anomaly.errors import DataError, ImageError
 from anomaly.features import FeatureExtractor
-from anomaly.geometry import Layout, Sizing, Tiling
-from anomaly.images import Image, read_mask
+from anomaly.geometry import Layout, Tiling
+from anomaly.images import Image
 from anomaly.lanes import side_by_side
 from anomaly.loading import Loaded, Loading, Refused, by_shape, load_all
-from anomaly.region import Picture, Polygons, Region, Shape
+from anomaly.region import Region
 from anomaly.scorers.base import PatchScores, Scorer
 from anomaly.scorers.gaussian import PatchGaussian
 from anomaly.scorers.memory_bank import MemoryBank
-from anomaly.scorers.projection import Projection
 from anomaly.source_map import SourceMap
+from anomaly.stages import embedder_of, loading_of
 from anomaly.usual import Look, UsualLook
 
 _TILES_AT_ONCE = 4
-# What most networks shrink an image by in all: every layer's grid is then an even number of the
-# next one's, and images of many aspects share so few sizes that batches are full.
-_LEAST_MULTIPLE = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,50 +274,3 @@ class _Patches:
         self.scores[here] = part.scores
         if self.nearest is not None and part.nearest is not None:
             self.nearest[here] = part.nearest
-
-
-def loading_of(
-    config: Config, extractor: FeatureExtractor, region: Region | None, aspect: float | None
-) -> Loading:
-    """How a config turns files into network inputs."""
-    image = config.image
-    sizing = Sizing(
-        image.resize,
-        image.crop,
-        image.area,
-        max(extractor.coarsest_stride, _LEAST_MULTIPLE),
-        aspect,
-        image.tile,
-        image.overlap_in_force,
-    )
-    return Loading(sizing, image.bit_depth, image.max_pixels, region)
-
-
-def region_of(image: ImageConfig, folder: Path) -> Region | None:
-    """Where a config says to look; pictures are taken from `folder`.
-
-    Raises:
-        ImageError: a picture can't be read.
-    """
-
-    def shape(config: ShapeConfig | None) -> Shape | None:
-        if config is None:
-            return None
-        if config.png is not None:
-            return Picture(read_mask(folder / config.png.expanduser()))
-        return Polygons(config.polygons, config.unit == "relative")
-
-    look, ignore = shape(image.region), shape(image.ignore)
-    return None if look is None and ignore is None else Region(look, ignore)
-
-
-def embedder_of(
-    config: Config,
-    extractor: FeatureExtractor,
-    normalise: Normalisation,
-    device: torch.device,
-    projection: Projection | None,
-) -> Embedder:
-    """How a config turns network inputs into patch embeddings; PaDiM's are projected on the way."""
-    align = projection.of_maps if projection else PATCHCORE_ALIGNERS[config.model.embedding]
-    return Embedder(extractor, normalise, align, device)

@@ -11,22 +11,15 @@ from pathlib import Path
 
 import torch
 
-from anomaly.backbones import (
-    Normalisation,
-    build,
-    default_layers,
-    fill,
-    normalisation,
-    read_weights,
-)
+from anomaly.backbones import Normalisation, normalisation
 from anomaly.calibration import thresholds_from
 from anomaly.config import Config
 from anomaly.cross_fitting import cross_fit
 from anomaly.datasets import Sample
-from anomaly.detector import AnomalyDetector, embedder_of, loading_of, region_of
+from anomaly.detector import AnomalyDetector
 from anomaly.embedding import TrainingPatches
 from anomaly.errors import ImageError
-from anomaly.features import FeatureExtractor, truncate
+from anomaly.features import FeatureExtractor
 from anomaly.images import read_header
 from anomaly.loading import Loaded, Loading, load
 from anomaly.precision import settle
@@ -34,6 +27,7 @@ from anomaly.scorers.base import Progress, Scorer
 from anomaly.scorers.gaussian import GaussianFitter
 from anomaly.scorers.memory_bank import MemoryBankFitter
 from anomaly.scorers.projection import Projection
+from anomaly.stages import backbone, embedder_of, fitter_of, loading_of, region_of
 from anomaly.suspects import Suspect, Suspects
 from anomaly.usual import UsualLook
 
@@ -189,21 +183,6 @@ def _groups(samples: Sequence[Sample], used: Collection[int]) -> dict[int, str]:
     return {i: group for i, group in groups.items() if group}
 
 
-def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
-    """The truncated backbone that a config names, in fp32, and the hash of its weights' file.
-
-    Raises:
-        AnomalyError: the weights or layers can't be used as configured.
-    """
-    name = config.backbone.name
-    full = build(name)
-    layers = config.backbone.layers or default_layers(name, full, config.model.kind)
-    truncated = truncate(build(name), layers)
-    state, sha256 = read_weights(name, config.backbone.weights, config.seed)
-    fill(truncated.network, state, full, f"the weights file for backbone.name {name}")
-    return truncated.extractor().to(device, "fp32"), sha256
-
-
 def _settle(
     config: Config,
     extractor: FeatureExtractor,
@@ -242,17 +221,6 @@ def _learn(
     if isinstance(fitter, GaussianFitter):
         return fitter.fit(patches, progress, projection)
     return fitter.fit(patches, progress)
-
-
-def fitter_of(config: Config) -> GaussianFitter | MemoryBankFitter:
-    """What a config learns with."""
-    model = config.model
-    if model.kind == "padim":
-        return GaussianFitter(model.dimensions, model.projection, model.regularisation, config.seed)
-    ratio = None if model.coreset_size is not None else model.coreset_ratio
-    return MemoryBankFitter(
-        ratio, model.coreset_size, seed=config.seed, memory_limit=config.memory_limit * 1024**2
-    )
 
 
 class _Clock:

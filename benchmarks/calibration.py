@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from anomaly.calibration import GoodScores, Threshold, beta_binomial_interval, thresholds_from
-from anomaly.config import load_config
+from anomaly.config_files import load_config
 from anomaly.cross_fitting import cross_fit, scores_of, split
 from anomaly.datasets import open_dataset
 from anomaly.detector import AnomalyDetector
@@ -35,7 +35,8 @@ from anomaly.loading import Refused, by_shape, load_all, tile_by_tile
 from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.gaussian import GaussianFitter
 from anomaly.scorers.memory_bank import MemoryBankFitter
-from anomaly.training import fit, fitter_of
+from anomaly.stages import fitter_of
+from anomaly.training import fit
 from benchmarks.inputs import machine
 
 

@@ -14,9 +14,8 @@ import torch
 from anomaly.backbones import normalisation
 from anomaly.config import parse_config
 from anomaly.datasets import open_dataset
-from anomaly.detector import embedder_of, loading_of
 from anomaly.loading import by_shape, load_all
-from anomaly.training import backbone
+from anomaly.stages import backbone, embedder_of, loading_of
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import torch
 from conftest import Command, train_arguments, write_product
 
 from anomaly.checkpoint import load
-from anomaly.config import load_config
+from anomaly.config_files import load_config
 from anomaly.datasets import open_dataset
 from anomaly.detector import Prediction
 from anomaly.training import fit

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from anomaly.config import Config, load_config
+from anomaly.config import Config
+from anomaly.config_files import load_config
 from anomaly.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         0 all fine, 3 some files can't be used, 2 training or evaluation would be wrong.
     """
     from anomaly.cli.train import CONFIG_FOLDERS
-    from anomaly.config import load_config
+    from anomaly.config_files import load_config
     from anomaly.data_check import Reading, Severity, check
     from anomaly.datasets import open_dataset
 

@@ -52,7 +52,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train one model."""
-    from anomaly.config import load_config
+    from anomaly.config_files import load_config
     from anomaly.datasets import open_dataset
 
     started = time.perf_counter()

@@ -27,7 +27,7 @@ def trained_run(
         ConfigError: a run of this name was trained with other settings.
         AnomalyError: training failed.
     """
-    from anomaly.config import load_config
+    from anomaly.config_files import load_config
 
     config = load_config(config_file, overrides, train.CONFIG_FOLDERS)
     run = runs / config.name
