@@ -10,7 +10,7 @@ import numpy as np
 
 from anomaly.colour_bar import side_by_side
 from anomaly.files import write
-from anomaly.heatmap import display, encode_png, heatmap
+from anomaly.heatmap import Picture, display, encode_png, heatmap
 from anomaly.images import Image
 from anomaly.map_files import encode_float32, encode_uint16
 from anomaly.marked import AnomalyMap, MarkedRegion, marked_regions, predicted_mask
@@ -64,10 +64,7 @@ class Pictures:
         """
         anomaly_map = _held(found, image.size)
         limit = float(np.nanmax(found.scores)) if self.limit is None else self.limit
-        picture = heatmap(image, anomaly_map, limit)
-        if self.beside is not None:
-            picture = side_by_side(display(image), picture, limit, self.beside)
-        write(self.output / HEATMAPS / name, encode_png(picture))
+        write(self.output / HEATMAPS / name, encode_png(self._heatmap(image, anomaly_map, limit)))
         if self.maps == "uint16":
             write(self.output / MAPS / name, encode_uint16(anomaly_map, image.size, limit))
         elif self.maps == "float32":
@@ -79,6 +76,12 @@ class Pictures:
         if self.masks:
             write(self.output / MASKS / name, encode_png(mask))
         return marked_regions(mask, anomaly_map) if self.regions else ()
+
+    def _heatmap(self, image: Image, anomaly_map: AnomalyMap, limit: float) -> Picture:
+        picture = heatmap(image, anomaly_map, limit)
+        if self.beside is None:
+            return picture
+        return side_by_side(display(image), picture, limit, self.beside)
 
 
 def _held(found: SourceMap, size: tuple[int, int]) -> AnomalyMap:

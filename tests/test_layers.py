@@ -84,8 +84,7 @@ def test_transformers_have_no_late_map_and_take_squares_only() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", known_backbones())
 def test_every_network_is_described(name: str) -> None:
-    size = 518 if name == "vit_h_14" else 224
-    table = layer_table(build(name), size)
+    table = layer_table(build(name), 224)
     assert table[0].shape == (1, 1000)
     assert table[0].share == 1
     shares = [x.share for x in sorted(table, key=lambda x: x.finished or 0) if x.share is not None]
