@@ -23,6 +23,17 @@ def embeddings(file: Path | None, count: int, dim: int = 1536) -> Tensor:
     return torch.from_numpy(np.array(rows[:count]))
 
 
+def whole_images(file: Path, count: int) -> Tensor:
+    """`count` rows of a .npy of (N, D) float32: whole images, evenly spread over the file."""
+    rows = np.load(file, mmap_mode="r")
+    images, wanted = len(rows) // PATCHES_AN_IMAGE, count // PATCHES_AN_IMAGE
+    if images < wanted:
+        raise SystemExit(f"{file} holds {images} images' embeddings; {wanted} are needed")
+    grouped = rows[: images * PATCHES_AN_IMAGE].reshape(images, PATCHES_AN_IMAGE, -1)
+    chosen = [(2 * i + 1) * images // (2 * wanted) for i in range(wanted)]
+    return torch.from_numpy(grouped[chosen].reshape(wanted * PATCHES_AN_IMAGE, -1))
+
+
 def generated(count: int, dim: int, seed: int = 0) -> Tensor:
     """Clusters with a falling spectrum, neighbours alike: most variance in some 50 dimensions."""
     g = torch.Generator().manual_seed(seed)

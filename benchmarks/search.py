@@ -19,7 +19,7 @@ from torch import Tensor
 
 from anomaly.scorers.coreset import greedy_k_center, random_projection
 from anomaly.scorers.neighbors import NearestNeighbors
-from benchmarks.inputs import PATCHES_AN_IMAGE, embeddings, generated, machine
+from benchmarks.inputs import PATCHES_AN_IMAGE, embeddings, generated, machine, whole_images
 
 
 def coreset(features: Tensor, size: int) -> Tensor:
@@ -89,17 +89,16 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     most = max(args.batches)
     if args.queries is not None:
-        features, queries = (
-            embeddings(args.features, args.points),
-            embeddings(args.queries, most),
-        )
+        features = embeddings(args.features, args.points)
+        queries = {batch: whole_images(args.queries, batch) for batch in args.batches}
     else:
         both = generated(args.points + most, 1536)
-        features, queries = both[most:], both[:most]
+        features = both[most:]
+        queries = {batch: both[:batch] for batch in args.batches}
     for size in args.banks:
         bank = coreset(features, size)
         for batch in args.batches:
-            measure(bank, queries[:batch], args)
+            measure(bank, queries[batch], args)
 
 
 if __name__ == "__main__":

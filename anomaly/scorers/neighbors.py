@@ -97,7 +97,7 @@ def _best(bank: Tensor) -> str:
     | bank          | CPU      | CUDA    | why                                                     |
     |---------------|----------|---------|---------------------------------------------------------|
     | below 1,024   | product  | product | one small product; no axes to fit first                 |
-    | from 1,024 up | screened | product | reads a twelfth; faiss Flat takes 2 to 6 times as long. |
-    |               |          |         | A GPU multiplies faster than it gathers what is left.   |
+    | from 1,024 up | screened | product | reads a seventeenth; faiss Flat takes 2 to 6 times as   |
+    |               |          |         | long. A GPU multiplies faster than it gathers.          |
     """
     return "screened" if bank.device.type == "cpu" and len(bank) >= 1024 else "product"
