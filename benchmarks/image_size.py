@@ -1,6 +1,7 @@
-"""Square against kept aspect: the same network, the same area, the same share of patches.
+"""Square (`image.resize: 256`) against kept aspect (`image.area: 256`): PatchCore 1 %, or others.
 
     python -m benchmarks.image_size --weights FILE.safetensors --data bottle magnetic_tile
+        [--set model.kind=padim]
 
 Each data set is a folder in MVTec AD layout. Figures are means over the seeds; seconds are those of
 the whole commands, start of the program included.
@@ -20,10 +21,7 @@ from benchmarks.inputs import machine
 from benchmarks.process import run
 
 # How an image reaches the network, and settings of it. Image scores are the config's for that.
-SIZES = {
-    "square, `image.resize: 256`": ["image.resize=256"],
-    "kept aspect, `image.area: 256`": ["image.area=256"],
-}
+SIZES = {"resize": ["image.resize=256"], "area": ["image.area=256"]}
 _COMMAND = "import sys; from anomaly.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -37,6 +35,7 @@ def measure(data: Path, settings: list[str], args: argparse.Namespace) -> dict[s
             "backbone.name=resnet50_v1",
             f"backbone.weights={args.weights.absolute()}",
             "model.coreset_ratio=0.01",
+            *args.overrides,
             *settings,
         ]
         flags = [part for setting in every for part in ("--set", setting)]
@@ -61,13 +60,15 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True, help="ResNet-50, .safetensors")
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="data sets")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     print(machine() + "\n")
     print("| data set | image size | image AUROC | pixel AUROC | training | evaluation |")
     print("|---|---|---|---|---|---|")
     for data in args.data:
-        for name, settings in SIZES.items():
-            runs = [measure(data, [*settings, f"seed={seed}"], args) for seed in args.seeds]
+        for name in args.sizes:
+            runs = [measure(data, [*SIZES[name], f"seed={seed}"], args) for seed in args.seeds]
             mean = {key: statistics.fmean(one[key] for one in runs) for key in runs[0]}
             scores = sorted(one["image AUROC"] for one in runs)
             print(
