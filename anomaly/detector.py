@@ -224,6 +224,15 @@ class AnomalyDetector:
             oddness="" if self.usual is None else self.usual.oddness(look),
         )
 
+    def verdict(self, prediction: Prediction) -> str:
+        """`good`, `review` or `reject`; `review` for what isn't our part, whatever its score.
+
+        Empty where there are no thresholds and nothing is odd.
+        """
+        if prediction.oddness:
+            return "review"
+        return "" if self.thresholds is None else self.thresholds.verdict(prediction.image_score)
+
     def score_patches(
         self, embeddings: Tensor, size: tuple[int, int], inside: Tensor | None = None
     ) -> tuple[PatchScores, Tensor]:

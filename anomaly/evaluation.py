@@ -49,10 +49,15 @@ class Scored:
     odd: bool = False
 
     def verdict(self, thresholds: Thresholds | None) -> str:
-        """`good`, `review` or `reject`, as `infer` says; empty without a score or a threshold."""
-        if self.image_score is None or thresholds is None:
+        """`good`, `review` or `reject`, as `infer` says; empty without a score.
+
+        Without thresholds there is only `review`, for what isn't our part.
+        """
+        if self.image_score is None:
             return ""
-        return "review" if self.odd else thresholds.verdict(self.image_score)
+        if self.odd:
+            return "review"
+        return "" if thresholds is None else thresholds.verdict(self.image_score)
 
 
 @dataclass(frozen=True)

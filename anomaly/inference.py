@@ -159,14 +159,13 @@ class _Run:
     def _scored(self, result: Prediction) -> Row:
         thresholds = self._model.detector.thresholds
         score = result.image_score
-        verdict = "" if thresholds is None else thresholds.verdict(score)
         return self._row(
             result.index,
             image_sha256=result.sha256,
             status="ok",
             image_score=score,
             calibrated_score=None if thresholds is None else thresholds.calibrated(score),
-            verdict="review" if result.oddness else verdict,
+            verdict=self._model.detector.verdict(result),
             heatmap=f"{HEATMAPS}/{self._inputs.pictures[result.index]}",
             reason=result.oddness,
         )

@@ -29,7 +29,7 @@ from anomaly.scorers.memory_bank import MemoryBankFitter
 from anomaly.scorers.projection import Projection
 from anomaly.stages import backbone, embedder_of, fitter_of, loading_of, region_of
 from anomaly.suspects import Suspect, Suspects
-from anomaly.usual import UsualLook
+from anomaly.usual import UsualLook, odd_among
 
 TRIAL_IMAGES = 4  # that show whether bf16 is safe
 
@@ -49,6 +49,8 @@ class Training:
         patches: how many patches were learned from.
         seconds: by stage.
         patch_pixels: height and width of one patch in original pixels, in the median.
+        odd: training images that would be `review` for not being our part, had they not been
+            learned from, by name.
         suspects: training images that look least like the others, the worst first; found on the
             way to the thresholds.
     """
@@ -61,6 +63,7 @@ class Training:
     patches: int
     seconds: dict[str, float]
     patch_pixels: tuple[float, float]
+    odd: tuple[str, ...]
     suspects: tuple[Suspect, ...]
 
 
@@ -141,10 +144,10 @@ def fit(
             clock.lap("calibration")
     finally:
         patches.close()
+    used = sorted(patches.looks)
+    looks = [patches.looks[i] for i in used]
     return Training(
-        detector=replace(
-            detector, thresholds=thresholds, usual=UsualLook.of(list(patches.looks.values()))
-        ),
+        detector=replace(detector, thresholds=thresholds, usual=UsualLook.of(looks)),
         weights_sha256=weights_sha256,
         hashes={samples[i].name: patches.hashes[i] for i in sorted(patches.hashes)},
         refused={samples[r.index].name: r.reason for r in patches.refused},
@@ -152,6 +155,7 @@ def fit(
         patches=patches.count,
         seconds=clock.seconds,
         patch_pixels=_patch_pixels(patches, min(extractor.strides)),
+        odd=tuple(samples[used[place]].name for place in odd_among(looks)),
         suspects=suspects.worst(),
     )
 

@@ -195,6 +195,27 @@ class UsualLook:
         )
 
 
+def odd_among(looks: Sequence[Look]) -> list[int]:
+    """Places of the images that would be odd to a look learned from all the others.
+
+    How often good parts are taken for another product, hence. Only images at an end of a range, or
+    farther away than all others, can be.
+    """
+    if len(looks) <= LEAST_IMAGES:
+        return []
+    figures = [list(one.figures().values()) for one in looks]
+    embeddings = np.stack([one.mean_embedding() for one in looks])
+    distances = _root_mean_square(embeddings - embeddings.mean(axis=0))
+    outer = {*np.argmin(figures, axis=0), *np.argmax(figures, axis=0), int(np.argmax(distances))}
+    odd = []
+    for place in sorted(map(int, outer)):
+        usual = UsualLook.of([*looks[:place], *looks[place + 1 :]])
+        assert usual is not None
+        if usual.oddness(looks[place]):
+            odd.append(place)
+    return odd
+
+
 _CAUSES = {
     ("brightness", "low"): "lens cap, lamp or exposure",
     ("brightness", "high"): "over-exposed",

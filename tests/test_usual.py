@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import Command, train_arguments, write_part, write_product
 
-from anomaly.usual import LEAST_IMAGES, Look, UsualLook, look
+from anomaly.usual import LEAST_IMAGES, Look, UsualLook, look, odd_among
 
 
 def _look(rng: np.random.Generator, pixels: np.ndarray | None = None, shift: float = 0.0) -> Look:
@@ -67,6 +67,24 @@ def test_what_is_usual_and_what_is_not() -> None:
     for says, one in odd.items():
         assert says in usual.oddness(one)
         assert again.oddness(one) == usual.oddness(one)
+
+
+def test_odd_ones_out_are_those_that_the_others_would_not_accept() -> None:
+    rng = np.random.default_rng(0)
+    looks = [_look(rng) for _ in range(40)]
+    assert odd_among(looks) == []
+    dark = np.full((32, 48, 3), 0.3, np.float32) + rng.normal(0, 0.02, (32, 48, 1))
+    looks[7] = _look(rng, dark.astype(np.float32))
+    looks[21] = _look(rng, shift=1.0)
+
+    def without(place: int) -> UsualLook:
+        usual = UsualLook.of(looks[:place] + looks[place + 1 :])
+        assert usual is not None
+        return usual
+
+    every = [i for i, one in enumerate(looks) if without(i).oddness(one)]
+    assert odd_among(looks) == every == [7, 21]
+    assert odd_among(looks[:LEAST_IMAGES]) == []
 
 
 def test_odd_images_are_for_review(

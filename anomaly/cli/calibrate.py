@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import logging
 import math
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="PATH",
         help="images of defects: says how many are found, and costs can be weighed",
+    )
+    add(
+        "--data-root",
+        type=Path,
+        help="the data sets' folder, where it has moved since training: no image of the test "
+        "split may touch a threshold",
     )
     rates = parser.add_argument_group("by rates (default: those that the model has)")
     add = rates.add_argument
@@ -123,7 +130,7 @@ def _score(options: argparse.Namespace, model: Model, threads: int) -> dict[str,
 
     given = {name: getattr(options, name) for name in ("good", "defects")}
     given = {name: inputs for name, inputs in given.items() if inputs is not None}
-    tested = _tested(options.model, model) if given else frozenset()
+    tested = _tested(options, model) if given else frozenset()
     scored: dict[str, Unseen] = {}
     for name, inputs in given.items():
         with ProgressLine() as progress:
@@ -150,21 +157,26 @@ def _say_left_out(option: str, images: Unseen) -> None:
         log.warning("%s: skipped %d more", option, len(images.refused) - 5)
 
 
-def _tested(folder: Path, model: Model) -> frozenset[str]:
+def _tested(options: argparse.Namespace, model: Model) -> frozenset[str]:
     """Hashes of the test split, where the run remembers its data set and it is still there."""
-    from anomaly.cli.evaluate import trained_on
-    from anomaly.datasets import open_dataset
+    from anomaly.cli.evaluate import dataset_of
 
     try:
-        data_format = model.detector.config.data.format
-        test = open_dataset(data_format, trained_on(folder), None).test
-        return frozenset(hashlib.sha256(s.path.read_bytes()).hexdigest() for s in test)
-    except (AnomalyError, OSError):
+        test = dataset_of(model, options.model, options.data_root).test
+    except AnomalyError as error:
+        if options.data_root is not None:
+            raise
         log.warning(
-            "the data set that the model was trained on isn't at hand: make sure yourself that "
-            "these images aren't those it is evaluated on"
+            "%s: make sure yourself that these images aren't those the model is evaluated on, or "
+            "name the data set's folder with --data-root",
+            error,
         )
         return frozenset()
+    hashes = set()
+    for sample in test:
+        with suppress(OSError):  # can't be evaluated on either
+            hashes.add(hashlib.sha256(sample.path.read_bytes()).hexdigest())
+    return frozenset(hashes)
 
 
 def _good(options: argparse.Namespace, model: Model, scored: dict[str, Unseen]) -> GoodScores:

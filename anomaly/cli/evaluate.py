@@ -153,14 +153,22 @@ def _evaluate(folder: Path, data_root: Path | None, device: Any, threads: int) -
     )
 
 
-def _test_split(model: Model, folder: Path, data_root: Path | None) -> Dataset:
+def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:
+    """The data set that a model was trained on: where it was, or in another root folder.
+
+    Raises:
+        DataError: it isn't there, or nothing says where it is.
+    """
     from anomaly.datasets import open_dataset
 
     data = model.detector.config.data
     if data_root is None:
-        dataset = open_dataset(data.format, trained_on(folder), None)
-    else:
-        dataset = open_dataset(data.format, data_root, data.category)
+        return open_dataset(data.format, trained_on(folder), None)
+    return open_dataset(data.format, data_root, data.category)
+
+
+def _test_split(model: Model, folder: Path, data_root: Path | None) -> Dataset:
+    dataset = dataset_of(model, folder, data_root)
     if not dataset.test:
         raise DataError(
             f"{dataset.folder} has no test images: evaluation needs test/good and "

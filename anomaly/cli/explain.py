@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.input.is_file():
         raise AnomalyError(f"--input {options.input} isn't a file; explain takes one image")
     device, _ = machine.settle(options)
-    earlier = [file.name for file in options.output.glob("feature_maps_*.png")]
+    earlier = [file.name for file in options.output.glob("*feature_maps_*.png")]
     claim(options.output, (*OUTPUTS, *earlier), overwrite=options.overwrite)
     shown = _Shown({"image": str(options.input)}, {}, [])
     if options.model is not None:
@@ -84,6 +84,9 @@ def run(options: argparse.Namespace) -> int:
     facts = shown.facts | {"pictures": list(shown.pictures), "not_shown": shown.notes}
     text = json.dumps(facts, indent=2, ensure_ascii=False)
     write(options.output / "explanation.json", text + "\n")
+    if shown.facts.get("verdict"):
+        reason = f": {shown.facts['reason']}" if shown.facts["reason"] else ""
+        print(f"{shown.facts['verdict']}, score {shown.facts['image_score']:.4g}{reason}")
     print(f"{', '.join(shown.pictures)} and explanation.json in {options.output}")
     for note in shown.notes:
         print(f"not shown: {note}")
@@ -116,19 +119,20 @@ def _explain_score(options: argparse.Namespace, device: torch.device, shown: _Sh
     item = _read(options.input, detector.loading)
     (prediction,) = detector.score([item])
     thresholds = detector.thresholds
-    shown.facts.update(model_id=model.model_id, image_score=prediction.image_score)
+    shown.facts.update(
+        model_id=model.model_id,
+        image_score=prediction.image_score,
+        verdict=detector.verdict(prediction),
+        reason=prediction.oddness,
+    )
     if thresholds is not None:
-        shown.facts.update(
-            threshold=thresholds.image,
-            verdict=thresholds.verdict(prediction.image_score),
-            threshold_label=thresholds.label,
-        )
+        shown.facts.update(threshold=thresholds.image, threshold_label=thresholds.label)
     limit = float("inf") if thresholds is None else thresholds.pixel
     patches = worst_patches(prediction.patch_scores, limit)
     height, width = prediction.patch_scores.shape
     worst = tile_of(item, (height, width), patches[0])
     image = detector.embedder.images([worst])[0]
-    _draw_maps(detector.extractor.network, image, detector.extractor.layers, shown)
+    _draw_maps(detector.extractor.network, image, detector.extractor.layers, shown, "")
 
     picture = display(item.decoded)
     anomaly_map = prediction.anomaly_map()
@@ -230,7 +234,9 @@ def _explain_class(options: argparse.Namespace, device: torch.device, shown: _Sh
     network = whole(name, options.weights).requires_grad_(False).to(device)
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)
     image = normalisation(name)(pixels)
-    _draw_maps(network, image, stages(table), shown)
+    # Beside a model's, whose layers may have the same names.
+    before = "" if options.model is None else "classifier_"
+    _draw_maps(network, image, stages(table), shown, before)
 
     with torch.inference_mode():
         chances = network(image[None])[0].softmax(dim=0)
@@ -266,11 +272,13 @@ def _class_name(network: str, index: int) -> str:
     return str(names[index]) if index < len(names) else f"class {index}"
 
 
-def _draw_maps(network: nn.Module, image: Tensor, layers: Sequence[str], shown: _Shown) -> None:
+def _draw_maps(
+    network: nn.Module, image: Tensor, layers: Sequence[str], shown: _Shown, before: str
+) -> None:
     from anomaly.explain.feature_maps import feature_map_pictures
 
     for layer, picture in feature_map_pictures(network, image, layers).items():
-        shown.pictures[f"feature_maps_{layer}.png"] = picture
+        shown.pictures[f"{before}feature_maps_{layer}.png"] = picture
 
 
 def _read(path: Path, loading: Loading) -> Loaded:

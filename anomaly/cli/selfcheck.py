@@ -94,11 +94,9 @@ def _said(model: Model, result: Prediction | Refused) -> dict[str, Any]:
 
     if isinstance(result, Refused):
         return {"image_score": None, "verdict": result.status}
-    thresholds = model.detector.thresholds
-    verdict = "" if thresholds is None else thresholds.verdict(result.image_score)
     return {
         "image_score": result.image_score,
-        "verdict": "review" if result.oddness else verdict,
+        "verdict": model.detector.verdict(result),
     }
 
 

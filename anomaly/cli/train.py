@@ -117,6 +117,7 @@ def _summary(training: Any, model: Path, model_id: str) -> dict[str, Any]:
         "bank_vectors": scorer["vectors"][0] if "vectors" in scorer else None,
         "scorer": scorer,
         "thresholds": None if thresholds is None else thresholds.to_json(),
+        "odd": list(training.odd),
         "refused": training.refused,
         "model_bytes": sum(f.stat().st_size for f in model.iterdir()),
         "peak_memory_bytes": machine.peak_memory(),
@@ -174,11 +175,20 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
         print("look at these training images; a defect among the good ones is learned as good:")
         for suspect in summary["suspects"][:3]:
             print(f"  {suspect['score']:.4g}  {suspect['name']}  {output / suspect['heatmap']}")
+    if odd := summary["odd"]:
+        print(
+            f"{len(odd)} of {images['learned']} training images would be for review whatever their "
+            f"score, being so unlike the others: {_some(odd)}"
+        )
     _say_refused(summary["refused"])
     seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9
     print(
         f"{seconds:.1f} s, {peak:.2f} GB at most; model {summary['model_id']} in {output / 'model'}"
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _say_patch(size: dict[str, list[float] | None]) -> None:

@@ -39,9 +39,11 @@ class BackwardGates(threading.local):
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         """Forward hook: the gate at the output."""
-        gate = self._open.pop()
-        while gate.module is not module:  # one whose forward pass ended with an exception
-            gate = self._open.pop()
+        entered = [place for place, gate in enumerate(self._open) if gate.module is module]
+        if not entered:  # hooked, or let go, while it was running
+            return None
+        gate = self._open[entered[-1]]
+        del self._open[entered[-1] :]  # with those behind, whose forward pass raised
         if isinstance(output, Tensor | tuple):
             gated = gate.setup_output_hook(output)  # type: ignore[no-untyped-call]
             return None if gated is output else _copies(gated)

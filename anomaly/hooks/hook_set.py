@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
-from torch.utils.hooks import RemovableHandle
 
 from anomaly.errors import LayerError
 from anomaly.hooks.backward import BackwardGates
@@ -18,6 +18,26 @@ from anomaly.hooks.paths import Selector, select
 
 Layers: TypeAlias = Selector | Sequence[Selector]
 Event: TypeAlias = Literal["forward", "forward_pre", "backward", "backward_pre"]
+
+
+class Handle(Protocol):
+    """What takes one hook away again."""
+
+    def remove(self) -> None:
+        """Remove the hook; a second time does nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Both:
+    """A pair of PyTorch's handles; neither hook works without the other."""
+
+    first: Handle
+    second: Handle
+
+    def remove(self) -> None:
+        self.first.remove()
+        self.second.remove()
 
 
 class HookSet:
@@ -38,7 +58,7 @@ class HookSet:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
 
     def __enter__(self) -> HookSet:
         return self
@@ -59,7 +79,7 @@ class HookSet:
 
     def forward(
         self, layers: Layers, hook: Hook, *extra: Any, with_kwargs: bool = False, **named: Any
-    ) -> list[RemovableHandle]:
+    ) -> list[Handle]:
         """Call `hook(module, inputs, output, *extra, **named)` after a layer has run.
 
         Args:
@@ -85,7 +105,7 @@ class HookSet:
 
     def forward_pre(
         self, layers: Layers, hook: Hook, *extra: Any, with_kwargs: bool = False, **named: Any
-    ) -> list[RemovableHandle]:
+    ) -> list[Handle]:
         """Call `hook(module, inputs, *extra, **named)` before a layer runs.
 
         What it returns replaces the inputs: one tensor or a tuple of all positional ones. With
@@ -100,9 +120,7 @@ class HookSet:
             ]
         )
 
-    def backward(
-        self, layers: Layers, hook: Hook, *extra: Any, **named: Any
-    ) -> list[RemovableHandle]:
+    def backward(self, layers: Layers, hook: Hook, *extra: Any, **named: Any) -> list[Handle]:
         """Call `hook(module, grad_input, grad_output, *extra, **named)` in the backward pass.
 
         Both gradients are tuples, one entry for each positional input or output of the layer (None
@@ -112,9 +130,7 @@ class HookSet:
         """
         return self._gate(layers, BackwardGates(hook=_with_extra(hook, extra, named)))
 
-    def backward_pre(
-        self, layers: Layers, hook: Hook, *extra: Any, **named: Any
-    ) -> list[RemovableHandle]:
+    def backward_pre(self, layers: Layers, hook: Hook, *extra: Any, **named: Any) -> list[Handle]:
         """Call `hook(module, grad_output, *extra, **named)` before the gradient enters a layer.
 
         What it returns replaces `grad_output`, and with it the gradients of the layer's
@@ -122,7 +138,7 @@ class HookSet:
         """
         return self._gate(layers, BackwardGates(pre_hook=_with_extra(hook, extra, named)))
 
-    def tensor(self, tensor: Tensor, hook: Hook, *extra: Any, **named: Any) -> RemovableHandle:
+    def tensor(self, tensor: Tensor, hook: Hook, *extra: Any, **named: Any) -> Handle:
         """Call `hook(grad, *extra, **named)` when the gradient of a tensor is known.
 
         What it returns, of the same shape, replaces the gradient. Works for parameters and for
@@ -137,12 +153,10 @@ class HookSet:
                 "it with requires_grad=True, or capture it with grad=True outside no_grad"
             )
         call = _with_extra(hook, extra, named)
-        handle: RemovableHandle = tensor.register_hook(call)  # type: ignore[no-untyped-call]
+        handle: Handle = tensor.register_hook(call)  # type: ignore[no-untyped-call]
         return self._add([handle])[0]
 
-    def everywhere(
-        self, event: Event, hook: Hook, *extra: Any, **named: Any
-    ) -> list[RemovableHandle]:
+    def everywhere(self, event: Event, hook: Hook, *extra: Any, **named: Any) -> list[Handle]:
         """Call `hook` at every layer of every network in the process (global module hooks).
 
         Args:
@@ -150,6 +164,9 @@ class HookSet:
             hook: the function.
             *extra: further arguments for the hook.
             **named: further arguments by name.
+
+        Returns:
+            One handle.
         """
         call = _with_extra(hook, extra, named)
         if event == "forward":
@@ -160,19 +177,25 @@ class HookSet:
         enter: Hook = gates.enter
         return self._add(
             [
-                torch_hooks.register_module_forward_pre_hook(enter),
-                torch_hooks.register_module_forward_hook(gates.leave),
+                _Both(
+                    torch_hooks.register_module_forward_pre_hook(enter),
+                    torch_hooks.register_module_forward_hook(gates.leave),
+                )
             ]
         )
 
-    def _gate(self, layers: Layers, gates: BackwardGates) -> list[RemovableHandle]:
-        handles: list[RemovableHandle] = []
-        for module in select(self._model, layers).values():
-            handles.append(module.register_forward_pre_hook(gates.enter))
-            handles.append(module.register_forward_hook(gates.leave))
-        return self._add(handles)
+    def _gate(self, layers: Layers, gates: BackwardGates) -> list[Handle]:
+        return self._add(
+            [
+                _Both(
+                    module.register_forward_pre_hook(gates.enter),
+                    module.register_forward_hook(gates.leave),
+                )
+                for module in select(self._model, layers).values()
+            ]
+        )
 
-    def _add(self, handles: list[RemovableHandle]) -> list[RemovableHandle]:
+    def _add(self, handles: list[Handle]) -> list[Handle]:
         self._handles += handles
         return handles
 

@@ -95,7 +95,10 @@ def compare(first: Path, second: Path) -> Comparison:
     common = [key for key in rows[0] if key in rows[1]]
     if not common:
         raise DataError(f"{first} and {second} have no image in common; compare like with like")
-    changes = [_change(key, rows[0][key], rows[1][key]) for key in common]
+    try:
+        changes = [_change(key, rows[0][key], rows[1][key]) for key in common]
+    except (ValueError, KeyError) as error:
+        raise _no_evaluation(f"{first} or {second}", error) from None
     changes.sort(key=lambda c: (not c.changed, c.better is not False, -abs(c.moved or 0.0)))
     both = {name: (figures[0][name], figures[1][name]) for name in figures[0] if name in figures[1]}
     alone = len(rows[0]) - len(common), len(rows[1]) - len(common)
@@ -145,7 +148,7 @@ def _read_rows(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
         raise _no_evaluation(folder, error) from None
 
 
-def _no_evaluation(folder: Path, error: Exception) -> DataError:
+def _no_evaluation(folder: Path | str, error: Exception) -> DataError:
     return DataError(
         f"{folder} holds no evaluation ({error}); give folders that `evaluate --output` wrote"
     )

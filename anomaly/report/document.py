@@ -138,7 +138,8 @@ def _figures(category: Category) -> Iterator[dict[str, Any]]:
 def _by_type(category: Category) -> Iterator[dict[str, Any]]:
     kinds = [r.sample.defect_type for r in category.evaluation.scored if r.image_score is not None]
     for name, metrics in category.evaluation.by_type.items():
-        yield {"type": name, "images": kinds.count(name), **metrics.values}
+        counted = {"type": name, "images": kinds.count(name)}
+        yield {**counted, **metrics.values, "reasons": metrics.reasons}
 
 
 def _curves(category: Category) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def metrics_json(
 ) -> str:
     """`{"categories": {name: figures}, "mean": figures}`; an undefined figure is null.
 
-    Each category says why a figure is undefined under `undefined`, how far a binned figure can
+    Each category, and each type of defect, says why a figure is undefined under `undefined`, how far a binned figure can
     be off under `error_bounds`, the image figures' 95 % bootstrap intervals under `intervals`,
     each type of defect against all good images under `by_type`, and under `verdicts` what the
     model's own thresholds did. The mean leaves undefined figures out.
@@ -40,7 +40,7 @@ def metrics_json(
     """
     counted = verdicts or [None] * len(evaluations)
     categories = {
-        e.name: {**_figures(e), "verdicts": _verdicts(counts)}
+        e.name: _figures(e) | _verdicts(e, counts)
         for e, counts in zip(evaluations, counted, strict=True)
     }
     return json.dumps({"categories": categories, "mean": mean(evaluations)}, indent=2) + "\n"
@@ -131,14 +131,19 @@ def _figures(evaluation: Evaluation) -> dict[str, Any]:
         "undefined": metrics.reasons,
         "error_bounds": metrics.error_bounds,
         "intervals": evaluation.intervals,
-        "by_type": {name: metrics.values for name, metrics in evaluation.by_type.items()},
+        "by_type": {
+            name: {**metrics.values, "undefined": metrics.reasons}
+            for name, metrics in evaluation.by_type.items()
+        },
     }
 
 
-def _verdicts(counts: Confusion | None) -> dict[str, Any] | None:
+def _verdicts(evaluation: Evaluation, counts: Confusion | None) -> dict[str, Any]:
     if counts is None:
-        return None
-    return {"false_rejects": counts.false_rejects, "escapes": counts.escapes, **asdict(counts)}
+        why = {"verdicts": "the model has no thresholds"}
+        return {"verdicts": None, "undefined": evaluation.metrics.reasons | why}
+    totals = {"false_rejects": counts.false_rejects, "escapes": counts.escapes}
+    return {"verdicts": totals | asdict(counts)}
 
 
 def mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:

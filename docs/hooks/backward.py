@@ -54,4 +54,6 @@ try:
     model(images)
 except RuntimeError as error:
     print(str(error).split(".")[0])
+else:
+    raise AssertionError("in-place layers no longer break PyTorch's hook")
 handle.remove()

@@ -27,4 +27,4 @@ kinds = [Path(path).parent.name for path in saved.paths]
 probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
 rightly = cross_val_score(probe, saved.values["features.13"], kinds, cv=LeaveOneOut())
 print(f"{rightly.sum():.0f} of {len(kinds)} defects named rightly")
-assert rightly.mean() > 0.7
+assert rightly.sum() >= 10

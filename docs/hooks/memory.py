@@ -19,6 +19,7 @@ for grad in (True, False):
         captured.run(images)
         (kept,) = captured.pop().values()
     print(f"grad={grad}: the graph behind it is {'kept' if kept.grad_fn else 'gone'}")
+    assert (kept.grad_fn is not None) == grad
 
 # Reading empties: nothing of the last batch stays behind in the hooks.
 with torch.no_grad(), capture(model, "layer1") as captured:
@@ -34,3 +35,5 @@ with torch.no_grad(), capture(model, "layer1", keep=None, max_bytes=600_000) as 
             captured.run(images)
     except LayerError as error:
         print(error)
+    else:
+        raise AssertionError("ten batches fitted into the bound")

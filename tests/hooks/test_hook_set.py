@@ -358,6 +358,59 @@ def test_a_bad_layer_leaves_nothing_registered_and_handles_remove_one_early() ->
     assert live_hooks(network) == 0
 
 
+@pytest.mark.parametrize("register", ["forward", "forward_pre", "backward", "backward_pre"])
+def test_a_handle_removes_the_whole_hook_of_one_layer(register: str) -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    called: list[nn.Module] = []
+    x = torch.zeros(1, 2, requires_grad=True)
+    with HookSet(network) as hooks:
+        handles = getattr(hooks, register)("*", lambda module, *_: called.append(module))
+        assert len(handles) == 3
+        handles[1].remove()
+        handles[1].remove()
+        network(x).sum().backward()
+        assert set(called) == {network[0], network[2]}
+        for handle in handles:
+            handle.remove()
+        assert live_hooks(network) == 0
+        network(x).sum().backward()
+        assert len(called) == 2
+
+
+@pytest.mark.parametrize("event", ["forward", "forward_pre", "backward", "backward_pre"])
+def test_one_handle_removes_a_hook_from_everywhere(event: Any) -> None:
+    network = nn.Linear(2, 2)
+    called: list[nn.Module] = []
+    x = torch.zeros(1, 2, requires_grad=True)
+    with HookSet(network) as hooks:
+        (handle,) = hooks.everywhere(event, lambda module, *_: called.append(module))
+        network(x).sum().backward()
+        handle.remove()
+        network(x).sum().backward()
+    assert called == [network]
+
+
+@pytest.mark.parametrize("what", ["hook", "unhook"])
+def test_hooks_that_come_and_go_while_a_layer_runs(what: str) -> None:
+    called: list[nn.Module] = []
+
+    class Running(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if what == "hook":
+                hooks.backward("", lambda module, *_: called.append(module))
+            else:
+                handles[0].remove()
+            return x * 2
+
+    network = Running()
+    x = torch.zeros(1, 2, requires_grad=True)
+    with HookSet(network) as hooks:
+        handles = hooks.backward("", lambda *_: None) if what == "unhook" else []
+        network(x).sum().backward()
+        assert called == []
+    assert live_hooks(network) == 0
+
+
 class Breaking(nn.Module):
     """Raises in the forward or the backward pass, when told to."""
 

@@ -19,9 +19,9 @@ const TYPE_FIGURES = [["image_auroc", "image AUROC"], ["recall_at_frr_0.01", "re
 function showTypeFigures() {
   if (!data.by_type.length) return;
   const heading = (text) => element("th", { scope: "col" }, text);
-  const shown = (value) => element("td", {}, value === null ? "–" : value.toFixed(4));
+  const shown = (row, key) => element("td", row[key] === null ? { title: row.reasons[key] || "" } : {}, row[key] === null ? "–" : row[key].toFixed(4));
   const rows = data.by_type.map((row) => element("tr", {},
-    element("td", {}, element("bdi", {}, visible(row.type))), element("td", {}, String(row.images)), ...TYPE_FIGURES.map(([key]) => shown(row[key]))));
+    element("td", {}, element("bdi", {}, visible(row.type))), element("td", {}, String(row.images)), ...TYPE_FIGURES.map(([key]) => shown(row, key))));
   byId("by-type").replaceChildren(element("section", { class: "card" }, element("h2", {}, "Each type of defect against all good parts"),
     element("table", {}, element("thead", {}, element("tr", {}, ...["Type", "images", ...TYPE_FIGURES.map(([, title]) => title)].map(heading))), element("tbody", {}, ...rows))));
 }

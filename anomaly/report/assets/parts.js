@@ -48,7 +48,7 @@ function scoreScale() {
   const rounded = (value) => Number(value.toFixed(digits));
   return {
     step, digits,
-    low: rounded(Math.floor((low - span * 0.02) / step) * step),
+    low: Math.max(0, rounded(Math.floor((low - span * 0.02) / step) * step)),
     high: rounded(Math.ceil((high + span * 0.02) / step) * step),
     text: (value) => value.toFixed(digits),
   };
