@@ -140,7 +140,8 @@ class Sizing:
         resize: both sides in pixels, aspect not kept; None keeps the aspect.
         crop: side of the centred square cut out of the resized image; None keeps all of it.
         area: side of the square whose area a kept-aspect image gets.
-        multiple: kept-aspect sides are rounded to a multiple of this (the coarsest hooked stride).
+        multiple: kept-aspect sides are rounded to a multiple of this: of the coarsest hooked
+            layer's stride, so that its grid fits.
         aspect: H/W that all images have to have, give or take `ASPECT_TOLERANCE`; None for any.
         tile: side of the square tiles that a large image is cut into, in original pixels; each is
             then seen at `area`. None sees every image as a whole.

@@ -29,10 +29,11 @@ def metrics_json(
 ) -> str:
     """`{"categories": {name: figures}, "mean": figures}`; an undefined figure is null.
 
-    Each category, and each type of defect, says why a figure is undefined under `undefined`, how far a binned figure can
-    be off under `error_bounds`, the image figures' 95 % bootstrap intervals under `intervals`,
-    each type of defect against all good images under `by_type`, and under `verdicts` what the
-    model's own thresholds did. The mean leaves undefined figures out.
+    Each category, and each type of defect, says why a figure is undefined under `undefined`. There
+    is also how far a binned figure can be off under `error_bounds`, the image figures' 95 %
+    bootstrap intervals under `intervals`, each type of defect against all good images under
+    `by_type`, and under `verdicts` what the model's own thresholds did. The mean leaves undefined
+    figures out.
 
     Args:
         evaluations: one for each category.
