@@ -166,6 +166,24 @@ def test_where_the_data_set_is_gone_it_says_that_it_cannot_check(
     assert "make sure yourself" in caplog.text
 
 
+def test_a_data_set_that_has_moved_is_still_kept_from_the_thresholds(
+    run: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    (run / "train.json").unlink()
+    moved = tmp_path / "moved"
+    shutil.copytree(product, moved / product.name)
+    # An image that is gone doesn't make the others fair game.
+    (moved / product.name / "test" / "spot" / "000.png").unlink()
+    (moved / product.name / "test" / "spot" / "000.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "some").mkdir()
+    shutil.copy(product / "test" / "spot" / "001.png", tmp_path / "some" / "innocent.png")
+    arguments = ["--model", run, "--defects", tmp_path / "some", "--device", "cpu", "--data-root"]
+    code, _, err = command("calibrate", [*arguments, moved])
+    assert (code, "test split" in err, "innocent.png" in err) == (2, True, True)
+    code, _, err = command("calibrate", [*arguments, tmp_path / "absent"])
+    assert (code, str(tmp_path / "absent") in err) == (2, True)
+
+
 def test_images_learned_from_copies_and_broken_files_are_left_out(
     run: Path, product: Path, good: Path, command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY, Command, train_arguments, write_part, write_product
 
+from anomaly.cli import COMMANDS
+
 
 def _rows(file: Path) -> list[dict[str, str]]:
     with file.open(newline="", encoding="utf-8") as stream:
@@ -91,19 +93,11 @@ def test_a_mark_on_a_cropped_oblong_image_comes_back_at_its_pixel(
 def test_scripts_are_the_commands(product: Path, run_folder: Path, tmp_path: Path) -> None:
     """In a process of its own, from another folder, without any OpenMP workaround."""
     environment = {k: v for k, v in os.environ.items() if k != "KMP_DUPLICATE_LIB_OK"}
-    for name in (
-        "check",
-        "train",
-        "infer",
-        "evaluate",
-        "layers",
-        "features",
-        "explain",
-        "selfcheck",
-        "sample_data",
-    ):
+    scripts = sorted((REPOSITORY / "scripts").glob("*.py"))
+    assert {script.stem.replace("_", "-") for script in scripts} == set(COMMANDS)
+    for script in scripts:
         shown = subprocess.run(
-            [sys.executable, REPOSITORY / "scripts" / f"{name}.py", "--help"],
+            [sys.executable, script, "--help"],
             cwd=tmp_path,
             env=environment,
             capture_output=True,

@@ -256,9 +256,40 @@ def test_explain_a_score(run_folder: Path, product: Path, tmp_path: Path, comman
     for name in facts["pictures"]:
         assert cv2.imread(str(output / name)).shape[1] > 400
         assert name in out
+    assert "reject, score" in out
     code, _, err = command("explain", ["--model", run_folder, "--input", image, "--output", output])
     assert code == 2
     assert "--overwrite" in err
+
+
+def test_explain_calls_what_isnt_our_part_what_infer_calls_it(
+    run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    image = tmp_path / "black.png"
+    cv2.imwrite(str(image), np.zeros((96, 120, 3), np.uint8))
+    output = tmp_path / "why"
+    code, out, _ = command("explain", ["--model", run_folder, "--input", image, "--output", output])
+    facts = json.loads((output / "explanation.json").read_text())
+    assert (code, facts["verdict"], "lens cap" in facts["reason"]) == (0, "review", True)
+    assert facts["reason"] in out
+
+
+def test_explain_with_a_model_and_a_classifier_of_like_layers(
+    run_folder: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    image = product / "test" / "spot" / "000.png"
+    output = tmp_path / "why"
+    arguments = ["--model", run_folder, "--backbone", "resnet18", "--weights", "random"]
+    assert command("explain", [*arguments, "--input", image, "--output", output])[0] == 0
+    ours, theirs = (
+        (output / f"{before}feature_maps_layer2.png").read_bytes() for before in ("", "classifier_")
+    )
+    assert ours != theirs
+    facts = json.loads((output / "explanation.json").read_text())
+    assert {p.name for p in output.glob("*.png")} == set(facts["pictures"])
+    again = [*arguments[:2], "--input", image, "--output", output, "--overwrite"]
+    assert command("explain", again)[0] == 0
+    assert not list(output.glob("classifier_*"))
 
 
 def test_explain_says_that_the_training_images_are_gone(

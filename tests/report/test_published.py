@@ -10,6 +10,7 @@ from anomaly.report import published as module
 from anomaly.report.published import Published, published
 
 PATCHCORE: dict[str, Any] = {
+    "data": {"format": "mvtec"},
     "image": {"resize": 256, "crop": 224},
     "backbone": {"name": "wide_resnet50_2", "weights": "imagenet"},
     "model": {
@@ -43,7 +44,10 @@ def test_the_papers_settings_are_recognised() -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
+        ("data", "format", "csv"),
         ("image", "crop", None),
+        ("image", "region", {"polygons": [[[0, 0], [1, 0], [1, 1]]]}),
+        ("image", "ignore", {"png": "ignore.png"}),
         ("image", "resize", None),
         ("backbone", "name", "resnet50_v1"),
         ("backbone", "weights", "random"),
