@@ -17,7 +17,7 @@ from anomaly.anomaly_map import image_scores, network_map
 from anomaly.backbones import Normalisation
 from anomaly.calibration import Thresholds
 from anomaly.config import Config
-from anomaly.embedding import Embedder, inside_of, looks_of
+from anomaly.embedding import Embedder, Item, inside_of, looks_of, refuse_missed
 from anomaly.errors import DataError, ImageError
 from anomaly.features import FeatureExtractor
 from anomaly.geometry import Layout, Tiling
@@ -127,10 +127,19 @@ class AnomalyDetector:
             One result for each file, `Refused` for those that can't be used. With images of
             several shapes the order isn't that of `paths`; `index` tells.
         """
-        loaded = load_all(paths, self.loading, workers)
+        loaded = self.fitting(load_all(paths, self.loading, workers), paths)
         yield from self.predict_batches(
             by_shape(loaded, batch_size or self.config.batch_size), paths
         )
+
+    def fitting(self, items: Iterable[Item], paths: Sequence[Path]) -> Iterator[Item | Refused]:
+        """Refuse images whose patches all lie outside the region, so that no batch holds any.
+
+        Args:
+            items: loaded images among others, which pass through.
+            paths: all image files, for messages.
+        """
+        return refuse_missed(items, paths, self.embedder, self.region)
 
     def predict_batches(
         self, batches: Iterable[list[Loaded] | Refused], paths: Sequence[Path]
@@ -138,7 +147,7 @@ class AnomalyDetector:
         """Score loaded images, as `anomaly.loading.by_shape` gathers them.
 
         Args:
-            batches: images of one network size each.
+            batches: images of one network size each, gathered from what `fitting` lets pass.
             paths: all image files, for messages.
 
         Yields:

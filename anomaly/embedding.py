@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, NamedTuple, TypeAlias
+from typing import IO, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from anomaly.usual import Look, look
 # Images after which memory that is free but still held goes back to the system.
 _TRIMMED = 128
 
+Item = TypeVar("Item")
 _Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor, list[Look]]
 
 
@@ -58,6 +59,37 @@ class Embedder:
         """Patch embeddings (B, h, w, D) of images of one size."""
         with torch.inference_mode():
             return self.align(self.maps(batch))
+
+    def grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """(h, w) of the patches of a network input of (H, W) pixels, by a dry run."""
+        with torch.inference_mode():
+            nothing = torch.zeros(1, 3, *size, device=self.device)
+            height, width = self.align([m.values for m in self.extractor(nothing)]).shape[1:3]
+        return height, width
+
+
+def refuse_missed(
+    items: Iterable[Item], paths: Sequence[Path], embedder: Embedder, region: Region | None
+) -> Iterator[Item | Refused]:
+    """Refuse images none of whose patches lie inside a region, each before it joins a batch.
+
+    Args:
+        items: loaded images among others, which pass through.
+        paths: all image files, for messages.
+        embedder: tells an image's patches by its size.
+        region: what of each image counts; None lets all pass.
+    """
+    grids: dict[tuple[int, int], tuple[int, int]] = {}
+    for item in items:
+        if region is not None and isinstance(item, Loaded):
+            size = item.view.size
+            grids[size] = grids.get(size) or embedder.grid(size)
+            try:
+                region.patches(item.layout, grids[size])
+            except DataError as error:
+                yield Refused(item.index, "unsupported", f"{paths[item.index]}: {error}")
+                continue
+        yield item
 
 
 def inside_of(batch: Sequence[Loaded], embeddings: Tensor, region: Region | None) -> Tensor | None:
@@ -180,7 +212,12 @@ class TrainingPatches:
         sums: NDArray[np.float64] | None = None
         self.refused, self.hashes, self.looks, self.count = [], {}, {}, 0
         started = time.perf_counter()
-        loaded = load_all(self._paths, self._loading, self._workers)
+        loaded = refuse_missed(
+            load_all(self._paths, self._loading, self._workers),
+            self._paths,
+            self._embedder,
+            self._region,
+        )
         batches = tile_by_tile(by_shape(loaded, self._batch_size), self._batch_size)
         for done in side_by_side(self._embed, batches, self._embedder.device):
             if isinstance(done, Refused):

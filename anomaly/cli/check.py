@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         0 all fine, 3 some files can't be used, 2 training or evaluation would be wrong.
     """
     from anomaly.cli.train import CONFIG_FOLDERS
-    from anomaly.config_files import load_config
+    from anomaly.config_files import load_config, region_of
     from anomaly.data_check import Reading, Severity, check
     from anomaly.datasets import open_dataset
 
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     with ProgressLine() as progress:
         report = check(
             dataset,
-            Reading(image.bit_depth, image.max_pixels, data.mask_above),
+            Reading(image.bit_depth, image.max_pixels, data.mask_above, region_of(image, Path())),
             one_grid=config.model.kind == "padim" and image.resize is None,
             workers=machine.cores(),
             progress=lambda done, total: progress("reading", done, total),
@@ -81,7 +82,7 @@ def _split_lines(name: str, split: SplitSummary) -> list[str]:
     bad = split.images - split.usable
     return [
         f"  {name:<12}{split.good} good, {split.defect} defective{masks}"
-        + (f", {bad} can't be read" if bad else ""),
+        + (f", {bad} can't be used" if bad else ""),
         f"  {'':<12}{_counts(split.sizes, 'sizes')}; {_counts(split.modes, 'modes')}",
     ]
 
