@@ -48,7 +48,7 @@ def test_an_image_that_cant_be_resized_points_to_tiles(
     assert "memory" in found.reason or "Failed to allocate 3 GB" in found.reason
     tiled = load(0, file, _loading(tile=64))  # nothing is rendered yet
     assert isinstance(tiled, Loaded)
-    with pytest.raises(ImageError, match="image.tile"):
+    with pytest.raises(ImageError, match=r"image\.tile"):
         next(tiled.tiles(2))
 
 
