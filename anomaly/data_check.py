@@ -8,78 +8,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import StrEnum
 
+from anomaly.data_report import DataReport, Fault, Severity, SplitSummary
 from anomaly.datasets import Dataset, Sample, ground_truth
 from anomaly.errors import DataError, ImageError
 from anomaly.geometry import ASPECT_TOLERANCE, aspect_error
 from anomaly.images import MAX_PIXELS, Image, read_image
-from anomaly.loading import unforeseen
+from anomaly.loading import refusal
 from anomaly.region import Region
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
-
-
-class Severity(StrEnum):
-    """What a fault leads to."""
-
-    WRONG = "wrong"  # training or evaluation would be wrong
-    UNUSABLE = "unusable"  # some files would be left out, or stop an evaluation
-    NOTE = "note"  # worth knowing
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something wrong with a data set.
-
-    Attributes:
-        kind: `unreadable`, `unsupported`, `failed`, `region`, `leak`, `duplicate`, `no_masks`,
-            `mask_missing`, `mask_empty`, `mask_unusable`, `mask_on_good`, `too_few_images`,
-            `aspect` or `bit_depth`.
-        severity: what it leads to.
-        split: `train`, `validation` or `test`.
-        name: of the image; empty where it is about the whole split.
-        detail: for a person.
-    """
-
-    kind: str
-    severity: Severity
-    split: str
-    name: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class SplitSummary:
-    """What a split holds.
-
-    Attributes:
-        images: all of them, `good` and `defect` ones.
-        usable: those that can be decoded and fit where to look.
-        with_mask: defective images that have a mask.
-        sizes: how many images there are of each `width×height`, in original pixels.
-        modes: how many of each kind of colour and bits a sample, as stored.
-    """
-
-    images: int
-    good: int
-    defect: int
-    usable: int
-    with_mask: int
-    sizes: dict[str, int]
-    modes: dict[str, int]
-
-
-@dataclass(frozen=True)
-class DataReport:
-    """Every split, and every fault, the worst first."""
-
-    splits: dict[str, SplitSummary]
-    faults: tuple[Fault, ...]
-
-    def has(self, severity: Severity) -> bool:
-        """Whether there is a fault of this severity."""
-        return any(fault.severity is severity for fault in self.faults)
 
 
 @dataclass(frozen=True)
@@ -162,12 +100,9 @@ def _look_at_all(
 def _look_at(split: str, sample: Sample, reading: Reading) -> _Seen:
     try:
         image = read_image(sample.path, max_pixels=reading.max_pixels, bit_depth=reading.bit_depth)
-    except ImageError as error:
-        fault = Fault(error.status, Severity.UNUSABLE, split, sample.name, str(error))
-        return _Seen(split, sample, None, "", 0.0, b"", (fault,))
-    except Exception as error:  # a mistake of this program; training goes on without it, too
-        reason = unforeseen(0, sample.path, error).reason
-        fault = Fault("failed", Severity.UNUSABLE, split, sample.name, reason)
+    except Exception as error:  # training goes on without it, too
+        refused = refusal(0, sample.path, error)
+        fault = Fault(refused.status, Severity.UNUSABLE, split, sample.name, refused.reason)
         return _Seen(split, sample, None, "", 0.0, b"", (fault,))
     faults = (
         *_region_faults(split, sample, image, reading.region),

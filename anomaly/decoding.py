@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from anomaly.errors import ImageError, OutputError
 from anomaly.geometry import View
 from anomaly.images import Image
-from anomaly.loading import Loaded, Loading, Refused, load, paint, unforeseen
+from anomaly.loading import Loaded, Loading, Refused, load, paint, refusal
 from anomaly.marked import MarkedRegion
 from anomaly.pictures import Pictures
 from anomaly.source_map import SourceMap
@@ -124,7 +124,8 @@ class Decoders:
 
         Returns:
             What is marked, once they are on disk; `Refused` when the file can't be read any more,
-            or takes its process down. The future raises OutputError when they can't be written.
+            can't be drawn, or takes its process down. The future raises OutputError when they can't
+            be written.
         """
         process = self._of.pop(index)
         return process.submit(process.finish, index, path, found, name)
@@ -295,7 +296,7 @@ class _Server:
         try:
             return paint(path, image, view)
         except ImageError as error:
-            return Refused(index, error.status, str(error))
+            return refusal(index, path, error)
 
     def finish(
         self, index: int, path: Path, found: SourceMap, name: str
@@ -308,7 +309,7 @@ class _Server:
         except OutputError:  # of every image to come, too
             raise
         except Exception as error:
-            return unforeseen(index, path, error)
+            return refusal(index, path, error)
 
     def _keep(self, index: int, image: Image) -> None:
         self._kept[index] = image

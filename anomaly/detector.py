@@ -17,13 +17,13 @@ from anomaly.anomaly_map import image_scores, network_map
 from anomaly.backbones import Normalisation
 from anomaly.calibration import Thresholds
 from anomaly.config import Config
-from anomaly.embedding import Embedder, Item, inside_of, looks_of, refuse_missed
+from anomaly.embedding import Embedder, inside_of, looks_of
 from anomaly.errors import DataError, ImageError
 from anomaly.features import FeatureExtractor
 from anomaly.geometry import Layout, Tiling
 from anomaly.images import Image
 from anomaly.lanes import side_by_side
-from anomaly.loading import Loaded, Loading, Refused, by_shape, load_all
+from anomaly.loading import Item, Loaded, Loading, Refused, by_shape, load_all, refuse_missed
 from anomaly.region import Region
 from anomaly.scorers.base import PatchScores, Scorer
 from anomaly.scorers.gaussian import PatchGaussian
@@ -139,7 +139,7 @@ class AnomalyDetector:
             items: loaded images among others, which pass through.
             paths: all image files, for messages.
         """
-        return refuse_missed(items, paths, self.embedder, self.region)
+        return refuse_missed(items, paths, self.embedder.grid, self.region)
 
     def predict_batches(
         self, batches: Iterable[list[Loaded] | Refused], paths: Sequence[Path]

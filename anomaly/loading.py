@@ -119,16 +119,16 @@ def load(index: int, path: Path, loading: Loading) -> Loaded | Refused:
     """Decode and render one file. Whatever happens on the way, it is this file's alone."""
     try:
         return _load(index, path, loading)
-    except ImageError as error:
-        return Refused(index, error.status, str(error))
-    except DataError as error:
-        return Refused(index, "unsupported", f"{path}: {error}")
     except Exception as error:  # a shift mustn't end because of one file
-        return unforeseen(index, path, error)
+        return refusal(index, path, error)
 
 
-def unforeseen(index: int, path: Path, error: Exception) -> Refused:
-    """What becomes of an image when something happens that nobody has foreseen."""
+def refusal(index: int, path: Path, error: Exception) -> Refused:
+    """What becomes of an image that has led to an error; `failed` where nobody has foreseen it."""
+    if isinstance(error, ImageError):
+        return Refused(index, error.status, str(error))
+    if isinstance(error, DataError):
+        return Refused(index, "unsupported", f"{path}: {error}")
     what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
     return Refused(index, "failed", f"{path}: {what}")
 
@@ -159,6 +159,33 @@ def paint(path: Path, image: Image, view: View) -> NDArray[np.float32]:
             "train with image.tile, which takes large images piece by piece",
             "unsupported",
         ) from None
+
+
+def refuse_missed(
+    items: Iterable[Item],
+    paths: Sequence[Path],
+    grid: Callable[[tuple[int, int]], tuple[int, int]],
+    region: Region | None,
+) -> Iterator[Item | Refused]:
+    """Refuse images none of whose patches lie inside a region, each before it joins a batch.
+
+    Args:
+        items: loaded images among others, which pass through.
+        paths: all image files, for messages.
+        grid: gives (h, w) of the patches for (H, W) of a network input.
+        region: what of each image counts; None lets all pass.
+    """
+    grids: dict[tuple[int, int], tuple[int, int]] = {}
+    for item in items:
+        if region is not None and isinstance(item, Loaded):
+            size = item.view.size
+            grids[size] = grids.get(size) or grid(size)
+            try:
+                region.patches(item.layout, grids[size])
+            except DataError as error:
+                yield refusal(item.index, paths[item.index], error)
+                continue
+        yield item
 
 
 def load_all(paths: Sequence[Path], loading: Loading, workers: int) -> Iterator[Loaded | Refused]:

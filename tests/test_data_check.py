@@ -12,7 +12,8 @@ import pytest
 from conftest import REPOSITORY, Command, write_part, write_product
 
 from anomaly import data_check
-from anomaly.data_check import Reading, Severity, check
+from anomaly.data_check import Reading, check
+from anomaly.data_report import Severity
 from anomaly.datasets import open_dataset
 from anomaly.images import Image
 from anomaly.sample_data import write_sample_data

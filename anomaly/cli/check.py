@@ -12,7 +12,7 @@ from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from anomaly.data_check import DataReport, Fault, SplitSummary
+    from anomaly.data_report import DataReport, Fault, SplitSummary
 
 _SHOWN = 5
 _HEADINGS = {
@@ -39,7 +39,8 @@ def run(options: argparse.Namespace) -> int:
     """
     from anomaly.cli.train import CONFIG_FOLDERS
     from anomaly.config_files import load_config, region_of
-    from anomaly.data_check import Reading, Severity, check
+    from anomaly.data_check import Reading, check
+    from anomaly.data_report import Severity
     from anomaly.datasets import open_dataset
 
     config = load_config(options.config, options.overrides, CONFIG_FOLDERS)
