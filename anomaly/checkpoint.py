@@ -36,6 +36,7 @@ from anomaly import __version__
 from anomaly.backbones import Normalisation, build, fill
 from anomaly.bf16 import has_bf16
 from anomaly.config import Config, parse_config
+from anomaly.config_files import region_of
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import AnomalyError, ModelError, OutputError
 from anomaly.features import truncate
@@ -55,7 +56,6 @@ from anomaly.region import Picture, Region
 from anomaly.scorers.base import Scorer
 from anomaly.scorers.gaussian import PatchGaussian
 from anomaly.scorers.memory_bank import MemoryBank
-from anomaly.stages import region_of
 from anomaly.threshold_files import read_thresholds, write_thresholds
 from anomaly.training import Training
 from anomaly.usual import UsualLook

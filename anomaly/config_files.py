@@ -1,4 +1,4 @@
-"""Settings from YAML files, their bases and the command line."""
+"""Settings from YAML files, their bases and the command line; pictures that settings name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import yaml
 
-from anomaly.config import Config, parse_config
+from anomaly.config import Config, ImageConfig, ShapeConfig, parse_config
 from anomaly.errors import ConfigError, nearest
+from anomaly.images import read_mask
+from anomaly.region import Picture, Polygons, Region, Shape
 
 
 def load_config(
@@ -32,6 +34,24 @@ def load_config(
     for override in overrides:
         _apply(values, override)
     return parse_config(values, where=str(file))
+
+
+def region_of(image: ImageConfig, folder: Path) -> Region | None:
+    """Where a config says to look; pictures are taken from `folder`.
+
+    Raises:
+        ImageError: a picture can't be read.
+    """
+
+    def shape(config: ShapeConfig | None) -> Shape | None:
+        if config is None:
+            return None
+        if config.png is not None:
+            return Picture(read_mask(folder / config.png.expanduser()))
+        return Polygons(config.polygons, config.unit == "relative")
+
+    look, ignore = shape(image.region), shape(image.ignore)
+    return None if look is None and ignore is None else Region(look, ignore)
 
 
 def find_config(path: str | Path, folders: Sequence[Path]) -> Path:

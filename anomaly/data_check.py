@@ -8,84 +8,30 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import StrEnum
 
+from anomaly.data_report import DataReport, Fault, Severity, SplitSummary
 from anomaly.datasets import Dataset, Sample, ground_truth
 from anomaly.errors import DataError, ImageError
 from anomaly.geometry import ASPECT_TOLERANCE, aspect_error
 from anomaly.images import MAX_PIXELS, Image, read_image
+from anomaly.loading import refusal
+from anomaly.region import Region
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
 
 
-class Severity(StrEnum):
-    """What a fault leads to."""
-
-    WRONG = "wrong"  # training or evaluation would be wrong
-    UNUSABLE = "unusable"  # some files would be left out, or stop an evaluation
-    NOTE = "note"  # worth knowing
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something wrong with a data set.
-
-    Attributes:
-        kind: `unreadable`, `unsupported`, `leak`, `duplicate`, `mask_missing`, `mask_empty`,
-            `mask_unusable`, `mask_on_good`, `too_few_images`, `aspect` or `bit_depth`.
-        severity: what it leads to.
-        split: `train`, `validation` or `test`.
-        name: of the image; empty where it is about the whole split.
-        detail: for a person.
-    """
-
-    kind: str
-    severity: Severity
-    split: str
-    name: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class SplitSummary:
-    """What a split holds.
-
-    Attributes:
-        images: all of them, `good` and `defect` ones.
-        usable: those that can be decoded.
-        with_mask: defective images that have a mask.
-        sizes: how many images there are of each `width×height`, in original pixels.
-        modes: how many of each kind of colour and bits a sample, as stored.
-    """
-
-    images: int
-    good: int
-    defect: int
-    usable: int
-    with_mask: int
-    sizes: dict[str, int]
-    modes: dict[str, int]
-
-
-@dataclass(frozen=True)
-class DataReport:
-    """Every split, and every fault, the worst first."""
-
-    splits: dict[str, SplitSummary]
-    faults: tuple[Fault, ...]
-
-    def has(self, severity: Severity) -> bool:
-        """Whether there is a fault of this severity."""
-        return any(fault.severity is severity for fault in self.faults)
-
-
 @dataclass(frozen=True)
 class Reading:
-    """How images are read, as in training; see `anomaly.images.read_image`."""
+    """How images are read, as in training; see `anomaly.images.read_image`.
+
+    Attributes:
+        region: what of each image counts; None for all of it.
+    """
 
     bit_depth: int | None = None
     max_pixels: int = MAX_PIXELS
     mask_above: int = 0
+    region: Region | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +45,11 @@ class _Seen:
     brightest: float  # of full scale
     picture: bytes  # hash of the pixels
     faults: tuple[Fault, ...]
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be learned from, or scored."""
+        return self.size is not None and all(fault.kind != "region" for fault in self.faults)
 
 
 def check(
@@ -149,10 +100,14 @@ def _look_at_all(
 def _look_at(split: str, sample: Sample, reading: Reading) -> _Seen:
     try:
         image = read_image(sample.path, max_pixels=reading.max_pixels, bit_depth=reading.bit_depth)
-    except ImageError as error:
-        fault = Fault(error.status, Severity.UNUSABLE, split, sample.name, str(error))
+    except Exception as error:  # training goes on without it, too
+        refused = refusal(0, sample.path, error)
+        fault = Fault(refused.status, Severity.UNUSABLE, split, sample.name, refused.reason)
         return _Seen(split, sample, None, "", 0.0, b"", (fault,))
-    faults = tuple(_mask_faults(split, sample, image, reading.mask_above))
+    faults = (
+        *_region_faults(split, sample, image, reading.region),
+        *_mask_faults(split, sample, image, reading.mask_above),
+    )
     brightest = float(image.pixels.max()) / image.full_scale
     return _Seen(split, sample, image.size, image.mode, brightest, _picture(image), faults)
 
@@ -163,6 +118,18 @@ def _picture(image: Image) -> bytes:
     digest.update(f"{image.pixels.shape}{image.pixels.dtype}{image.full_scale}".encode())
     digest.update(image.pixels.data)
     return digest.digest()
+
+
+def _region_faults(
+    split: str, sample: Sample, image: Image, region: Region | None
+) -> Iterator[Fault]:
+    if region is None:
+        return
+    try:
+        region.inside(image.size, slice(0, 1))
+    except DataError as error:
+        detail = f"{sample.path} doesn't fit where to look: {error}"
+        yield Fault("region", Severity.UNUSABLE, split, sample.name, detail)
 
 
 def _mask_faults(split: str, sample: Sample, image: Image, above: int) -> Iterator[Fault]:
@@ -182,10 +149,16 @@ def _mask_faults(split: str, sample: Sample, image: Image, above: int) -> Iterat
 
 
 def _missing_masks(seen: Sequence[_Seen]) -> list[Fault]:
-    """Defects without a mask where others have one; a set without any is meant to have none."""
+    """Defects without a mask where others have one; a set without any may be meant to have none."""
     defects = [s for s in seen if s.sample.is_defect]
-    if all(s.sample.mask_path is None for s in defects):
+    if not defects:
         return []
+    if all(s.sample.mask_path is None for s in defects):
+        detail = (
+            f"none of the {len(defects)} defects has a mask, so there will be image figures only; "
+            "pixel figures need masks of their own"
+        )
+        return [Fault("no_masks", Severity.NOTE, "test", "", detail)]
     return [
         Fault(
             "mask_missing",
@@ -223,7 +196,7 @@ def _repeated(seen: Sequence[_Seen]) -> list[Fault]:
 
 
 def _too_few(seen: Sequence[_Seen]) -> list[Fault]:
-    usable = sum(s.split == "train" and s.size is not None for s in seen)
+    usable = sum(s.split == "train" and s.usable for s in seen)
     if usable >= _LEAST_IMAGES:
         return []
     detail = f"{usable} usable training images; at least {_LEAST_IMAGES} are needed, better 50"
@@ -268,7 +241,7 @@ def _summary(seen: Sequence[_Seen]) -> SplitSummary:
         images=len(seen),
         good=len(seen) - defect,
         defect=defect,
-        usable=sum(s.size is not None for s in seen),
+        usable=sum(s.usable for s in seen),
         with_mask=sum(s.sample.is_defect and s.sample.mask_path is not None for s in seen),
         sizes=dict(sizes.most_common()),
         modes=dict(Counter(s.mode for s in seen if s.mode).most_common()),

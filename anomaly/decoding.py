@@ -29,10 +29,10 @@ from typing import IO, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.errors import ImageError
+from anomaly.errors import ImageError, OutputError
 from anomaly.geometry import View
 from anomaly.images import Image
-from anomaly.loading import Loaded, Loading, Refused, load
+from anomaly.loading import Loaded, Loading, Refused, load, paint, refusal
 from anomaly.marked import MarkedRegion
 from anomaly.pictures import Pictures
 from anomaly.source_map import SourceMap
@@ -124,7 +124,8 @@ class Decoders:
 
         Returns:
             What is marked, once they are on disk; `Refused` when the file can't be read any more,
-            or takes its process down. The future raises OutputError when they can't be written.
+            can't be drawn, or takes its process down. The future raises OutputError when they can't
+            be written.
         """
         process = self._of.pop(index)
         return process.submit(process.finish, index, path, found, name)
@@ -269,7 +270,7 @@ def serve() -> None:
                     _send(answers, ("done", getattr(server, name)(*arguments)))
             except BrokenPipeError:
                 raise
-            except Exception as error:  # whatever it is, the parent's to report
+            except Exception as error:  # of no image alone: a full disk, a mistake of ours
                 _send(answers, ("error", error))
 
 
@@ -288,13 +289,14 @@ class _Server:
         return replace(loaded, image=None, render=_elsewhere)
 
     def render(self, index: int, path: Path, view: View) -> NDArray[np.float32] | Refused:
-        from anomaly.geometry import render
-
         image = self._image(index, path)
         if isinstance(image, Refused):
             return image
         self._keep(index, image)
-        return render(image.pixels, image.full_scale, view)
+        try:
+            return paint(path, image, view)
+        except ImageError as error:
+            return refusal(index, path, error)
 
     def finish(
         self, index: int, path: Path, found: SourceMap, name: str
@@ -302,7 +304,12 @@ class _Server:
         image = self._image(index, path)
         if isinstance(image, Refused):
             return image
-        return self._task.pictures.write(image, found, name)
+        try:
+            return self._task.pictures.write(image, found, name)
+        except OutputError:  # of every image to come, too
+            raise
+        except Exception as error:
+            return refusal(index, path, error)
 
     def _keep(self, index: int, image: Image) -> None:
         self._kept[index] = image

@@ -23,7 +23,7 @@ from anomaly.features import FeatureExtractor
 from anomaly.geometry import Layout, Tiling
 from anomaly.images import Image
 from anomaly.lanes import side_by_side
-from anomaly.loading import Loaded, Loading, Refused, by_shape, load_all
+from anomaly.loading import Item, Loaded, Loading, Refused, by_shape, load_all, refuse_missed
 from anomaly.region import Region
 from anomaly.scorers.base import PatchScores, Scorer
 from anomaly.scorers.gaussian import PatchGaussian
@@ -127,10 +127,19 @@ class AnomalyDetector:
             One result for each file, `Refused` for those that can't be used. With images of
             several shapes the order isn't that of `paths`; `index` tells.
         """
-        loaded = load_all(paths, self.loading, workers)
+        loaded = self.fitting(load_all(paths, self.loading, workers), paths)
         yield from self.predict_batches(
             by_shape(loaded, batch_size or self.config.batch_size), paths
         )
+
+    def fitting(self, items: Iterable[Item], paths: Sequence[Path]) -> Iterator[Item | Refused]:
+        """Refuse images whose patches all lie outside the region, so that no batch holds any.
+
+        Args:
+            items: loaded images among others, which pass through.
+            paths: all image files, for messages.
+        """
+        return refuse_missed(items, paths, self.embedder.grid, self.region)
 
     def predict_batches(
         self, batches: Iterable[list[Loaded] | Refused], paths: Sequence[Path]
@@ -138,7 +147,7 @@ class AnomalyDetector:
         """Score loaded images, as `anomaly.loading.by_shape` gathers them.
 
         Args:
-            batches: images of one network size each.
+            batches: images of one network size each, gathered from what `fitting` lets pass.
             paths: all image files, for messages.
 
         Yields:

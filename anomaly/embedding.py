@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,14 +16,23 @@ from torch import Tensor
 
 from anomaly.aligner import Align
 from anomaly.backbones import Normalisation
-from anomaly.errors import DataError, OutputError
+from anomaly.errors import DataError
 from anomaly.features import FeatureExtractor
 from anomaly.freeing import trim
 from anomaly.geometry import Layout
 from anomaly.lanes import side_by_side
-from anomaly.loading import Loaded, Loading, Refused, by_shape, load_all, tile_by_tile
+from anomaly.loading import (
+    Loaded,
+    Loading,
+    Refused,
+    by_shape,
+    load_all,
+    refuse_missed,
+    tile_by_tile,
+)
 from anomaly.region import Region, counted
 from anomaly.scorers.base import PatchBatch, Progress
+from anomaly.tensor_file import PieceName, TensorFile
 from anomaly.usual import Look, look
 
 # Images after which memory that is free but still held goes back to the system.
@@ -58,6 +66,13 @@ class Embedder:
         """Patch embeddings (B, h, w, D) of images of one size."""
         with torch.inference_mode():
             return self.align(self.maps(batch))
+
+    def grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """(h, w) of the patches of a network input of (H, W) pixels, by a dry run."""
+        with torch.inference_mode():
+            nothing = torch.zeros(1, 3, *size, device=self.device)
+            height, width = self.align([m.values for m in self.extractor(nothing)]).shape[1:3]
+        return height, width
 
 
 def inside_of(batch: Sequence[Loaded], embeddings: Tensor, region: Region | None) -> Tensor | None:
@@ -128,7 +143,7 @@ class TrainingPatches:
         self._aligned = aligned
         self._region = region
         self._progress = progress
-        self._file: _TensorFile | None = None
+        self._file: TensorFile | None = None
         self.seconds = 0.0
         self.refused: list[Refused] = []
         self.hashes: dict[int, str] = {}
@@ -159,7 +174,7 @@ class TrainingPatches:
             self._file.close()
             self._file = None
 
-    def _batch(self, embeddings: Tensor, names: Sequence[_Name]) -> PatchBatch:
+    def _batch(self, embeddings: Tensor, names: Sequence[PieceName]) -> PatchBatch:
         height, width = embeddings.shape[1:3]
         inside = None
         if self._region is not None:
@@ -175,19 +190,24 @@ class TrainingPatches:
             inside,
         )
 
-    def _compute(self) -> Iterator[tuple[tuple[_Name, ...], Tensor]]:
-        file = _TensorFile(self._scratch)
+    def _compute(self) -> Iterator[tuple[tuple[PieceName, ...], Tensor]]:
+        file = TensorFile(self._scratch)
         sums: NDArray[np.float64] | None = None
         self.refused, self.hashes, self.looks, self.count = [], {}, {}, 0
         started = time.perf_counter()
-        loaded = load_all(self._paths, self._loading, self._workers)
+        loaded = refuse_missed(
+            load_all(self._paths, self._loading, self._workers),
+            self._paths,
+            self._embedder.grid,
+            self._region,
+        )
         batches = tile_by_tile(by_shape(loaded, self._batch_size), self._batch_size)
         for done in side_by_side(self._embed, batches, self._embedder.device):
             if isinstance(done, Refused):
                 self.refused.append(done)
                 continue
             batch, kept, embeddings, looks = done
-            names = tuple(_Name(item.index, *item.tile) for item in batch)
+            names = tuple(PieceName(item.index, *item.tile) for item in batch)
             self.hashes.update((item.index, item.sha256) for item in batch)
             self.views.update((item.index, item.layout) for item in batch)
             for item, one in zip(batch, looks, strict=True):
@@ -224,21 +244,13 @@ class TrainingPatches:
             looks = looks_of(batch, embeddings, inside)
         return batch, [embeddings] if self._aligned else maps, embeddings, looks
 
-    def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[_Name, ...], Tensor]]:
+    def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[PieceName, ...], Tensor]]:
         assert self._file is not None
         for names, kept in self._file.read(images):
             rows = [row for row, name in enumerate(names) if name.image in images]
             some = kept if len(rows) == len(names) else [t[rows] for t in kept]
             embeddings = some[0] if self._aligned else self._embedder.align(some)
             yield tuple(names[row] for row in rows), embeddings
-
-
-class _Name(NamedTuple):
-    """A training image, or one tile of it."""
-
-    image: int
-    row: int
-    column: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,57 +262,3 @@ class Part:
 
     def __iter__(self) -> Iterator[PatchBatch]:
         return self.patches.read(self.images)
-
-
-class _TensorFile:
-    """Batches of tensors in a file without a name, gone with this object or the process."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
-        self._written: list[tuple[tuple[_Name, ...], int, list[_Layout]]] = []
-
-    def write(self, names: tuple[_Name, ...], tensors: Sequence[Tensor]) -> None:
-        layouts = []
-        offset = self._file.tell()
-        try:
-            for t in tensors:
-                layout = _Layout.of(t)
-                self._file.write(t.permute(layout.order).cpu().view(torch.uint8).numpy().data)
-                layouts.append(layout)
-        except OSError as error:
-            raise OutputError(
-                f"no room for temporary feature maps in {self._folder} ({error.strerror}); free "
-                "some disk space or write to another disk with --output"
-            ) from None
-        self._written.append((names, offset, layouts))
-
-    def read(self, images: Container[int]) -> Iterator[tuple[tuple[_Name, ...], list[Tensor]]]:
-        for names, offset, layouts in self._written:
-            if any(name.image in images for name in names):
-                self._file.seek(offset)
-                yield names, [layout.read(self._file) for layout in layouts]
-
-    def close(self) -> None:
-        self._file.close()
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How a tensor lies in the file: in the order of its strides, so that nothing is copied."""
-
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, t: Tensor) -> _Layout:
-        strides = t.stride()
-        order = tuple(sorted(range(t.ndim), key=strides.__getitem__, reverse=True))
-        return cls(tuple(t.shape[axis] for axis in order), order, t.dtype, t.device)
-
-    def read(self, file: IO[bytes]) -> Tensor:
-        flat = np.fromfile(file, np.uint8, math.prod(self.shape) * self.dtype.itemsize)
-        values = torch.from_numpy(flat).view(self.dtype).view(self.shape).to(self.device)
-        return values.permute(tuple(int(i) for i in np.argsort(self.order)))

@@ -1,7 +1,7 @@
 """The errors a user can cause. Every message says what is wrong, where, and what to do about it.
 
-The command line prints the message and exits with `exit_code`; anything that isn't an
-`AnomalyError` is a defect of this program and keeps its traceback.
+The command line prints the message and exits with `exit_code`, and so it does with an `OSError`
+that nobody has foreseen; anything else is a defect of this program and keeps its traceback.
 """
 
 from __future__ import annotations

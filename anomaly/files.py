@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -10,6 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from anomaly.errors import OutputError
+
+# File systems take 255 bytes a name; this leaves room for a suffix and a number.
+_LONGEST_NAME = 230
+_DRAFT, _DRAFT_SUFFIX = ".anomaly-", ".part"
 
 
 def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
@@ -43,9 +48,21 @@ def cache_folder() -> Path:
     return Path(base) / "anomaly"
 
 
+def short_name(name: str) -> str:
+    """A file's or folder's name that every file system takes, with room for a suffix.
+
+    A long one is cut between two characters, and a hash of the whole keeps it apart from others.
+    """
+    data = os.fsencode(name)
+    if len(data) <= _LONGEST_NAME:
+        return name
+    mark = "-" + hashlib.blake2b(data, digest_size=6).hexdigest()
+    return data[: _LONGEST_NAME - len(mark)].decode("utf-8", "ignore") + mark
+
+
 def remove_drafts(folder: Path) -> None:
     """Delete what `write` has left of files that it couldn't finish, because it was killed."""
-    for draft in folder.rglob(".*.part"):
+    for draft in folder.rglob(f"{_DRAFT}*{_DRAFT_SUFFIX}"):
         with suppress(OSError):
             draft.unlink()
 
@@ -64,7 +81,7 @@ def write(file: Path, content: bytes | str) -> None:
     draft: str | None = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(prefix=".", suffix=".part", dir=file.parent)
+        handle, draft = tempfile.mkstemp(_DRAFT_SUFFIX, _DRAFT, file.parent)
         with os.fdopen(handle, "wb") as stream:
             stream.write(data)
         Path(draft).chmod(0o644)

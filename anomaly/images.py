@@ -36,6 +36,9 @@ __all__ = [
     "MAX_PIXELS",
     "Image",
     "ImageHeader",
+    "is_folder",
+    "is_image",
+    "list_files",
     "list_images",
     "read_header",
     "read_image",
@@ -129,7 +132,35 @@ def read_mask(path: Path, *, above: int = 0) -> NDArray[np.bool_]:
 
 
 def list_images(folder: Path) -> list[Path]:
-    """List the pictures in a folder and its subfolders, sorted by path, by suffix.
+    """List the pictures in a folder and its subfolders, sorted by path.
+
+    Raises:
+        DataError: as `list_files`.
+    """
+    return [path for path in list_files(folder) if is_image(path)]
+
+
+def is_image(path: Path) -> bool:
+    """Whether a file's name is a picture's, by its suffix."""
+    return path.suffix.lower() in IMAGE_SUFFIXES
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder of this name.
+
+    Raises:
+        DataError: that can't be told: no permission, or a name that is too long.
+    """
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} can't be looked at ({_reason(error)})") from None
+
+
+def list_files(folder: Path) -> list[Path]:
+    """List the files in a folder and its subfolders, sorted by path.
 
     Files and folders whose names start with a dot are skipped. Links are followed, except to a
     folder that the link lies in.
@@ -158,7 +189,7 @@ def _collect(folder: Path, above: tuple[tuple[int, int], ...], found: list[Path]
             continue
         if _is_folder(entry):
             _collect(path, (*above, identity), found)
-        elif path.suffix.lower() in IMAGE_SUFFIXES:
+        else:
             found.append(path)
 
 

@@ -80,7 +80,8 @@ class _Run:
         total = len(self._inputs.paths) - len(self._record.known)
         done = 0
         detector = self._model.detector
-        batches = self._unfinished(by_shape(self._items(), detector.config.batch_size))
+        items = detector.fitting(self._items(), self._inputs.paths)
+        batches = self._unfinished(by_shape(items, detector.config.batch_size))
         try:
             for result in detector.predict_batches(batches, self._inputs.paths):
                 if result.index in self._record.known:

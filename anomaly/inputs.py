@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anomaly.errors import DataError
-from anomaly.images import list_images
+from anomaly.files import short_name
+from anomaly.images import is_folder, is_image, list_files
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,12 @@ class Found:
         paths: the image files, each once, in order of their names.
         groups: the part that an image shows, by its path; those that a list says nothing of are
             missing.
+        passed_over: how many other files there are in the folders, whose names aren't pictures'.
     """
 
     paths: list[Path]
     groups: dict[str, str]
+    passed_over: int = 0
 
 
 def find_inputs(
@@ -41,17 +47,20 @@ def find_inputs(
         list_file: a text file with a path on each line, or a CSV file with a header and the
             columns `path` and `group`; `-` for standard input. A file that it names needn't exist,
             and will be reported as unreadable.
-        without: folders and files that aren't inputs: our own pictures.
+        without: folders and files that aren't inputs: our own results.
         option: where the inputs were given, for messages.
 
     Raises:
-        DataError: an input or the list doesn't exist, there is no image at all, or the list gives
-            an image no part or two.
+        DataError: an input or the list doesn't exist or may not be looked at, there is no image at
+            all, or the list gives an image no part or two.
     """
     found: dict[Path, None] = {}
+    others: set[Path] = set()
     for given in inputs:
-        if given.is_dir():
-            found.update(dict.fromkeys(list_others(given, without)))
+        if is_folder(given):
+            files = _not_ours(given, without)
+            found.update(dict.fromkeys(filter(is_image, files)))
+            others.update(itertools.filterfalse(is_image, files))
         elif given.exists():
             found[given] = None
         else:
@@ -65,10 +74,11 @@ def find_inputs(
         found.update(dict.fromkeys(map(Path, groups or lines)))
     if not found:
         wanted = [*map(str, inputs), *([f"--list {list_file}"] if list_file else [])]
-        raise DataError(
-            f"no images in {', '.join(wanted)}" if wanted else "give --input, --list, or both"
-        )
-    return Found(sorted(found), groups)
+        if not wanted:
+            raise DataError("give --input, --list, or both")
+        there = f" ({say_passed_over(len(others))})" if others else ""
+        raise DataError(f"no images in {', '.join(wanted)}{there}")
+    return Found(sorted(found), groups, len(others))
 
 
 def list_others(folder: Path, without: Sequence[Path]) -> list[Path]:
@@ -77,8 +87,27 @@ def list_others(folder: Path, without: Sequence[Path]) -> list[Path]:
     Raises:
         DataError: the folder, or one inside it, can't be listed.
     """
+    return [file for file in _not_ours(folder, without) if is_image(file)]
+
+
+def passed_over(folder: Path, without: Sequence[Path]) -> int:
+    """How many files in a folder `list_others` doesn't list because of their names.
+
+    Raises:
+        DataError: as there.
+    """
+    return sum(not is_image(file) for file in _not_ours(folder, without))
+
+
+def say_passed_over(count: int) -> str:
+    """What is said of files in folders whose names aren't pictures'."""
+    files = "1 file is" if count == 1 else f"{count} files are"
+    return f"{files} passed over, without a picture's suffix (.png, .jpg, .bmp, .tif, .webp …)"
+
+
+def _not_ours(folder: Path, without: Sequence[Path]) -> list[Path]:
     ours = [one.absolute() for one in without if one.absolute().is_relative_to(folder.absolute())]
-    found = list_images(folder)
+    found = list_files(folder)
     if not ours:
         return found
     return [p for p in found if not any(p.absolute().is_relative_to(one) for one in ours)]
@@ -86,15 +115,15 @@ def list_others(folder: Path, without: Sequence[Path]) -> list[Path]:
 
 def _read(list_file: str) -> bytes:
     try:
-        return sys.stdin.buffer.read() if list_file == "-" else Path(list_file).read_bytes()
+        data = sys.stdin.buffer.read() if list_file == "-" else Path(list_file).read_bytes()
     except OSError as error:
         raise DataError(f"--list {list_file} can't be read: {error.strerror}") from None
+    return data.removeprefix(_BYTE_ORDER_MARK)
 
 
 def _grouped(data: bytes, list_file: str) -> dict[str, str]:
     """The part of each image, by its path; empty where the list is no CSV with that."""
-    text = os.fsdecode(data.removeprefix(b"\xef\xbb\xbf"))
-    lines = csv.DictReader(io.StringIO(text, newline=""))
+    lines = csv.DictReader(io.StringIO(os.fsdecode(data), newline=""))
     if not {"path", "group"} <= set(lines.fieldnames or ()):
         return {}
     groups: dict[str, str] = {}
@@ -121,23 +150,33 @@ def picture_names(
 ) -> list[str]:
     """A heatmap's path for each image, mirroring the inputs' folders; no two are equal.
 
+    Names that are too long for a file system once they have a suffix are shortened.
+
     Args:
         paths: the image files.
         inputs: the files and folders that they were found through; none stands for the files
             themselves.
         exists: whether a name is taken by a picture already.
     """
-    roots = [(p if p.is_dir() else p.parent).absolute() for p in inputs or paths]
-    common = Path(os.path.commonpath(roots))
+    folders = [p if os.path.isdir(p) else p.parent for p in inputs]  # noqa: PTH112, never raises
+    common = os.path.commonpath(map(_plain, folders or [p.parent for p in paths]))
     taken: set[str] = set()
     names = []
     for path in paths:
-        mirrored = path.absolute().relative_to(common)
-        plain = mirrored.with_suffix(".png") if mirrored.suffix.lower() == ".png" else mirrored
-        name = plain.as_posix() if plain.suffix == ".png" else f"{plain.as_posix()}.png"
+        mirrored = _plain(path).relative_to(common)
+        last = mirrored.stem if mirrored.suffix.lower() == ".png" else mirrored.name
+        plain = "/".join(map(short_name, (*mirrored.parts[:-1], last)))
+        name = f"{plain}.png"
         # Names that differ in case alone are one name on Windows and macOS.
+        number = 1
         while name.casefold() in taken or exists(name):
-            name = f"{name.removesuffix('.png')}~.png"
+            number += 1
+            name = f"{plain}~{number}.png"
         taken.add(name.casefold())
         names.append(name)
     return names
+
+
+def _plain(path: Path) -> Path:
+    """Absolute, and without `..`, which would lead out of the pictures' folder."""
+    return Path(os.path.normpath(path.absolute()))

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from anomaly.errors import OutputError
-from anomaly.files import GrowingFile
+from anomaly.files import GrowingFile, write
 from anomaly.marked import MarkedRegion
 from anomaly.results import Row
 
@@ -97,8 +97,13 @@ class Journal:
         """All rows, in order of the files."""
         return [known.row for known in self.in_order()]
 
-    def remove(self) -> None:
-        """Delete the file: the run is complete."""
+    def finish(self, done: Path, exit_code: int) -> None:
+        """The run is complete: another file says of what, and this one goes.
+
+        Raises:
+            OutputError: no room for it.
+        """
+        write(done, json.dumps({"about": self._about, "exit_code": exit_code}, indent=2) + "\n")
         self._file.unlink(missing_ok=True)
 
     def _read(self) -> None:
@@ -116,6 +121,28 @@ class Journal:
         check_same(self._file, about, self._about)
         self.known = {one.index: one for one in found}
         self._end = len(whole) + 1 if lines else 0
+
+
+def finished(done: Path, about: Mapping[str, object]) -> int:
+    """The exit code of a run that is complete.
+
+    Args:
+        done: what `Journal.finish` has written.
+        about: what the rows of the run that is asked for depend on.
+
+    Raises:
+        OutputError: it was another run, or nothing says which one it was.
+    """
+    try:
+        said = json.loads(done.read_bytes())
+        found, code = dict(said["about"]), int(said["exit_code"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise OutputError(
+            f"{done.parent} holds results, but {done.name}, which says what of, is missing "
+            "or damaged; give another --output, or --overwrite to start again"
+        ) from None
+    check_same(done, found, json.loads(json.dumps(about)))
+    return code
 
 
 def as_line(content: object) -> bytes:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -104,7 +105,8 @@ class Refused:
 
     Attributes:
         index: its place in the list of files.
-        status: `unreadable`, `unsupported`, or `failed` when it took decoding processes down.
+        status: `unreadable`, `unsupported`, or `failed` when it took decoding processes down or
+            met a mistake of this program.
         reason: what is wrong, for a person.
     """
 
@@ -114,20 +116,76 @@ class Refused:
 
 
 def load(index: int, path: Path, loading: Loading) -> Loaded | Refused:
-    """Decode and render one file."""
+    """Decode and render one file. Whatever happens on the way, it is this file's alone."""
     try:
-        image = read_image(path, max_pixels=loading.max_pixels, bit_depth=loading.bit_depth)
-    except ImageError as error:
+        return _load(index, path, loading)
+    except Exception as error:  # a shift mustn't end because of one file
+        return refusal(index, path, error)
+
+
+def refusal(index: int, path: Path, error: Exception) -> Refused:
+    """What becomes of an image that has led to an error; `failed` where nobody has foreseen it."""
+    if isinstance(error, ImageError):
         return Refused(index, error.status, str(error))
-    try:
-        view = loading.sizing.view(image.size)
-        if loading.region is not None:
-            loading.region.inside(image.size, slice(0, 1))
-    except DataError as error:
+    if isinstance(error, DataError):
         return Refused(index, "unsupported", f"{path}: {error}")
-    paint = partial(render, image.pixels, image.full_scale)
-    pixels = NO_PIXELS if isinstance(view, Tiling) else paint(view)
-    return Loaded(index, image.sha256, view, pixels, paint, image)
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    return Refused(index, "failed", f"{path}: {what}")
+
+
+def _load(index: int, path: Path, loading: Loading) -> Loaded:
+    image = read_image(path, max_pixels=loading.max_pixels, bit_depth=loading.bit_depth)
+    view = loading.sizing.view(image.size)
+    if loading.region is not None:
+        loading.region.inside(image.size, slice(0, 1))
+    render = partial(paint, path, image)
+    pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
+    return Loaded(index, image.sha256, view, pixels, render, image)
+
+
+def paint(path: Path, image: Image, view: View) -> NDArray[np.float32]:
+    """Render a view of an image.
+
+    Raises:
+        ImageError: `unsupported`: the image is too large for the memory, or for OpenCV.
+    """
+    try:
+        return render(image.pixels, image.full_scale, view)
+    except (MemoryError, cv2.error) as error:
+        height, width = image.size
+        why = " ".join(str(error).split()) or "there isn't enough memory"
+        raise ImageError(
+            f"{path}: its {width}×{height} pixels can't be brought to the network's size ({why}); "
+            "train with image.tile, which takes large images piece by piece",
+            "unsupported",
+        ) from None
+
+
+def refuse_missed(
+    items: Iterable[Item],
+    paths: Sequence[Path],
+    grid: Callable[[tuple[int, int]], tuple[int, int]],
+    region: Region | None,
+) -> Iterator[Item | Refused]:
+    """Refuse images none of whose patches lie inside a region, each before it joins a batch.
+
+    Args:
+        items: loaded images among others, which pass through.
+        paths: all image files, for messages.
+        grid: gives (h, w) of the patches for (H, W) of a network input.
+        region: what of each image counts; None lets all pass.
+    """
+    grids: dict[tuple[int, int], tuple[int, int]] = {}
+    for item in items:
+        if region is not None and isinstance(item, Loaded):
+            size = item.view.size
+            grids[size] = grids.get(size) or grid(size)
+            try:
+                region.patches(item.layout, grids[size])
+            except DataError as error:
+                yield refusal(item.index, paths[item.index], error)
+                continue
+        yield item
 
 
 def load_all(paths: Sequence[Path], loading: Loading, workers: int) -> Iterator[Loaded | Refused]:

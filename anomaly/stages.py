@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from anomaly.aligner import PATCHCORE_ALIGNERS
 from anomaly.backbones import Normalisation, build, default_layers, fill, read_weights
-from anomaly.config import Config, ImageConfig, ShapeConfig
+from anomaly.config import Config
 from anomaly.embedding import Embedder
 from anomaly.features import FeatureExtractor, truncate
 from anomaly.geometry import Sizing
-from anomaly.images import read_mask
 from anomaly.loading import Loading
-from anomaly.region import Picture, Polygons, Region, Shape
+from anomaly.region import Region
 from anomaly.scorers.gaussian import GaussianFitter
 from anomaly.scorers.memory_bank import MemoryBankFitter
 from anomaly.scorers.projection import Projection
@@ -39,24 +36,6 @@ def loading_of(
         image.overlap_in_force,
     )
     return Loading(sizing, image.bit_depth, image.max_pixels, region)
-
-
-def region_of(image: ImageConfig, folder: Path) -> Region | None:
-    """Where a config says to look; pictures are taken from `folder`.
-
-    Raises:
-        ImageError: a picture can't be read.
-    """
-
-    def shape(config: ShapeConfig | None) -> Shape | None:
-        if config is None:
-            return None
-        if config.png is not None:
-            return Picture(read_mask(folder / config.png.expanduser()))
-        return Polygons(config.polygons, config.unit == "relative")
-
-    look, ignore = shape(image.region), shape(image.ignore)
-    return None if look is None and ignore is None else Region(look, ignore)
 
 
 def embedder_of(

@@ -14,6 +14,7 @@ import torch
 from anomaly.backbones import Normalisation, normalisation
 from anomaly.calibration import thresholds_from
 from anomaly.config import Config
+from anomaly.config_files import region_of
 from anomaly.cross_fitting import cross_fit
 from anomaly.datasets import Sample
 from anomaly.detector import AnomalyDetector
@@ -27,7 +28,7 @@ from anomaly.scorers.base import Progress, Scorer
 from anomaly.scorers.gaussian import GaussianFitter
 from anomaly.scorers.memory_bank import MemoryBankFitter
 from anomaly.scorers.projection import Projection
-from anomaly.stages import backbone, embedder_of, fitter_of, loading_of, region_of
+from anomaly.stages import backbone, embedder_of, fitter_of, loading_of
 from anomaly.suspects import Suspect, Suspects
 from anomaly.usual import UsualLook, odd_among
 

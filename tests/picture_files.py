@@ -49,6 +49,31 @@ def by_opencv(suffix, pixels, *options):
     return data.tobytes()
 
 
+def lossless_forms(rgb):
+    """Files of one picture (H, W, 3) uint8: other formats, compressions and depths."""
+    wide = rgb.astype(np.uint16) * 257
+    opaque = np.dstack([rgb, np.full(rgb.shape[:2], 255, np.uint8)])
+    return [
+        encoded(rgb, "PNG"),
+        encoded(rgb, "PNG", compress_level=0),
+        by_opencv(".png", wide),
+        encoded(opaque, "PNG"),
+        encoded(rgb, "BMP"),
+        encoded(opaque, "BMP"),
+        encoded(rgb, "TIFF"),
+        encoded(rgb, "TIFF", compression="tiff_lzw"),
+        encoded(rgb, "TIFF", compression="tiff_lzw", tiffinfo={317: 2}),
+        encoded(rgb, "TIFF", compression="tiff_deflate"),
+        encoded(rgb, "TIFF", compression="tiff_adobe_deflate", tiffinfo={317: 2}),
+        encoded(rgb, "TIFF", compression="packbits"),
+        encoded(opaque, "TIFF"),
+        by_opencv(".tiff", wide),
+        by_opencv(".tiff", (rgb / 255).astype(np.float32)),
+        encoded(rgb, "WEBP", lossless=True),
+        encoded(opaque, "WEBP", lossless=True),
+    ]
+
+
 def chunk(kind, content):
     body = kind + content
     return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))

@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import REPOSITORY, Command, train_arguments, write_part, write_product
+from picture_files import lossless_forms, written
 
 from anomaly.cli import COMMANDS
 
@@ -63,6 +64,92 @@ def test_train_infer_evaluate(
     assert (figures["n_good"], figures["n_defect"]) == (3, 3)
     assert "disc" in out
     assert len(_rows(tmp_path / "figures" / "scores.csv")) == 6
+
+
+def test_the_same_picture_in_every_lossless_form_has_the_same_score(
+    product: Path, run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    picture = cv2.imread(str(product / "test" / "spot" / "001.png"))
+    for i, data in enumerate(lossless_forms(np.ascontiguousarray(picture[..., ::-1]))):
+        written(tmp_path, data, f"{i:02}.png")
+    output = tmp_path / "out"
+    base = ["--model", run_folder, "--input", tmp_path, "--output", output]
+    assert command("infer", base)[0] == 0
+    scores = [float(row["image_score"]) for row in _rows(output / "results.csv")]
+    assert len(scores) == 17
+    assert max(scores) > 0
+    np.testing.assert_allclose(scores, scores[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "pixels"),
+    [
+        # 96 × 120 pixels are seen as 64 × 64, and a patch of ResNet-18's layer2 has 8 × 8 of them.
+        ([], [12, 15]),
+        (["image.resize=96", "image.crop=64"], [8, 10]),
+        (["image.tile=64"], [8, 8]),
+        (["image.tile=64", "image.area=32"], [16, 16]),
+        (["backbone.layers=[layer1]"], [6, 7.5]),
+    ],
+)
+def test_what_one_patch_covers(
+    settings: list[str], pixels: list[float], product: Path, tmp_path: Path, command: Command
+) -> None:
+    arguments = train_arguments(product, tmp_path / "run", *settings, "image.mm_per_pixel=0.05")
+    code, out, err = command("train", [*arguments, "--no-calibrate"])
+    assert code == 0, err
+    said = json.loads((tmp_path / "run" / "train.json").read_text())["patch_size"]
+    assert said == {"pixels": pixels, "mm": pytest.approx([0.05 * side for side in pixels])}
+    assert f"one patch covers {pixels[0]:.0f} × {pixels[1]:.0f} original pixels, " in out
+
+
+def test_few_images_dont_show_what_is_usual(tmp_path: Path, command: Command) -> None:
+    for count, says in ((7, True), (8, False)):
+        product = write_product(tmp_path / f"part{count}", n_train=count)
+        code, out, _ = command("train", train_arguments(product, tmp_path / f"run{count}"))
+        assert (code, "images don't show what is usual: it takes 8" in out) == (0, says)
+    summary = json.loads((tmp_path / "run8" / "train.json").read_text())
+    assert summary["patch_size"]["mm"] is None
+
+
+def test_long_names_among_the_suspects(tmp_path: Path, command: Command) -> None:
+    product = write_product(tmp_path / "disc", n_train=0)
+    for i in range(4):
+        write_part(tmp_path / "part.png", seed=i)
+        name = f"{i}" + ("検査画像" * 20 + "不良" if i % 2 else "x" * 250) + ".png"
+        target = product / "train" / "good" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "part.png").rename(target)
+    assert command("train", train_arguments(product, tmp_path / "run"))[0] == 0
+    suspects = json.loads((tmp_path / "run" / "train.json").read_text())["suspects"]
+    assert len(suspects) == 4
+    assert all((tmp_path / "run" / suspect["heatmap"]).is_file() for suspect in suspects)
+
+
+def test_what_the_system_refuses_ends_in_one_message(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from anomaly.cli import layers
+
+    for error, says in (
+        (
+            PermissionError(13, "Permission denied", "/locked/file"),
+            "/locked/file: Permission denied",
+        ),
+        (OSError(5, "Input/output error"), "Input/output error"),
+        (OSError("odd"), "odd"),
+    ):
+
+        def fail(_: object, error: OSError = error) -> int:
+            raise error
+
+        monkeypatch.setattr(layers, "run", fail)
+        assert command("layers", ["--backbone", "resnet18"]) == (2, "", f"error: {says}\n")
+    long = tmp_path / ("x" * 300)
+    code, _, err = command("infer", ["--model", long, "--input", long, "--output", long])
+    assert (code, err.count("\n"), "File name too long" in err) == (2, 1, True)
+    code, _, err = command("check", ["--config", "folder.yaml", "--set", f"data.root={long}"])
+    assert (code, err.count("\n"), "File name too long" in err) == (2, 1, True)
 
 
 def test_a_mark_on_a_cropped_oblong_image_comes_back_at_its_pixel(

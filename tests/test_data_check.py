@@ -4,14 +4,18 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 import pytest
 from conftest import REPOSITORY, Command, write_part, write_product
 
-from anomaly.data_check import Reading, Severity, check
+from anomaly import data_check
+from anomaly.data_check import Reading, check
+from anomaly.data_report import Severity
 from anomaly.datasets import open_dataset
+from anomaly.images import Image
 from anomaly.sample_data import write_sample_data
 
 
@@ -101,8 +105,8 @@ def test_files_that_cannot_be_used_are_exit_code_3(tmp_path: Path, command: Comm
     (folder / "train" / "good" / "000.png").write_text("no image")
     code, out, _ = command("check", _arguments(folder))
     assert code == 3
-    assert "11 good, 0 defective, 1 can't be read" not in out  # it still is a good image
-    assert "12 good, 0 defective, 1 can't be read" in out
+    assert "11 good, 0 defective, 1 can't be used" not in out  # it still is a good image
+    assert "12 good, 0 defective, 1 can't be used" in out
 
 
 def test_hardly_any_training_image_is_wrong(tmp_path: Path, command: Command) -> None:
@@ -146,6 +150,56 @@ def test_twelve_bits_in_a_file_of_sixteen(tmp_path: Path) -> None:
     assert not check(dataset, Reading(bit_depth=12)).faults
     kinds = Counter(f.kind for f in check(dataset, Reading(bit_depth=8)).faults)
     assert kinds == {"unsupported": 4, "too_few_images": 1}
+
+
+def test_where_to_look_must_fit(tmp_path: Path, command: Command) -> None:
+    folder = write_product(tmp_path / "disc")
+    arguments = [*_arguments(folder), "--set"]
+    code, _, err = command("check", [*arguments, "image.ignore={png: /nowhere.png}"])
+    assert (code, "/nowhere.png" in err) == (2, True)
+    mask = tmp_path / "mask.png"
+    cv2.imwrite(str(mask), np.eye(96, 120, dtype=np.uint8))
+    assert command("check", [*arguments, f"image.ignore={{png: {mask}}}"])[0] == 0
+    for name in ("train/good/small.png", "test/good/small.png"):
+        picture = np.random.default_rng(len(name)).integers(0, 255, (60, 60, 3), dtype=np.uint8)
+        cv2.imwrite(str(folder / name), picture)
+    code, out, _ = command("check", [*arguments, f"image.ignore={{png: {mask}}}"])
+    assert code == 3
+    assert out.count("region:") == 2
+    assert "small.png doesn't fit where to look: its 60×60 pixels have another shape" in out
+    assert "13 good, 0 defective, 1 can't be used" in out
+    cv2.imwrite(str(mask), np.eye(100, dtype=np.uint8))
+    code, out, _ = command("check", [*arguments, f"image.region={{png: {mask}}}"])
+    assert (code, "1 usable training images" in out) == (2, True)
+
+
+def test_no_mask_at_all_is_worth_knowing(tmp_path: Path, command: Command) -> None:
+    folder = write_product(tmp_path / "disc")
+    shutil.rmtree(folder / "ground_truth")
+    code, out, _ = command("check", _arguments(folder))
+    assert code == 0
+    assert "worth knowing: 1" in out
+    assert "none of the 3 defects has a mask" in out
+    shutil.rmtree(folder / "test" / "spot")
+    assert "nothing wrong found" in command("check", _arguments(folder))[1]
+
+
+def test_a_mistake_in_a_decoder_is_one_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(4):
+        write_part(tmp_path / f"{i}.png", seed=i)
+    honest = data_check.read_image
+
+    def read_image(path: Path, **options: Any) -> Image:
+        if path.name == "2.png":
+            raise ZeroDivisionError("oh")
+        return honest(path, **options)
+
+    monkeypatch.setattr(data_check, "read_image", read_image)
+    (fault,) = check(open_dataset("folder", tmp_path, None), Reading()).faults
+    assert (fault.kind, fault.severity, fault.name) == ("failed", Severity.UNUSABLE, "2.png")
+    assert "2.png: ZeroDivisionError: oh" in fault.detail
 
 
 def test_a_good_image_with_a_mask_is_wrong(tmp_path: Path) -> None:

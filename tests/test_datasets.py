@@ -280,3 +280,24 @@ def test_splits_by_name(tmp_path: Path) -> None:
     assert Dataset(tmp_path, (sample,), ()).splits == {
         "train": (sample,), "validation": (), "test": (),
     }  # fmt: skip
+
+
+def test_names_that_are_too_long_or_may_not_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = write_product(tmp_path / "disc", n_train=2)
+    long = product / "test" / "spot" / ("x" * 250 + ".png")  # with _mask.png no name any more
+    (product / "test" / "spot" / "000.png").rename(long)
+    masks = {s.path.name: s.mask_path for s in open_dataset("mvtec", product, None).test}
+    assert masks[long.name] is None
+    assert masks["001.png"] is not None
+    for layout in ("mvtec", "folder", "csv", "visa"):
+        with pytest.raises(DataError, match="File name too long"):
+            open_dataset(layout, tmp_path, "x" * 300)
+
+    def closed(path: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", closed)
+    with pytest.raises(DataError, match=r"disc can't be looked at \(Permission denied\)"):
+        open_dataset("mvtec", product, None)

@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import pytest
 
-from anomaly import decoding
+from anomaly import decoding, loading
 from anomaly.decoding import Decoders, Task
 from anomaly.errors import ImageError, OutputError
 from anomaly.geometry import Sizing, Tiling
@@ -165,6 +165,31 @@ def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.Mo
         (item,) = decoders.load_all([(1, folder / "01.png")])
         with pytest.raises(OutputError, match="can't be written"):
             decoders.finish(1, folder / "01.png", _map(item), "1.png").result()
+
+
+def test_what_one_image_does_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = decoding._Server(_task(folder, tile=64, overlap=8))
+    path = folder / "00.png"
+    item = server.load(0, path)
+    assert isinstance(item, Loaded)
+    assert isinstance(item.view, Tiling)
+    (_, _, tile), *_ = item.view.tiles()
+
+    def fail(*_: object) -> None:
+        raise cv2.error("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loading, "render", fail)
+        found = server.render(0, path, tile)
+        assert isinstance(found, Refused)
+        assert (found.status, "image.tile" in found.reason) == ("unsupported", True)
+    assert isinstance(server.render(0, path, tile), np.ndarray)
+    with monkeypatch.context() as patched:
+        patched.setattr(Pictures, "write", fail)
+        drawn = server.finish(0, path, _map(item), "0.png")
+        assert isinstance(drawn, Refused)
+        assert drawn.status == "failed"
+        assert "no room" in drawn.reason
 
 
 def test_a_large_image_that_vanishes_between_tiles(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from anomaly.errors import OutputError
-from anomaly.files import claim, write
+from anomaly.files import claim, remove_drafts, short_name, write
 
 
 def test_write_makes_folders_and_leaves_no_draft(tmp_path: Path) -> None:
@@ -27,6 +27,29 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         write(tmp_path / "b.txt", "new")
     assert (tmp_path / "b.txt").read_text() == "old"
     assert os.listdir(tmp_path) == ["b.txt"]
+
+
+def test_only_our_own_drafts_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:  # as if killed before the file had its name
+        patched.setattr(Path, "replace", lambda *_: None)
+        write(tmp_path / "sub" / "a.png", "ours")
+    (draft,) = os.listdir(tmp_path / "sub")
+    foreign = [".camera.png.part", "b.part", ".part", ".anomaly-notes.txt"]
+    for name in foreign:
+        (tmp_path / "sub" / name).write_text("another program's")
+    remove_drafts(tmp_path)
+    assert draft not in foreign
+    assert sorted(os.listdir(tmp_path / "sub")) == sorted(foreign)
+
+
+def test_long_names_are_cut_between_characters() -> None:
+    assert short_name("ä" * 115) == "ä" * 115
+    long = {short_name(prefix + "検" * n) for n in (80, 81) for prefix in ("", "a", "ab")}
+    assert len(long) == 6
+    for name in long:
+        assert 200 < len(os.fsencode(name)) <= 230
+        assert name.encode()  # no half character
+    assert len(os.fsencode(short_name("\udcff" * 255))) <= 230
 
 
 def test_claim_refuses_or_clears_only_its_own_names(tmp_path: Path) -> None:

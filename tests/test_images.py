@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from picture_files import H, W, by_opencv, converted, encoded, picture, png, written
+from picture_files import H, W, by_opencv, converted, encoded, lossless_forms, picture, png, written
 from PIL import Image as Pil
 from PIL import ImageOps
 
@@ -86,28 +86,7 @@ def test_16_bit_ramps_keep_every_level(tmp_path, suffix, channels):
 
 
 def test_the_same_picture_in_every_lossless_form_is_the_same(tmp_path, rgb):
-    wide = rgb.astype(np.uint16) * 257
-    opaque = np.dstack([rgb, np.full((H, W), 255, np.uint8)])
-    forms = [
-        encoded(rgb, "PNG"),
-        encoded(rgb, "PNG", compress_level=0),
-        by_opencv(".png", wide),
-        encoded(opaque, "PNG"),
-        encoded(rgb, "BMP"),
-        encoded(opaque, "BMP"),
-        encoded(rgb, "TIFF"),
-        encoded(rgb, "TIFF", compression="tiff_lzw"),
-        encoded(rgb, "TIFF", compression="tiff_lzw", tiffinfo={317: 2}),
-        encoded(rgb, "TIFF", compression="tiff_deflate"),
-        encoded(rgb, "TIFF", compression="tiff_adobe_deflate", tiffinfo={317: 2}),
-        encoded(rgb, "TIFF", compression="packbits"),
-        encoded(opaque, "TIFF"),
-        by_opencv(".tiff", wide),
-        by_opencv(".tiff", (rgb / 255).astype(np.float32)),
-        encoded(rgb, "WEBP", lossless=True),
-        encoded(opaque, "WEBP", lossless=True),
-    ]
-    for form in forms:
+    for form in lossless_forms(rgb):
         image = read_image(written(tmp_path, form))
         np.testing.assert_allclose(image.pixels / image.full_scale, rgb / 255, atol=1e-7)
 

@@ -80,11 +80,40 @@ def test_stopped_again_and_again(
     code, _, err = command("infer", _arguments(run_folder, inputs, output, "--resume"))
     assert (code, "another list of images" in err) == (2, True)
     (inputs / "99.png").rename(inputs / "08.png")
-    (output / "heatmaps" / ".left.part").write_text("by a process that was killed")
+    (output / "heatmaps" / ".anomaly-left.part").write_text("by a process that was killed")
     assert command("infer", _arguments(run_folder, inputs, output, "--resume"))[0] == 3
     assert _files(output) == _files(whole)
     code, out, _ = command("infer", _arguments(run_folder, inputs, output, "--resume"))
+    assert (code, "is complete" in out) == (3, True)  # it still has an image without a score
+
+
+def test_only_the_same_run_is_complete(
+    run_folder: Path, padim_folder: Path, inputs: Path, tmp_path: Path, command: Command
+) -> None:
+    output = tmp_path / "output"
+    assert command("infer", _arguments(run_folder, inputs / "00.png", output))[0] == 0
+    before = _files(output)
+    again = _arguments(run_folder, inputs / "00.png", output, "--resume")
+    code, out, _ = command("infer", again)
     assert (code, "is complete" in out) == (0, True)
+    for run, image, flags, says in (
+        (run_folder, inputs, [], "another list of images"),
+        (padim_folder, inputs / "00.png", [], "another model"),
+        (run_folder, inputs / "00.png", ["--masks"], "another set of outputs"),
+    ):
+        code, out, err = command("infer", _arguments(run, image, output, "--resume", *flags))
+        assert (code, says in err, out) == (2, True, "")
+        assert "--overwrite" in err
+    assert _files(output) == before
+    for text in ("{", "[]", '{"about": {}}'):
+        (output / "results.done.json").write_text(text)
+        code, _, err = command("infer", again)
+        assert (code, "missing or damaged" in err) == (2, True)
+    (output / "results.done.json").unlink()
+    assert command("infer", again)[0] == 2
+    overwritten = _arguments(run_folder, inputs / "07.png", output, "--overwrite")
+    assert command("infer", overwritten)[0] == 2
+    assert command("infer", [*overwritten[:-1], "--resume"])[0] == 2  # as it ended
 
 
 def test_a_list_from_a_file_and_from_standard_input(
@@ -103,6 +132,9 @@ def test_a_list_from_a_file_and_from_standard_input(
     monkeypatch.setattr(sys, "stdin", stdin)
     assert command("infer", [*base, tmp_path / "two", "--list", "-"])[0] == 3
     assert _files(tmp_path / "one") == _files(tmp_path / "two")
+    (tmp_path / "long.txt").write_text(f"{inputs / '01.png'}\n{'x' * 300}.png\na\0b.png\n")
+    code, out, _ = command("infer", [*base, tmp_path / "long", "--list", tmp_path / "long.txt"])
+    assert (code, "1 of 3 images scored" in out, "too long" in out) == (3, True, True)
     code, _, err = command("infer", [*base, tmp_path / "three", "--list", tmp_path / "none.txt"])
     assert (code, "none.txt can't be read" in err) == (2, True)
     code, _, err = command("infer", [*base, tmp_path / "three"])

@@ -137,6 +137,27 @@ def test_another_set_of_outputs_isnt_resumed(
     assert (code, "set of outputs" in err) == (2, True)
 
 
+def test_names_as_long_as_a_file_system_takes(
+    run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    folder = tmp_path / "inputs" / ("検査画像" * 21)  # 252 bytes
+    long = ["x" * 246 + ".tiff", "検査画像" * 20 + "不良品.png", "y" * 251 + ".png"]
+    for i, name in enumerate(long):
+        write_part(tmp_path / "part.png", seed=i, mark=(30, 50))
+        folder.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "part.png").rename(folder / name)
+    output = tmp_path / "out"
+    base = ["--model", run_folder, "--input", tmp_path / "inputs", folder, "--output", output]
+    code, _, err = command("infer", [*base, "--masks", "--regions", "--maps", "float32"])
+    assert (code, err) == (0, "")
+    rows = _csv(output / "results.csv")
+    assert {Path(row["path"]).name for row in rows} == set(long)
+    for row in rows:
+        name = Path(row["heatmap"]).relative_to("heatmaps")
+        files = (row["heatmap"], "masks" / name, "maps" / name.with_suffix(".tiff"))
+        assert all(_picture(output / file).shape[:2] == (96, 120) for file in files)
+
+
 def test_names_that_are_no_text(run_folder: Path, tmp_path: Path, command: Command) -> None:
     name = tmp_path / "inputs" / "\udcff.png"
     try:

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anomaly.errors import OutputError
-from anomaly.journal import Journal, Known
+from anomaly.journal import Journal, Known, finished
 from anomaly.results import Row
 
 
@@ -48,7 +48,17 @@ def test_another_run_is_not_continued(tmp_path: Path) -> None:
     file.write_text('{"about": {"model": "a"}}\n{"index": 3}\n')
     with pytest.raises(OutputError, match="damaged"):
         Journal(file, {"model": "a"})
-    journal = Journal(tmp_path / "other", {})
+
+
+def test_a_finished_run_says_what_it_was(tmp_path: Path) -> None:
+    about = {"model": "a", "images": ("x", "y")}
+    journal = Journal(tmp_path / "journal", about)
     with journal:
-        journal.remove()
-    assert not (tmp_path / "other").exists()
+        journal.add(_known(0))
+    journal.finish(tmp_path / "done", 3)
+    assert [file.name for file in tmp_path.iterdir()] == ["done"]
+    assert finished(tmp_path / "done", about) == 3
+    with pytest.raises(OutputError, match="another images"):
+        finished(tmp_path / "done", about | {"images": ("x",)})
+    with pytest.raises(OutputError, match="missing or damaged"):
+        finished(tmp_path / "nowhere", about)

@@ -10,6 +10,7 @@ import torch
 from conftest import Command, train_arguments, write_part, write_product
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from anomaly.checkpoint import load
 from anomaly.detector import Prediction
@@ -179,6 +180,51 @@ def test_an_image_that_the_region_does_not_fit_has_a_row_that_says_so(
     assert isinstance(results[1], Refused)
     assert "small.png" in results[1].reason
     assert "polygon" in results[1].reason
+
+
+def _enlarged(source: Path, target: Path, times: int) -> None:
+    picture = cv2.imread(str(source))
+    cv2.imwrite(str(target), np.kron(picture, np.ones((times, times, 1), np.uint8)))
+
+
+def test_an_image_that_the_region_misses_leaves_its_batch_alone(
+    tmp_path: Path, command: Command
+) -> None:
+    """Images of two sizes that the network sees at one, and a region of so many pixels."""
+    product = write_product(tmp_path / "disc")
+    good = product / "train" / "good"
+    _enlarged(good / "003.png", good / "0035.png", 10)
+    corner = "image.region={polygons: [[[0, 0], [30, 0], [30, 30], [0, 30]]], unit: pixels}"
+    plain, run = tmp_path / "plain", tmp_path / "run"
+    assert command("train", train_arguments(product, run, corner))[0] == 3
+    refused = json.loads((run / "train.json").read_text())["refused"]
+    assert list(refused) == ["train/good/0035.png"]
+    assert "no patch lies at least half inside" in refused["train/good/0035.png"]
+    (good / "0035.png").unlink()
+    assert command("train", train_arguments(product, plain, corner))[0] == 0
+    one, other = (folder / "model" / "scorer.safetensors" for folder in (run, plain))
+    assert sorted(load_file(one)["vectors"].tolist()) == sorted(
+        load_file(other)["vectors"].tolist()
+    )
+
+    inputs = tmp_path / "inputs"
+    write_part(inputs / "0.png", seed=50)
+    _enlarged(inputs / "0.png", inputs / "1.png", 10)
+    write_part(inputs / "2.png", seed=51, mark=(5, 5))
+    files = sorted(inputs.iterdir())
+    detector = load(run, torch.device("cpu")).detector
+    assert len({detector.loading.sizing.view(size).size for size in ((96, 120), (960, 1200))}) == 1
+    found = {result.index: result for result in detector.predict(files)}
+    assert isinstance(found[1], Refused)
+    assert (found[1].status, str(files[1]) in found[1].reason) == ("unsupported", True)
+    alone = list(detector.predict([files[0], files[2]]))
+    assert [found[i].image_score for i in (0, 2)] == [one.image_score for one in alone]
+    output = tmp_path / "out"
+    base = ["--model", run, "--input", inputs, "--output", output]
+    assert command("infer", base)[0] == 3
+    rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["ok", "unsupported", "ok"]
+    assert [rows[i]["image_score"] for i in (0, 2)] == [one.image_score for one in alone]
 
 
 @pytest.mark.parametrize(

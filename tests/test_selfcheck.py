@@ -23,6 +23,8 @@ def _arguments(run: Path, golden: Path, *flags: object) -> list[object]:
 def test_nothing_moves(run_folder: Path, golden: Path, command: Command) -> None:
     code, _, err = command("selfcheck", _arguments(run_folder, golden))
     assert (code, "--record" in err) == (2, True)
+    code, _, err = command("selfcheck", _arguments(run_folder, golden / "nowhere"))
+    assert (code, "--golden" in err, "--input" in err) == (2, True, False)
     code, out, _ = command("selfcheck", _arguments(run_folder, golden, "--record"))
     assert (code, "6 images recorded" in out) == (0, True)
     record = json.loads((golden / "golden.json").read_text())["images"]

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from anomaly.config import ImageConfig, parse_config
+from anomaly.config_files import region_of
 from anomaly.geometry import View
 from anomaly.region import Region
-from anomaly.stages import loading_of, region_of
+from anomaly.stages import loading_of
 
 
 @pytest.mark.parametrize(

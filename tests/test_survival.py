@@ -215,14 +215,14 @@ def test_a_file_that_vanishes_before_it_is_read(
 
     for i in range(3):
         write_part(tmp_path / "inputs" / f"{i}.png", seed=i)
-    listed = inputs_module.list_images
+    listed = inputs_module.list_files
 
     def list_and_lose(folder: Path) -> list[Path]:
         found = listed(folder)
         found[1].unlink()
         return found
 
-    monkeypatch.setattr(inputs_module, "list_images", list_and_lose)
+    monkeypatch.setattr(inputs_module, "list_files", list_and_lose)
     output = tmp_path / "out"
     code, out, _ = command(
         "infer", ["--model", run_folder, "--input", tmp_path / "inputs", "--output", output]

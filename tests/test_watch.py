@@ -136,8 +136,29 @@ def test_a_name_that_is_used_again(
     rows = _rows(output)
     assert [row["verdict"] for row in rows] == ["good", "reject", "good"]
     pictures = [row["heatmap"] for row in rows]
-    assert pictures == ["heatmaps/part.png", "heatmaps/part~.png", "heatmaps/part~~.png"]
+    assert pictures == ["heatmaps/part.png", "heatmaps/part~2.png", "heatmaps/part~3.png"]
     assert all((output / picture).exists() for picture in pictures)
+
+
+def test_names_as_long_as_a_file_system_takes(
+    shift: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    line, output = tmp_path / "line", tmp_path / "out"
+    long = ["x" * 251 + ".png", "検査画像" * 20 + "不良品.bmp"]  # 255 and 253 bytes
+    nothing = [lambda: None] * 2
+    happenings = [
+        *(_arrive(line, name) for name in long),
+        *nothing,
+        *(_arrive(line, name, seed=901) for name in long),
+        *nothing,
+    ]
+    code, _, err = shift(happenings, "--masks", "--maps", "float32")
+    assert (code, err) == (0, "")
+    pictures = [row["heatmap"] for row in _rows(output)]
+    assert sorted(_names(output)) == sorted(2 * long)
+    assert len(set(pictures)) == 4
+    assert all((output / picture).exists() for picture in pictures)
+    assert len(list((output / "maps").iterdir())) == 4
 
 
 def test_results_in_the_folder_that_is_followed(
@@ -145,12 +166,18 @@ def test_results_in_the_folder_that_is_followed(
 ) -> None:
     write_part(tmp_path / "line" / "a.png", seed=1)
     nothing = [lambda: None] * 4
-    assert shift(nothing, "--masks", "--maps", "uint16", output="line")[0] == 0
+    code, _, err = shift(nothing, "--masks", "--maps", "uint16", output="line")
+    assert (code, err) == (0, "")
     assert _names(tmp_path / "line") == ["a.png"]
+    (tmp_path / "line" / "readme").touch()
+    (tmp_path / "line" / ".other.png.part").touch()
     base = ["--model", run_folder, "--input", tmp_path / "line", "--output", tmp_path / "line"]
     for _ in range(2):
-        assert command("infer", [*base, "--overwrite"])[0] == 0
+        code, _, err = command("infer", [*base, "--overwrite"])
+        assert (code, err.count("\n"), "1 file is passed over" in err) == (0, 1, True)
         assert _names(tmp_path / "line") == ["a.png"]
+    assert "1 file is passed over" in shift([], "--overwrite", output="line")[2]
+    assert (tmp_path / "line" / ".other.png.part").exists()
 
 
 def test_resumed_after_a_kill(shift: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0 all done, 3 some images couldn't be used, 2 nothing done, 130 interrupted.
+        The exit code: 0 all done, 3 some images couldn't be used, 2 nothing done, 130 interrupted
+        (by SIGTERM: 143).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
@@ -55,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away; Python would complain again while shutting down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # what nobody has foreseen of disks, networks and permissions
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from anomaly.data_check import DataReport, Fault, SplitSummary
+    from anomaly.data_report import DataReport, Fault, SplitSummary
 
 _SHOWN = 5
 _HEADINGS = {
@@ -37,8 +38,9 @@ def run(options: argparse.Namespace) -> int:
         0 all fine, 3 some files can't be used, 2 training or evaluation would be wrong.
     """
     from anomaly.cli.train import CONFIG_FOLDERS
-    from anomaly.config_files import load_config
-    from anomaly.data_check import Reading, Severity, check
+    from anomaly.config_files import load_config, region_of
+    from anomaly.data_check import Reading, check
+    from anomaly.data_report import Severity
     from anomaly.datasets import open_dataset
 
     config = load_config(options.config, options.overrides, CONFIG_FOLDERS)
@@ -47,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     with ProgressLine() as progress:
         report = check(
             dataset,
-            Reading(image.bit_depth, image.max_pixels, data.mask_above),
+            Reading(image.bit_depth, image.max_pixels, data.mask_above, region_of(image, Path())),
             one_grid=config.model.kind == "padim" and image.resize is None,
             workers=machine.cores(),
             progress=lambda done, total: progress("reading", done, total),
@@ -81,7 +83,7 @@ def _split_lines(name: str, split: SplitSummary) -> list[str]:
     bad = split.images - split.usable
     return [
         f"  {name:<12}{split.good} good, {split.defect} defective{masks}"
-        + (f", {bad} can't be read" if bad else ""),
+        + (f", {bad} can't be used" if bad else ""),
         f"  {'':<12}{_counts(split.sizes, 'sizes')}; {_counts(split.modes, 'modes')}",
     ]
 

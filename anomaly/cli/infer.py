@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli import infer_outputs, machine
-from anomaly.cli.infer_outputs import JOURNAL, OUTPUTS, WATCHED
+from anomaly.cli.infer_outputs import DONE, JOURNAL, OUTPUTS, WATCHED
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.stopping import Stopping
 
@@ -53,30 +54,33 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.decoding import Decoders, Task
     from anomaly.errors import OutputError
     from anomaly.files import claim, remove_drafts
-    from anomaly.inputs import find_inputs, picture_names
-    from anomaly.pictures import our_pictures
+    from anomaly.inputs import find_inputs, picture_names, say_passed_over
 
     if options.watch:
         from anomaly.cli import infer_watch
 
         return infer_watch.run(options)
     infer_outputs.check(options)
-    found = find_inputs(options.input, options.list, our_pictures(options.output))
+    found = find_inputs(options.input, options.list, infer_outputs.ours(options.output))
     paths = found.paths
-    if _is_complete(options):
-        print(f"the run in {options.output} is complete; there is nothing to resume")
-        return 0
+    if found.passed_over:
+        print(f"note: {say_passed_over(found.passed_over)}", file=sys.stderr)
+    is_complete = _is_complete(options)
     claim(options.output, () if options.resume else OUTPUTS, overwrite=options.overwrite)
     remove_drafts(options.output)
     # The decoding processes start while this one imports torch.
     with Decoders(min(machine.wanted_threads(options), len(paths))) as decoders, Stopping() as stop:
         from anomaly.checkpoint import load
         from anomaly.inference import Inputs, infer
-        from anomaly.journal import Journal
+        from anomaly.journal import Journal, finished
 
         device, _ = machine.settle(options)
         model = load(options.model, device, options.precision)
         about = {"list of images": _hash(found)} | infer_outputs.about(options, model, device)
+        if is_complete:
+            code = finished(options.output / DONE, about)
+            print(f"the run in {options.output} is complete; there is nothing to resume")
+            return code
         journal = Journal(options.output / JOURNAL, about)
         inputs = Inputs(paths, picture_names(paths, [] if options.list else options.input))
         decoders.begin(Task(model.detector.loading, infer_outputs.pictures(options, model)))
@@ -105,10 +109,11 @@ def run(options: argparse.Namespace) -> int:
     if len(rows) < len(paths):
         print("stopped; go on with --resume")
         return stop.exit_code
-    journal.remove()
-    remove_drafts(options.output)  # of decoding processes that were killed
     scored = sum(row.status == "ok" for row in rows)
-    return 0 if scored == len(paths) else 3 if scored else 2
+    code = 0 if scored == len(paths) else 3 if scored else 2
+    journal.finish(options.output / DONE, code)
+    remove_drafts(options.output)  # of decoding processes that were killed
+    return code
 
 
 def _is_complete(options: argparse.Namespace) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 JOURNAL = "results.partial.jsonl"
 WATCHED = "results.watched.jsonl"
+DONE = "results.done.json"
 OUTPUTS = (
     "results.csv",
     "results.jsonl",
@@ -32,7 +33,13 @@ OUTPUTS = (
     "maps",
     JOURNAL,
     WATCHED,
+    DONE,
 )
+
+
+def ours(output: Path) -> list[Path]:
+    """What is ours in an output folder: nothing of it is an input."""
+    return [output / name for name in OUTPUTS]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from anomaly.cli import infer_outputs, machine
@@ -26,6 +27,7 @@ def run(options: argparse.Namespace) -> int:
     resume = options.resume and (options.output / WATCHED).exists()
     claim(options.output, () if resume else OUTPUTS, overwrite=options.overwrite)
     remove_drafts(options.output)
+    _say_passed_over(options)
     with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
         from anomaly.checkpoint import load
         from anomaly.watch_log import WatchLog
@@ -72,17 +74,28 @@ def run(options: argparse.Namespace) -> int:
     return 0 if counts["ok"] == _total(counts) else 3 if counts["ok"] else 2
 
 
+def _say_passed_over(options: argparse.Namespace) -> None:
+    from anomaly.errors import DataError
+    from anomaly.inputs import passed_over, say_passed_over
+
+    ours = infer_outputs.ours(options.output)
+    with suppress(DataError):  # a folder that can't be listed now is tried again
+        if count := sum(passed_over(folder, ours) for folder in options.input):
+            print(f"note: {say_passed_over(count)}", file=sys.stderr, flush=True)
+
+
 def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def _check(options: argparse.Namespace) -> None:
     from anomaly.errors import DataError, OutputError
+    from anomaly.images import is_folder
 
     if options.list is not None or not options.input:
         raise DataError("--watch follows folders: give them with --input, and no --list")
     for folder in options.input:
-        if not folder.is_dir():
+        if not is_folder(folder):
             raise DataError(f"--watch follows folders, and --input {folder} is none")
     if options.parquet:
         raise OutputError("--parquet is written at the end of a run, which --watch doesn't have")

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
     if not options.tolerance >= 0:
         raise AnomalyError(f"--tolerance is {options.tolerance}; it must be 0 or more")
-    paths = find_inputs([options.golden]).paths
+    paths = find_inputs([options.golden], option="--golden").paths
     recorded = None if options.record else _read(options.golden / RECORD)
 
     from anomaly.checkpoint import load

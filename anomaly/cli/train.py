@@ -128,7 +128,7 @@ def _draw_suspects(
     training: Training, samples: Sequence[Sample], output: Path
 ) -> list[dict[str, Any]]:
     """Heatmaps of the training images that look least like the others; what train.json says."""
-    from anomaly.files import write
+    from anomaly.files import short_name, write
     from anomaly.heatmap import encode_png, heatmap
     from anomaly.loading import Loaded, load
     from anomaly.source_map import SourceMap
@@ -145,7 +145,7 @@ def _draw_suspects(
             suspect.patch_scores, loaded.view, detector.config.model.smoothing, detector.region
         )
         limit = suspect.score if thresholds is None else thresholds.pixel
-        picture = f"suspects/{rank}_{sample.path.stem}.png"
+        picture = f"suspects/{rank}_{short_name(sample.path.stem)}.png"
         write(output / picture, encode_png(heatmap(loaded.decoded, seen, limit)))
         listed.append({"name": sample.name, "score": suspect.score, "heatmap": picture})
     return listed
@@ -161,6 +161,8 @@ def _patch_size(training: Training) -> dict[str, list[float] | None]:
 
 
 def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -> None:
+    from anomaly.usual import LEAST_IMAGES
+
     images, vectors = summary["images"], summary["bank_vectors"]
     learned = f"{images['learned']} images, {summary['patches']:,} patches"
     kept = f", {vectors:,} kept in the memory bank" if vectors else ""
@@ -170,6 +172,11 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
     else:
         for line in thresholds.lines():
             print(line)
+    if images["learned"] < LEAST_IMAGES:
+        print(
+            f"{images['learned']} images don't show what is usual: it takes {LEAST_IMAGES} for "
+            "another product, a lens cap or a blurred image to be noticed as such"
+        )
     _say_patch(summary["patch_size"])
     if summary["suspects"]:
         print("look at these training images; a defect among the good ones is learned as good:")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from anomaly.datasets.folders import FOLDERS
+from anomaly.datasets.folders import FOLDERS, folders_in
 from anomaly.datasets.lists import open_list, open_visa
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
+from anomaly.images import is_folder
 
 __all__ = ["FORMATS", "GOOD", "Dataset", "Sample", "ground_truth", "open_dataset"]
 
@@ -30,7 +31,8 @@ def open_dataset(layout: str, root: Path | None, category: str | None) -> Datase
         category: a folder (or list) inside `root`; None for `root` itself.
 
     Raises:
-        DataError: something is missing, there are no training images, or a list has a mistake.
+        DataError: something is missing or may not be looked at, there are no training images, or a
+            list has a mistake.
     """
     if root is None:
         raise DataError(
@@ -41,17 +43,17 @@ def open_dataset(layout: str, root: Path | None, category: str | None) -> Datase
         raise DataError(f"unknown data.format {layout!r}; {nearest(layout, FORMATS)}")
     place = root.expanduser() / (category or "")
     if layout == "csv":
-        if place.is_dir():
+        if is_folder(place):
             raise DataError(f"{place} is a folder; with data.format=csv, data.root names the list")
-    elif not place.is_dir():
+    elif not is_folder(place):
         raise DataError(_missing(layout, root.expanduser(), category))
     return FORMATS[layout](place)
 
 
 def _missing(layout: str, root: Path, category: str | None) -> str:
-    if not root.is_dir():
+    if not is_folder(root):
         text = f"data.root {root} doesn't exist (looked in {Path.cwd()}). "
     else:
-        known = [f.name for f in root.iterdir() if f.is_dir()]
+        known = folders_in(root)
         text = f"{root} has no folder {category!r}; {nearest(str(category), known)} "
     return text + HOW_TO_GET_MVTEC if layout == "mvtec" else text + "Correct data.root."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from anomaly.datasets.samples import (
     set_apart,
 )
 from anomaly.errors import DataError
+from anomaly.images import is_folder
 
 _MASK_NAMES = ("{}_mask.png", "{}.png", "{}.bmp", "{}.tif", "{}.tiff", "{}.webp", "{}")
 
@@ -53,7 +55,7 @@ class _Layout:
     def _tested(self, folder: Path) -> list[Sample]:
         test, masks = folder / self.test, folder / self.masks
         found: list[Sample] = []
-        for kind in _folders_in(test):
+        for kind in folders_in(test):
             if kind == self.good:
                 found += listed(test / kind, folder)
             elif test / kind != masks:
@@ -90,13 +92,32 @@ def _with_masks(samples: list[Sample], folder: Path) -> list[Sample]:
 def _mask_of(image: Path, folder: Path) -> Path | None:
     for name in _MASK_NAMES:
         path = folder / name.format(image.stem)
-        if path.exists():
+        if _exists(path):
             return path
     return None
 
 
-def _folders_in(folder: Path) -> list[str]:
-    return sorted(f.name for f in folder.iterdir() if f.is_dir()) if folder.is_dir() else []
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise DataError(f"{path} can't be looked at ({error.strerror})") from None
+
+
+def folders_in(folder: Path) -> list[str]:
+    """Names of the folders in one; none where there is no such folder.
+
+    Raises:
+        DataError: it can't be listed.
+    """
+    if not is_folder(folder):
+        return []
+    try:
+        return sorted(inner.name for inner in folder.iterdir() if inner.is_dir())
+    except OSError as error:
+        raise DataError(f"{folder}: can't list this folder ({error.strerror})") from None
 
 
 FOLDERS: dict[str, Callable[[Path], Dataset]] = {

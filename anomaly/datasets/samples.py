@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError
-from anomaly.images import list_images, read_mask
+from anomaly.images import is_folder, list_images, read_mask
 
 GOOD = "good"
 _TEST_SHARE = 5  # one good image in five
@@ -82,7 +82,8 @@ def ground_truth(sample: Sample, size: tuple[int, int], above: int = 0) -> NDArr
     whole = np.zeros(size, dtype=bool)
     if sample.mask_path is None:
         return whole
-    files = list_images(sample.mask_path) if sample.mask_path.is_dir() else [sample.mask_path]
+    whole_folder = is_folder(sample.mask_path)
+    files = list_images(sample.mask_path) if whole_folder else [sample.mask_path]
     if not files:
         raise DataError(f"{sample.mask_path} holds no masks; add them or remove the folder")
     for file in files:
@@ -98,7 +99,7 @@ def ground_truth(sample: Sample, size: tuple[int, int], above: int = 0) -> NDArr
 
 def listed(folder: Path, root: Path, defect_type: str = GOOD) -> list[Sample]:
     """The images of a folder; none where there is no such folder."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         return []
     return [Sample(p, p.relative_to(root).as_posix(), defect_type) for p in list_images(folder)]
 

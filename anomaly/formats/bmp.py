@@ -114,8 +114,8 @@ def _masked(words: Pixels, masks: tuple[int, int, int, int]) -> Pixels:
     """Pick each channel's bits out of pixels (H, W) and spread them over 0..255."""
     channels = []
     for mask in masks[: 4 if masks[3] else 3]:
-        if mask == 0:
-            raise damaged("its BMP header has no mask for one of the colours")
+        if not 0 < mask <= np.iinfo(words.dtype).max:
+            raise damaged("its BMP header has no mask for one of the colours, or one too wide")
         shift = (mask & -mask).bit_length() - 1
         top = mask >> shift
         values = (words >> shift & top).astype(np.uint64 if top > 2**16 else np.uint32)

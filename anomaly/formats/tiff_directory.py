@@ -70,7 +70,7 @@ def read_directories(data: bytes) -> Iterator[Directory]:
             seen.add(at)
             directory, at = _read_directory(data, at, order, big)
             yield directory
-    except struct.error:
+    except (struct.error, OverflowError):  # beyond what a position can be at all
         raise damaged("it is cut short: a TIFF directory lies beyond its end") from None
 
 

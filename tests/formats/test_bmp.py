@@ -76,6 +76,22 @@ def test_16_bit_colours_spread_over_the_whole_range(packing, widths):
     np.testing.assert_array_equal(bmp.decode(data), expected)
 
 
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("wrong", [0, 1 << 31 | 0x1F, 0xFFFFFFFF])
+def test_a_mask_that_is_damaged(bits, wrong):
+    rows = padded(noise(H, W * bits // 8))
+    masks = struct.pack("<III", 0xF800, wrong, 0x1F)
+    data = file(rows, bits, 3, masks=masks)
+    if bits == 32 and wrong:  # wide enough for it
+        assert bmp.decode(data).shape == (H, W, 3)
+        return
+    with pytest.raises(
+        ImageError, match="no mask for one of the colours, or one too wide"
+    ) as found:
+        bmp.decode(data)
+    assert found.value.status == "unreadable"
+
+
 def test_the_fourth_byte_is_alpha_only_where_the_header_says_so():
     bgra = noise(H, W, 4)
     rgb, alpha = bgra[..., 2::-1], bgra[..., 3:]

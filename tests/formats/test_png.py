@@ -96,6 +96,15 @@ def test_palettes_with_and_without_transparency(depth):
     )
 
 
+@pytest.mark.parametrize("count", [257, 300])
+def test_a_palette_that_is_too_long_is_damage(count):
+    palette = chunk(b"PLTE", bytes(3 * count))
+    data = file(4, 4, 8, 3, packed(np.full((4, 4, 1), 5), 8), palette)
+    with pytest.raises(ImageError, match=f"palette of {count} colours") as found:
+        png.decode(data)
+    assert found.value.status == "unreadable"
+
+
 def test_a_colour_beyond_the_palette_is_damage():
     palette = chunk(b"PLTE", bytes(3 * 5))
     data = file(4, 4, 8, 3, packed(np.full((4, 4, 1), 5), 8), palette)

@@ -234,3 +234,19 @@ def test_damaged_lzw_is_refused_quietly(capfd):
     data[30:60] = bytes(i ^ 0x5A for i in data[30:60])
     assert refusal(bytes(data))[0] == "unreadable"
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("where", [2**62, 2**63, 2**64 - 1])
+def test_a_position_beyond_all_files_is_damage(order, where):
+    values = np.zeros((H, W, 3), np.uint8)
+    data = bytearray(layout(values, order=order, big=True))
+    (first,) = struct.unpack_from(order + "Q", data, 8)
+    (count,) = struct.unpack_from(order + "Q", data, first)
+    whole = bytes(data)
+    for at in (8, first + 8 + 20 * count):  # of the first directory, and of the next one
+        data = bytearray(whole)
+        struct.pack_into(order + "Q", data, at, where)
+        with pytest.raises(ImageError, match="beyond its end") as found:
+            tiff.read_header(bytes(data))
+        assert found.value.status == "unreadable"
