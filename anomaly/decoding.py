@@ -4,57 +4,38 @@ A damaged file can take a decoder down, and with it its process: then the file i
 in a new one, and after that it is `failed`; the run goes on. The processes import no torch (45 MB
 each, not 700), and are told what to do in pickled messages through their standard input. They
 start as a fresh interpreter, which works alike on every system, whatever threads the parent has.
-
-A process keeps the images that it has decoded, within `_KEPT_BYTES`, so that the anomaly map can
-be laid over them later; those that didn't fit it reads again.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.errors import ImageError, OutputError
+from anomaly.decoding_process import Task, receive, send
+from anomaly.errors import ImageError
 from anomaly.geometry import View
-from anomaly.images import Image
-from anomaly.loading import Loaded, Loading, Refused, load, paint, refusal
+from anomaly.loading import Loaded, Refused
 from anomaly.marked import MarkedRegion
-from anomaly.pictures import Pictures
 from anomaly.source_map import SourceMap
 
-_KEPT_BYTES = 256 * 1024**2
 _ATTEMPTS = 2
 _AHEAD = 4  # images that each process may be ahead of the network
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True)
-class Task:
-    """What the processes have to know once.
-
-    Attributes:
-        loading: how files become network inputs.
-        pictures: what to write for each image.
-    """
-
-    loading: Loading
-    pictures: Pictures
 
 
 class Decoders:
@@ -199,11 +180,11 @@ class _Process:
         for _ in range(_ATTEMPTS):
             try:
                 if self._told is not self.task:
-                    _send(self._child.stdin, ("begin", self.task))
-                    _receive(self._child.stdout)
+                    send(self._child.stdin, ("begin", self.task))
+                    receive(self._child.stdout)
                     self._told = self.task
-                _send(self._child.stdin, request)
-                kind, answer = _receive(self._child.stdout)
+                send(self._child.stdin, request)
+                kind, answer = receive(self._child.stdout)
             except (OSError, EOFError, pickle.UnpicklingError):
                 self._child.kill()
                 self._child.wait()
@@ -225,7 +206,7 @@ def _start() -> subprocess.Popen[bytes]:
     # The same modules as here, wherever they were found.
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
-        "from anomaly.decoding import serve; serve()"
+        "from anomaly.decoding_process import serve; serve()"
     )  # fmt: skip
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -235,94 +216,3 @@ def _start() -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         env=os.environ | threads,
     )
-
-
-def _send(stream: IO[bytes] | None, message: object) -> None:
-    assert stream is not None
-    pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
-    stream.flush()
-
-
-def _receive(stream: IO[bytes] | None) -> Any:
-    assert stream is not None
-    return pickle.load(stream)  # from our own child
-
-
-def serve() -> None:
-    """What a decoding process does until its standard input ends."""
-    import cv2
-
-    cv2.setNumThreads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it is over
-    requests = sys.stdin.buffer
-    # Whatever a library may print mustn't get between the answers.
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    server: _Server | None = None
-    with suppress(EOFError, BrokenPipeError):
-        while True:
-            name, *arguments = _receive(requests)
-            try:
-                if name == "begin":
-                    server = _Server(*arguments)
-                    _send(answers, ("done", True))
-                else:
-                    _send(answers, ("done", getattr(server, name)(*arguments)))
-            except BrokenPipeError:
-                raise
-            except Exception as error:  # of no image alone: a full disk, a mistake of ours
-                _send(answers, ("error", error))
-
-
-class _Server:
-    """The other end of `_Process`."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._kept: OrderedDict[int, Image] = OrderedDict()
-
-    def load(self, index: int, path: Path) -> Loaded | Refused:
-        loaded = load(index, path, self._task.loading)
-        if isinstance(loaded, Refused):
-            return loaded
-        self._keep(index, loaded.decoded)
-        return replace(loaded, image=None, render=_elsewhere)
-
-    def render(self, index: int, path: Path, view: View) -> NDArray[np.float32] | Refused:
-        image = self._image(index, path)
-        if isinstance(image, Refused):
-            return image
-        self._keep(index, image)
-        try:
-            return paint(path, image, view)
-        except ImageError as error:
-            return refusal(index, path, error)
-
-    def finish(
-        self, index: int, path: Path, found: SourceMap, name: str
-    ) -> tuple[MarkedRegion, ...] | Refused:
-        image = self._image(index, path)
-        if isinstance(image, Refused):
-            return image
-        try:
-            return self._task.pictures.write(image, found, name)
-        except OutputError:  # of every image to come, too
-            raise
-        except Exception as error:
-            return refusal(index, path, error)
-
-    def _keep(self, index: int, image: Image) -> None:
-        self._kept[index] = image
-        held = sum(kept.pixels.nbytes for kept in self._kept.values())
-        while held > _KEPT_BYTES and len(self._kept) > 1:
-            held -= self._kept.popitem(last=False)[1].pixels.nbytes
-
-    def _image(self, index: int, path: Path) -> Image | Refused:
-        if index in self._kept:
-            return self._kept.pop(index)
-        loaded = load(index, path, self._task.loading)
-        return loaded if isinstance(loaded, Refused) else loaded.decoded
-
-
-def _elsewhere(view: View) -> NDArray[np.float32]:
-    raise ValueError(f"{view} is to be rendered where the image is")

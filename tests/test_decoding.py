@@ -9,8 +9,9 @@ import cv2
 import numpy as np
 import pytest
 
-from anomaly import decoding, loading
-from anomaly.decoding import Decoders, Task
+from anomaly import decoding, decoding_process, loading
+from anomaly.decoding import Decoders
+from anomaly.decoding_process import Task
 from anomaly.errors import ImageError, OutputError
 from anomaly.geometry import Sizing, Tiling
 from anomaly.heatmap import encode_png, heatmap
@@ -22,8 +23,8 @@ from anomaly.source_map import SourceMap
 _DEADLY = """
 import os, sys
 sys.path[:] = {path!r}
-from anomaly import decoding
-honest = decoding.load
+from anomaly import decoding_process
+honest = decoding_process.load
 def load(index, file, loading):
     if "deadly" in file.name:
         os.kill(os.getpid(), 9)
@@ -34,8 +35,8 @@ def load(index, file, loading):
         raise ZeroDivisionError("a bug")
     print("a library that prints")
     return honest(index, file, loading)
-decoding.load = load
-decoding.serve()
+decoding_process.load = load
+decoding_process.serve()
 """
 
 
@@ -97,8 +98,8 @@ def test_the_same_as_here_in_order(folder: Path) -> None:
 def test_images_that_are_not_kept_are_read_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
-    monkeypatch.setattr(decoding, "_KEPT_BYTES", kept)
-    server = decoding._Server(_task(folder))
+    monkeypatch.setattr(decoding_process, "_KEPT_BYTES", kept)
+    server = decoding_process._Server(_task(folder))
     paths = [folder / "00.png", folder / "01.png"]
     items = [server.load(i, path) for i, path in enumerate(paths)]
     for path in paths:
@@ -168,7 +169,7 @@ def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_what_one_image_does_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = decoding._Server(_task(folder, tile=64, overlap=8))
+    server = decoding_process._Server(_task(folder, tile=64, overlap=8))
     path = folder / "00.png"
     item = server.load(0, path)
     assert isinstance(item, Loaded)

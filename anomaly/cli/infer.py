@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Score images."""
-    from anomaly.decoding import Decoders, Task
+    from anomaly.decoding import Decoders
+    from anomaly.decoding_process import Task
     from anomaly.errors import OutputError
     from anomaly.files import claim, remove_drafts
     from anomaly.inputs import find_inputs, picture_names, say_passed_over

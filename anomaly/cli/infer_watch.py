@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def run(options: argparse.Namespace) -> int:
     """Score what arrives until a signal comes."""
-    from anomaly.decoding import Decoders, Task
+    from anomaly.decoding import Decoders
+    from anomaly.decoding_process import Task
     from anomaly.errors import OutputError
     from anomaly.files import claim, remove_drafts
 
