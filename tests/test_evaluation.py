@@ -93,7 +93,10 @@ def test_the_mean_leaves_undefined_figures_out() -> None:
     written = json.loads(metrics_json(evaluations))
     assert written["mean"] == {"image_auroc": pytest.approx(0.7)}
     assert written["categories"]["c"]["image_auroc"] is None
-    assert written["categories"]["c"]["undefined"] == {"image_auroc": "no good images"}
+    assert written["categories"]["c"]["undefined"] == {
+        "image_auroc": "no good images",
+        "verdicts": "the model has no thresholds",
+    }
     assert written["categories"]["a"]["n_defect"] == 1
     shown = table(evaluations).splitlines()
     assert [line.split()[0] for line in shown[2:]] == ["a", "b", "c", "mean"]
