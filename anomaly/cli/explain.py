@@ -183,7 +183,9 @@ def _draw_evidence(
         facts.append(
             {"row": patch[0], "column": patch[1], "score": score, "compared_with": compared}
         )
-    title = "most unusual patch" if thresholds is None else f"patches above {thresholds.pixel:.3g}"
+    title = "most unusual patch"
+    if thresholds is not None:
+        title = f"worst patch of each flaw, above {thresholds.pixel:.3g}"
     overview = beside([(title, marked(picture, boxes)), ("heatmap", heatmap)])
     shown.pictures["evidence.png"] = stacked([overview, comparison(rows)])
     shown.facts["patches"] = facts
