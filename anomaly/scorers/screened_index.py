@@ -91,7 +91,7 @@ class ScreenedIndex:
         rows, columns = _passing(bounds, least, self._screen.limits(coarse, norms, limit))
 
         undecided = rows.new_full((len(queries), k), -1)
-        if len(rows) > _MANY * bounds.numel():
+        if not len(rows) or len(rows) > _MANY * bounds.numel():  # none: all queries are NaN
             return undecided
         slack = _SLACK * (norms + limit)
         squared = _squared(fine, self._fine, norms, self._norms, rows, columns)
@@ -158,10 +158,8 @@ def _passing(bounds: Tensor, least: Tensor, limit: Tensor) -> tuple[Tensor, Tens
 def _least_pairs(values: Tensor, rows: Tensor, count: int, k: int) -> Tensor:
     """For each of `count` rows the places (count, k) of its k pairs of least value.
 
-    All rows have so many, save those of a query with NaN: it has none, and gets any.
+    All rows have so many, save those of a query with NaN: it has none, and gets any of the others'.
     """
-    if not len(rows):
-        return rows.new_zeros(count, k)
     if k == 1:  # without a sort
         least = values.new_full((count,), float("inf")).scatter_reduce_(0, rows, values, "amin")
         first = (values == least[rows]).nonzero()[:, 0]

@@ -154,6 +154,16 @@ def test_a_query_with_nan_harms_no_other(method: str) -> None:
     assert torch.equal(distances[others], expected[others])
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_queries_that_are_all_nan_are_no_error(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screened_index, "has_bf16", lambda device: fast)
+    index = NearestNeighbors(blobs(3000, 16), "screened")
+    for k in (1, 3):
+        distances, found = index.search(torch.full((5, 16), float("nan")), k)
+        assert found.shape == (5, k)
+        assert bool(distances.isnan().all())
+
+
 def test_the_screen_spares_most_distances(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of structured embeddings only a few vectors a query are measured whole."""
     g = torch.Generator().manual_seed(0)
