@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -202,6 +203,15 @@ def portable(config: Config) -> dict[str, Any]:
         if values["image"][part] and values["image"][part]["png"]:
             values["image"][part]["png"] = f"{part}.png"
     return values
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings of `portable` one by one, with dotted keys."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 def _pictures(region: Region | None) -> dict[str, bytes]:

@@ -81,10 +81,17 @@ def inside_of(batch: Sequence[Loaded], embeddings: Tensor, region: Region | None
     Raises:
         DataError: none of an image's patches does.
     """
+    return _inside([(item.layout, item.tile) for item in batch], embeddings, region)
+
+
+def _inside(
+    pieces: Sequence[tuple[Layout, tuple[int, int]]], embeddings: Tensor, region: Region | None
+) -> Tensor | None:
+    """The same of images that aren't at hand, by their layouts and tiles."""
     if region is None:
         return None
     grid = (embeddings.shape[1], embeddings.shape[2])
-    masks = [counted(region, item.layout, item.tile, grid) for item in batch]
+    masks = [counted(region, layout, tile, grid) for layout, tile in pieces]
     return torch.from_numpy(np.stack(masks)).to(embeddings.device)
 
 
@@ -176,18 +183,12 @@ class TrainingPatches:
 
     def _batch(self, embeddings: Tensor, names: Sequence[PieceName]) -> PatchBatch:
         height, width = embeddings.shape[1:3]
-        inside = None
-        if self._region is not None:
-            masks = [
-                counted(self._region, self.views[n.image], (n.row, n.column), (height, width))
-                for n in names
-            ]
-            inside = torch.from_numpy(np.stack(masks)).to(embeddings.device)
+        pieces = [(self.views[name.image], (name.row, name.column)) for name in names]
         return PatchBatch(
             embeddings,
             tuple(name.image for name in names),
             tuple((name.row * height, name.column * width) for name in names),
-            inside,
+            _inside(pieces, embeddings, self._region),
         )
 
     def _compute(self) -> Iterator[tuple[tuple[PieceName, ...], Tensor]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from anomaly.errors import OutputError
@@ -70,12 +70,7 @@ class Journal:
             self._lines.append(as_line({"about": self._about}))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._lines is not None
         self._lines.close()
 
@@ -107,17 +102,11 @@ class Journal:
         self._file.unlink(missing_ok=True)
 
     def _read(self) -> None:
-        try:
+        with reading(self._file):
             whole, _, _torn = self._file.read_bytes().rpartition(b"\n")
             lines = [json.loads(line) for line in whole.splitlines()]
             about = lines[0]["about"] if lines else self._about
             found = [_known(line) for line in lines[1:]]
-        except OSError as error:
-            raise OutputError(f"{self._file} can't be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise OutputError(
-                f"{self._file} is damaged ({error}); start again with --overwrite"
-            ) from None
         check_same(self._file, about, self._about)
         self.known = {one.index: one for one in found}
         self._end = len(whole) + 1 if lines else 0
@@ -148,6 +137,21 @@ def finished(done: Path, about: Mapping[str, object]) -> int:
 def as_line(content: object) -> bytes:
     """One line of JSON; plain ASCII, so that any file name survives."""
     return json.dumps(content, ensure_ascii=True).encode() + b"\n"
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Say what is wrong with a file of ours that is read inside.
+
+    Raises:
+        OutputError: it can't be read, or holds something else.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{file} can't be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise OutputError(f"{file} is damaged ({error}); start again with --overwrite") from None
 
 
 def check_same(file: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:

@@ -6,12 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 from anomaly.arrivals import Stamp, stamp_of
-from anomaly.errors import OutputError
 from anomaly.files import GrowingFile
-from anomaly.journal import Known, as_line, check_same
+from anomaly.journal import Known, as_line, check_same, reading
 from anomaly.results import RegionRow, Row, as_jsonl, csv_header, csv_lines, region_rows
 
 WATCHED = "results.watched.jsonl"
@@ -67,12 +65,7 @@ class WatchLog:
             self._files[WATCHED].append(as_line({"about": self._about, "ends": ends}))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
 
@@ -93,24 +86,17 @@ class WatchLog:
         self._files[WATCHED].append(as_line(line))
 
     def _read(self, file: Path) -> None:
-        try:
-            with file.open("rb") as stream:
-                for number, text in enumerate(stream):
-                    if not text.endswith(b"\n"):
-                        break
-                    line = json.loads(text)
-                    if number == 0:
-                        check_same(file, line["about"], self._about)
-                    else:
-                        self._remember(Path(line["path"]), Stamp(**line["stamp"]))
-                    self._ends.update(line["ends"])
-                    self._ends[WATCHED] += len(text)
-        except OSError as error:
-            raise OutputError(f"{file} can't be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise OutputError(
-                f"{file} is damaged ({error}); start again with --overwrite"
-            ) from None
+        with reading(file), file.open("rb") as stream:
+            for number, text in enumerate(stream):
+                if not text.endswith(b"\n"):
+                    break
+                line = json.loads(text)
+                if number == 0:
+                    check_same(file, line["about"], self._about)
+                else:
+                    self._remember(Path(line["path"]), Stamp(**line["stamp"]))
+                self._ends.update(line["ends"])
+                self._ends[WATCHED] += len(text)
 
     def _remember(self, path: Path, stamp: Stamp) -> None:
         if stamp_of(path) == stamp:

@@ -95,13 +95,14 @@ def _attempt(
     failures: list[Failure],
 ) -> None:
     """Evaluate one model; what goes wrong with it is noted, and the others go on."""
+    from anomaly.cli.trained import trained_run
     from anomaly.report.category import Failure
 
     try:
         run_folder = Path(source)
         if options.config:
             chosen = ["--device", options.device, "--threads", str(threads)]
-            run_folder = _trained(str(source), options, chosen)
+            run_folder = trained_run(str(source), options.overrides, options.runs, chosen)
         category = _evaluate(run_folder, options.data_root, device, threads)
         category = _distinct(category, run_folder, {c.name for c in categories})
         report = folder.add(category)
@@ -111,12 +112,6 @@ def _attempt(
     except AnomalyError as error:
         print(f"error: {error}", file=sys.stderr)
         failures.append(Failure(str(source), str(error)))
-
-
-def _trained(config: str, options: argparse.Namespace, chosen: Sequence[str]) -> Path:
-    from anomaly.cli.trained import trained_run
-
-    return trained_run(config, options.overrides, options.runs, chosen)
 
 
 def _evaluate(folder: Path, data_root: Path | None, device: Any, threads: int) -> Category:

@@ -72,7 +72,8 @@ def run(options: argparse.Namespace) -> int:
     if not options.input.is_file():
         raise AnomalyError(f"--input {options.input} isn't a file; explain takes one image")
     device, _ = machine.settle(options)
-    earlier = [file.name for file in options.output.glob("*feature_maps_*.png")]
+    ours = (f"{before}feature_maps_*.png" for before in ("", "classifier_"))
+    earlier = [file.name for pattern in ours for file in options.output.glob(pattern)]
     claim(options.output, (*OUTPUTS, *earlier), overwrite=options.overwrite)
     shown = _Shown({"image": str(options.input)}, {}, [])
     if options.model is not None:

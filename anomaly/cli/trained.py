@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +46,19 @@ def trained_run(
 def _check_same(run: Path, config: Any) -> None:
     import yaml
 
-    from anomaly.checkpoint import portable
+    from anomaly.checkpoint import flat, portable
     from anomaly.datasets import open_dataset
 
     file, summary = run / "model" / "config.yaml", run / "train.json"
     try:
-        before = dict(_flat(yaml.safe_load(file.read_text("utf-8"))))
+        before = dict(flat(yaml.safe_load(file.read_text("utf-8"))))
         before["data folder"] = json.loads(summary.read_text("utf-8"))["data_folder"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"what {run} was trained with can't be read ({error}); train it again, or evaluate it "
             f"as it is with --model {run}"
         ) from None
-    now = dict(_flat(portable(config)))
+    now = dict(flat(portable(config)))
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)
     now["data folder"] = str(dataset.folder.absolute())
     if now["precision"] == "auto":  # settled at training
@@ -73,11 +73,3 @@ def _check_same(run: Path, config: Any) -> None:
             f"{run} was trained with other settings ({'; '.join(different)}); give another --runs "
             f"folder, another name (--set name=…), or evaluate it as it is with --model {run}"
         )
-
-
-def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value

@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from anomaly import __version__
+from anomaly.checkpoint import flat
 from anomaly.datasets import GOOD
 from anomaly.evaluation import Scored
 from anomaly.heatmap import OPACITY, colour_stops
@@ -184,7 +185,7 @@ def _facts(category: Category) -> list[dict[str, Any]]:
     software = {"anomaly": __version__, "python": made.get("python"), **made.get("packages", {})}
     machine = {k: v for k, v in made.items() if k not in ("packages", "python")}
     tables = {
-        "Settings": dict(_flat(category.settings)),
+        "Settings": dict(flat(category.settings)),
         "Learned": learned,
         "Timings": timings,
         "Hashes (sha256)": hashes,
@@ -200,11 +201,3 @@ def _digest(hashes: Any) -> str:
     """One hash for a set of files, whatever their names and order."""
     known = sorted(h for h in hashes if h)
     return hashlib.sha256("".join(known).encode()).hexdigest() if known else "–"
-
-
-def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
