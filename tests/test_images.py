@@ -257,7 +257,7 @@ def test_a_stream_longer_than_its_picture_isnt_inflated(tmp_path):
 
 def test_several_pictures_in_one_file(tmp_path, rgb):
     frames = [Pil.fromarray(rgb), Pil.fromarray(rgb[::-1].copy())]
-    for kind in ("TIFF", "PNG", "WEBP", "MPO"):
+    for kind in ("TIFF", "PNG", "WEBP"):
         buffer = io.BytesIO()
         frames[0].save(buffer, kind, save_all=True, append_images=frames[1:])
         error = refused(written(tmp_path, buffer.getvalue()))

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.formats.codecs import decode_by_opencv, inflate
+from anomaly.formats.codecs import decode_by_opencv, inflate, longest_stored
 from anomaly.formats.header import Pixels, damaged
 
 _NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE = 1, 5, 8, 32773, 32946
 COMPRESSIONS = frozenset((_NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE))
+_BY_LIBTIFF = (_LZW, _PACK_BITS)
 _DIFFERENCES, _FLOAT_DIFFERENCES = 2, 3
 _WIDEST = 1 << 20  # columns that OpenCV takes
-_BAND = 4096  # rows whose samples are unpacked at a time, which bounds the temporaries
+_BAND_BYTES = 1 << 24  # unpacked at a time, which bounds the temporaries
 
 _Bytes: TypeAlias = NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Samples:
     """How the samples of one picture are stored.
 
@@ -52,8 +54,8 @@ class Samples:
     planar: bool
     tiled: bool
     block: tuple[int, int]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: NDArray[Any]
+    sizes: NDArray[Any]
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -80,7 +82,7 @@ def read_samples(data: bytes, samples: Samples) -> Pixels:
     view = memoryview(data)
     blocks = [
         view[offset : offset + size]
-        for offset, size in zip(samples.offsets, samples.sizes, strict=True)
+        for offset, size in zip(samples.offsets.tolist(), samples.sizes.tolist(), strict=True)
     ]
     whole = np.empty((samples.height, samples.width, samples.count), samples.dtype)
     planes = [whole[..., c : c + 1] for c in range(samples.count)] if samples.planar else [whole]
@@ -94,99 +96,110 @@ def read_samples(data: bytes, samples: Samples) -> Pixels:
 
 def _read_tiles(blocks: list[memoryview], samples: Samples, plane: Pixels) -> None:
     rows, columns = samples.block
-    shape = (rows, columns, plane.shape[2])
     across = samples.grid[1]
+    shape = (rows, _row_bytes(columns * plane.shape[2], samples.bits))
     for i, block in enumerate(blocks):
         y, x = i // across * rows, i % across * columns
-        stored = _decompress(block, samples.compression, (rows, _row_bytes(shape, samples.bits)))
-        target = plane[y : y + rows, x : x + columns]
-        target[...] = _values(stored, samples, shape)[: target.shape[0], : target.shape[1]]
+        stored = _decompress(block, samples.compression, shape, rows)
+        _fill(plane[y : y + rows, x : x + columns], stored, samples, columns)
 
 
 def _read_strips(blocks: list[memoryview], samples: Samples, plane: Pixels) -> None:
-    row_bytes = _row_bytes(plane.shape, samples.bits)
-    stored = _decompress_strips(blocks, samples, row_bytes)
-    for y in range(0, len(plane), _BAND):
-        band = plane[y : y + _BAND]
-        band[...] = _values(stored[y : y + _BAND], samples, band.shape)
+    row_bytes = _row_bytes(samples.width * plane.shape[2], samples.bits)
+    _fill(plane, _decompress_strips(blocks, samples, row_bytes), samples, samples.width)
 
 
-def _row_bytes(shape: tuple[int, ...], bits: int) -> int:
-    """Bytes of a row of samples (rows, columns, count); rows start on a byte."""
-    return (shape[1] * shape[2] * bits + 7) // 8
+def _fill(target: Pixels, stored: _Bytes, samples: Samples, columns: int) -> None:
+    """Turn the bytes of rows of some columns into the samples of a part of the picture."""
+    step = max(1, _BAND_BYTES // stored.shape[1])
+    for y in range(0, len(target), step):
+        band = target[y : y + step]
+        shape = (len(band), columns, target.shape[2])
+        band[...] = _values(stored[y : y + len(band)], samples, shape)[:, : target.shape[1]]
+
+
+def _row_bytes(samples_a_row: int, bits: int) -> int:
+    """Bytes of a row of samples; rows start on a byte."""
+    return (samples_a_row * bits + 7) // 8
 
 
 def _decompress_strips(blocks: list[memoryview], samples: Samples, row_bytes: int) -> _Bytes:
     """Decompress the strips of one plane into (H, bytes a row)."""
     height, rows = samples.height, samples.block[0]
-    if samples.compression == _LZW and row_bytes % 2 == 0:  # all in one go; strips can be many
-        return _as_bytes(_lzw_picture(blocks, 16, (height, row_bytes // 2), rows))
+    words = row_bytes // 2
+    if samples.compression in _BY_LIBTIFF and row_bytes % 2 == 0 and words <= _WIDEST:
+        blocks = [block[: longest_stored(rows * row_bytes)] for block in blocks]
+        picture = _tiff_picture(blocks, samples.compression, 16, (height, words), rows)
+        return _as_bytes(picture)  # all in one go: strips can be many
     stored = np.empty((height, row_bytes), np.uint8)
     for i, block in enumerate(blocks):
         strip = stored[i * rows : (i + 1) * rows]
-        strip[...] = _decompress(block, samples.compression, strip.shape)
+        strip[...] = _decompress(block, samples.compression, strip.shape, rows)
     return stored
 
 
-def _decompress(stored: memoryview, compression: int, shape: tuple[int, int]) -> _Bytes:
-    """Decompress one block into its rows of bytes, (rows, bytes a row)."""
+def _decompress(
+    stored: memoryview, compression: int, shape: tuple[int, ...], most_rows: int
+) -> _Bytes:
+    """Decompress one block into its rows of bytes, (rows, bytes a row).
+
+    Some programs fill up the last strip: it may hold up to `most_rows` rows.
+    """
     expected = shape[0] * shape[1]
     content: bytes | memoryview = stored
+    if compression in _BY_LIBTIFF:
+        return _by_libtiff(stored[: longest_stored(expected)], compression, expected).reshape(shape)
     if compression in (_DEFLATE, _OLD_DEFLATE):
-        content, _ = inflate(stored, expected)
-    elif compression == _PACK_BITS:
-        content = _unpack_bits(stored)
-    elif compression == _LZW:
-        return _decompress_lzw(stored, shape)
+        content = inflate(stored, most_rows * shape[1])
     if len(content) < expected:
         raise damaged(f"a block of its pixels ends after {len(content)} of {expected} bytes")
     return np.frombuffer(content, np.uint8, expected).reshape(shape)
 
 
-def _unpack_bits(stored: memoryview) -> bytes:
-    """Undo PackBits (TIFF 6.0, section 9): runs of literals and of repeats."""
-    pieces, at = [], 0
-    while at < len(stored):
-        head = stored[at]
-        if head < 128:
-            pieces.append(bytes(stored[at + 1 : at + 2 + head]))
-            at += 2 + head
-        elif head == 128:
-            at += 1
-        else:
-            pieces.append(bytes(stored[at + 1 : at + 2]) * (257 - head))
-            at += 2
-    return b"".join(pieces)
-
-
-def _decompress_lzw(stored: memoryview, shape: tuple[int, int]) -> _Bytes:
-    """Undo LZW for one block of any size.
+def _by_libtiff(stored: bytes | memoryview, compression: int, expected: int) -> _Bytes:
+    """Undo LZW or PackBits for one block of any size.
 
     OpenCV reports damage in 16-bit pictures but ignores it in 8-bit ones, so the block is read as
-    16-bit. Of an odd number of bytes, the last ones don't fit into that and are read the other way.
+    16-bit, which PackBits is evened out for by runs of one zero. LZW has no bytes to put behind: of
+    an odd number, the last one doesn't fit into that, and all are read a second time.
     """
-    rows, columns = shape
-    words = rows * columns // 2
-    height = max(1, -(-words // _WIDEST))
+    rows, words = _folded(expected // 2)
+    if compression == _PACK_BITS:
+        rows = -(-expected // (2 * _WIDEST))
+        words = -(-expected // (2 * rows))
+        stored = bytes(stored) + b"\0\0" * (2 * rows * words - expected)
     if words:
-        wide = _as_bytes(_lzw_picture([stored], 16, (height, words // height), height))
-        if wide.size == rows * columns:
-            return wide.reshape(shape)
-    return _as_bytes(_lzw_picture([stored], 8, shape, rows))
+        wide = _as_bytes(_tiff_picture([stored], compression, 16, (rows, words), rows))
+        if wide.size >= expected:
+            return wide.reshape(-1)[:expected]
+    rows, columns = _folded(expected)
+    narrow = _as_bytes(_tiff_picture([stored], compression, 8, (rows, columns), rows))
+    return narrow.reshape(-1)
+
+
+def _folded(count: int) -> tuple[int, int]:
+    """Rows and columns of a picture of `count` samples that OpenCV takes."""
+    least = max(1, -(-count // _WIDEST))
+    rows = next((n for n in range(least, least + 1000) if count % n == 0), least)
+    return rows, count // rows
 
 
 def _as_bytes(picture: bytes) -> _Bytes:
     """Decode a grey picture into the bytes of its rows."""
     content = decode_by_opencv(picture)
     if content is None:
-        raise damaged("its LZW pixel data is damaged or cut short")
+        raise damaged("its compressed pixel data is damaged or cut short")
     return content.view(np.uint8)
 
 
-def _lzw_picture(
-    strips: list[memoryview], bits: int, size: tuple[int, int], rows_a_strip: int
+def _tiff_picture(
+    strips: Sequence[bytes | memoryview],
+    compression: int,
+    bits: int,
+    size: tuple[int, int],
+    rows_a_strip: int,
 ) -> bytes:
-    """Write a little-endian grey TIFF of LZW strips (TIFF 6.0, sections 2 and 13)."""
+    """Write a little-endian grey TIFF of compressed strips (TIFF 6.0, section 2)."""
     lengths = [len(strip) for strip in strips]
     lists_at = 8 + 2 + 12 * 9 + 4
     starts = np.cumsum([lists_at + 8 * len(strips), *lengths[:-1]]).tolist()
@@ -196,7 +209,7 @@ def _lzw_picture(
         (256, 1, size[1]),
         (257, 1, size[0]),
         (258, 1, bits),
-        (259, 1, _LZW),
+        (259, 1, compression),
         (262, 1, 1),
         (273, len(strips), offsets),
         (277, 1, 1),

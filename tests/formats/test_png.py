@@ -145,7 +145,7 @@ def test_bytes_behind_the_end_dont_matter():
         ((4, 4, 8, 2, 1, 0, 0), "illegal"),
         ((4, 4, 8, 2, 0, 0, 2), "illegal"),
         ((4, 5, 8, 2, 0, 0, 0), "ends after"),
-        ((4, 3, 8, 2, 0, 0, 0), "ends after"),
+        ((4, 3, 8, 2, 0, 0, 0), "longer than"),
     ],
 )
 def test_headers_that_cant_be_true(header, what):
