@@ -38,7 +38,7 @@ _ADAM7 = (
     (0, 1, 1, 2),
 )
 _BLOCK_BYTES = 0xFFFF
-_MOST_CHUNKS = 1 << 20  # a row each, in the longest picture
+_MOST_CHUNKS = 1 << 18
 _USED = (b"IHDR", b"PLTE", b"tRNS", b"eXIf", b"acTL", b"fdAT", b"IDAT", b"IEND")
 
 

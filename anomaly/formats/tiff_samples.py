@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -15,7 +15,7 @@ from anomaly.formats.header import Pixels, damaged
 
 _NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE = 1, 5, 8, 32773, 32946
 COMPRESSIONS = frozenset((_NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE))
-_BY_LIBTIFF = (_LZW, _PACK_BITS)
+_BY_LIBTIFF, _BY_ZLIB = (_LZW, _PACK_BITS), (_DEFLATE, _OLD_DEFLATE)
 _DIFFERENCES, _FLOAT_DIFFERENCES = 2, 3
 _WIDEST = 1 << 20  # columns that OpenCV takes
 _BAND_BYTES = 1 << 24  # unpacked at a time, which bounds the temporaries
@@ -97,16 +97,25 @@ def read_samples(data: bytes, samples: Samples) -> Pixels:
 def _read_tiles(blocks: list[memoryview], samples: Samples, plane: Pixels) -> None:
     rows, columns = samples.block
     across = samples.grid[1]
-    shape = (rows, _row_bytes(columns * plane.shape[2], samples.bits))
-    for i, block in enumerate(blocks):
+    row_bytes = _row_bytes(columns * plane.shape[2], samples.bits)
+    size = rows * row_bytes
+    for i, content in enumerate(_decompress(blocks, samples.compression, size, size)):
         y, x = i // across * rows, i % across * columns
-        stored = _decompress(block, samples.compression, shape, rows)
+        stored = content.reshape(rows, row_bytes)
         _fill(plane[y : y + rows, x : x + columns], stored, samples, columns)
 
 
 def _read_strips(blocks: list[memoryview], samples: Samples, plane: Pixels) -> None:
+    height, rows = samples.height, samples.block[0]
     row_bytes = _row_bytes(samples.width * plane.shape[2], samples.bits)
-    _fill(plane, _decompress_strips(blocks, samples, row_bytes), samples, samples.width)
+    stored = np.empty((height, row_bytes), np.uint8)
+    most, whole = rows * row_bytes, height // rows  # the last one is often shorter
+    for i, content in enumerate(_decompress(blocks[:whole], samples.compression, most, most)):
+        stored[i * rows : (i + 1) * rows] = content.reshape(rows, row_bytes)
+    rest = stored[whole * rows :]
+    for content in _decompress(blocks[whole:], samples.compression, rest.size, most):
+        rest[...] = content.reshape(rest.shape)
+    _fill(plane, stored, samples, samples.width)
 
 
 def _fill(target: Pixels, stored: _Bytes, samples: Samples, columns: int) -> None:
@@ -123,58 +132,46 @@ def _row_bytes(samples_a_row: int, bits: int) -> int:
     return (samples_a_row * bits + 7) // 8
 
 
-def _decompress_strips(blocks: list[memoryview], samples: Samples, row_bytes: int) -> _Bytes:
-    """Decompress the strips of one plane into (H, bytes a row)."""
-    height, rows = samples.height, samples.block[0]
-    words = row_bytes // 2
-    if samples.compression in _BY_LIBTIFF and row_bytes % 2 == 0 and words <= _WIDEST:
-        blocks = [block[: longest_stored(rows * row_bytes)] for block in blocks]
-        picture = _tiff_picture(blocks, samples.compression, 16, (height, words), rows)
-        return _as_bytes(picture)  # all in one go: strips can be many
-    stored = np.empty((height, row_bytes), np.uint8)
-    for i, block in enumerate(blocks):
-        strip = stored[i * rows : (i + 1) * rows]
-        strip[...] = _decompress(block, samples.compression, strip.shape, rows)
-    return stored
-
-
 def _decompress(
-    stored: memoryview, compression: int, shape: tuple[int, ...], most_rows: int
-) -> _Bytes:
-    """Decompress one block into its rows of bytes, (rows, bytes a row).
+    blocks: list[memoryview], compression: int, expected: int, most: int
+) -> Iterator[_Bytes]:
+    """Decompress blocks into `expected` bytes each.
 
-    Some programs fill up the last strip: it may hold up to `most_rows` rows.
+    Some programs fill up the last strip: a block may hold `most` bytes.
     """
-    expected = shape[0] * shape[1]
-    content: bytes | memoryview = stored
     if compression in _BY_LIBTIFF:
-        return _by_libtiff(stored[: longest_stored(expected)], compression, expected).reshape(shape)
-    if compression in (_DEFLATE, _OLD_DEFLATE):
-        content = inflate(stored, most_rows * shape[1])
-    if len(content) < expected:
-        raise damaged(f"a block of its pixels ends after {len(content)} of {expected} bytes")
-    return np.frombuffer(content, np.uint8, expected).reshape(shape)
+        batch = 1 + _BAND_BYTES // longest_stored(expected)
+        for start in range(0, len(blocks), batch):
+            yield from _by_libtiff(blocks[start : start + batch], compression, expected)
+        return
+    for block in blocks:
+        content = inflate(block, most) if compression in _BY_ZLIB else block
+        if len(content) < expected:
+            raise damaged(f"a block of its pixels ends after {len(content)} of {expected} bytes")
+        yield np.frombuffer(content, np.uint8, expected)
 
 
-def _by_libtiff(stored: bytes | memoryview, compression: int, expected: int) -> _Bytes:
-    """Undo LZW or PackBits for one block of any size.
+def _by_libtiff(blocks: list[memoryview], compression: int, expected: int) -> _Bytes:
+    """Undo LZW or PackBits for blocks of equal size, into (blocks, `expected` bytes).
 
-    OpenCV reports damage in 16-bit pictures but ignores it in 8-bit ones, so the block is read as
-    16-bit, which PackBits is evened out for by runs of one zero. LZW has no bytes to put behind: of
-    an odd number, the last one doesn't fit into that, and all are read a second time.
+    All go as the strips of one picture, which is far quicker than one by one. OpenCV reports damage
+    in 16-bit pictures but ignores it in 8-bit ones, so they are read as 16-bit. PackBits is evened
+    out for that by runs of one zero. LZW has no bytes to put behind: of an odd number, the last
+    byte doesn't fit into that, and the blocks are read a second time.
     """
+    strips = [bytes(block[: longest_stored(expected)]) for block in blocks]
     rows, words = _folded(expected // 2)
     if compression == _PACK_BITS:
         rows = -(-expected // (2 * _WIDEST))
         words = -(-expected // (2 * rows))
-        stored = bytes(stored) + b"\0\0" * (2 * rows * words - expected)
+        strips = [strip + b"\0\0" * (2 * rows * words - expected) for strip in strips]
     if words:
-        wide = _as_bytes(_tiff_picture([stored], compression, 16, (rows, words), rows))
-        if wide.size >= expected:
-            return wide.reshape(-1)[:expected]
-    rows, columns = _folded(expected)
-    narrow = _as_bytes(_tiff_picture([stored], compression, 8, (rows, columns), rows))
-    return narrow.reshape(-1)
+        wide = _as_bytes(_tiff_picture(strips, compression, 16, (rows, words)))
+        wide = wide.reshape(len(blocks), -1)[:, :expected]
+        if wide.shape[1] == expected:
+            return wide
+    narrow = _as_bytes(_tiff_picture(strips, compression, 8, _folded(expected)))
+    return narrow.reshape(len(blocks), expected)
 
 
 def _folded(count: int) -> tuple[int, int]:
@@ -193,27 +190,24 @@ def _as_bytes(picture: bytes) -> _Bytes:
 
 
 def _tiff_picture(
-    strips: Sequence[bytes | memoryview],
-    compression: int,
-    bits: int,
-    size: tuple[int, int],
-    rows_a_strip: int,
+    strips: list[bytes], compression: int, bits: int, strip_size: tuple[int, int]
 ) -> bytes:
-    """Write a little-endian grey TIFF of compressed strips (TIFF 6.0, section 2)."""
+    """Write a little-endian grey TIFF of compressed strips of equal size (TIFF 6.0, section 2)."""
     lengths = [len(strip) for strip in strips]
+    rows, columns = strip_size
     lists_at = 8 + 2 + 12 * 9 + 4
     starts = np.cumsum([lists_at + 8 * len(strips), *lengths[:-1]]).tolist()
     inline = len(strips) == 1  # a list of one value lies in the entry itself
     offsets, counts = (starts[0], lengths[0]) if inline else (lists_at, lists_at + 4 * len(strips))
     entries = [
-        (256, 1, size[1]),
-        (257, 1, size[0]),
+        (256, 1, columns),
+        (257, 1, rows * len(strips)),
         (258, 1, bits),
         (259, 1, compression),
         (262, 1, 1),
         (273, len(strips), offsets),
         (277, 1, 1),
-        (278, 1, rows_a_strip),
+        (278, 1, rows),
         (279, len(strips), counts),
     ]
     head = struct.pack("<2sHIH", b"II", 42, 8, len(entries))
