@@ -94,125 +94,107 @@ def jpeg_of_scans(size, bits_each):
 
 
 def attacks():
-    """Name -> file, and the pixels (H, W) or (H, W, 3) that it may give, or None for a refusal."""
-    rgb = picture()
-    whole = encoded(rgb, "PNG")
-    end = len(whole) - 12
-    zeros = zlib.compress(bytes(200 * _MB), 9)
-    rgb_jpeg = np.asarray(Pil.open(io.BytesIO(jpeg())))
-    head, rest = whole[:33], whole[33:]
+    """Yield name, file, and the pixels (H, W) or (H, W, 3) that it may give; None is a refusal."""
+    yield from jpeg_attacks()
+    yield from png_attacks()
+    yield from tiff_attacks()
+    yield from strip_attacks()
+    webp = encoded(picture(), "WEBP", lossless=True)
+    many = webp[8:] + b"junk\0\0\0\0" * 500_000
+    yield "WebP, many chunks", b"RIFF" + struct.pack("<I", len(many)) + many, None
+    long = bytes(60 * _MB)
+    long = webp[8:] + b"EXIF" + struct.pack("<I", len(long)) + long
+    yield "WebP, EXIF of 60 MB", b"RIFF" + struct.pack("<I", len(long)) + long, picture()
+    yield "BMP, 2^31 - 1 on a side", _bmp(2**31 - 1, 2**31 - 1, 24), None
+    yield "BMP, palette of 2^32 - 1", _bmp(1, 1, 8, colours=2**32 - 1), None
 
-    yield (
-        "JPEG, EXIF of 5,000 entries of 5 kB",
-        jpeg((0xE1, b"Exif\0\0" + exif(5000, 5000))),
-        rgb_jpeg,
-    )
-    yield "JPEG, 2 million segments", jpeg(*[(0xE5, b"")] * 2_000_000), None
-    yield "JPEG, 1,000 segments of 64 kB", jpeg(*[(0xE5, bytes(65_000))] * 1000), rgb_jpeg
-    yield "JPEG, 30 MB of fill bytes", jpeg(fill=30 * _MB), rgb_jpeg
-    yield "JPEG, 10 MB of restart markers", jpeg()[:2] + b"\xff\xd0" * 5 * _MB + jpeg()[2:], None
+
+def jpeg_attacks():
+    """Metadata, markers and scans without end."""
+    plain = jpeg()
+    rgb = np.asarray(Pil.open(io.BytesIO(plain)))
+    entries = b"Exif\0\0" + exif(5000, 5000)
+    yield "JPEG, EXIF of 5,000 entries of 5 kB", jpeg((0xE1, entries)), rgb
+    yield "JPEG, many segments", jpeg(*[(0xE5, b"")] * 500_000), None
+    yield "JPEG, 1,000 segments of 64 kB", jpeg(*[(0xE5, bytes(65_000))] * 1000), rgb
+    yield "JPEG, fill bytes", jpeg(fill=30 * _MB), rgb
+    yield "JPEG, restart markers", plain[:2] + b"\xff\xd0" * 5 * _MB + plain[2:], None
     yield "JPEG, 883 scans", jpeg_of_scans((5000, 5000), 14), None
     yield "JPEG, 64 scans", jpeg_of_scans((5000, 5000), 1), np.full((5000, 5000), 128)
 
-    yield (
-        "PNG, EXIF of 65,535 entries of 4 MB",
-        head + chunk(b"eXIf", exif(65_535, 4 * _MB)) + rest,
-        rgb,
-    )
-    yield "PNG, text of 200 MB", head + chunk(b"zTXt", b"x\0\0" + zeros) + rest, rgb
-    yield "PNG, colour profile of 200 MB", head + chunk(b"iCCP", b"x\0\0" + zeros) + rest, rgb
-    yield "PNG, a million chunks", head + chunk(b"teXt", b"") * 1_000_000 + rest, None
+
+def png_attacks():
+    """Chunks and streams that are far longer than their picture."""
+    rgb = picture()
+    whole = encoded(rgb, "PNG")
+    head, rest, end = whole[:33], whole[33:], whole[-12:]
+    zeros = zlib.compress(bytes(200 * _MB))
+    tags = chunk(b"eXIf", exif(65_535, 4 * _MB))
+    yield "PNG, EXIF of 65,535 entries of 4 MB", head + tags + rest, rgb
+    for kind in (b"zTXt", b"iCCP"):
+        yield f"PNG, {kind} of 200 MB", head + chunk(kind, b"x\0\0" + zeros) + rest, rgb
+    yield "PNG, many chunks", head + chunk(b"teXt", b"") * 500_000 + rest, None
     yield "PNG, 200,000 empty IDAT chunks", head + chunk(b"IDAT", b"") * 200_000 + rest, rgb
     yield "PNG, 1×1 of 200 MB", png(1, 1, 8, 0, [zeros]), None
-    yield "PNG, 1×1 and 50 MB of stored nothing", png(1, 1, 8, 0, [_stored_nothing(50 * _MB)]), None
-    yield (
-        "PNG, 60 MB behind the stream",
-        whole[:end] + chunk(b"IDAT", bytes(60 * _MB)) + whole[end:],
-        rgb,
-    )
-    yield (
-        "PNG, palette of 20 million",
-        png(1, 1, 8, 3, [zlib.compress(b"\0\0")], chunk(b"PLTE", bytes(60_000_000))),
-        None,
-    )
+    yield "PNG, 1×1 of 50 MB of nothing", png(1, 1, 8, 0, [_nothing(50 * _MB)]), None
+    surplus = chunk(b"IDAT", bytes(60 * _MB))
+    yield "PNG, 60 MB behind the stream", whole[:-12] + surplus + end, rgb
+    palette = chunk(b"PLTE", bytes(60_000_000))
+    yield "PNG, huge palette", png(1, 1, 8, 3, [zlib.compress(b"\0\0")], palette), None
 
-    size = (20_000, 8)
-    values = grey(*size)
-    packed = b"\x00\x07" * 32_768
-    yield (
-        "TIFF, 1×1 of 40 MB, PackBits",
-        tiff((1, 1), [(0, 40 * _MB)], compression=PACK_BITS)(b"\x81\x07" * (20 * _MB)),
-        np.full((1, 1), 7),
-    )
-    yield (
-        "TIFF, 1×1 of 40 MB, LZW",
-        tiff((1, 1), [(0, 40 * _MB)], compression=LZW)(b"\x80\0\x3f\xff" + bytes(40 * _MB)),
-        np.zeros((1, 1)),
-    )
-    yield (
-        "TIFF, 1×1 of 200 MB, deflate",
-        tiff((1, 1), [(0, len(zeros))], compression=DEFLATE)(zeros),
-        None,
-    )
-    yield (
-        "TIFF, 20,000 strips that share 64 kB, PackBits",
-        tiff(size, [(0, len(packed))] * size[0], compression=PACK_BITS, rows=1)(packed),
-        np.full(size, 7),
-    )
-    yield (
-        "TIFF, 20,000 strips that share 64 kB, odd",
-        tiff((size[0], 7), [(0, len(packed))] * size[0], compression=PACK_BITS, rows=1)(packed),
-        np.full((size[0], 7), 7),
-    )
-    nothing = _stored_nothing(1 << 16)
-    yield (
-        "TIFF, 20,000 strips that share 64 kB, deflate",
-        tiff(size, [(0, len(nothing))] * size[0], compression=DEFLATE, rows=1)(nothing),
-        None,
-    )
-    yield (
-        "TIFF, 20,000 strips that share 64 kB, LZW",
-        tiff(size, [(0, 1 << 16)] * size[0], compression=LZW, rows=1)(
-            b"\x80\0\x3f\xff" + bytes(1 << 16)
-        ),
-        None,
-    )
-    yield (
-        "TIFF, 20 million runs",
-        tiff((4472, 4472), [(0, 2 * 4472**2)], compression=PACK_BITS)(b"\0\7" * 4472**2),
-        np.full((4472, 4472), 7),
-    )
-    yield (
-        "TIFF, 1×1 in a tile of 2^24",
-        tiff((1, 1), [(0, len(zeros))], compression=DEFLATE, tile=(4096, 4096))(zeros),
-        None,
-    )
-    yield (
-        "TIFF, 1×1 in a tile of 2^40",
-        tiff((1, 1), [(0, len(zeros))], compression=DEFLATE, tile=(1 << 20, 1 << 20))(zeros),
-        None,
-    )
-    yield "TIFF, a million strips", tiff((1_000_000, 1), [(0, 1)] * 1_000_000, rows=1)(b"\7"), None
-    yield (
-        "TIFF, lists of 4 billion strips",
-        tiff(size, [(0, 1)], [(324, 4, 1 << 32 - 1, 8)])(values.tobytes()),
-        None,
-    )
+
+def tiff_attacks():
+    """Tags and directories without end, and tiles far larger than their picture."""
     yield "TIFF, 65,535 tags of 4 MB", _many_tags(65_535, 4 * _MB), None
     yield "TIFF, 4,000 tags of 4 MB", _many_tags(4_000, 4 * _MB), None
     yield "TIFF, 40 directories of 4 MB", _many_directories(40, 4 * _MB), None
-    yield "TIFF, 300,000 directories", _many_directories(300_000, 4), None
-    loop = tiff(size, [(0, values.size)], [(330, 4, 1, 8 + values.size + 8)])(values.tobytes())
-    yield "TIFF, SubIFD that is its own directory", loop, values
+    yield "TIFF, 100,000 directories", _many_directories(100_000, 4), None
+    size = (200, 80)
+    values = grey(*size)
+    itself = (330, 4, 1, 8 + values.size + 8)
+    yield "TIFF, its own SubIFD", tiff(size, [(0, values.size)], [itself])(values.tobytes()), values
+    lists = [(273, 4, 2**31, 8), (279, 4, 2**31, 8)]
+    tags = [(256, 4, 1, 1), (257, 4, 1, 2**31), (262, 4, 1, 1), *lists, (278, 4, 1, 1)]
+    lying = struct.pack("<2sHI", b"II", 42, 8) + directory(tags)
+    yield "TIFF, 2 billion strips", lying, None
+    zeros = zlib.compress(bytes(200 * _MB))
+    for side in (4096, 1 << 20):
+        tile = tiff((1, 1), [(0, len(zeros))], compression=DEFLATE, tile=(side, side))
+        yield f"TIFF, 1×1 in a tile of {side}", tile(zeros), None
 
-    yield "BMP, 2^31 - 1 on a side", _bmp(2**31 - 1, 2**31 - 1, 24), None
-    yield "BMP, palette of 2^32 - 1", _bmp(1, 1, 8, colours=2**32 - 1), None
-    webp = encoded(rgb, "WEBP", lossless=True)
-    many = webp[8:] + b"junk\0\0\0\0" * 2_000_000
-    yield "WebP, 2 million chunks", b"RIFF" + struct.pack("<I", len(many)) + many, None
+
+def strip_attacks():
+    """Strips that are far longer than what they hold, or share their bytes with many others."""
+    long = {
+        PACK_BITS: (b"\x81\x07" * (20 * _MB), np.full((1, 1), 7)),
+        LZW: (b"\x80\0\x3f\xff" + bytes(40 * _MB), np.zeros((1, 1))),
+        DEFLATE: (zlib.compress(bytes(200 * _MB)), None),
+    }
+    for compression, (data, expected) in long.items():
+        name = f"TIFF, 1×1 of far more, compression {compression}"
+        yield name, tiff((1, 1), [(0, len(data))], compression=compression)(data), expected
+    shared = {
+        PACK_BITS: (b"\x00\x07" * 32_768, 7),
+        LZW: (b"\x80\0\x3f\xff" + bytes(1 << 16), None),
+        DEFLATE: (_nothing(1 << 16), None),
+    }
+    for compression, (data, value) in shared.items():
+        for width in (8, 7):
+            size, blocks = (20_000, width), [(0, len(data))] * 20_000
+            name = f"TIFF, 20,000 strips that share 64 kB, {width}, compression {compression}"
+            expected = None if value is None else np.full(size, value)
+            yield name, tiff(size, blocks, compression=compression, rows=1)(data), expected
+    for compression, data in ((PACK_BITS, b"\0\7"), (DEFLATE, zlib.compress(b"\7"))):
+        size, blocks = (1 << 18, 1), [(0, 8192)] * (1 << 18)
+        file = tiff(size, blocks, compression=compression, rows=1)(data.ljust(8192, b"\0"))
+        yield f"TIFF, 262,144 strips, compression {compression}", file, np.full(size, 7)
+    yield "TIFF, a million strips", tiff((10**6, 1), [(0, 1)] * 10**6, rows=1)(b"\7"), None
+    size, runs = (3000, 3000), b"\0\7" * 3000**2
+    file = tiff(size, [(0, len(runs))], compression=PACK_BITS)(runs)
+    yield "TIFF, a run for each pixel", file, np.full(size, 7)
 
 
-def _stored_nothing(length):
+def _nothing(length):
     """A zlib stream of empty stored blocks."""
     return b"\x78\x01" + b"\x00\x00\x00\xff\xff" * (length // 5)
 
