@@ -55,8 +55,10 @@ def _chunks(data: bytes) -> dict[bytes, memoryview]:
     found: dict[bytes, memoryview] = {}
     at = 12
     for _ in range(_MOST_CHUNKS):
-        if at + 8 > end:
+        if at >= end:  # by 1 where padding is missing
             return found
+        if at + 8 > end:
+            raise damaged("the lengths of its WebP chunks don't add up")
         kind, length = struct.unpack_from("<4sI", data, at)
         at += 8
         if at + length > end:

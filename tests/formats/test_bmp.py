@@ -1,9 +1,11 @@
 """BMP layouts that other programs rarely write, made by hand."""
 
+import io
 import struct
 
 import numpy as np
 import pytest
+from PIL import Image as Pil
 
 from anomaly.errors import ImageError
 from anomaly.formats import bmp
@@ -129,3 +131,23 @@ def test_headers_that_cant_be_used(options, status):
     with pytest.raises(ImageError) as caught:
         bmp.read_header(file(rows, **options))
     assert caught.value.status == status
+
+
+@pytest.mark.parametrize("bits", [8, 16, 24, 32])
+def test_a_header_with_a_wrong_byte_gives_no_other_pixels_than_pillow(bits):
+    palette = noise(256, 4).tobytes() if bits == 8 else b""
+    whole = file(padded(noise(H, W * bits // 8)), bits, palette=palette)
+    expected = bmp.decode(whole)
+    for at in range(2, 54):
+        for value in (0, 1, 2, 43, 66, 128, 255):
+            mutant = whole[:at] + bytes([value]) + whole[at + 1 :]
+            try:
+                bmp.read_header(mutant)
+                decoded = bmp.decode(mutant)
+            except ImageError:
+                continue
+            if np.array_equal(decoded, expected) or bmp.read_header(mutant).mode == "palette2":
+                continue  # Pillow knows no palettes of four colours
+            theirs = np.asarray(Pil.open(io.BytesIO(mutant)).convert("RGB")).astype(int)
+            # Pillow cuts the colours of 16 bits off where they are to be rounded.
+            assert np.abs(decoded - theirs).max() <= (mutant[28] == 16), f"byte {at} is {value}"
