@@ -1,4 +1,4 @@
-"""Damaged files: a cut one is never half a picture, and no mutation gets past ImageError."""
+"""Damaged files: a cut one is refused, and no mutation gets past ImageError."""
 
 from __future__ import annotations
 
