@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import simplejpeg  # type: ignore[import-untyped]
 
-from anomaly.errors import ImageError
 from anomaly.formats import exif
 from anomaly.formats.colour import cmyk_to_rgb
 from anomaly.formats.header import ImageHeader, Pixels, damaged, unsupported, upright
@@ -83,13 +82,7 @@ def decode(data: bytes) -> Pixels:
         raise damaged("it is cut short: some scans of the JPEG are missing")
     cmyk = len(segments.components) == 4
     colours = "CMYK" if cmyk else "RGB"
-    bare = _bare(data, segments)
-    try:
-        pixels = _decode_strictly(bare, colours)
-    except ImageError as error:
-        if "extraneous" not in str(error):
-            raise
-        pixels = _decode_strictly(_without_padding(bare), colours)
+    pixels = _decode_strictly(_bare(data, segments), colours)
     if pixels.shape[:2] != segments.size:
         raise damaged("its pixels can't be decoded")
     if cmyk:
@@ -98,7 +91,7 @@ def decode(data: bytes) -> Pixels:
     return pixels
 
 
-def _decode_strictly(data: bytes, colours: str) -> Pixels:
+def _decode_strictly(data: bytes, colours: str, padded: bool = True) -> Pixels:
     try:
         return np.asarray(simplejpeg.decode_jpeg(data, colorspace=colours, strict=True))
     except (ValueError, TypeError, RuntimeError) as error:
@@ -106,7 +99,9 @@ def _decode_strictly(data: bytes, colours: str) -> Pixels:
             raise unsupported("its JPEG chroma subsampling isn't a common one") from None
         if "memory" in str(error).lower():
             raise MemoryError from None
-        raise damaged(f"its JPEG data is cut short or damaged ({error})") from None
+        if padded and "extraneous" in str(error):
+            return _decode_strictly(_without_padding(data), colours, padded=False)
+        raise damaged("its JPEG data is cut short or damaged") from None
 
 
 def _bare(data: bytes, segments: _Segments) -> bytes:

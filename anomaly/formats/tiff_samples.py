@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.formats.codecs import decode_by_opencv, inflate, longest_stored
-from anomaly.formats.header import Pixels, damaged
+from anomaly.formats.header import Pixels, damaged, unsupported
 
 _NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE = 1, 5, 8, 32773, 32946
 COMPRESSIONS = frozenset((_NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE))
@@ -170,6 +171,8 @@ def _by_libtiff(blocks: list[memoryview], compression: int, expected: int) -> _B
         wide = wide.reshape(len(blocks), -1)[:, :expected]
         if wide.shape[1] == expected:
             return wide
+    if math.prod(_folded(expected)) != expected:
+        raise unsupported(f"its LZW blocks have {expected} bytes, an odd size; save it as PNG")
     narrow = _as_bytes(_tiff_picture(strips, compression, 8, _folded(expected)))
     return narrow.reshape(len(blocks), expected)
 

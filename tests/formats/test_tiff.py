@@ -196,6 +196,14 @@ def test_a_last_strip_that_is_filled_up_is_no_damage(compression):
     np.testing.assert_array_equal(tiff.decode(file([(tags, blocks)]))[..., :1], values)
 
 
+@pytest.mark.parametrize("width", [1_048_583, 2 * 1_048_583])
+@pytest.mark.parametrize("compression", [LZW, PACK_BITS])
+def test_blocks_that_dont_fold_are_refused_or_read(width, compression):
+    content = b"\x7f\x09" * 20  # nowhere near as long as it should be
+    tags = {256: width, 257: 1, 258: 8, 259: compression, 262: 1, 278: 1}
+    assert refusal(file([(tags, [content])]))[0] in ("unreadable", "unsupported")
+
+
 def test_damaged_lzw_is_refused_quietly(capfd):
     buffer = io.BytesIO()
     Pil.fromarray(samples(3, np.uint8)).save(buffer, "TIFF", compression="tiff_lzw")
