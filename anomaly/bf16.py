@@ -17,6 +17,4 @@ def has_bf16(device: torch.device) -> bool:
     found: dict[str, object] = read()
     if not any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "arm_bf16")):
         return False
-    return torch._C._has_mkldnn and bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -10,7 +10,7 @@ from pathlib import Path
 import faiss
 import pytest
 import torch
-from conftest import Command
+from conftest import Command, train_arguments
 from portable import LEVELS, environment
 from threadpoolctl import threadpool_info
 
@@ -117,6 +117,16 @@ def test_threads_give_the_same_verdicts(
     arguments = _arguments(run_folder, product, tmp_path / "out")
     assert command("infer", [*arguments, "--threads", threads])[0] == 0
     _assert_equal_on_terms(here, tmp_path / "out")
+
+
+def test_threads_and_batches_make_the_same_model(
+    run_folder: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    arguments = train_arguments(product, tmp_path / "run", "batch_size=3")
+    assert command("train", [*arguments, "--threads", 3])[0] == 0
+    for name in ("scorer.safetensors", "calibration.json", "thresholds.json"):
+        one, other = ((run / "model" / name).read_bytes() for run in (run_folder, tmp_path / "run"))
+        assert one == other, name
 
 
 def test_an_image_alone_has_the_verdict_that_it_has_in_a_batch(
