@@ -62,7 +62,8 @@ def test_training_on_good_images_alone_ends_with_thresholds_and_how_far_to_trust
     assert written["label"] == "calibrated"
     assert written["review"]["value"] <= written["reject"]["value"]
     scores = json.loads((tmp_path / "run" / "model" / "calibration.json").read_text())
-    assert written["reject"]["value"] == max(scores["image"])
+    # A hundredth above the highest score: no rounding brings a training image over it.
+    assert written["reject"]["value"] == pytest.approx(max(scores["image"]) * 1.01, rel=1e-6)
     assert len(scores["names"]) == 12
 
 

@@ -197,6 +197,15 @@ def test_a_csv_list(tmp_path: Path) -> None:
         assert dataset.train[0].group is None
 
 
+def test_the_order_of_a_list_changes_nothing(tmp_path: Path) -> None:
+    rows = [f"{i}/{letter}.png,{'good' if i else 'dent'}" for i in range(4) for letter in "bac"]
+    found = []
+    for lines in (rows, rows[::-1], rows[5:] + rows[:5]):
+        dataset = open_dataset("csv", _list(tmp_path, "\n".join(["path,label", *lines])), None)
+        found.append((dataset.train, dataset.test))
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_csv_list_without_splits_keeps_the_views_of_a_part_together(tmp_path: Path) -> None:
     rows = [f"{i}.png,0,{i // 2}" for i in range(40)] + ["d.png,1,x"]
     dataset = open_dataset("csv", _list(tmp_path, "\n".join(["path,label,group", *rows])), None)

@@ -23,7 +23,8 @@ def open_list(file: Path) -> Dataset:
 
     Paths are taken from the list's own folder. A label is `good` (also `ok`, `normal`, `0` or
     nothing) or a kind of defect. Without a column `split`, good images are learned from, but for a
-    fifth that is tested with, like all defects.
+    fifth that is tested with, like all defects. The order of the lines changes nothing: images are
+    taken in the order of their paths, as from a folder.
 
     Raises:
         DataError: no such list, or a row that can't be meant; the message names the line.
@@ -39,6 +40,7 @@ def open_list(file: Path) -> Dataset:
             raise DataError(f"{where} repeats {path} of line {seen[path]}; remove one of them")
         seen[path] = line
         samples.append((_split_of(row, where), _sample(row, file.parent)))
+    samples.sort(key=lambda entry: entry[1].name)
     train, validation, test = ([s for n, s in samples if n == split] for split in _SPLITS)
     undecided = [s for n, s in samples if not n]
     learned, tested = set_apart(s for s in undecided if not s.is_defect)
