@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from anomaly.datasets.folders import FOLDERS, folders_in
+from anomaly.datasets.folders import FOLDERS, check_good_inputs, folders_in
 from anomaly.datasets.lists import open_list, open_visa
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
 from anomaly.images import is_folder
 
-__all__ = ["FORMATS", "GOOD", "Dataset", "Sample", "ground_truth", "open_dataset"]
+__all__ = [
+    "FORMATS",
+    "GOOD",
+    "Dataset",
+    "Sample",
+    "check_good_inputs",
+    "ground_truth",
+    "open_dataset",
+]
 
 FORMATS: dict[str, Callable[[Path], Dataset]] = {**FOLDERS, "visa": open_visa, "csv": open_list}
 
@@ -51,6 +59,11 @@ def open_dataset(layout: str, root: Path | None, category: str | None) -> Datase
 
 
 def _missing(layout: str, root: Path, category: str | None) -> str:
+    if root.is_file():
+        return (
+            f"data.root {root} is a file, but data.format={layout} needs a folder; for a CSV list "
+            f"of images use --set data.format=csv"
+        )
     if not is_folder(root):
         text = f"data.root {root} doesn't exist (looked in {Path.cwd()}). "
     else:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+import os
+import shlex
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anomaly.datasets.folder_names import first_not_good, says_good
 from anomaly.datasets.samples import (
     GOOD,
     Dataset,
@@ -18,6 +21,14 @@ from anomaly.datasets.samples import (
 from anomaly.errors import DataError
 from anomaly.images import is_folder
 
+# A folder inside that each of these has, beside that of its good images.
+_TELLING = {
+    "mvtec_ad_2": ("train/good", "test_public"),
+    "mvtec": ("train/good", "test"),
+    "btad": ("train/ok", "test"),
+    "good_defect": ("good", "defect"),
+    "visa": ("../split_csv",),
+}
 _MASK_NAMES = ("{}_mask.png", "{}.png", "{}.bmp", "{}.tif", "{}.tiff", "{}.webp", "{}")
 
 
@@ -42,7 +53,7 @@ class _Layout:
     masks: str = "ground_truth"
 
     def __call__(self, folder: Path) -> Dataset:
-        train = listed(folder / self.train, folder)
+        train = _good(folder / self.train, folder)
         if not train:
             raise no_training_images(
                 folder / self.train,
@@ -65,6 +76,7 @@ class _Layout:
 
 def _good_only(folder: Path) -> Dataset:
     train = listed(folder, folder)
+    check_good((s.path for s in train), folder, lambda bad: _other_layout(bad, _plain(folder)))
     if not train:
         raise DataError(f"no images in {folder}; data.root must hold good images to learn from")
     return Dataset(folder, tuple(train), ())
@@ -72,7 +84,7 @@ def _good_only(folder: Path) -> Dataset:
 
 def _good_and_defect(folder: Path) -> Dataset:
     """`good/`, `defect/` or `defect/<type>/`, and masks of the same names below `masks/`."""
-    train, test = set_apart(listed(folder / "good", folder))
+    train, test = set_apart(_good(folder / "good", folder))
     if not train:
         hint = "Put good images in good/, defective ones in defect/ or defect/<type>/."
         raise no_training_images(folder / "good", hint)
@@ -83,6 +95,85 @@ def _good_and_defect(folder: Path) -> Dataset:
         mask = _mask_of(sample.path, folder / "masks" / inner.parent)
         test.append(replace(sample, defect_type=kind, mask_path=mask))
     return Dataset(folder, tuple(train), tuple(test))
+
+
+def _good(folder: Path, root: Path) -> list[Sample]:
+    samples = listed(folder, root)
+    check_good((s.path for s in samples), folder, lambda bad: "move them elsewhere")
+    return samples
+
+
+def check_good(
+    images: Iterable[Path],
+    folder: Path,
+    remedy: Callable[[Path], str] = lambda bad: "name the folder of good images alone",
+) -> None:
+    """Refuse images that are to be taken as good where the names of their folders say otherwise.
+
+    Args:
+        images: files in `folder`.
+        folder: as given; its own name counts, those of the folders around it don't.
+        remedy: what to do about images in such a folder, for the message.
+
+    Raises:
+        DataError: the message names the first such folder.
+    """
+    top = _plain(folder)
+    bad = first_not_good((_plain(image).parent for image in images), top)
+    if bad is not None:
+        like = "" if bad == top else f", like all in {top}"
+        raise DataError(
+            f"the images in {bad} would be taken as good{like}, but by its name it holds others: "
+            f"{remedy(bad)}. If they are good, rename that folder"
+        )
+
+
+def check_good_inputs(inputs: Iterable[Path], images: Iterable[Path]) -> None:
+    """Refuse files and folders that were given as good where their folders' names say otherwise.
+
+    Args:
+        inputs: as given.
+        images: what was found in them.
+
+    Raises:
+        DataError: as `check_good`.
+    """
+    found = list(images)
+    for folder in {given if is_folder(given) else given.parent for given in inputs}:
+        check_good((image for image in found if image.is_relative_to(folder)), folder)
+
+
+def _other_layout(folder: Path, top: Path) -> str:
+    """The settings for what a folder of defects, masks or test images inside `top` belongs to."""
+    around = [place for place in (folder, *folder.parents) if place.is_relative_to(top.parent)]
+    for place in around:
+        for layout, inside in _TELLING.items():
+            if all(is_folder(place / each) for each in inside):
+                good = (
+                    ""
+                    if layout == "visa"
+                    else (
+                        f", or --set data.root={shlex.quote(str(place / inside[0]))} for its good "
+                        "images alone"
+                    )
+                )
+                where = f"--set data.root={shlex.quote(str(place))}"
+                return f"use --set data.format={layout} {where}, whose layout this is{good}"
+    for place in around:
+        if good := [name for name in folders_in(place) if says_good(name)]:
+            return (
+                f"use --set data.root={shlex.quote(str(place / good[0]))} for the good images "
+                f"alone, or name {folder.name} `defect`, {good[0]} `good`, and use "
+                f"--set data.format=good_defect --set data.root={shlex.quote(str(place))}"
+            )
+    return (
+        "use --set data.root=… for a folder of good images alone, or lay them out as good/ and "
+        "defect/ and use --set data.format=good_defect"
+    )
+
+
+def _plain(path: Path) -> Path:
+    return Path(os.path.abspath(path))  # noqa: PTH100, `..` goes and links stay
 
 
 def _with_masks(samples: list[Sample], folder: Path) -> list[Sample]:
