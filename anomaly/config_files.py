@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from anomaly.config import Config, ImageConfig, ShapeConfig, parse_config
-from anomaly.errors import ConfigError, nearest
+from anomaly.errors import ConfigError, nearest, why
 from anomaly.images import read_mask
 from anomaly.region import Picture, Polygons, Region, Shape
 
@@ -31,9 +31,8 @@ def load_config(
     file = find_config(path, folders)
     values = _read_with_base(file, seen=())
     values.setdefault("name", file.stem)
-    for override in overrides:
-        _apply(values, override)
-    return parse_config(values, where=str(file))
+    sources = {_apply(values, override): f"--set {override}" for override in overrides}
+    return parse_config(values, str(file), sources)
 
 
 def region_of(image: ImageConfig, folder: Path) -> Region | None:
@@ -90,9 +89,14 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} can't be read: {error}") from None
+        raise ConfigError(f"{file} can't be read: {why(error)}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} isn't valid YAML: {' '.join(str(error).split())}") from None
+        mark = getattr(error, "problem_mark", None)
+        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(
+            f"{file}{place} isn't valid YAML: write `key: value` lines, indented by blanks, and "
+            "put values that hold `: ` or brackets in quotes"
+        ) from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -109,16 +113,17 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def _apply(values: dict[str, Any], override: str) -> str:
+    """Set what an override says; returns its dotted key."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
-            f"--set {override!r} must look like key=value, e.g. --set model.kind=padim"
+            f"--set {override}: must look like key=value, e.g. --set model.kind=padim"
         )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(f"--set {override!r}: {text!r} isn't a YAML value") from None
+        raise ConfigError(f"--set {override}: {text!r} isn't a YAML value") from None
     *sections, last = key.strip().split(".")
     inner = values
     for section in sections:
@@ -127,3 +132,4 @@ def _apply(values: dict[str, Any], override: str) -> None:
         inner[section] = dict(child) if isinstance(child, dict) else {}
         inner = inner[section]
     inner[last] = value
+    return key.strip()

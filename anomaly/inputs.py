@@ -12,7 +12,7 @@ from pathlib import Path
 
 from anomaly.csv_lists import header_of, marked_encoding, read_rows, text_of
 from anomaly.errors import DataError
-from anomaly.files import short_name
+from anomaly.files import like, short_name
 from anomaly.images import is_folder, is_image, list_files
 
 _COLUMNS = ("path", "group")
@@ -64,7 +64,7 @@ def find_inputs(
         elif given.exists():
             found[given] = None
         else:
-            raise DataError(f"{option} {given} doesn't exist (looked in {Path.cwd()})")
+            raise DataError(f"{option} {given} doesn't exist (looked in {Path.cwd()}{like(given)})")
     groups: dict[str, str] = {}
     if list_file is not None:
         listed, groups = _listed(list_file)

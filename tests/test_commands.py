@@ -340,7 +340,7 @@ def _train_with(product: Path, output: Path, *overrides: str) -> list[object]:
         (["model.kind=padim", "model.dimensions=5000"], "5000"),
         (["model.coreset_size=100000000"], "100000000"),
         (["image.aera=3"], "did you mean 'area'"),
-        (["model.coreset_ratio=0"], "greater than 0"),
+        (["model.coreset_ratio=0"], "must be above 0"),
     ],
     ids=lambda v: v[-1] if isinstance(v, list) else "",
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
-from anomaly.errors import AnomalyError, ConfigError, DataError
+from anomaly.errors import AnomalyError, ConfigError, DataError, why
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -193,7 +193,7 @@ def _training_of(folder: Path) -> dict[str, Any]:
             try:
                 return dict(json.loads(file.read_text("utf-8")))
             except (OSError, ValueError, TypeError) as error:
-                log.warning("%s can't be read: %s", file, error)
+                log.warning("%s can't be read: %s", file, why(error))
     return {}
 
 

@@ -9,6 +9,7 @@ from anomaly.datasets.folders import FOLDERS, check_good_inputs, folders_in
 from anomaly.datasets.lists import open_list, open_visa
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
+from anomaly.files import like
 from anomaly.images import is_folder
 
 __all__ = [
@@ -65,7 +66,7 @@ def _missing(layout: str, root: Path, category: str | None) -> str:
             f"of images use --set data.format=csv"
         )
     if not is_folder(root):
-        text = f"data.root {root} doesn't exist (looked in {Path.cwd()}). "
+        text = f"data.root {root} doesn't exist (looked in {Path.cwd()}{like(root)}). "
     else:
         known = folders_in(root)
         text = f"{root} has no folder {category!r}; {nearest(str(category), known)} "

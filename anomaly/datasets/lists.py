@@ -8,6 +8,7 @@ from pathlib import Path
 from anomaly.csv_lists import Rows, read_rows
 from anomaly.datasets.samples import GOOD, Dataset, Sample, no_training_images, set_apart
 from anomaly.errors import DataError, nearest
+from anomaly.files import like
 
 COLUMNS = ("path", "label", "mask", "split", "group")
 _GOOD_LABELS = frozenset({"", GOOD, "ok", "normal", "0"})
@@ -109,7 +110,7 @@ def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Row
     try:
         data = file.read_bytes()
     except FileNotFoundError:
-        raise DataError(f"there is no list {file}; correct data.root") from None
+        raise DataError(f"there is no list {file}{like(file)}; correct data.root") from None
     except OSError as error:
         raise DataError(f"{file} can't be read ({error.strerror})") from None
     return read_rows(data, str(file), columns, needed or columns)
