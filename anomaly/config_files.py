@@ -57,6 +57,7 @@ def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
     """The config file meant by `path`: itself, or a bare name inside one of `folders`."""
     given = Path(path).expanduser()
     names = [given] if given.suffix else [given, given.with_suffix(".yaml")]
+    folders = [folder for folder in folders if folder.is_dir()]
     places = [Path(), *([] if len(given.parts) > 1 else folders)]
     for place in places:
         for name in names:
@@ -64,7 +65,7 @@ def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
                 return place / name
     if given.is_dir():
         raise ConfigError(f"{given} is a folder; --config takes one YAML file")
-    known = [f.name for folder in folders if folder.is_dir() for f in folder.glob("*.yaml")]
+    known = [f.name for folder in folders for f in folder.glob("*.yaml")]
     looked = ", ".join(str(p) for p in places[1:]) or "nowhere else"
     hint = f"; {nearest(given.name, known)}" if known else ""
     raise ConfigError(f"no config {given} (also looked in: {looked}){hint}")

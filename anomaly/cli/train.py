@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CONFIG_FOLDERS = (Path("configs"), Path(__file__).parents[2] / "configs")
+# Those of the working directory, then our own: inside the package once it is installed, beside it
+# in a checkout.
+_PACKAGE = Path(__file__).parents[1]
+CONFIG_FOLDERS = (Path("configs"), _PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from anomaly.datasets.folders import FOLDERS, check_good_inputs, folders_in
+from anomaly.datasets.folders import FOLDERS, check_good_inputs, folders_in, open_test_images
 from anomaly.datasets.lists import open_list, open_visa
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
@@ -20,9 +20,22 @@ __all__ = [
     "check_good_inputs",
     "ground_truth",
     "open_dataset",
+    "open_test_images",
 ]
 
 FORMATS: dict[str, Callable[[Path], Dataset]] = {**FOLDERS, "visa": open_visa, "csv": open_list}
+
+# Where each format keeps what is tested with.
+TEST_IMAGES = {
+    "folder": "learns from all of it",
+    "mvtec": "has them in test/good and test/<type of defect>",
+    "mvtec_ad_2": "has them in test_public/good and test_public/bad",
+    "mvtec_loco": "has them in test/good and test/<type of defect>",
+    "btad": "has them in test/ok and test/ko",
+    "visa": "has them in split_csv/1cls.csv with the split `test`",
+    "csv": "has them in rows with the split `test`, or in a list without splits",
+    "good_defect": "has them in defect/ or defect/<type>/, and a fifth of good/",
+}
 
 HOW_TO_GET_MVTEC = (
     "Get MVTec AD from mvtec.com/company/research/datasets/mvtec-ad (free for non-commercial use), "

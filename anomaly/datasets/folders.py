@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from anomaly.datasets.samples import (
     set_apart,
 )
 from anomaly.errors import DataError
+from anomaly.files import like
 from anomaly.images import is_folder
 
 # A folder inside that each of these has, beside that of its good images.
@@ -88,13 +89,57 @@ def _good_and_defect(folder: Path) -> Dataset:
     if not train:
         hint = "Put good images in good/, defective ones in defect/ or defect/<type>/."
         raise no_training_images(folder / "good", hint)
-    defects = folder / "defect"
-    for sample in listed(defects, folder, "defect"):
-        inner = sample.path.relative_to(defects)
-        kind = inner.parts[0] if len(inner.parts) > 1 else "defect"
-        mask = _mask_of(sample.path, folder / "masks" / inner.parent)
-        test.append(replace(sample, defect_type=kind, mask_path=mask))
+    test += _defects_in(folder / "defect", folder, folder / "masks")
     return Dataset(folder, tuple(train), tuple(test))
+
+
+def open_test_images(
+    good: Sequence[Path], defects: Sequence[Path], masks: Path | None = None
+) -> tuple[Sample, ...]:
+    """Images to test with from folders of good and of defective ones.
+
+    Args:
+        good: folders of good images.
+        defects: folders of defects; a subfolder names their type, else the folder itself.
+        masks: a folder with the defects' masks, under their paths in `defects`.
+
+    Raises:
+        DataError: a folder is missing or holds no images, or good ones by their folders' names
+            aren't.
+    """
+    given = [*good, *defects]
+    root = Path(os.path.commonpath([_plain(folder).parent for folder in given]))
+    samples: dict[Path, Sample] = {}
+    for folder in map(_plain, given):
+        if not is_folder(folder):
+            missing = "is no folder" if folder.exists() else f"doesn't exist{like(folder)}"
+            raise DataError(f"{folder} {missing}; give a folder of images to test with")
+        is_good = folder in map(_plain, good)
+        found = listed(folder, root) if is_good else _defects_in(folder, root, masks)
+        if not found:
+            raise DataError(f"no images in {folder}; give a folder of images to test with")
+        if is_good:
+            check_good((sample.path for sample in found), folder)
+        for sample in found:
+            if samples.setdefault(sample.path, sample) != sample:
+                raise DataError(f"{sample.path} is given as good and as a defect; give it once")
+    return tuple(samples.values())
+
+
+def _defects_in(folder: Path, root: Path, masks: Path | None) -> list[Sample]:
+    """Defects by type: the name of the subfolder that they are in, else the folder's own."""
+    found = []
+    for sample in listed(folder, root, folder.name):
+        inner = sample.path.relative_to(folder)
+        kind = inner.parts[0] if len(inner.parts) > 1 else folder.name
+        if says_good(kind):
+            raise DataError(
+                f"{sample.path} lies among defects, but its folder's name says that it is good; "
+                "move it to the good images, or rename the folder"
+            )
+        mask = None if masks is None else _mask_of(sample.path, masks / inner.parent)
+        found.append(replace(sample, defect_type=kind, mask_path=mask))
+    return found
 
 
 def _good(folder: Path, root: Path) -> list[Sample]:
@@ -160,10 +205,10 @@ def _other_layout(folder: Path, top: Path) -> str:
                 where = f"--set data.root={shlex.quote(str(place))}"
                 return f"use --set data.format={layout} {where}, whose layout this is{good}"
     for place in around:
-        if good := [name for name in folders_in(place) if says_good(name)]:
+        if named := [name for name in folders_in(place) if says_good(name)]:
             return (
-                f"use --set data.root={shlex.quote(str(place / good[0]))} for the good images "
-                f"alone, or name {folder.name} `defect`, {good[0]} `good`, and use "
+                f"use --set data.root={shlex.quote(str(place / named[0]))} for the good images "
+                f"alone, or name {folder.name} `defect`, {named[0]} `good`, and use "
                 f"--set data.format=good_defect --set data.root={shlex.quote(str(place))}"
             )
     return (
