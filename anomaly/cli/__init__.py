@@ -1,4 +1,4 @@
-"""The command line: `anomaly <command>`; `scripts/<command>.py` are the same commands."""
+"""The command line: `anomaly <command>`, `python -m anomaly <command>`, `scripts/<command>.py`."""
 
 from __future__ import annotations
 

@@ -209,9 +209,10 @@ def _test_images(model: Model, folder: Path, options: argparse.Namespace) -> Seq
     if dataset.test:
         return dataset.test
     layout = model.detector.config.data.format
+    kept = TEST_IMAGES[layout]
     raise DataError(
-        f"{dataset.folder} has no test images: data.format={layout} {TEST_IMAGES[layout]}. Give --good FOLDER with other good images and "
-        "--defects FOLDER with defects"
+        f"{dataset.folder} has no test images: data.format={layout} {kept}. Give --good FOLDER "
+        "with other good images and --defects FOLDER with defects"
     )
 
 

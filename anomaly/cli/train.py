@@ -171,7 +171,7 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
     kept = f", {vectors:,} kept in the memory bank" if vectors else ""
     print(f"trained {summary['name']} ({summary['kind']}) on {learned}{kept}")
     if thresholds is None:
-        print("no thresholds, so results will have no verdicts; scripts/calibrate.py finds some")
+        print("no thresholds, so results will have no verdicts; `anomaly calibrate` finds some")
     else:
         for line in thresholds.lines():
             print(line)

@@ -25,7 +25,7 @@ __all__ = [
 
 FORMATS: dict[str, Callable[[Path], Dataset]] = {**FOLDERS, "visa": open_visa, "csv": open_list}
 
-# Where each format keeps what is tested with.
+# What each format tests with, for messages.
 TEST_IMAGES = {
     "folder": "learns from all of it",
     "mvtec": "has them in test/good and test/<type of defect>",
