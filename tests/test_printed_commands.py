@@ -152,7 +152,9 @@ def _shell(lines: list[str], cwd: Path) -> None:
 
 def _printed(own_files: Path) -> list[str]:
     """The commands that work in any folder, on the reader's own files."""
-    lines = [line for page in PAGES for line in commands(page)]
+    lines = []
+    for number, page in enumerate(PAGES):  # each starts in a folder of its own
+        lines += [f"mkdir {number}", f"cd {number}", *commands(page), "cd .."]
     lines = [line.replace("/path/to/", f"{own_files}/path/to/") for line in lines]
     return [
         # It follows a folder until somebody stops it.

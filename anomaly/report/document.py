@@ -71,7 +71,7 @@ def report_html(category: Category) -> str:
 
 
 def _quoted(model: str) -> str:
-    """A model folder as an argument that holds in any working directory, for this system's shell."""
+    """A model folder as a shell's argument that holds in any working directory."""
     path = str(Path(model).absolute())
     return subprocess.list2cmdline([path]) if os.name == "nt" else shlex.quote(path)
 
