@@ -86,3 +86,5 @@ def test_names_and_types_of_images_to_test_with(tmp_path: Path) -> None:
         open_test_images([], [tmp_path / "a"])
     with pytest.raises(DataError, match="as good and as a defect"):
         open_test_images([tmp_path / "m" / "dent"], [tmp_path / "m"])
+    with pytest.raises(DataError, match="as good and as a defect"):
+        open_test_images([tmp_path / "m"], [tmp_path / "m"])

@@ -107,14 +107,13 @@ def open_test_images(
         DataError: a folder is missing or holds no images, or good ones by their folders' names
             aren't.
     """
-    given = [*good, *defects]
-    root = Path(os.path.commonpath([_plain(folder).parent for folder in given]))
+    given = [*((_plain(f), True) for f in good), *((_plain(f), False) for f in defects)]
+    root = Path(os.path.commonpath([folder.parent for folder, _ in given]))
     samples: dict[Path, Sample] = {}
-    for folder in map(_plain, given):
+    for folder, is_good in given:
         if not is_folder(folder):
             missing = "is no folder" if folder.exists() else f"doesn't exist{like(folder)}"
             raise DataError(f"{folder} {missing}; give a folder of images to test with")
-        is_good = folder in map(_plain, good)
         found = listed(folder, root) if is_good else _defects_in(folder, root, masks)
         if not found:
             raise DataError(f"no images in {folder}; give a folder of images to test with")
@@ -132,7 +131,7 @@ def _defects_in(folder: Path, root: Path, masks: Path | None) -> list[Sample]:
     for sample in listed(folder, root, folder.name):
         inner = sample.path.relative_to(folder)
         kind = inner.parts[0] if len(inner.parts) > 1 else folder.name
-        if says_good(kind):
+        if kind.lower() in (GOOD, "ok"):
             raise DataError(
                 f"{sample.path} lies among defects, but its folder's name says that it is good; "
                 "move it to the good images, or rename the folder"
@@ -166,9 +165,9 @@ def check_good(
     top = _plain(folder)
     bad = first_not_good((_plain(image).parent for image in images), top)
     if bad is not None:
-        like = "" if bad == top else f", like all in {top}"
+        all_in = "" if bad == top else f", like all in {top}"
         raise DataError(
-            f"the images in {bad} would be taken as good{like}, but by its name it holds others: "
+            f"the images in {bad} would be taken as good{all_in}, but by its name it holds others: "
             f"{remedy(bad)}. If they are good, rename that folder"
         )
 
@@ -194,27 +193,23 @@ def _other_layout(folder: Path, top: Path) -> str:
     for place in around:
         for layout, inside in _TELLING.items():
             if all(is_folder(place / each) for each in inside):
-                good = (
-                    ""
-                    if layout == "visa"
-                    else (
-                        f", or --set data.root={shlex.quote(str(place / inside[0]))} for its good "
-                        "images alone"
-                    )
-                )
-                where = f"--set data.root={shlex.quote(str(place))}"
-                return f"use --set data.format={layout} {where}, whose layout this is{good}"
+                fits = f"use --set data.format={layout} {_root(place)}, whose layout this is"
+                alone = f", or {_root(place / inside[0])} for its good images alone"
+                return fits if layout == "visa" else fits + alone
     for place in around:
         if named := [name for name in folders_in(place) if says_good(name)]:
             return (
-                f"use --set data.root={shlex.quote(str(place / named[0]))} for the good images "
-                f"alone, or name {folder.name} `defect`, {named[0]} `good`, and use "
-                f"--set data.format=good_defect --set data.root={shlex.quote(str(place))}"
+                f"use {_root(place / named[0])} for the good images alone, or name {folder.name} "
+                f"`defect`, {named[0]} `good`, and use --set data.format=good_defect {_root(place)}"
             )
     return (
         "use --set data.root=… for a folder of good images alone, or lay them out as good/ and "
         "defect/ and use --set data.format=good_defect"
     )
+
+
+def _root(folder: Path) -> str:
+    return f"--set data.root={shlex.quote(str(folder))}"
 
 
 def _plain(path: Path) -> Path:
