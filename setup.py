@@ -4,9 +4,11 @@ configs/ lies beside the package and is installed inside it, which pyproject.tom
 naming each package.
 """
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
+
+CODE = find_namespace_packages(include=["anomaly", "anomaly.*"], exclude=["*.__pycache__"])
 
 setup(
-    packages=[*find_packages(include=["anomaly", "anomaly.*"]), "anomaly.configs"],
+    packages=[*CODE, "anomaly.configs", "anomaly.configs.base"],
     package_dir={"anomaly.configs": "configs"},
 )

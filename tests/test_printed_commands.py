@@ -189,3 +189,19 @@ def test_all_commands_run_as_printed(way: str, tmp_path: Path) -> None:
         shutil.rmtree(checkout)
         checkout = elsewhere
     _shell([*first, f"cd {shlex.quote(str(elsewhere))}", *_printed(own_files)], checkout)
+
+
+def test_configs_are_installed_with_the_package(tmp_path: Path) -> None:
+    build = ["-q", "egg_info", "--egg-base", tmp_path, "build_py", "--build-lib", tmp_path / "lib"]
+    done = subprocess.run(
+        [sys.executable, "setup.py", *build], cwd=REPOSITORY, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert "absent from" not in done.stderr
+
+    def files(folder: Path) -> set[str]:
+        found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        return {path.as_posix() for path in found if "__pycache__" not in path.parts}
+
+    assert files(tmp_path / "lib" / "anomaly" / "configs") == files(REPOSITORY / "configs")
+    assert files(REPOSITORY / "anomaly") <= files(tmp_path / "lib" / "anomaly")
