@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from anomaly.errors import OutputError
+from anomaly.errors import OutputError, closest
 
 # File systems take 255 bytes a name; this leaves room for a suffix and a number.
 _LONGEST_NAME = 230
@@ -46,6 +46,17 @@ def cache_folder() -> Path:
     """Where what can be made again is kept: `$XDG_CACHE_HOME/anomaly`, by default in `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "anomaly"
+
+
+def like(path: Path) -> str:
+    """`"; did you mean 'a', 'b'?"` of what lies beside a missing file; empty without such."""
+    try:
+        present = next(folder for folder in path.absolute().parents if folder.is_dir())
+        names = [f.name for f in present.iterdir() if not f.name.startswith(".")]
+    except OSError:
+        return ""
+    close = closest(path.absolute().relative_to(present).parts[0], names)
+    return close and f"; in {present} " + close
 
 
 def short_name(name: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from anomaly.errors import OutputError
+from anomaly.errors import OutputError, why
 from anomaly.files import GrowingFile, write
 from anomaly.marked import MarkedRegion
 from anomaly.results import Row
@@ -151,7 +151,9 @@ def reading(file: Path) -> Iterator[None]:
     except OSError as error:
         raise OutputError(f"{file} can't be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise OutputError(f"{file} is damaged ({error}); start again with --overwrite") from None
+        raise OutputError(
+            f"{file} is damaged ({why(error)}); start again with --overwrite"
+        ) from None
 
 
 def check_same(file: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:

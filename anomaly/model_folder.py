@@ -17,6 +17,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from anomaly.errors import ModelError, OutputError
+from anomaly.files import like
 
 FORMAT = "anomaly-model/1"
 MANIFEST = "manifest.json"
@@ -33,7 +34,9 @@ def find_model(folder: Path) -> Path:
         if (candidate / MANIFEST).is_file():
             return candidate
     if not folder.exists():
-        raise ModelError(f"no model at {folder}: there is nothing of that name; train one first")
+        raise ModelError(
+            f"no model at {folder}: there is nothing of that name{like(folder)}; train one first"
+        )
     raise ModelError(
         f"{folder} holds no model (no {MANIFEST} in it or in its model/); "
         "give the folder that `train` wrote"

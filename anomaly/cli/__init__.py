@@ -1,4 +1,4 @@
-"""The command line: `anomaly <command>`; `scripts/<command>.py` are the same commands."""
+"""The command line: `anomaly <command>`, `python -m anomaly <command>`, `scripts/<command>.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from anomaly import __version__
-from anomaly.errors import AnomalyError
+from anomaly.errors import AnomalyError, nearest
 
 # Command to (module, one line for the help text); modules are imported when they're asked for.
 COMMANDS = {
@@ -40,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     logging.addLevelName(logging.WARNING, "warning")
     command = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    if arguments and command is None and not arguments[0].startswith("-"):
+        known = nearest(arguments[0], COMMANDS)
+        print(f"error: there is no command {arguments[0]!r}; {known}", file=sys.stderr)
+        return 2
     parser = _parser(command)
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -126,7 +126,7 @@ def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> st
 
 
 def _read(file: Path) -> dict[str, Any]:
-    from anomaly.errors import DataError
+    from anomaly.errors import DataError, why
 
     try:
         record = json.loads(file.read_text("utf-8"))
@@ -140,7 +140,7 @@ def _read(file: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{file} can't be read as a record of golden scores ({error}); record again with "
+            f"{file} can't be read as a record of golden scores ({why(error)}); record again with "
             "--record"
         ) from None
     return dict(record)

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CONFIG_FOLDERS = (Path("configs"), Path(__file__).parents[2] / "configs")
+# Those of the working directory, then our own: inside the package once it is installed, beside it
+# in a checkout.
+_PACKAGE = Path(__file__).parents[1]
+CONFIG_FOLDERS = (Path("configs"), _PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,7 +171,7 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
     kept = f", {vectors:,} kept in the memory bank" if vectors else ""
     print(f"trained {summary['name']} ({summary['kind']}) on {learned}{kept}")
     if thresholds is None:
-        print("no thresholds, so results will have no verdicts; scripts/calibrate.py finds some")
+        print("no thresholds, so results will have no verdicts; `anomaly calibrate` finds some")
     else:
         for line in thresholds.lines():
             print(line)

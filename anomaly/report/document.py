@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import shlex
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from anomaly import __version__
@@ -59,12 +62,18 @@ def report_html(category: Category) -> str:
         "curves": _curves(category),
         "by_type": list(_by_type(category)),
         "colours": {"stops": colour_stops(), "opacity": OPACITY},
-        "command": f"python scripts/calibrate.py --model {shlex.quote(category.model)}",
+        "command": f"anomaly calibrate --model {_quoted(category.model)}",
         "facts": _facts(category),
         "training_images": sorted(category.manifest.get("training_images", {}).items()),
     }
     title = f"{category.name} – inspection report"
     return page(title, asset("report.html"), styles=STYLES, scripts=SCRIPTS, data=data)
+
+
+def _quoted(model: str) -> str:
+    """A model folder as a shell's argument that holds in any working directory."""
+    path = str(Path(model).absolute())
+    return subprocess.list2cmdline([path]) if os.name == "nt" else shlex.quote(path)
 
 
 def unit(category: Category) -> str:
