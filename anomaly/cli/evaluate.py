@@ -118,11 +118,13 @@ def _evaluate(folder: Path, data_root: Path | None, device: Any, threads: int) -
     from anomaly.checkpoint import load, portable
     from anomaly.evaluation import evaluate
     from anomaly.report.category import Category
+    from anomaly.report.page import utc_now
     from anomaly.report.tiles import Tiles
 
     model = load(folder, device)
     detector, thresholds = model.detector, model.detector.thresholds
-    samples = _test_split(model, folder, data_root).test
+    dataset = _test_split(model, folder, data_root)
+    samples = dataset.test
     started = time.perf_counter()
     limit = None if thresholds is None else thresholds.pixel
     with ProgressLine() as progress, Tiles(len(samples), limit, threads) as tiles:
@@ -143,6 +145,8 @@ def _evaluate(folder: Path, data_root: Path | None, device: Any, threads: int) -
         manifest=model.manifest,
         settings=portable(detector.config),
         training=_training_of(folder),
+        data_folder=str(dataset.folder),
+        date=utc_now(),
         seconds=time.perf_counter() - started,
         tiles=pictures,
     )

@@ -20,6 +20,17 @@ function fill(node, attributes, children) {
   return node;
 }
 
+// A figure's name that explains itself: under the mouse, and at a press or a key.
+function term(key, title, place) {
+  const about = data.glossary[key];
+  if (!about) return [title];
+  const id = `about-${place}-${key}`;
+  return [element("button", { class: "term", type: "button", popovertarget: id, title: about }, title),
+    element("span", { id, popover: "", class: "about" }, about)];
+}
+
+const shortName = (name) => name.replace(/[\\/]+$/, "").split(/[\\/]/).pop();
+
 // Control characters and those that turn the direction of text are shown, not obeyed.
 function visible(text) {
   return text.replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g,
@@ -34,13 +45,19 @@ function verdictOf({ score, odd }, limits) {
   return score <= limits.reject ? "review" : "reject";
 }
 
+// The scores of images without labels, also of those that aren't shown, in ascending order; what
+// is for a person whatever its score is left out.
+const unlabelled = data.labelled ? null : new Float64Array(Uint8Array.from(atob(data.scores), (c) => c.charCodeAt(0)).buffer);
 const scale = scoreScale();
 
 function scoreScale() {
   const own = data.thresholds;
-  const known = images.map((i) => i.score).concat([own.review, own.reject].filter((t) => t !== null));
-  const low = known.length ? Math.min(...known) : 0;
-  const high = known.length ? Math.max(...known) : 1;
+  const limits = [own.review, own.reject].filter((t) => t !== null);
+  const scores = images.map((i) => i.score);
+  const ends = data.labelled || !unlabelled.length ? scores : [unlabelled[0], unlabelled.at(-1), ...scores];
+  const known = ends.concat(limits);
+  const low = known.length ? known.reduce((a, b) => Math.min(a, b)) : 0;
+  const high = known.length ? known.reduce((a, b) => Math.max(a, b)) : 1;
   const span = Math.max(high - low, Math.abs(high) * 1e-6, 1e-9);
   const power = Math.floor(Math.log10(span / 300));
   const step = Number(`1e${power}`);
