@@ -73,6 +73,7 @@ function plot(title, points, xLabel, yLabel, figure, where) {
 }
 
 function moveCurvePoints(counts) {
+  if (!plots.length) return;
   const { sound, defect } = counts;
   const base = { sound: sound.total, defect: defect.total };
   for (const p of plots) {

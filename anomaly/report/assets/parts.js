@@ -26,10 +26,25 @@ function term(key, title, place) {
   if (!about) return [title];
   const id = `about-${place}-${key}`;
   return [element("button", { class: "term", type: "button", popovertarget: id, title: about }, title),
-    element("span", { id, popover: "", class: "about" }, about)];
+    element("span", { id, popover: "", class: "about" }, element("b", {}, title), about)];
 }
 
-const shortName = (name) => name.replace(/[\\/]+$/, "").split(/[\\/]/).pop();
+// A name for a small place: a file without its folders beside its type, else below the folder that
+// all share; of a long one the beginning, and the end, where numbers are.
+const folder = sharedFolder();
+
+function sharedFolder() {
+  if (data.labelled || !images.length) return 0;
+  const paths = images.map((i) => i.name.split("/").slice(0, -1));
+  const different = paths[0].findIndex((part, at) => paths.some((path) => path[at] !== part));
+  return different < 0 ? paths[0].length : different;
+}
+
+function shortName(path) {
+  const parts = path.split("/");
+  const letters = [...visible(data.labelled ? parts.at(-1) : parts.slice(folder).join("/"))];
+  return letters.length <= 22 ? letters.join("") : `${letters.slice(0, 7).join("")}…${letters.slice(-14).join("")}`;
+}
 
 // Control characters and those that turn the direction of text are shown, not obeyed.
 function visible(text) {

@@ -14,7 +14,7 @@ function makeTile(image, index) {
     element("span", { class: "caption" }, verdict,
       element("span", { class: "score" }, scale.text(image.score)),
       element("span", { class: "type" }, flag, element("bdi", {}, visible(image.type))),
-      element("span", { class: "file" }, element("bdi", {}, visible(shortName(image.name))))));
+      element("span", { class: "file" }, element("bdi", {}, shortName(image.name)))));
   button.title = visible(image.name);
   const item = element("li", {}, button);
   item.dataset.index = index;

@@ -44,9 +44,9 @@ function view(index) {
   setFullSize(fullSize);
 }
 
-// Every pixel of the image is one of the page; the place that was pressed comes to the middle.
+// Every pixel of the image is one of the page; what was pressed comes to the middle, or a defect.
 function setFullSize(wanted, press = null) {
-  const { source, size } = images[viewed];
+  const { source, size, truth, marked } = images[viewed];
   const frames = [...byId("viewer-pictures").querySelectorAll(".frame")];
   const box = press && press.currentTarget.firstChild.getBoundingClientRect();
   fullSize = wanted;
@@ -61,7 +61,9 @@ function setFullSize(wanted, press = null) {
   byId("viewer-kept").textContent = wanted ? kept : "";
   if (!wanted || !frames.length) return;
   const [frame] = frames;
-  const [x, y] = box ? [(press.clientX - box.left) / box.width, (press.clientY - box.top) / box.height] : [0.5, 0.5];
+  const spot = /^M([\d.]+) ([\d.]+)/.exec(truth || marked || "");
+  const middle = spot ? [spot[1] / size[0], spot[2] / size[1]] : [0.5, 0.5];
+  const [x, y] = box ? [(press.clientX - box.left) / box.width, (press.clientY - box.top) / box.height] : middle;
   frame.scrollTo(x * frame.scrollWidth - frame.clientWidth / 2, y * frame.scrollHeight - frame.clientHeight / 2);
 }
 
