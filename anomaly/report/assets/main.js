@@ -140,7 +140,7 @@ async function copyCommand() {
 }
 
 function startTabs() {
-  const tabs = [...document.querySelectorAll("[role=tab]:not([hidden])")];
+  const tabs = [...document.querySelectorAll("[role=tab]:not(.gone)")];
   const open = (tab) => {
     for (const other of tabs) {
       other.setAttribute("aria-selected", String(other === tab));
@@ -225,7 +225,7 @@ function showFacts() {
 
 function start() {
   const other = data.labelled ? ".unlabelled" : ".labelled";
-  for (const node of document.querySelectorAll(other)) node.hidden = true;
+  for (const node of document.querySelectorAll(other)) node.classList.add("gone");
   showHead();
   showColours();
   showFacts();
