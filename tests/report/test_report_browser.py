@@ -221,11 +221,11 @@ def test_filters_and_order(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_images_are_found_by_their_names(browser: Browser, tmp_path: Path) -> None:
-    names = ["test/good/Station 4 part 17.png", "test/scratch/station 4 part 18.png"]
+    names = ["test/good/Station 4 left part 17.png", "test/scratch/station 4 part 18.png"]
     category = case(30, thresholds=limits(), names=names)
     opened(browser, tmp_path, category)
     file = "[...document.querySelectorAll('.tile .file')].map((n) => n.textContent)"
-    assert {"Station…4 part 17.png", "0003.png"} <= set(browser.evaluate(file))
+    assert {"Station…t part 17.png", "0003.png"} <= set(browser.evaluate(file))
 
     def search(text: str) -> list[str]:
         browser.evaluate(
@@ -262,7 +262,7 @@ def test_every_figure_explains_itself_by_mouse_and_keyboard(
         terms = browser.evaluate(
             f"[...document.querySelectorAll({figures!r})].map((n) => n.querySelector('.term').title)"
         )
-        assert len(terms) >= 4
+        assert len(terms) >= 3
         assert all(len(about) > 60 for about in terms)
         browser.evaluate("document.querySelector('.term').focus()")
         browser.press("Enter")
