@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -36,12 +35,14 @@ def browser(window: Browser) -> Iterator[Browser]:
     assert all(url.startswith("file://") and url.endswith(".html") for url in window.requests())
 
 
+EMPTY: dict[Any, Any] = {str: "", float: 0.0, int: 0}
+BLANK = {name: EMPTY.get(kind) for name, kind in get_type_hints(Row).items()}
+
+
 def row(name: str, score: float | None, **values: Any) -> Row:
     """A row of which only the page's columns matter."""
-    empty: dict[Any, Any] = {str: "", float: 0.0, int: 0}
-    blank = {f.name: empty.get(get_type_hints(Row)[f.name]) for f in fields(Row)}
     status = "ok" if score is not None else "unreadable"
-    return Row(**blank | {"path": name, "status": status, "image_score": score} | values)
+    return Row(**BLANK | {"path": name, "status": status, "image_score": score} | values)
 
 
 def rows(count: int, seed: int = 0) -> list[Row]:

@@ -22,6 +22,7 @@ function makeTile(image, index) {
 }
 
 function stackOf(image, withMarks = true) {
+  if (!image.photo) return element("span", { class: "soft small" }, "no picture");
   const [width, height] = image.size;
   const stack = element("span", { class: height > width ? "stack upright" : "stack" });
   stack.style.aspectRatio = `${width} / ${height}`;
@@ -31,7 +32,6 @@ function stackOf(image, withMarks = true) {
     node.src = `data:image/${type};base64,${content}`;
     return node;
   };
-  if (!image.photo) return element("span", { class: "soft small" }, "no picture");
   stack.append(picture("photo", image.photo, "jpeg"));
   if (!withMarks || !data.labelled) return stack;
   if (image.heat) stack.append(picture("heat", image.heat, "webp"));
