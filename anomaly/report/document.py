@@ -201,13 +201,15 @@ def _facts(category: Category) -> list[dict[str, Any]]:
     made = manifest.get("made_with", {})
     software = {"anomaly": __version__, "python": made.get("python"), **made.get("packages", {})}
     machine = {k: v for k, v in made.items() if k not in ("packages", "python")}
-    return tables({
-        "Settings": dict(flat(category.settings)),
-        "Learned": learned,
-        "Timings": timings,
-        "Hashes (sha256)": hashes,
-        "Made with": software | machine,
-    })
+    return tables(
+        {
+            "Settings": dict(flat(category.settings)),
+            "Learned": learned,
+            "Timings": timings,
+            "Hashes (sha256)": hashes,
+            "Made with": software | machine,
+        }
+    )
 
 
 def tables(titled: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -144,7 +144,9 @@ def _encoded(scores: array[float]) -> str:
 
 
 def _image(row: Row, output: Path, pixels: int) -> dict[str, Any]:
-    photo, size, source = _picture(output / row.heatmap, pixels) if row.heatmap else (b"", None, None)
+    photo, size, source = (
+        _picture(output / row.heatmap, pixels) if row.heatmap else (b"", None, None)
+    )
     return {
         "name": row.path,
         "type": "",

@@ -41,5 +41,6 @@ def term(key: str, title: str) -> str:
     about, spot = escape(GLOSSARY[key]), escape(f"about-{key}")
     return (
         f'<button class="term" type="button" popovertarget="{spot}" title="{about}">'
-        f'{escape(title)}</button><span id="{spot}" popover class="about"><b>{escape(title)}</b>{about}</span>'
+        f'{escape(title)}</button><span id="{spot}" popover class="about">'
+        f"<b>{escape(title)}</b>{about}</span>"
     )

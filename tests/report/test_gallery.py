@@ -163,9 +163,7 @@ def test_failed_images_say_why(browser: Browser, tmp_path: Path) -> None:
 
 def test_a_run_without_a_single_score_still_has_a_page(browser: Browser, tmp_path: Path) -> None:
     browser.open(written(tmp_path, [row("/in/x.png", None, reason="empty file")]))
-    assert "No image was scored" in browser.evaluate(
-        "document.getElementById('shown').textContent"
-    )
+    assert "No image was scored" in browser.evaluate("document.getElementById('shown').textContent")
 
 
 def test_only_what_fits_images_without_labels_is_there(browser: Browser, tmp_path: Path) -> None:
@@ -174,7 +172,12 @@ def test_only_what_fits_images_without_labels_is_there(browser: Browser, tmp_pat
     for name in gone:
         assert browser.evaluate(f"document.getElementById('{name}').offsetParent === null"), name
     chips = browser.evaluate("[...document.querySelectorAll('.chip')].map((n) => n.textContent)")
-    assert [re.sub(r" \d+$", "", chip) for chip in chips] == ["All", "Rejected", "To review", "Good"]
+    assert [re.sub(r" \d+$", "", chip) for chip in chips] == [
+        "All",
+        "Rejected",
+        "To review",
+        "Good",
+    ]
     browser.evaluate("document.getElementById('tab-images').focus()")
     browser.press("ArrowRight")
     assert browser.evaluate("document.activeElement.id") == "tab-model"

@@ -245,7 +245,9 @@ def test_images_are_found_by_their_names(browser: Browser, tmp_path: Path) -> No
 
 
 def test_the_page_says_when_and_of_which_data(browser: Browser, tmp_path: Path) -> None:
-    category = replace(case(thresholds=limits()), date="2026-11-22 01:00 UTC", data_folder="/d/disc")
+    category = replace(
+        case(thresholds=limits()), date="2026-11-22 01:00 UTC", data_folder="/d/disc"
+    )
     opened(browser, tmp_path, category)
     said = browser.evaluate("document.getElementById('provenance').textContent")
     assert said == "evaluated 2026-11-22 01:00 UTC · data in /d/disc"
@@ -257,10 +259,14 @@ def test_every_figure_explains_itself_by_mouse_and_keyboard(
     file = opened(browser, tmp_path, case(40, thresholds=limits()))
     index = tmp_path / "index.html"
     index.write_text(index_html([case(40, thresholds=limits())], [], {}), "utf-8")
-    for page, figures in ((file, "#figures dt"), (index, "thead th:nth-child(n+4):nth-child(-n+10)")):
+    for page, figures in (
+        (file, "#figures dt"),
+        (index, "thead th:nth-child(n+4):nth-child(-n+10)"),
+    ):
         browser.open(page)
         terms = browser.evaluate(
-            f"[...document.querySelectorAll({figures!r})].map((n) => n.querySelector('.term').title)"
+            f"[...document.querySelectorAll({figures!r})]"
+            ".map((n) => n.querySelector('.term').title)"
         )
         assert len(terms) >= 3
         assert all(len(about) > 60 for about in terms)
