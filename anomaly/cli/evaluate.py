@@ -147,11 +147,12 @@ def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: i
     from anomaly.checkpoint import load, portable
     from anomaly.evaluation import evaluate
     from anomaly.report.category import Category
+    from anomaly.report.page import utc_now
     from anomaly.report.tiles import Tiles
 
     model = load(folder, device)
     detector, thresholds = model.detector, model.detector.thresholds
-    samples = _test_images(model, folder, options)
+    samples, data_folder = _test_images(model, folder, options)
     started = time.perf_counter()
     limit = None if thresholds is None else thresholds.pixel
     with ProgressLine() as progress, Tiles(len(samples), limit, threads) as tiles:
@@ -172,6 +173,8 @@ def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: i
         manifest=model.manifest,
         settings=portable(detector.config),
         training=_training_of(folder),
+        data_folder=data_folder,
+        date=utc_now(),
         seconds=time.perf_counter() - started,
         tiles=pictures,
     )
@@ -191,8 +194,14 @@ def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:
     return open_dataset(data.format, data_root, data.category)
 
 
-def _test_images(model: Model, folder: Path, options: argparse.Namespace) -> Sequence[Sample]:
-    """Those that were named, but for what the model has learned from; else the data set's."""
+def _test_images(
+    model: Model, folder: Path, options: argparse.Namespace
+) -> tuple[Sequence[Sample], str]:
+    """Those that were named, but for what the model has learned from; else the data set's.
+
+    Returns:
+        The images, and the folders that they come from, for people.
+    """
     from anomaly.datasets import TEST_IMAGES, open_test_images
 
     if options.good or options.defects:
@@ -204,10 +213,11 @@ def _test_images(model: Model, folder: Path, options: argparse.Namespace) -> Seq
             log.warning("the model has learned from %d of %d images; left out", known, len(named))
         if not samples:
             raise DataError(f"{folder} has learned from all of these images; give others")
-        return samples
+        given = [*(options.good or []), *(options.defects or [])]
+        return samples, ", ".join(map(str, given))
     dataset = dataset_of(model, folder, options.data_root)
     if dataset.test:
-        return dataset.test
+        return dataset.test, str(dataset.folder)
     layout = model.detector.config.data.format
     kept = TEST_IMAGES[layout]
     raise DataError(

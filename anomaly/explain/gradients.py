@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
-from anomaly.explain.tiles import Picture, captioned, colored
+from anomaly.explain.tiles import Picture, captioned, colored, shortened
 from anomaly.hooks import HookSet
 from anomaly.hooks.paths import Selector, select
 
@@ -160,7 +160,8 @@ def draw_gradients(record: GradientRecord) -> Picture:
     over_steps[record.nonfinite.T > 0] = _RED
     totals = np.log1p(record.histograms.sum(axis=0))
     spread = colored(totals / np.maximum(totals.max(axis=1, keepdims=True), 1))
-    labels = [captioned(np.empty((0, _LABEL, 3), np.uint8), layer) for layer in record.layers]
+    empty = np.empty((0, _LABEL, 3), np.uint8)
+    labels = [captioned(empty, shortened(layer, _LABEL)) for layer in record.layers]
     finite = norms[np.isfinite(norms)]
     span = f"1e{finite.min():.1f} to 1e{finite.max():.1f}" if finite.size else "none finite"
     panels = [
