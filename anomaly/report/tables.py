@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -44,7 +43,7 @@ def metrics_json(
         e.name: _figures(e) | _verdicts(e, counts)
         for e, counts in zip(evaluations, counted, strict=True)
     }
-    return json.dumps({"categories": categories, "mean": mean(evaluations)}, indent=2) + "\n"
+    return as_json({"categories": categories, "mean": mean(evaluations)})
 
 
 def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Thresholds | None]) -> str:
