@@ -82,7 +82,7 @@ def test_files_have_the_permissions_that_the_umask_leaves(mask: int, tmp_path: P
 
 
 def test_json_has_no_number_that_is_none() -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="JSON"):
         as_json({"score": float("nan")})
     name = os.fsdecode(b"\xff.png")
     assert json.loads(as_json([name])) == [name]

@@ -10,6 +10,7 @@ from typing import Any
 
 from anomaly.calibration import Thresholds
 from anomaly.evaluation import Evaluation
+from anomaly.files import as_json
 from anomaly.metrics import Confusion
 
 COLUMNS = (
