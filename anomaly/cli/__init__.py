@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every file name can be shown
     try:
+        _check_paths(options)
         return int(_module(options.command).run(options))
     except AnomalyError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -64,6 +65,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = "" if error.filename is None else f"{error.filename}: "
         print(f"error: {where}{error.strerror or error}", file=sys.stderr)
         return 2
+
+
+def _check_paths(options: argparse.Namespace) -> None:
+    """Refuse a model or a config that can't be before torch is imported, which takes seconds.
+
+    Of several, one that is wrong is left to the command, which goes on with the others.
+    """
+    model, config = (getattr(options, name, None) for name in ("model", "config"))
+    if isinstance(model, list):
+        model = model[0] if len(model) == 1 else None
+    if model is not None:
+        importlib.import_module("anomaly.model_folder").find_model(model)
+    if isinstance(config, list) and len(config) == 1:
+        folders = importlib.import_module("anomaly.cli.train").CONFIG_FOLDERS
+        load_config = importlib.import_module("anomaly.config_files").load_config
+        load_config(config[0], options.overrides, folders)
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
