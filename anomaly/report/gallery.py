@@ -140,7 +140,7 @@ class _Found:
 
 def _encoded(scores: array[float]) -> str:
     """Ascending, as little-endian doubles: no digit of a score is lost at a threshold."""
-    return base64.b64encode(np.sort(np.frombuffer(scores, "<f8"))).decode()
+    return base64.b64encode(np.sort(np.frombuffer(scores, "<f8")).tobytes()).decode()
 
 
 def _image(row: Row, output: Path, pixels: int) -> dict[str, Any]:
