@@ -8,6 +8,8 @@ import cv2
 import pytest
 from conftest import Command, train_arguments, write_part
 
+from anomaly.cli.selfcheck import _moved
+
 
 @pytest.fixture
 def golden(product: Path, tmp_path: Path) -> Path:
@@ -72,3 +74,8 @@ def test_a_spoilt_record(run_folder: Path, golden: Path, command: Command, text:
     (golden / "golden.json").write_text(text)
     code, _, err = command("selfcheck", _arguments(run_folder, golden))
     assert (code, "golden.json can't be read" in err) == (2, True)
+
+
+def test_an_image_without_a_score_is_never_as_recorded() -> None:
+    said = {"a.png": {"image_score": None, "verdict": "failed"}}
+    assert _moved(said, said, 1.0) == ["a.png: can't be scored: failed"]

@@ -34,9 +34,9 @@ def test_a_planted_defect_is_among_the_three_most_suspicious(
     assert "train/good/005.png" in [s["name"] for s in listed[:3]]
     assert [s["score"] for s in listed] == sorted((s["score"] for s in listed), reverse=True)
     assert "train/good/005.png" in out
-    # The scores are those that the thresholds come from; from 12 images, it's the highest.
+    # The scores are those that the thresholds come from; from 12 images, 1 % above the highest.
     thresholds = json.loads((output / "model" / "thresholds.json").read_text())
-    assert listed[0]["score"] == pytest.approx(thresholds["reject"]["value"])
+    assert listed[0]["score"] * 1.01 == pytest.approx(thresholds["reject"]["value"])
     for suspect in listed:
         picture = cv2.imread(str(output / suspect["heatmap"]))
         assert picture.shape == (96, 120, 3)

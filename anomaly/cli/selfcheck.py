@@ -116,11 +116,11 @@ def _moved(
 
 def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> str:
     old, new = before["image_score"], now["image_score"]
-    if new is None and now["verdict"]:  # of what can't be scored, the status
-        return f"can't be scored today: {now['verdict']}"
     score = "" if old is None or new is None else f" ({old:.4g} -> {new:.4g})"
     if before["verdict"] != now["verdict"]:
         return f"verdict {before['verdict'] or 'none'} -> {now['verdict'] or 'none'}{score}"
+    if new is None:  # recorded without a score, too: that is no part to be ready with
+        return f"can't be scored: {now['verdict']}"
     if old is not None and new is not None and abs(new - old) > tolerance * abs(old):
         return f"score has moved by {abs(new - old) / max(abs(old), 1e-12):.1%}{score}"
     return ""

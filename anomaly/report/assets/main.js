@@ -196,7 +196,7 @@ function showColours() {
   const value = (times) => scale.text(times * limit);
   const marks = limit === null ? [[0, "0"], [1, "highest of its image"]] : [[0, "0"], [1, `threshold ${value(1)}`], [2, value(2)]];
   for (const [times, text] of marks) {
-    const tick = element("span", {}, text);
+    const tick = element("span", times === 2 ? { class: "end" } : {}, text);
     tick.style.left = `${50 * times}%`;
     labels.append(tick);
   }
