@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anomaly.calibration import (
+    Costs,
     GoodScores,
     Thresholds,
     cheapest_threshold,
@@ -88,10 +89,9 @@ def test_few_images_say_so_and_lots_caution() -> None:
 def test_the_cheapest_threshold_rules_and_review_never_lies_above() -> None:
     good, defects = np.arange(100.0).tolist(), [30.5, 200.0]
     for escape in (0.0, 1.0, 1000.0):
-        costs = {"false_reject_cost": 1.0, "escape_cost": escape, "defect_share": 0.1}
-        thresholds, cost = thresholds_by_cost(_good(good), defects, review_rate=0.05, **costs)
-        choice = cheapest_threshold(good, defects, **costs)
+        costs = Costs(false_reject=1.0, escape=escape, defect_share=0.1)
+        thresholds, choice = thresholds_by_cost(_good(good), defects, costs, review_rate=0.05)
+        assert choice == cheapest_threshold(good, defects, costs)
         assert thresholds.image == choice.threshold.value
-        assert cost == choice.cost
         assert thresholds.review <= thresholds.image
         assert thresholds.label == "by cost"

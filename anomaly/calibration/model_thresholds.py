@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from anomaly.calibration.costs import cheapest_threshold
+from anomaly.calibration.costs import Choice, Costs, cheapest_threshold
 from anomaly.calibration.rates import Floats, Rate, percent, supported_rate
 from anomaly.calibration.scale import ScoreScale
 from anomaly.calibration.thresholds import (
@@ -149,38 +149,24 @@ def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresh
 
 
 def thresholds_by_cost(
-    good: GoodScores,
-    defect_scores: Sequence[float],
-    *,
-    review_rate: float,
-    false_reject_cost: float,
-    escape_cost: float,
-    defect_share: float,
-) -> tuple[Thresholds, float]:
+    good: GoodScores, defect_scores: Sequence[float], costs: Costs, *, review_rate: float
+) -> tuple[Thresholds, Choice]:
     """The reject threshold that costs least, and review from where good parts get rare.
 
     Args:
         good: scores of good images.
-        defect_scores: image scores of defects; see `cheapest_threshold`, also for the costs.
+        defect_scores: image scores of defects; see `cheapest_threshold`.
+        costs: of the mistakes.
         review_rate: the share of good parts that may not be called good.
-        false_reject_cost: of rejecting a good part.
-        escape_cost: of passing a defective one.
-        defect_share: of the parts on the line.
 
     Returns:
-        The thresholds, and the expected cost of a part.
+        The thresholds, and what is to be expected of rejection.
     """
-    choice = cheapest_threshold(
-        good.image,
-        defect_scores,
-        false_reject_cost=false_reject_cost,
-        escape_cost=escape_cost,
-        defect_share=defect_share,
-    )
+    choice = cheapest_threshold(good.image, defect_scores, costs)
     review = threshold_for_false_reject_rate(good.image, review_rate)
     if review.value > choice.threshold.value:
         review = choice.threshold
-    return _with_pixels(Calibration(review, choice.threshold), "by cost", good), choice.cost
+    return _with_pixels(Calibration(review, choice.threshold), "by cost", good), choice
 
 
 def _with_pixels(calibration: Calibration, label: str, good: GoodScores) -> Thresholds:
