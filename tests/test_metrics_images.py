@@ -164,7 +164,7 @@ def test_intervals_are_those_of_sticks_broken_at_random():
     scores = rng.normal(labels * 1.5, 1.0)
     good, defects = np.sort(scores[~labels]), np.sort(scores[labels])
     found = {"low": [], "high": []}
-    for _ in range(250):
+    for _ in range(120):
         shares, found_shares = rng.dirichlet(np.ones(41)), rng.dirichlet(np.ones(31))
         for end, beyond in (("low", (99.0, -99.0)), ("high", (-99.0, 99.0))):
             s = np.concatenate([good, beyond[:1], defects, beyond[1:]])
@@ -181,7 +181,7 @@ def test_intervals_are_those_of_sticks_broken_at_random():
     low, high = np.quantile(found["low"], 0.025, axis=0), np.quantile(found["high"], 0.975, axis=0)
     got = image_intervals(scores, labels, draws=4000, seed=1)
     f1 = got.pop("image_f1_max")
-    np.testing.assert_allclose(list(got.values()), np.stack([low, high], 1), atol=0.06)
+    np.testing.assert_allclose(list(got.values()), np.stack([low, high], 1), atol=0.08)
     point = (image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)).values
     for name, (lowest, highest) in (got | {"image_f1_max": f1}).items():
         assert lowest <= point[name] <= highest

@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="images of defects: says how many are found, and costs can be weighed",
     )
     add(
+        "--without",
+        nargs="+",
+        metavar="IMAGE",
+        help="good images to leave out: names as train prints them; all others count (again)",
+    )
+    add(
         "--data-root",
         type=Path,
         help="the data sets' folder, where it has moved since training: no image of the test "
@@ -85,6 +91,11 @@ def run(options: argparse.Namespace) -> int:
     found = None if defects is None else _recall(new, defects, choice)
     before = model.detector.thresholds
     done = 3 if any(images.refused for images in scored.values()) else 0
+    if options.without:
+        print(
+            "the model itself has still learned from what was left out; where that isn't good, "
+            "take it from the training images and train again"
+        )
     if new == before:
         print("these are the thresholds that the model has; nothing was changed")
         return done
@@ -187,13 +198,16 @@ def _good(options: argparse.Namespace, model: Model, scored: dict[str, Unseen]) 
         new = scored["good"]
         names = tuple(path.name for path in new.paths)
         source = f"{len(names)} good images that the model hasn't learned from"
-        return GoodScores(names, new.image, new.peak, source)
+        return GoodScores(names, new.image, new.peak, source).without(options.without or ())
     if now is None:
         raise DataError(
             f"{options.model} was trained with --no-calibrate and knows no scores of good images; "
             "give --good with a folder of some"
         )
-    return now.good
+    good = now.good.without(options.without or ())
+    if back := {out[1] for out in now.good.left_out} - {out[1] for out in good.left_out}:
+        log.warning("left out before, and counted again: %s", ", ".join(sorted(back)))
+    return good
 
 
 def _choose(
@@ -278,5 +292,6 @@ def _record(
             name: dict(zip(map(str, images.paths), images.hashes, strict=True))
             for name, images in scored.items()
         },
+        "left_out": {name: score for _, name, score, _ in after.good.left_out},
         "defects_found": found,
     }
