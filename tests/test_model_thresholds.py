@@ -107,8 +107,8 @@ def test_images_that_raise_the_threshold_are_named_one_by_one() -> None:
     assert thresholds_from(_good(usual), 0.05, 0.01).image == second[2]
     assert thresholds_from(_good(usual), 0.05, 0.01).raised_by() == []
     assert thresholds_by_hand(thresholds.good, 3.0, 3.0).raised_by() == []
-    # Among 400 images the threshold isn't the highest score, and one odd image moves it little.
-    many = thresholds_from(_good([9.0, *np.linspace(2.0, 2.45, 400)]), 0.05, 0.01)
+    # Of 600 images two may lie above the threshold: one odd image doesn't move it by a tenth.
+    many = thresholds_from(_good([9.0, *np.linspace(2.0, 2.45, 600)]), 0.05, 0.01)
     assert many.raised_by() == []
 
 
