@@ -91,11 +91,11 @@ class _LeftOut:
     def _from_directions(
         self, whitening: LowRankWhitening, residuals: Tensor, positions: slice
     ) -> Tensor:
-        """The same without the difference of 1 and a leverage that is almost 1.
+        """The same, without the difference of 1 and a leverage that is almost 1.
 
         A training residual lies in the span of the samples, so it is told by its shares v² in
-        their N − 1 directions, which sum to (N−1)/N. With t = Σ v²/(λ + ε') and
-        ε' = ε(N−2)/(N−1) the distance without it is (N−2)/(N−1) · ((N−1)/(ε't) − N).
+        their N − 1 directions, which sum to (N−1)/N. With ε' = ε(N−2)/(N−1) the squared distance
+        without it is N(N−2)/(N−1) · Σ v²λ/(λ+ε') / Σ v²ε'/(λ+ε').
         """
         n, ridge = self.images, whitening.regularisation
         raised = 1 / whitening.precision[positions, None].double()
