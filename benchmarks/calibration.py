@@ -205,7 +205,8 @@ def compare(what: str, some: np.ndarray, others: np.ndarray) -> None:
     print(
         f"{what}, {len(some)} images: mean {ratio.mean():+.2%}, median {np.median(ratio):+.2%}, "
         f"5 % to 95 % {low:+.2%} to {high:+.2%}, "
-        f"extremes {ratio.min():+.2%} to {ratio.max():+.2%}, highest score {some.max() / others.max() - 1:+.2%}"
+        f"extremes {ratio.min():+.2%} to {ratio.max():+.2%}, "
+        f"highest score {some.max() / others.max() - 1:+.2%}"
         f", rank correlation {ranks:.3f}",
         flush=True,
     )
