@@ -183,15 +183,12 @@ class Config(_Section):
     def image_score_in_force(self) -> str:
         """How image scores are made, where the config leaves it open or asks for the impossible.
 
-        The maximum of the blurred map, which is what a heatmap shows; but PatchCore on squares is
-        the paper's, which takes the maximum of the patch scores. `reweighted` needs a memory bank.
+        The maximum of the blurred map, which is what a heatmap shows, for either kind and however
+        images are sized. `reweighted` needs a memory bank.
         """
         model = self.model
         impossible = model.kind == "padim" and model.image_score == "reweighted"
-        if model.image_score is not None and not impossible:
-            return model.image_score
-        is_papers = model.kind == "patchcore" and self.image.resize is not None
-        return "max" if is_papers else "map_max"
+        return "map_max" if model.image_score is None or impossible else model.image_score
 
     @model_validator(mode="after")
     def _tiles_need_a_bank(self) -> Config:

@@ -16,7 +16,7 @@ from anomaly.loading import Refused
 from anomaly.metrics import (
     Metrics,
     PixelAccumulator,
-    bootstrap_intervals,
+    image_intervals,
     image_metrics,
     metrics_by_type,
     recall_at_false_reject_rates,
@@ -68,7 +68,7 @@ class Evaluation:
         name: of the model.
         scored: every test image, in the data set's order.
         metrics: image and pixel figures; a None has its reason.
-        intervals: 95 % bootstrap intervals of the image figures, by name.
+        intervals: of the image figures, by name, each with at least 95 % confidence.
         by_type: each type of defect's figures against all good images.
     """
 
@@ -141,7 +141,7 @@ def evaluate(
         detector.config.name,
         rows,
         figures | pixels.result(),
-        bootstrap_intervals(scores, labels),
+        image_intervals(scores, labels),
         metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
     )
 

@@ -163,6 +163,7 @@ def splits(bench: Bench, args: argparse.Namespace) -> None:
             f"| {config.data.category or config.name}, {config.model.kind} "
             f"| {learned} / {len(bench.images) - learned} | {name} "
             f"| {tally.promised / args.splits:.1%} | {tally.seen / args.splits:.1%} "
+            f"| {tally.seen / tally.promised:.1f} "
             f"| {tally.inside} of {args.splits} |",
             flush=True,
         )
@@ -203,7 +204,9 @@ def compare(what: str, some: np.ndarray, others: np.ndarray) -> None:
     low, high = np.quantile(ratio, [0.05, 0.95])
     print(
         f"{what}, {len(some)} images: mean {ratio.mean():+.2%}, median {np.median(ratio):+.2%}, "
-        f"5 % to 95 % {low:+.2%} to {high:+.2%}, highest score {some.max() / others.max() - 1:+.2%}"
+        f"5 % to 95 % {low:+.2%} to {high:+.2%}, "
+        f"extremes {ratio.min():+.2%} to {ratio.max():+.2%}, "
+        f"highest score {some.max() / others.max() - 1:+.2%}"
         f", rank correlation {ranks:.3f}",
         flush=True,
     )

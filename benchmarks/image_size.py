@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.inputs import machine
 from benchmarks.process import run
 
-# How an image reaches the network, and settings of it. Image scores are the config's for that.
+# How an image reaches the network, and settings of it. Image scores are the map's maximum for all.
 SIZES = {"resize": ["image.resize=256"], "area": ["image.area=256"]}
 _COMMAND = "import sys; from anomaly.cli import main; sys.exit(main(sys.argv[1:]))"
 

@@ -5,8 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import cv2
+import hypothesis
 import numpy as np
 import pytest
+
+# A busy machine is no failure.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 # Wide terminals and narrow ones must not change what argparse prints.
 os.environ["COLUMNS"] = "100"

@@ -145,6 +145,40 @@ def test_defects_say_how_many_are_found_and_costs_choose_between(
     assert written["review"]["value"] <= written["reject"]["value"]
 
 
+def test_one_odd_good_image_is_named_and_can_be_left_out(
+    tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in range(12):
+        write_part(tmp_path / "parts" / f"{i:03}.png", seed=i, mark=(30, 60) if i == 7 else None)
+    run = tmp_path / "run"
+    code, out, _ = command("train", train_arguments(tmp_path / "parts", run, "data.format=folder"))
+    assert code == 0
+    first, *_ = json.loads((run / "train.json").read_text())["raised_by"]
+    assert first["name"] == "007.png"
+    assert first["reject_without"] < 0.9 * first["score"]
+    assert f"007.png scores {first['score']:.5g} and raises the reject threshold" in out
+    assert f"anomaly calibrate --model {run} --without 007.png" in out
+
+    before = _files(run)
+    common = ["--model", run, "--device", "cpu"]
+    code, out, _ = command("calibrate", [*common, "--without", "007.png"])
+    assert code == 0
+    assert "at most 24 %" in out  # 1 − 0.05^(1/11)
+    assert "1 more left out by hand: 007.png" in out
+    assert "the model itself has still learned" in out
+    assert _thresholds(run)["reject"]["value"] == first["reject_without"]
+    (line,) = _history(run)
+    assert line["asked"] == {"without": ["007.png"]}
+    assert line["left_out"] == {"007.png": first["score"]}
+
+    code, _, err = command("calibrate", [*common, "--without", "nowhere.png"])
+    assert (code, "no good image is called nowhere.png" in err) == (2, True)
+    # Without the option all images count again, and it says so.
+    assert command("calibrate", common)[0] == 0
+    assert "counted again: 007.png" in caplog.text
+    assert _files(run) | {"history.jsonl": ""} == before | {"history.jsonl": ""}
+
+
 @pytest.mark.parametrize("option", ["--good", "--defects"])
 def test_images_of_the_test_split_are_refused(
     option: str, run: Path, product: Path, tmp_path: Path, command: Command

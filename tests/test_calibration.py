@@ -10,11 +10,13 @@ from scipy import stats
 
 from anomaly.calibration import (
     Calibration,
+    Costs,
     ScoreScale,
     beta_binomial_interval,
     calibrate,
     cheapest_threshold,
     images_needed,
+    rate_of,
     recall_at,
     supported_rate,
     threshold_at,
@@ -39,14 +41,12 @@ def test_forty_images_support_seven_percent():
 
 @pytest.mark.parametrize(("count", "images"), [(0, 1), (0, 40), (3, 40), (39, 40), (40, 40)])
 def test_bounds_are_clopper_pearson(count, images):
-    scores = np.arange(images)
-    got = threshold_at(images - 1 - count, scores).false_rejects
+    got = rate_of(count, images, 0.5)
     two_sided = stats.binomtest(count, images).proportion_ci(0.95, "exact")
     one_sided = stats.binomtest(count, images, alternative="less").proportion_ci(0.95, "exact")
     assert (got.count, got.images) == (count, images)
     assert (got.low, got.high) == pytest.approx((two_sided.low, two_sided.high), abs=1e-12)
     assert got.at_most == pytest.approx(one_sided.high, abs=1e-12)
-    assert got.expected == pytest.approx((count + 1) / (images + 1))
 
 
 @given(SCORES | TIED, st.floats(0.001, 0.6), st.floats(0.5, 0.99))
@@ -194,53 +194,89 @@ def test_recall_of_the_defects_at_hand():
     assert (got.low, got.high) == pytest.approx((interval.low, interval.high))
 
 
-COSTS = st.floats(0.01, 100)
+@pytest.mark.parametrize("images", [20, 60, 209])
+def test_bounds_of_any_threshold_hold_at_all_of_them_at_once(images):
+    """Uniform scores: the rate above a threshold t is 1 − t, and the worst t is at a score."""
+    bounds = [threshold_at(t, np.arange(images)).false_rejects for t in range(images)]
+    at_most, low, high = np.array([(b.at_most, b.low, b.high) for b in bounds]).T
+    rng = np.random.default_rng(images)
+    rates = 1 - np.sort(rng.random((3000, images)), axis=1)
+    assert (rates <= at_most).all(axis=1).mean() == pytest.approx(0.95, abs=0.012)
+    assert (rates <= high).all(axis=1).mean() == pytest.approx(0.975, abs=0.009)
+    # Just below a score one more is above: the lower bounds are broken there first.
+    assert (rates[:, 1:] >= low[:-1]).all(axis=1).mean() >= 0.966
 
 
-@given(SCORES | TIED, SCORES | TIED, COSTS, COSTS, st.floats(0, 1))
-def test_cheapest_threshold_beats_every_other(good, defects, reject_cost, escape_cost, share):
-    got = cheapest_threshold(
-        good,
-        defects,
-        false_reject_cost=reject_cost,
-        escape_cost=escape_cost,
-        defect_share=share,
-    )
+def test_a_threshold_of_a_fixed_rank_has_the_sharper_bound():
+    scores = np.arange(209.0)
+    fixed, any_ = threshold_for_false_reject_rate(scores, 0.01), threshold_at(208.0, scores)
+    assert fixed.false_rejects.at_most == pytest.approx(1 - 0.05 ** (1 / 209))
+    assert any_.false_rejects.at_most == pytest.approx(0.0295, abs=1e-4)
+    assert "wherever the threshold was put" in any_.statement
+    assert "wherever" not in fixed.statement
+
+
+COSTS = st.builds(Costs, st.floats(0.01, 100), st.floats(0.01, 100), st.floats(0, 1))
+
+
+@given(SCORES | TIED, SCORES | TIED, COSTS)
+def test_cheapest_threshold_beats_every_other(good, defects, costs):
+    got = cheapest_threshold(good, defects, costs)
     g, d = np.array(good), np.array(defects)
 
     def cost(value):
         rejects = ((g > value).sum() + 1) / (len(g) + 1)
-        return (1 - share) * reject_cost * rejects + share * escape_cost * (d <= value).mean()
+        return float(costs.of_a_part(rejects, (d <= value).mean()))
 
-    assert got.cost == pytest.approx(cost(got.threshold.value), rel=1e-9)
     assert got.recall.count == (d > got.threshold.value).sum()
     assert got.threshold.false_rejects.count == (g > got.threshold.value).sum()
     # Every other that lies in a gap which rounding leaves open.
     known = np.unique(np.concatenate([g, d]))
     wide = np.append(np.diff(known) >= 2 * GAP * known[1:], True)
     every = np.append(-1.0, known[wide])
-    assert got.cost <= min(cost(value) for value in every) * (1 + 1e-9) or not wide.all()
+    best = min(cost(value) for value in every)
+    assert cost(got.threshold.value) <= best * (1 + 1e-9) or not wide.all()
+    told = got.threshold.false_rejects.expected, 1 - got.recall.expected
+    assert got.cost == pytest.approx(float(costs.of_a_part(*told)))
 
 
 def test_cheapest_threshold_lies_between_parted_classes():
-    costs = {"false_reject_cost": 1.0, "escape_cost": 50.0, "defect_share": 0.02}
-    got = cheapest_threshold([1.0, 2.0, 3.0], [5.0, 6.0], **costs)
+    got = cheapest_threshold([1.0, 2.0, 3.0], [5.0, 6.0], Costs(1.0, 50.0, 0.02))
     assert got.threshold.value == 4.0
     assert got.threshold.target is None
     assert got.threshold.supported
-    dear = cheapest_threshold([1.0, 2.0, 3.0], [2.5, 6.0], **costs | {"escape_cost": 1e6})
-    cheap = cheapest_threshold([1.0, 2.0, 3.0], [2.5, 6.0], **costs | {"escape_cost": 1e-6})
-    assert (dear.recall.expected, cheap.recall.expected) == (1.0, 0.5)
+    dear = cheapest_threshold([1.0, 2.0, 3.0], [2.5, 6.0], Costs(1.0, 1e6, 0.02))
+    cheap = cheapest_threshold([1.0, 2.0, 3.0], [2.5, 6.0], Costs(1.0, 1e-6, 0.02))
+    assert (dear.recall.count, cheap.recall.count) == (2, 1)
     with pytest.raises(ValueError, match="costs"):
-        cheapest_threshold([1.0], [2.0], **costs | {"escape_cost": -1.0})
+        Costs(1.0, -1.0, 0.02)
     with pytest.raises(ValueError, match="share"):
-        cheapest_threshold([1.0], [2.0], **costs | {"defect_share": 1.5})
+        Costs(1.0, 1.0, 1.5)
+
+
+def test_what_is_told_of_a_choice_by_cost_is_what_new_parts_show():
+    """Ten defects that choose their own threshold flatter it: by 13 points of recall."""
+    rng, costs = np.random.default_rng(3), Costs(5.0, 200.0, 0.01)
+    told, true, counted = [], [], []
+    for _ in range(150):
+        got = cheapest_threshold(rng.normal(0, 1, 100), rng.normal(2, 1, 10), costs)
+        rejects, recall = stats.norm.sf(got.threshold.value - np.array([0.0, 2.0]))
+        true.append((rejects, recall, costs.of_a_part(rejects, 1 - recall)))
+        told.append((got.threshold.false_rejects.expected, got.recall.expected, got.cost))
+        counted.append(got.recall.count / 10)
+    np.testing.assert_allclose(np.mean(told, axis=0), np.mean(true, axis=0), rtol=0.1)
+    assert np.mean(counted) > np.mean(true, axis=0)[1] + 0.08
+
+
+def test_one_image_of_a_class_is_enough_for_a_choice():
+    got = cheapest_threshold([1.0], [2.0], Costs(1.0, 1.0, 0.5))
+    assert got.threshold.value == 1.5
+    assert (got.threshold.false_rejects.expected, got.recall.expected) == (0.5, 1.0)
 
 
 def test_cheapest_threshold_trusts_no_difference_within_rounding():
     low, high = (np.float32(1).view(np.int32) + np.array([1, 2], np.int32)).view(np.float32)
-    costs = {"false_reject_cost": 1.0, "escape_cost": 1.0, "defect_share": 0.5}
-    got = cheapest_threshold([float(low)], [float(high), 2.0], **costs)
+    got = cheapest_threshold([float(low)], [float(high), 2.0], Costs(1.0, 1.0, 0.5))
     assert got.threshold.value == pytest.approx(1.5, rel=1e-6)
     assert got.recall.count == 1
 
@@ -270,8 +306,7 @@ def _no_gap_is_wide_enough(good, value):
 
 @given(SPREAD_OUT, SPREAD_OUT, st.floats(0.01, 100), st.integers(0, 2**31))
 def test_no_image_changes_sides_of_a_cheapest_threshold(good, defects, escape, seed):
-    costs = {"false_reject_cost": 1.0, "escape_cost": escape, "defect_share": 0.1}
-    value = cheapest_threshold(good, defects, **costs).threshold.value
+    value = cheapest_threshold(good, defects, Costs(1.0, escape, 0.1)).threshold.value
     scores = np.array(good + defects)
     noise = np.random.default_rng(seed).uniform(-NOISE, NOISE, len(scores))
     moved = (scores * (1 + noise) > value) != (scores > value)

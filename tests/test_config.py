@@ -37,6 +37,7 @@ def test_mvtec_configs_carry_the_papers_setting() -> None:
         assert config.backbone.name == "wide_resnet50_2"
         assert (config.image.resize, config.image.crop) == (256, 224)
         assert config.model.coreset_ratio == 0.1
+        assert config.model.image_score == "max"
 
 
 def test_overrides_win_over_file_over_base(tmp_path: Path) -> None:
@@ -52,12 +53,18 @@ def test_overrides_win_over_file_over_base(tmp_path: Path) -> None:
     assert load_config(file, ["model.coreset_ratio=1e-2"]).model.coreset_ratio == 0.01
 
 
-def test_the_image_score_follows_the_kind() -> None:
-    assert Config().image_score_in_force == "map_max"
-    squares = Config.model_validate({"image": {"resize": 256}})
-    assert squares.image_score_in_force == "max"
-    padim = Config.model_validate({"model": {"kind": "padim"}})
-    assert padim.image_score_in_force == "map_max"
+@pytest.mark.parametrize("kind", ["patchcore", "padim"])
+@pytest.mark.parametrize("image", [{}, {"resize": 256}, {"resize": 256, "crop": 224}])
+def test_the_image_score_does_not_hang_on_how_images_are_sized(
+    kind: str, image: dict[str, int]
+) -> None:
+    values = {"model": {"kind": kind}, "image": image}
+    assert Config.model_validate(values).image_score_in_force == "map_max"
+    chosen = {"model": {"kind": kind, "image_score": "max"}, "image": image}
+    assert Config.model_validate(chosen).image_score_in_force == "max"
+
+
+def test_reweighting_needs_a_bank() -> None:
     both = Config.model_validate({"model": {"kind": "padim", "image_score": "reweighted"}})
     assert both.image_score_in_force == "map_max"
 

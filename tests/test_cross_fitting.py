@@ -138,7 +138,7 @@ def test_one_group_alone_is_scored_image_by_image_and_cautions() -> None:
     one = dict.fromkeys(range(11), "monday")
     good = cross_fit(detector, cast(Any, patches), fitter, names, folds=4, groups=one)
     assert good.groups == 1
-    assert "one group" in str(good.caution)
+    assert "one group" in good.cautions[0]
 
 
 def test_a_group_beside_single_images_is_kept_whole() -> None:

@@ -16,8 +16,8 @@ from sklearn.metrics import roc_curve as sklearn_roc_curve
 
 from anomaly.metrics import (
     Metrics,
-    bootstrap_intervals,
     confusion,
+    image_intervals,
     image_metrics,
     metrics_by_type,
     pr_curve,
@@ -157,44 +157,63 @@ def test_recall_keys_and_rounding():
         recall_at_false_reject_rates(scores, labels, (1.5,))
 
 
-def test_bootstrap_agrees_with_a_plain_loop():
+def test_intervals_are_those_of_sticks_broken_at_random():
+    """A plain loop: pieces of good parts at the upper ends of their gaps, and the other way."""
     rng = np.random.default_rng(0)
-    labels = np.arange(90) < 40
-    scores = np.round(rng.normal(labels * 1.0, 1.0), 1)
-    drawn = []
-    for _ in range(500):
-        index = np.concatenate(
-            [rng.choice(np.flatnonzero(labels == c), (labels == c).sum()) for c in (False, True)]
-        )
-        s, y = scores[index], labels[index]
-        few = [recall_by_hand(s, y, rate) for rate in (0.01, 0.05)]
-        drawn.append(
-            (roc_auc_score(y, s), average_precision_score(y, s), sklearn_f1_max(y, s), *few)
-        )
-    expected = np.quantile(drawn, [0.025, 0.975], axis=0).T
-    got = bootstrap_intervals(scores, labels, resamples=4000, seed=1)
-    np.testing.assert_allclose(list(got.values())[:3], expected[:3], atol=0.02)
-    # A recall moves by whole images, 1/40 each, and quantiles in steps of that.
-    np.testing.assert_allclose(list(got.values())[3:], expected[3:], atol=0.051)
+    labels = np.arange(70) < 30
+    scores = rng.normal(labels * 1.5, 1.0)
+    good, defects = np.sort(scores[~labels]), np.sort(scores[labels])
+    found = {"low": [], "high": []}
+    for _ in range(120):
+        shares, found_shares = rng.dirichlet(np.ones(41)), rng.dirichlet(np.ones(31))
+        for end, beyond in (("low", (99.0, -99.0)), ("high", (-99.0, 99.0))):
+            s = np.concatenate([good, beyond[:1], defects, beyond[1:]])
+            y = np.arange(72) > 40
+            w = np.concatenate([40 * shares, 30 * found_shares])
+            false, recall, _ = sklearn_roc_curve(y, s, sample_weight=w, drop_intermediate=False)
+            found[end].append(
+                (
+                    roc_auc_score(y, s, sample_weight=w),
+                    average_precision_score(y, s, sample_weight=w),
+                    *(recall[false <= rate].max() for rate in (0.01, 0.05)),
+                )
+            )
+    low, high = np.quantile(found["low"], 0.025, axis=0), np.quantile(found["high"], 0.975, axis=0)
+    got = image_intervals(scores, labels, draws=4000, seed=1)
+    f1 = got.pop("image_f1_max")
+    np.testing.assert_allclose(list(got.values()), np.stack([low, high], 1), atol=0.08)
     point = (image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)).values
-    for name, (low, high) in got.items():
-        assert low < point[name] < high
+    for name, (lowest, highest) in (got | {"image_f1_max": f1}).items():
+        assert lowest <= point[name] <= highest
 
 
-def test_bootstrap_is_seeded_and_undefined_without_a_class():
+@pytest.mark.parametrize(("n_good", "n_defect"), [(20, 20), (20, 63), (209, 63)])
+def test_classes_without_an_overlap_leave_the_figures_open_below(n_good, n_defect):
+    """Whatever the scores: pairs say that AUROC is at least 0.025 ** (1 / fewer images)."""
+    labels = np.arange(n_good + n_defect) >= n_good
+    got = image_intervals(labels * 1.0, labels)
+    low, high = got["image_auroc"]
+    assert 0.3 < low <= 0.025 ** (1 / min(n_good, n_defect)) + 0.005
+    assert high == 1.0
+    # Twenty good images, or 209, can't show what 1 % of them do.
+    assert got["recall_at_frr_0.01"] == (0.0, 1.0)
+    assert (got["recall_at_frr_0.05"][0] > 0) == (n_good == 209)
+
+
+def test_intervals_are_seeded_and_undefined_without_a_class():
     scores, labels = np.arange(20.0) % 7, np.arange(20) % 3 == 0
-    once = bootstrap_intervals(scores, labels, resamples=50, seed=5)
-    assert once == bootstrap_intervals(scores, labels, resamples=50, seed=5)
-    assert once != bootstrap_intervals(scores, labels, resamples=50, seed=6)
-    assert set(bootstrap_intervals(scores, labels & False).values()) == {None}
-    assert set(bootstrap_intervals([], []).values()) == {None}
+    once = image_intervals(scores, labels, draws=50, seed=5)
+    assert once == image_intervals(scores, labels, draws=50, seed=5)
+    assert once != image_intervals(scores, labels, draws=50, seed=6)
+    assert set(image_intervals(scores, labels & False).values()) == {None}
+    assert set(image_intervals([], []).values()) == {None}
 
 
-def test_bootstrap_in_several_chunks_keeps_every_resample(monkeypatch):
+def test_intervals_in_several_chunks_keep_every_draw(monkeypatch):
     scores, labels = np.arange(30.0) % 11, np.arange(30) % 2 == 0
-    whole = bootstrap_intervals(scores, labels, resamples=2000)
-    monkeypatch.setattr("anomaly.metrics.images._RESAMPLED_AT_ONCE", 64)
-    for name, interval in bootstrap_intervals(scores, labels, resamples=2000).items():
+    whole = image_intervals(scores, labels, draws=2000)
+    monkeypatch.setattr("anomaly.metrics.images._DRAWN_AT_ONCE", 64)
+    for name, interval in image_intervals(scores, labels, draws=2000).items():
         assert interval == pytest.approx(whole[name], abs=0.03)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anomaly.calibration import (
+    Costs,
     GoodScores,
     Thresholds,
     cheapest_threshold,
@@ -16,6 +17,7 @@ from anomaly.calibration import (
     thresholds_by_hand,
     thresholds_from,
 )
+from anomaly.errors import DataError
 
 finite = st.floats(0, 1e6, allow_nan=False, width=32)
 
@@ -88,10 +90,41 @@ def test_few_images_say_so_and_lots_caution() -> None:
 def test_the_cheapest_threshold_rules_and_review_never_lies_above() -> None:
     good, defects = np.arange(100.0).tolist(), [30.5, 200.0]
     for escape in (0.0, 1.0, 1000.0):
-        costs = {"false_reject_cost": 1.0, "escape_cost": escape, "defect_share": 0.1}
-        thresholds, cost = thresholds_by_cost(_good(good), defects, review_rate=0.05, **costs)
-        choice = cheapest_threshold(good, defects, **costs)
+        costs = Costs(false_reject=1.0, escape=escape, defect_share=0.1)
+        thresholds, choice = thresholds_by_cost(_good(good), defects, costs, review_rate=0.05)
+        assert choice == cheapest_threshold(good, defects, costs)
         assert thresholds.image == choice.threshold.value
-        assert cost == choice.cost
         assert thresholds.review <= thresholds.image
         assert thresholds.label == "by cost"
+
+
+def test_images_that_raise_the_threshold_are_named_one_by_one() -> None:
+    usual = np.linspace(2.0, 2.45, 38).tolist()
+    thresholds = thresholds_from(_good([3.82, *usual, 3.1]), 0.05, 0.01)
+    first, second = thresholds.raised_by()
+    assert (first[0], second[0]) == ("0.png", "39.png")
+    assert thresholds_from(_good([*usual, 3.1]), 0.05, 0.01).image == first[2]
+    assert thresholds_from(_good(usual), 0.05, 0.01).image == second[2]
+    assert thresholds_from(_good(usual), 0.05, 0.01).raised_by() == []
+    assert thresholds_by_hand(thresholds.good, 3.0, 3.0).raised_by() == []
+    # Of 600 images two may lie above the threshold: one odd image doesn't move it by a tenth.
+    many = thresholds_from(_good([9.0, *np.linspace(2.0, 2.45, 600)]), 0.05, 0.01)
+    assert many.raised_by() == []
+
+
+def test_scores_without_some_images_keep_them_apart_and_caution() -> None:
+    good = _good([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5])
+    less = good.without(["3.png", "/somewhere/train/1.png"])
+    assert (less.names, less.image, less.peak) == (("0.png", "2.png"), (1.0, 3.0), (1.5, 3.5))
+    assert "2 more left out by hand: 1.png, 3.png" in less.cautions[0]
+    assert GoodScores.from_json(json.loads(json.dumps(asdict(less)))) == less
+    assert less.without(["0.png"]).image == (2.0, 3.0, 4.0)
+    assert less.without([]) == good
+    with pytest.raises(DataError, match=r"no good image is called png"):
+        good.without(["png"])
+    with pytest.raises(DataError, match="all good images"):
+        good.without(list(good.names))
+    nested = GoodScores(("a/1.png", "b/1.png"), (1.0, 2.0), (1.0, 2.0), "two")
+    with pytest.raises(DataError, match="2 good images are called"):
+        nested.without(["1.png"])
+    assert nested.without(["a/1.png"]).names == ("b/1.png",)

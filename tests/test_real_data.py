@@ -78,6 +78,7 @@ def test_patchcore_on_bottle(tmp_path: Path) -> None:
 def test_padim_on_bottle(projection: str, pixel_auroc: float, tmp_path: Path) -> None:
     _needs(BOTTLE, WEIGHTS)
     settings = [*REAL, *SQUARE, "model.kind=padim", "model.dimensions=100"]
+    settings += ["model.image_score=map_max"]
     settings += [f"model.projection={projection}"]
     _, figures = _train_and_evaluate(BOTTLE, tmp_path, *settings)
     assert figures["image_auroc"] >= 0.995
@@ -85,16 +86,22 @@ def test_padim_on_bottle(projection: str, pixel_auroc: float, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    # PatchCore's image AUROC ranges from 0.900 to 0.919 with the seed.
-    ("kind", "image_auroc", "pixel_auroc"),
-    [("patchcore", 0.895, 0.81), ("padim", 0.881, 0.793)],
+    # PatchCore's image AUROC ranges from 0.900 to 0.919 with the seed; the map's maximum gives
+    # 0.009 more.
+    ("kind", "score", "image_auroc", "pixel_auroc"),
+    [
+        ("patchcore", "max", 0.895, 0.81),
+        ("patchcore", "map_max", 0.904, 0.81),
+        ("padim", "map_max", 0.881, 0.793),
+    ],
 )
 def test_one_seed_of_magnetic_tile(
-    kind: str, image_auroc: float, pixel_auroc: float, tmp_path: Path
+    kind: str, score: str, image_auroc: float, pixel_auroc: float, tmp_path: Path
 ) -> None:
     _needs(MAGNETIC_TILE, WEIGHTS)
     settings = [*REAL, *SQUARE, f"model.kind={kind}", "model.coreset_ratio=0.01"]
     settings += ["model.dimensions=100", "model.projection=orthogonal", "name=magnetic_tile"]
+    settings += [f"model.image_score={score}"]
     _, figures = _train_and_evaluate(MAGNETIC_TILE, tmp_path, *settings)
     assert figures["image_auroc"] >= image_auroc
     assert figures["pixel_auroc"] >= pixel_auroc

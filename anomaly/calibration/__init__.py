@@ -3,7 +3,7 @@
 Pure statistics of scores; nothing here knows a model or sees a test split.
 """
 
-from anomaly.calibration.costs import Choice, cheapest_threshold, recall_at
+from anomaly.calibration.costs import Choice, Costs, cheapest_threshold, recall_at
 from anomaly.calibration.model_thresholds import (
     GoodScores,
     Thresholds,
@@ -15,6 +15,7 @@ from anomaly.calibration.rates import (
     Rate,
     beta_binomial_interval,
     images_needed,
+    rate_of,
     supported_rate,
 )
 from anomaly.calibration.scale import ScoreScale
@@ -30,6 +31,7 @@ from anomaly.calibration.thresholds import (
 __all__ = [
     "Calibration",
     "Choice",
+    "Costs",
     "GoodScores",
     "Rate",
     "ScoreScale",
@@ -39,6 +41,7 @@ __all__ = [
     "calibrate",
     "cheapest_threshold",
     "images_needed",
+    "rate_of",
     "recall_at",
     "supported_rate",
     "threshold_at",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from anomaly.calibration.costs import cheapest_threshold
+from anomaly.calibration.costs import Choice, Costs, cheapest_threshold
 from anomaly.calibration.rates import Floats, Rate, percent, supported_rate
 from anomaly.calibration.scale import ScoreScale
 from anomaly.calibration.thresholds import (
@@ -19,6 +19,12 @@ from anomaly.calibration.thresholds import (
     threshold_at,
     threshold_for_false_reject_rate,
 )
+from anomaly.errors import DataError
+
+# Good images that are looked at one by one, and by how much leaving one out must lower the reject
+# threshold for it to be worth a word.
+_HIGHEST = 5
+_WORTH_A_WORD = 0.1
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class GoodScores:
         source: how they were had, for people.
         groups: from how many groups (lots, or parts seen more than once) the images come; None
             where none are known.
+        left_out: images that somebody has taken out, as (place among all, name, score, peak).
     """
 
     names: tuple[str, ...]
@@ -39,20 +46,51 @@ class GoodScores:
     peak: tuple[float, ...]
     source: str
     groups: int | None = None
+    left_out: tuple[tuple[int, str, float, float], ...] = ()
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> GoodScores:
         """The way back from `dataclasses.asdict`, whose tuples JSON knows as lists."""
         names, image, peak = (tuple(values[key]) for key in ("names", "image", "peak"))
-        return cls(names, image, peak, values["source"], values["groups"])
+        out = tuple((*one,) for one in values.get("left_out", ()))
+        return cls(names, image, peak, values["source"], values["groups"], out)
+
+    def without(self, names: Sequence[str]) -> GoodScores:
+        """These scores without some images, which are kept apart; all others count (again).
+
+        Args:
+            names: of images, or the ends of their paths where only one image has that end.
+
+        Raises:
+            DataError: no image, or more than one, has such a name, or none would be left.
+        """
+        rows = list(zip(self.names, self.image, self.peak, strict=True))
+        for place, name, score, highest in self.left_out:
+            rows.insert(place, (name, score, highest))
+        places = {_place(name, [row[0] for row in rows]) for name in names}
+        if len(places) == len(rows):
+            raise DataError("all good images would be left out; a threshold needs some of them")
+        kept = [row for i, row in enumerate(rows) if i not in places]
+        out = tuple((i, *rows[i]) for i in sorted(places))
+        all_names, image, peak = zip(*kept, strict=True)
+        return replace(self, names=all_names, image=image, peak=peak, left_out=out)
 
     @property
-    def caution(self) -> str | None:
-        """Why the bounds may promise too much; None where nothing is known against them."""
-        if self.groups is None:
-            return None
-        held = "one group" if self.groups == 1 else f"{self.groups} groups"
-        least = supported_rate(self.groups)
+    def cautions(self) -> list[str]:
+        """Why the bounds may promise too much; nothing where nothing is known against them."""
+        said = [] if self.groups is None else [self._caution_of_groups(self.groups)]
+        if self.left_out:
+            names = ", ".join(name for _, name, _, _ in self.left_out)
+            said.append(
+                f"{len(self.left_out)} more left out by hand: {names}. Rates and bounds are for "
+                "parts like the images that stayed; where parts like those left out are good, and "
+                "come again, more good parts will be flagged than is said"
+            )
+        return said
+
+    def _caution_of_groups(self, groups: int) -> str:
+        held = "one group" if groups == 1 else f"{groups} groups"
+        least = supported_rate(groups)
         return (
             f"the images come from {held}: as far as those of a group are alike, the bounds "
             f"promise too much, and {held} can vouch for no less than {percent(least)}"
@@ -109,7 +147,30 @@ class Thresholds:
         else:
             lines.append(f"review above {self.review:.5g}: {both.review.statement}")
             lines.append(f"reject above {self.image:.5g}: {both.reject.statement}")
-        return lines if self.good.caution is None else [*lines, self.good.caution]
+        return [*lines, *self.good.cautions]
+
+    def raised_by(self) -> list[tuple[str, float, float]]:
+        """The good images that put the reject threshold where it is, the highest first.
+
+        Returns:
+            (name, score, the threshold without this image and those listed before it). Up to the
+            last image without which it would be lower by a tenth or more; empty where there is
+            none, and for thresholds that weren't calibrated.
+        """
+        target = self.calibration.reject.target
+        order = np.argsort(-np.array(self.good.image), kind="stable")[:_HIGHEST].tolist()
+        if target is None or self.images <= len(order):
+            return []
+        found: list[tuple[int, float]] = []
+        listed, before = 0, self.image
+        for i in order:
+            rest = np.delete(np.array(self.good.image), [j for j, *_ in found] + [i])
+            value = threshold_for_false_reject_rate(rest, target).value
+            found.append((i, value))
+            if value <= before - _WORTH_A_WORD * abs(before):
+                listed = len(found)
+            before = value
+        return [(self.good.names[i], self.good.image[i], value) for i, value in found[:listed]]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the scores."""
@@ -149,38 +210,24 @@ def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresh
 
 
 def thresholds_by_cost(
-    good: GoodScores,
-    defect_scores: Sequence[float],
-    *,
-    review_rate: float,
-    false_reject_cost: float,
-    escape_cost: float,
-    defect_share: float,
-) -> tuple[Thresholds, float]:
+    good: GoodScores, defect_scores: Sequence[float], costs: Costs, *, review_rate: float
+) -> tuple[Thresholds, Choice]:
     """The reject threshold that costs least, and review from where good parts get rare.
 
     Args:
         good: scores of good images.
-        defect_scores: image scores of defects; see `cheapest_threshold`, also for the costs.
+        defect_scores: image scores of defects; see `cheapest_threshold`.
+        costs: of the mistakes.
         review_rate: the share of good parts that may not be called good.
-        false_reject_cost: of rejecting a good part.
-        escape_cost: of passing a defective one.
-        defect_share: of the parts on the line.
 
     Returns:
-        The thresholds, and the expected cost of a part.
+        The thresholds, and what is to be expected of rejection.
     """
-    choice = cheapest_threshold(
-        good.image,
-        defect_scores,
-        false_reject_cost=false_reject_cost,
-        escape_cost=escape_cost,
-        defect_share=defect_share,
-    )
+    choice = cheapest_threshold(good.image, defect_scores, costs)
     review = threshold_for_false_reject_rate(good.image, review_rate)
     if review.value > choice.threshold.value:
         review = choice.threshold
-    return _with_pixels(Calibration(review, choice.threshold), "by cost", good), choice.cost
+    return _with_pixels(Calibration(review, choice.threshold), "by cost", good), choice
 
 
 def _with_pixels(calibration: Calibration, label: str, good: GoodScores) -> Thresholds:
@@ -199,6 +246,20 @@ def _matched(value: float, scores: Floats, peaks: Floats) -> float:
         if outside and scores[end] > 0:
             return float(peaks[end] * (value / scores[end]))
     return float(np.interp(value, scores, peaks))
+
+
+def _place(wanted: str, names: Sequence[str]) -> int:
+    """Which of the images is meant: by its name, the end of it, or a path that ends with it."""
+    path = "/" + wanted.replace("\\", "/")
+    found = [i for i, name in enumerate(names) if name == wanted] or [
+        i for i, name in enumerate(names) if f"/{name}".endswith(path) or path.endswith(f"/{name}")
+    ]
+    if len(found) != 1:
+        what = f"{len(found)} good images are" if found else "no good image is"
+        raise DataError(
+            f"{what} called {wanted}; calibration.json in the model's folder lists their names"
+        )
+    return found[0]
 
 
 def _threshold_json(threshold: Threshold) -> dict[str, Any]:

@@ -16,7 +16,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from anomaly.calibration.placement import placed
-from anomaly.calibration.rates import Rate, images_needed, percent, rate_of, sorted_scores
+from anomaly.calibration.rates import (
+    Rate,
+    images_needed,
+    percent,
+    rate_anywhere,
+    rate_of,
+    sorted_scores,
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Threshold:
     Attributes:
         value: a score above it is flagged.
         false_rejects: the good calibration images above it, and the rate to expect of new good
-            parts: (count + 1) / (images + 1).
+            parts.
         confidence: of the bounds.
         target: the rate asked for; None for a threshold that was set by hand or by cost.
     """
@@ -46,10 +53,11 @@ class Threshold:
     def statement(self) -> str:
         """What to expect, as a sentence for people."""
         rate = self.false_rejects
+        chosen = ", wherever the threshold was put" if self.target is None else ""
         said = (
             f"flags about {percent(rate.expected)} of good parts, at most "
             f"{percent(rate.at_most)} ({percent(self.confidence)} confidence, "
-            f"{rate.images} good images)"
+            f"{rate.images} good images{chosen})"
         )
         if self.target is None or self.supported:
             return said
@@ -121,19 +129,17 @@ def threshold_for_false_reject_rate(
     fitting = int(np.searchsorted(chances, 1 - confidence, side="right"))
     above = max(fitting - 1, 0)
     value = placed(float(good[len(good) - 1 - above]), good)
-    return threshold_at(value, good, confidence, target)
+    above = int((good > value).sum())
+    rate = rate_of(above, len(good), (above + 1) / (len(good) + 1), confidence)
+    return Threshold(value, rate, confidence, target)
 
 
-def threshold_at(
-    value: float, scores: ArrayLike, confidence: float = 0.95, target: float | None = None
-) -> Threshold:
-    """What a threshold does to good parts, wherever it came from.
+def threshold_at(value: float, scores: ArrayLike) -> Threshold:
+    """What a threshold does to good parts, wherever it came from, also from these very scores.
 
     Args:
         value: a score above it is flagged.
         scores: (n,) finite scores of good images.
-        confidence: of the bounds.
-        target: the false-reject rate that was asked for.
 
     Raises:
         DataError: no scores.
@@ -143,8 +149,8 @@ def threshold_at(
         raise ValueError("a threshold must be a number, not NaN")
     good = sorted_scores(scores, "a threshold")
     above = int((good > value).sum())
-    expected = (above + 1) / (len(good) + 1)
-    return Threshold(value, rate_of(above, len(good), expected, confidence), confidence, target)
+    rate = rate_anywhere(above, len(good), (above + 1) / (len(good) + 1))
+    return Threshold(value, rate, confidence=0.95)
 
 
 def calibrate(

@@ -18,7 +18,7 @@ from anomaly.cli.progress import ProgressLine
 from anomaly.errors import AnomalyError, DataError
 
 if TYPE_CHECKING:
-    from anomaly.calibration import GoodScores, Thresholds
+    from anomaly.calibration import Choice, GoodScores, Thresholds
     from anomaly.checkpoint import Model
     from anomaly.unseen import Unseen
 
@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="PATH",
         help="images of defects: says how many are found, and costs can be weighed",
+    )
+    add(
+        "--without",
+        nargs="+",
+        metavar="IMAGE",
+        help="good images to leave out: names as train prints them; all others count (again)",
     )
     add(
         "--data-root",
@@ -78,13 +84,18 @@ def run(options: argparse.Namespace) -> int:
     model = load(options.model, device)
     scored = _score(options, model, threads)
     good, defects = _good(options, model, scored), scored.get("defects")
-    new, cost = _choose(options, model, good, defects)
+    new, choice = _choose(options, model, good, defects)
 
     for line in new.lines():
         print(line)
-    found = None if defects is None else _recall(new, defects, cost)
+    found = None if defects is None else _recall(new, defects, choice)
     before = model.detector.thresholds
     done = 3 if any(images.refused for images in scored.values()) else 0
+    if options.without:
+        print(
+            "the model itself has still learned from what was left out; where that isn't good, "
+            "take it from the training images and train again"
+        )
     if new == before:
         print("these are the thresholds that the model has; nothing was changed")
         return done
@@ -190,20 +201,23 @@ def _good(options: argparse.Namespace, model: Model, scored: dict[str, Unseen]) 
         new = scored["good"]
         names = tuple(path.name for path in new.paths)
         source = f"{len(names)} good images that the model hasn't learned from"
-        return GoodScores(names, new.image, new.peak, source)
+        return GoodScores(names, new.image, new.peak, source).without(options.without or ())
     if now is None:
         raise DataError(
             f"{options.model} was trained with --no-calibrate and knows no scores of good images; "
             "give --good with a folder of some"
         )
-    return now.good
+    good = now.good.without(options.without or ())
+    if back := {out[1] for out in now.good.left_out} - {out[1] for out in good.left_out}:
+        log.warning("left out before, and counted again: %s", ", ".join(sorted(back)))
+    return good
 
 
 def _choose(
     options: argparse.Namespace, model: Model, good: GoodScores, defects: Unseen | None
-) -> tuple[Thresholds, str]:
-    """The thresholds that were asked for, and what is to be said about their cost."""
-    from anomaly.calibration import thresholds_by_cost, thresholds_by_hand, thresholds_from
+) -> tuple[Thresholds, Choice | None]:
+    """The thresholds that were asked for, and what was chosen by cost."""
+    from anomaly.calibration import Costs, thresholds_by_cost, thresholds_by_hand, thresholds_from
 
     if options.threshold is not None:
         review = options.threshold if options.review_threshold is None else options.review_threshold
@@ -211,20 +225,15 @@ def _choose(
             raise AnomalyError(
                 f"--review-threshold {review:g} lies above --threshold {options.threshold:g}"
             )
-        return thresholds_by_hand(good, review, options.threshold), ""
+        return thresholds_by_hand(good, review, options.threshold), None
     review_rate, reject_rate = _rates(options, model)
     if options.cost_escape is None or defects is None:
-        return thresholds_from(good, review_rate, reject_rate), ""
+        return thresholds_from(good, review_rate, reject_rate), None
     share = 0.01 if options.defect_share is None else options.defect_share
-    thresholds, cost = thresholds_by_cost(
-        good,
-        defects.image,
-        review_rate=review_rate,
-        false_reject_cost=options.cost_false_reject,
-        escape_cost=options.cost_escape,
-        defect_share=share,
-    )
-    return thresholds, f"expected cost {cost:.4g} a part, where {share:.2%} of parts are defective"
+    costs = Costs(options.cost_false_reject, options.cost_escape, share)
+    thresholds, choice = thresholds_by_cost(good, defects.image, costs, review_rate=review_rate)
+    print(f"expected cost {choice.cost:.4g} a part, where {share:.2%} of parts are defective")
+    return thresholds, choice
 
 
 def _rates(options: argparse.Namespace, model: Model) -> tuple[float, float]:
@@ -245,18 +254,22 @@ def _rates(options: argparse.Namespace, model: Model) -> tuple[float, float]:
     return (review, review) if options.review_rate is not None else (reject, reject)
 
 
-def _recall(thresholds: Thresholds, defects: Unseen, cost: str) -> dict[str, Any]:
-    """Say how many defects are found; the same for the record."""
+def _recall(thresholds: Thresholds, defects: Unseen, choice: Choice | None) -> dict[str, Any]:
+    """Say how many defects are found; the same for the record.
+
+    Only thresholds by rate are sure not to have been chosen by these defects.
+    """
     from anomaly.calibration import recall_at
 
-    if cost:
-        print(cost)
     said = {}
     for what, value in (("rejected", thresholds.image), ("not called good", thresholds.review)):
-        rate = recall_at(value, defects.image)
+        rate = recall_at(value, defects.image, chosen=thresholds.label != "calibrated")
+        if choice is not None and value == choice.threshold.value:
+            rate = choice.recall
+        expected = "" if choice is None else f"; {100 * rate.expected:.1f} % to be expected of new"
         print(
-            f"of {rate.images} defects {rate.count} {what}: {100 * rate.expected:.1f} %, "
-            f"{100 * rate.low:.1f} to {100 * rate.high:.1f} % (95 % confidence)"
+            f"of {rate.images} defects {rate.count} {what}: {100 * rate.count / rate.images:.1f} %"
+            f"{expected}, {100 * rate.low:.1f} to {100 * rate.high:.1f} % (95 % confidence)"
         )
         said[what] = asdict(rate)
     return said
@@ -282,5 +295,6 @@ def _record(
             name: dict(zip(map(str, images.paths), images.hashes, strict=True))
             for name, images in scored.items()
         },
+        "left_out": {name: score for _, name, score, _ in after.good.left_out},
         "defects_found": found,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -122,6 +123,10 @@ def _summary(training: Any, model: Path, model_id: str) -> dict[str, Any]:
         "bank_vectors": scorer["vectors"][0] if "vectors" in scorer else None,
         "scorer": scorer,
         "thresholds": None if thresholds is None else thresholds.to_json(),
+        "raised_by": [
+            {"name": name, "score": score, "reject_without": value}
+            for name, score, value in (thresholds.raised_by() if thresholds else ())
+        ],
         "odd": list(training.odd),
         "refused": training.refused,
         "model_bytes": sum(f.stat().st_size for f in model.iterdir()),
@@ -177,6 +182,7 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
     else:
         for line in thresholds.lines():
             print(line)
+        _say_raised(summary["raised_by"], thresholds.image, output)
     if images["learned"] < LEAST_IMAGES:
         print(
             f"{images['learned']} images don't show what is usual: it takes {LEAST_IMAGES} for "
@@ -197,6 +203,22 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
     print(
         f"{seconds:.1f} s, {peak:.2f} GB at most; model {summary['model_id']} in {output / 'model'}"
     )
+
+
+def _say_raised(raised: Sequence[dict[str, Any]], reject: float, output: Path) -> None:
+    """Which good images put the reject threshold so high, and what to do about it."""
+    for i, image in enumerate(raised):
+        without = "without it" if i == 0 else f"without it and the {i} before"
+        print(
+            f"{image['name']} scores {image['score']:.5g} and raises the reject threshold: "
+            f"{without} that would be {image['reject_without']:.5g} instead of {reject:.5g}"
+        )
+    if raised:
+        names = " ".join(shlex.quote(image["name"]) for image in raised)
+        print(
+            "  look at what raises it; where it isn't good: "
+            f"anomaly calibrate --model {shlex.quote(str(output))} --without {names}"
+        )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ everywhere else. Metrics only measure; no threshold in use is ever taken from th
 
 from anomaly.metrics.curves import Curve
 from anomaly.metrics.images import (
-    bootstrap_intervals,
+    image_intervals,
     image_metrics,
     metrics_by_type,
     pr_curve,
@@ -23,8 +23,8 @@ __all__ = [
     "Metrics",
     "PixelAccumulator",
     "VerdictCounts",
-    "bootstrap_intervals",
     "confusion",
+    "image_intervals",
     "image_metrics",
     "metrics_by_type",
     "pr_curve",

@@ -1,7 +1,7 @@
 """Areas, averages and maxima of curves, from the good and defective weight at each score.
 
 Every function takes `good` and `defect` of shape (..., K), highest score first, and reduces the
-last axis; leading axes (bootstrap resamples) are carried along. The `*_error` functions say how
+last axis; leading axes (random draws) are carried along. The `*_error` functions say how
 far the figure can be from the exact one when a group holds scores that differ: inside a group the
 exact curve may take any rising path from the group's first corner to its last.
 """

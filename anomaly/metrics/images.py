@@ -16,8 +16,8 @@ NO_GOOD = "no good images"
 NO_DEFECTS = "no defective images"
 FALSE_REJECT_RATES = (0.01, 0.05)
 
-# A resample of this many numbers fits the processor's outer cache.
-_RESAMPLED_AT_ONCE = 1 << 20
+# Draws of this many numbers fit the processor's outer cache.
+_DRAWN_AT_ONCE = 1 << 20
 
 
 def image_metrics(scores: ArrayLike, labels: ArrayLike) -> Metrics:
@@ -81,7 +81,8 @@ def recall_at_false_reject_rates(
     if not tally.weights[0].any():
         return Metrics.undefined(names, NO_GOOD)
     good, defect = tally.weights
-    found = [float(_recall(good, defect, rate)) for rate in rates]
+    # A little slack: 0.07 of 100 images is seven, though 0.07 · 100 > 7 in floating point.
+    found = [float(_recall(good, defect, np.floor(r * good.sum() + 1e-9))) for r in rates]
     return Metrics(dict(zip(names, found, strict=True)))
 
 
@@ -114,38 +115,41 @@ def _recall_names(rates: Sequence[float]) -> tuple[str, ...]:
     return tuple(f"recall_at_frr_{rate:g}" for rate in rates)
 
 
-def _recall(good: Floats, defect: Floats, rate: float) -> Floats:
-    """Recall (...,) with at most this share of the good images flagged."""
+def _recall(good: Floats, defect: Floats, allowed: float) -> Floats:
+    """Recall (...,) with at most so much weight of good images flagged."""
     false, recall = curves.cumulative(good), curves.cumulative_share(defect)
-    # A little slack: 0.07 of 100 images is seven, though 0.07 · 100 > 7 in floating point.
-    allowed = np.floor(rate * false[..., -1:] + 1e-9)
     return np.asarray(np.where(false <= allowed, recall, 0.0).max(axis=-1))
 
 
-def bootstrap_intervals(
+def image_intervals(
     scores: ArrayLike,
     labels: ArrayLike,
     *,
     level: float = 0.95,
-    resamples: int = 1000,
+    draws: int = 1000,
     seed: int = 0,
 ) -> dict[str, tuple[float, float] | None]:
-    """Percentile bootstrap intervals of the image metrics.
+    """Intervals of the figures that parts still to come would show, with at least `level`.
 
-    Good and defective images are drawn separately, so that each resample has as many of either
-    as the data. Where the classes are parted without an overlap every resample is too, and the
-    AUROC's interval is [1, 1] however few images there are.
+    What n images leave open: of all good parts, those between two neighbouring scores have the
+    share of one of n + 1 pieces of a stick broken at random (Dirichlet with parameters 1, whatever
+    the scores' distribution), and so have defective ones. Where in its gap a piece lies isn't
+    known. So the lower end is the (1 − level) / 2 quantile of figures for which each good piece
+    lies at the upper end of its gap, and each defective one at the lower; the upper end likewise
+    the other way round. For the recall at a fixed threshold these are the Clopper–Pearson bounds,
+    and like them they err to the safe side: how often they hold is in docs/coverage.md.
 
     Args:
         scores: (n,) finite image scores.
         labels: (n,) bool, True for defective images.
-        level: share of the resamples inside the interval.
-        resamples: how often to draw.
+        level: chance that an interval holds.
+        draws: of pieces.
         seed: the same seed gives the same intervals.
 
     Returns:
         (low, high) of `image_auroc`, `image_ap`, `image_f1_max` and the recalls at false-reject
-        rates; None without good or without defective images.
+        rates; None without good or without defective images. Those of AP and F1 are for as many
+        good and defective parts to come as are in the data.
 
     Raises:
         ValueError: shapes differ, or a score isn't finite.
@@ -155,30 +159,52 @@ def bootstrap_intervals(
     if tally is None or not tally.weights.any(axis=1).all():
         return dict.fromkeys(names)
     rng = np.random.default_rng(seed)
-    at_once = max(1, _RESAMPLED_AT_ONCE // tally.weights.shape[1])
-    drawn = [
-        _resampled_metrics(tally.weights, min(at_once, resamples - done), rng)
-        for done in range(0, resamples, at_once)
+    best = int(np.argmax(curves.f1_scores(*tally.weights)))
+    at_once = max(1, _DRAWN_AT_ONCE // tally.weights.shape[1])
+    ends = [
+        _drawn_figures(tally.weights, best, min(at_once, draws - done), rng)
+        for done in range(0, draws, at_once)
     ]
-    tails = [(1 - level) / 2, (1 + level) / 2]
-    low, high = np.quantile(np.concatenate(drawn, axis=1), tails, axis=1)
+    lowest, highest = np.concatenate(ends, axis=2)
+    tail = (1 - level) / 2
+    low, high = np.quantile(lowest, tail, axis=1), np.quantile(highest, 1 - tail, axis=1)
     return dict(zip(names, zip(low.tolist(), high.tolist(), strict=True), strict=True))
 
 
-def _resampled_metrics(weights: Floats, count: int, rng: np.random.Generator) -> Floats:
-    """(figures, count): AUROC, average precision, best F1 and recalls of `count` resamples."""
-    good, defect = (
-        rng.multinomial(int(row.sum()), row / row.sum(), size=count).astype(np.float64)
-        for row in weights
-    )
-    return np.stack(
-        [
-            curves.auroc(good, defect),
-            curves.average_precision(good, defect),
-            curves.f1_scores(good, defect).max(axis=-1),
-            *(_recall(good, defect, rate) for rate in FALSE_REJECT_RATES),
-        ]
-    )
+def _drawn_figures(weights: Floats, best: int, count: int, rng: np.random.Generator) -> Floats:
+    """Figures of `count` draws, at their lower and at their upper end: (2, figures, count).
+
+    The lower end of the best F1 is that of the threshold which is best for the data, after `best`
+    groups: a maximum over all of them would be taken by chance, once more than it was already.
+    """
+    (good, good_rest), (defect, defect_rest) = (_pieces(row, count, rng) for row in weights)
+    nothing = np.zeros_like(good_rest)
+    ends = []
+    for low in (True, False):
+        parts = [(good_rest, good, nothing), (nothing, defect, defect_rest)]
+        if not low:
+            parts = [(nothing, good, good_rest), (defect_rest, defect, nothing)]
+        flagged, found = (np.concatenate(part, axis=1) for part in parts)
+        f1 = curves.f1_scores(flagged, found)
+        ends.append(
+            [
+                curves.auroc(flagged, found),
+                curves.average_precision(flagged, found),
+                f1[:, best + 1] if low else f1.max(axis=-1),
+                *(_recall(flagged, found, rate * weights[0].sum()) for rate in FALSE_REJECT_RATES),
+            ]
+        )
+    return np.array(ends)
+
+
+def _pieces(weights: Floats, count: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    """Random weights at K scores (count, K), and of the piece beyond them (count, 1).
+
+    Together they weigh as much as `weights` (K,), which say how many images each score has.
+    """
+    pieces = rng.standard_gamma(np.append(weights, 1.0), size=(count, len(weights) + 1))
+    pieces *= weights.sum() / pieces.sum(axis=1, keepdims=True)
+    return pieces[:, :-1], pieces[:, -1:]
 
 
 def roc_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from anomaly.calibration import Thresholds
+from anomaly.calibration import Thresholds, rate_of
 from anomaly.evaluation import Evaluation
 from anomaly.files import as_json
 from anomaly.metrics import Confusion
@@ -30,10 +30,11 @@ def metrics_json(
     """`{"categories": {name: figures}, "mean": figures}`; an undefined figure is null.
 
     Each category, and each type of defect, says why a figure is undefined under `undefined`. There
-    is also how far a binned figure can be off under `error_bounds`, the image figures' 95 %
-    bootstrap intervals under `intervals`, each type of defect against all good images under
-    `by_type`, and under `verdicts` what the model's own thresholds did. The mean leaves undefined
-    figures out; it is null where models were evaluated on the same images.
+    is also how far a binned figure can be off under `error_bounds`; under `intervals` what the
+    image figures can be for parts still to come, with at least 95 % confidence; each type of
+    defect against all good images under `by_type`; and under `verdicts` what the model's own
+    thresholds did, in counts and in rates with 95 % intervals. The mean leaves undefined figures
+    out; it is null where models were evaluated on the same images.
 
     Args:
         evaluations: one for each category.
@@ -144,8 +145,21 @@ def _verdicts(evaluation: Evaluation, counts: Confusion | None) -> dict[str, Any
     if counts is None:
         why = {"verdicts": "the model has no thresholds"}
         return {"verdicts": None, "undefined": evaluation.metrics.reasons | why}
-    totals = {"false_rejects": counts.false_rejects, "escapes": counts.escapes}
+    totals = {
+        "false_rejects": counts.false_rejects,
+        "escapes": counts.escapes,
+        "false_reject_rate": _rate(counts.false_rejects, counts.good.total),
+        "escape_rate": _rate(counts.escapes, counts.defective.total),
+    }
     return {"verdicts": totals | asdict(counts)}
+
+
+def _rate(count: int, images: int) -> dict[str, Any] | None:
+    """A share with its Clopper–Pearson interval: the test images had no say in the thresholds."""
+    if not images:
+        return None
+    rate = rate_of(count, images, count / images)
+    return {"value": rate.expected, "interval": (rate.low, rate.high)}
 
 
 def mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:

@@ -14,7 +14,7 @@ from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand
 from anomaly.datasets import Sample
 from anomaly.evaluation import Evaluation, Scored
 from anomaly.images import Image
-from anomaly.metrics import bootstrap_intervals, image_metrics, metrics_by_type
+from anomaly.metrics import image_intervals, image_metrics, metrics_by_type
 from anomaly.report.category import Category
 from anomaly.report.tiles import Tile, Tiles
 
@@ -75,7 +75,7 @@ def case(
         name,
         tuple(scored),
         image_metrics(scores, labels),
-        bootstrap_intervals(scores, labels),
+        image_intervals(scores, labels),
         metrics_by_type(scores, labels, [s.sample.defect_type for s in scored]),
     )
     return Category(

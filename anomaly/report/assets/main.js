@@ -169,10 +169,8 @@ function showHead() {
     const shown = element("dd", {}, value === null ? "–" : value.toFixed(4));
     if (interval && value !== null) {
       const [low, high] = interval;
-      shown.append(element("small", {}, low === high ? "no overlap" : `${low.toFixed(3)} – ${high.toFixed(3)}`));
-      shown.title = low === high
-        ? "the scores of good and defective images don't overlap, so no resample's do: these images can't bound the figure"
-        : "below: 95 % bootstrap interval";
+      shown.append(element("small", {}, `${low.toFixed(3)} – ${high.toFixed(3)}`));
+      shown.title = "below: what the figure can be for parts still to come, with at least 95 % confidence";
     }
     if (reason) shown.title = reason;
     return element("div", {}, element("dt", {}, ...term(key, label, "head")), shown);
