@@ -65,10 +65,16 @@ def run(options: argparse.Namespace) -> int:
     """Evaluate every model named, or compare two evaluations."""
     if options.overrides and not options.config:
         raise ConfigError("--set needs --config: a trained model keeps the settings it has")
-    if options.compare:
-        first, second = options.compare
-        return _compare(first, second, options.output, options.overwrite)
+    from anomaly.output_lock import locked
 
+    with locked(options.output):
+        if options.compare:
+            first, second = options.compare
+            return _compare(first, second, options.output, options.overwrite)
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     from anomaly.report.files import EvaluationFolder
 
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)

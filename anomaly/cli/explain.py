@@ -64,13 +64,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw everything that can be shown about one image."""
-    from anomaly.files import claim, write
-    from anomaly.heatmap import encode_png
+    from anomaly.output_lock import locked
 
     if options.model is None and options.backbone is None:
         raise AnomalyError("give --model, --backbone, or both")
     if not options.input.is_file():
         raise AnomalyError(f"--input {options.input} isn't a file; explain takes one image")
+    with locked(options.output):
+        return _explain(options)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from anomaly.files import claim, write
+    from anomaly.heatmap import encode_png
+
     device, _ = machine.settle(options)
     ours = (f"{before}feature_maps_*.png" for before in ("", "classifier_"))
     earlier = [file.name for pattern in ours for file in options.output.glob(pattern)]

@@ -51,16 +51,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Score images."""
+    from anomaly.output_lock import locked
+
+    with locked(options.output):
+        if options.watch:
+            from anomaly.cli import infer_watch
+
+            return infer_watch.run(options)
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     from anomaly.decoding import Decoders
     from anomaly.decoding_process import Task
     from anomaly.errors import OutputError
     from anomaly.files import claim, remove_drafts
     from anomaly.inputs import find_inputs, picture_names, say_passed_over
 
-    if options.watch:
-        from anomaly.cli import infer_watch
-
-        return infer_watch.run(options)
     infer_outputs.check(options)
     found = find_inputs(options.input, options.list, infer_outputs.ours(options.output))
     paths = found.paths

@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from anomaly.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from anomaly.calibration import Thresholds
+    from anomaly.config import Config
     from anomaly.datasets import Sample
     from anomaly.training import Training
 
@@ -53,39 +53,40 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train one model."""
     from anomaly.config_files import load_config
+    from anomaly.output_lock import locked
+
+    config = load_config(options.config, options.overrides, CONFIG_FOLDERS)
+    output: Path = options.output or Path("runs") / config.name
+    with locked(output):
+        return _run(options, config, output)
+
+
+def _run(options: argparse.Namespace, config: Config, output: Path) -> int:
     from anomaly.datasets import open_dataset
 
     started = time.perf_counter()
-    config = load_config(options.config, options.overrides, CONFIG_FOLDERS)
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)
-    output: Path = options.output or Path("runs") / config.name
 
     from anomaly.checkpoint import save
     from anomaly.files import claim, write
     from anomaly.training import fit
 
     device, threads = machine.settle(options)
-    is_new = not output.exists()
     outputs = ("model", "train.json", "suspects")
     claim(output, () if options.overwrite else outputs, overwrite=False)
-    try:
-        with ProgressLine() as progress:
-            training = fit(
-                config,
-                dataset.train,
-                device=device,
-                scratch=output,
-                workers=threads,
-                calibrate=not options.no_calibrate,
-                progress=progress,
-            )
-        before = time.perf_counter()
-        model_id = save(training, output / "model", overwrite=options.overwrite)
-        training.seconds["save"] = time.perf_counter() - before
-    finally:
-        if is_new:
-            with suppress(OSError):  # holds something: keep it
-                output.rmdir()
+    with ProgressLine() as progress:
+        training = fit(
+            config,
+            dataset.train,
+            device=device,
+            scratch=output,
+            workers=threads,
+            calibrate=not options.no_calibrate,
+            progress=progress,
+        )
+    before = time.perf_counter()
+    model_id = save(training, output / "model", overwrite=options.overwrite)
+    training.seconds["save"] = time.perf_counter() - before
     summary = _summary(training, output / "model", model_id)
     claim(output, ("suspects",), overwrite=True)
     summary["suspects"] = _draw_suspects(training, dataset.train, output)
