@@ -17,7 +17,7 @@ from anomaly.geometry import Tiling
 from anomaly.journal import Known, Record
 from anomaly.loading import Loaded, Refused, by_shape
 from anomaly.marked import MarkedRegion
-from anomaly.pictures import HEATMAPS
+from anomaly.own_outputs import HEATMAPS
 from anomaly.results import Row
 
 _BEHIND = 16  # scored images whose pictures may still be on their way

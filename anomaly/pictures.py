@@ -14,16 +14,10 @@ from anomaly.heatmap import Picture, display, encode_png, heatmap
 from anomaly.images import Image
 from anomaly.map_files import encode_float32, encode_uint16
 from anomaly.marked import AnomalyMap, MarkedRegion, marked_regions, predicted_mask
+from anomaly.own_outputs import HEATMAPS, MAPS, MASKS
 from anomaly.source_map import SourceMap
 
-HEATMAPS, MASKS, MAPS = "heatmaps", "masks", "maps"
-SCALE = "heatmap_scale.png"
 _HELD_PIXELS = 8_000_000
-
-
-def our_pictures(output: Path) -> list[Path]:
-    """Files and folders of pictures that we write: nothing in there is an input."""
-    return [output / name for name in (HEATMAPS, MASKS, MAPS, SCALE)]
 
 
 @dataclass(frozen=True)

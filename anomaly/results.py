@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, get_type_hints
 
+from anomaly.csv_tables import csv_text
 from anomaly.marked import MarkedRegion
 
 if TYPE_CHECKING:
@@ -113,16 +113,12 @@ def as_csv(rows: Iterable[DataclassInstance], kind: type[DataclassInstance]) -> 
 
 def csv_header(kind: type[DataclassInstance]) -> str:
     """The first line, of the columns' names."""
-    return ",".join(field.name for field in fields(kind)) + "\n"
+    return csv_text([[field.name for field in fields(kind)]])
 
 
 def csv_lines(rows: Iterable[DataclassInstance]) -> str:
     """The other lines."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    for row in rows:
-        writer.writerow(_cell(value) for value in asdict(row).values())
-    return text.getvalue()
+    return csv_text(asdict(row).values() for row in rows)
 
 
 def as_jsonl(rows: Iterable[Row]) -> str:
@@ -151,9 +147,3 @@ def _text(value: object) -> object:
     if isinstance(value, str):
         return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     return value
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return repr(value) if isinstance(value, float) else str(value)

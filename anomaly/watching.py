@@ -13,7 +13,7 @@ from anomaly.errors import DataError
 from anomaly.inference import Inputs, infer
 from anomaly.inputs import picture_names
 from anomaly.journal import Known
-from anomaly.pictures import HEATMAPS, our_pictures
+from anomaly.own_outputs import HEATMAPS
 from anomaly.watch_log import WatchLog
 
 # A file that nobody has written to for so long is fully written.
@@ -51,7 +51,7 @@ def watch(
     Raises:
         OutputError: results can't be written.
     """
-    arrivals = Arrivals(folders, log.done, our_pictures(output))
+    arrivals = Arrivals(folders, log.done)
     complaint = told = ""
     while not stopped():
         begun = time.monotonic()

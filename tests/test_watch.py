@@ -174,10 +174,26 @@ def test_results_in_the_folder_that_is_followed(
     base = ["--model", run_folder, "--input", tmp_path / "line", "--output", tmp_path / "line"]
     for _ in range(2):
         code, _, err = command("infer", [*base, "--overwrite"])
-        assert (code, err.count("\n"), "1 file is passed over" in err) == (0, 1, True)
+        assert (code, err.count("\n"), "1 file is passed over" in err) == (0, 2, True)
+        assert "passed over this program's own outputs: heatmaps" in err
         assert _names(tmp_path / "line") == ["a.png"]
     assert "1 file is passed over" in shift([], "--overwrite", output="line")[2]
     assert (tmp_path / "line" / ".other.png.part").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="makes links")
+def test_results_in_the_folder_that_is_followed_by_another_name(
+    shift: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    write_part(tmp_path / "line" / "a.png", seed=1)
+    (tmp_path / "link").symlink_to(tmp_path / "line")
+    nothing = [lambda: None] * 4
+    for turn, output in enumerate(("link/out", "line/../line/out2", "link/../link")):
+        code, _, _ = shift(nothing, "--masks", output=output)
+        assert (code, _names(tmp_path / output)) == (0, ["a.png"]), turn
+    # Followed through the link, and written to directly.
+    code, _, _ = shift(nothing, "--overwrite", "--input", tmp_path / "link", output="line/out")
+    assert (code, _names(tmp_path / "line" / "out")) == (0, ["a.png"])
 
 
 def test_resumed_after_a_kill(shift: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

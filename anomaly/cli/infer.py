@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli import infer_outputs, machine
-from anomaly.cli.infer_outputs import DONE, JOURNAL, OUTPUTS, WATCHED
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.stopping import Stopping
+from anomaly.own_outputs import DONE, INFER, JOURNAL, WATCHED
 
 if TYPE_CHECKING:
     from anomaly.errors import OutputError
@@ -69,12 +69,12 @@ def _run(options: argparse.Namespace) -> int:
     from anomaly.inputs import find_inputs, picture_names, say_passed_over
 
     infer_outputs.check(options)
-    found = find_inputs(options.input, options.list, infer_outputs.ours(options.output))
+    found = find_inputs(options.input, options.list)
     paths = found.paths
     if found.passed_over:
         print(f"note: {say_passed_over(found.passed_over)}", file=sys.stderr)
     is_complete = _is_complete(options)
-    claim(options.output, () if options.resume else OUTPUTS, overwrite=options.overwrite)
+    claim(options.output, () if options.resume else INFER, overwrite=options.overwrite)
     remove_drafts(options.output)
     # The decoding processes start while this one imports torch.
     with Decoders(min(machine.wanted_threads(options), len(paths))) as decoders, Stopping() as stop:

@@ -18,29 +18,6 @@ if TYPE_CHECKING:
     from anomaly.journal import Journal
     from anomaly.pictures import Pictures
 
-JOURNAL = "results.partial.jsonl"
-WATCHED = "results.watched.jsonl"
-DONE = "results.done.json"
-OUTPUTS = (
-    "results.csv",
-    "results.jsonl",
-    "results.parquet",
-    "regions.csv",
-    "parts.csv",
-    "heatmaps",
-    "heatmap_scale.png",
-    "masks",
-    "maps",
-    JOURNAL,
-    WATCHED,
-    DONE,
-)
-
-
-def ours(output: Path) -> list[Path]:
-    """What is ours in an output folder: nothing of it is an input."""
-    return [output / name for name in OUTPUTS]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
@@ -119,7 +96,7 @@ def write_scale(options: argparse.Namespace, model: Model) -> None:
     from anomaly.colour_bar import colour_bar
     from anomaly.files import write
     from anomaly.heatmap import encode_png
-    from anomaly.pictures import SCALE
+    from anomaly.own_outputs import SCALE
 
     thresholds = model.detector.thresholds
     if thresholds is not None:

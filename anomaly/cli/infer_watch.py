@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from anomaly.cli import infer_outputs, machine
-from anomaly.cli.infer_outputs import JOURNAL, OUTPUTS, WATCHED
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.stopping import Stopping
+from anomaly.own_outputs import INFER, JOURNAL, WATCHED
 
 if TYPE_CHECKING:
     from anomaly.journal import Known
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
 
     _check(options)
     resume = options.resume and (options.output / WATCHED).exists()
-    claim(options.output, () if resume else OUTPUTS, overwrite=options.overwrite)
+    claim(options.output, () if resume else INFER, overwrite=options.overwrite)
     remove_drafts(options.output)
     _say_passed_over(options)
     with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
@@ -79,9 +79,8 @@ def _say_passed_over(options: argparse.Namespace) -> None:
     from anomaly.errors import DataError
     from anomaly.inputs import passed_over, say_passed_over
 
-    ours = infer_outputs.ours(options.output)
     with suppress(DataError):  # a folder that can't be listed now is tried again
-        if count := sum(passed_over(folder, ours) for folder in options.input):
+        if count := sum(passed_over(folder) for folder in options.input):
             print(f"note: {say_passed_over(count)}", file=sys.stderr, flush=True)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
+from anomaly.own_outputs import TRAIN
 
 if TYPE_CHECKING:
     from anomaly.calibration import Thresholds
@@ -72,8 +73,7 @@ def _run(options: argparse.Namespace, config: Config, output: Path) -> int:
     from anomaly.training import fit
 
     device, threads = machine.settle(options)
-    outputs = ("model", "train.json", "suspects")
-    claim(output, () if options.overwrite else outputs, overwrite=False)
+    claim(output, () if options.overwrite else TRAIN, overwrite=False)
     with ProgressLine() as progress:
         training = fit(
             config,
