@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,13 +93,20 @@ class Journal:
         """All rows, in order of the files."""
         return [known.row for known in self.in_order()]
 
-    def finish(self, done: Path, exit_code: int) -> None:
-        """The run is complete: another file says of what, and this one goes.
+    def finish(self, done: Path, exit_code: int, model_name: str) -> None:
+        """The run is complete: another file says of what and when, and this one goes.
 
         Raises:
             OutputError: no room for it.
         """
-        write(done, json.dumps({"about": self._about, "exit_code": exit_code}, indent=2) + "\n")
+        said = {
+            "about": self._about,
+            "exit_code": exit_code,
+            "model_name": model_name,
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "milliseconds": sum(row.milliseconds or 0 for row in self.rows()),
+        }
+        write(done, json.dumps(said, indent=2) + "\n")
         self._file.unlink(missing_ok=True)
 
     def _read(self) -> None:

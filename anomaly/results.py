@@ -31,11 +31,15 @@ class Row:
         threshold: a higher score is rejected; None where the model has none.
         verdict: `good`, `review` (a person has to look) or `reject`; empty without a score or a
             threshold.
-        heatmap: picture, relative to the output folder; empty unless `ok`.
+        heatmap: picture, relative to the output folder; empty where there is none.
         model_id: which model said so.
         software_version: of this program.
         threshold_label: how the thresholds were found: `calibrated`, `by cost` or `by hand`.
         reason: why there is no score, or why a person has to look.
+        model_name: the model's name in its config.
+        time: when that was said, in UTC (ISO 8601).
+        milliseconds: from when the file began to be read until its pictures were on disk; it shares
+            a batch, and so it waits for others in between.
     """
 
     path: str
@@ -51,6 +55,9 @@ class Row:
     software_version: str
     threshold_label: str
     reason: str
+    model_name: str = ""
+    time: str = ""
+    milliseconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -144,8 +144,9 @@ def _explain_score(options: argparse.Namespace, device: torch.device, shown: _Sh
 
     picture = display(item.decoded)
     anomaly_map = prediction.anomaly_map()
+    review = None if thresholds is None else thresholds.review_pixel
     strong = float(np.nanmax(anomaly_map)) if thresholds is None else thresholds.pixel
-    heatmap = marked(overlay(picture, anomaly_map, strong), [])
+    heatmap = marked(overlay(picture, anomaly_map, strong, review=review), [])
     saliency = saliency_map(score_gradient(detector, worst))
     seen = marked(np.rint(worst.pixels * 255).astype(np.uint8), [])
     shown.pictures["score_gradient.png"] = beside(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from anomaly.cli import infer_outputs, machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.stopping import Stopping
-from anomaly.own_outputs import DONE, INFER, JOURNAL, WATCHED
+from anomaly.own_outputs import DONE, HEATMAPS, INFER, JOURNAL, WATCHED
 
 if TYPE_CHECKING:
     from anomaly.errors import OutputError
@@ -90,7 +90,8 @@ def _run(options: argparse.Namespace) -> int:
             print(f"the run in {options.output} is complete; there is nothing to resume")
             return code
         journal = Journal(options.output / JOURNAL, about)
-        inputs = Inputs(paths, picture_names(paths, [] if options.list else options.input))
+        names = picture_names(paths, [] if options.list else options.input)
+        inputs = Inputs(paths, names, options.heatmap)
         decoders.begin(Task(model.detector.loading, infer_outputs.pictures(options, model)))
         mm_per_pixel = model.detector.config.image.mm_per_pixel
         failure: OutputError | None = None
@@ -119,7 +120,7 @@ def _run(options: argparse.Namespace) -> int:
         return stop.exit_code
     scored = sum(row.status == "ok" for row in rows)
     code = 0 if scored == len(paths) else 3 if scored else 2
-    journal.finish(options.output / DONE, code)
+    journal.finish(options.output / DONE, code, model.detector.config.name)
     remove_drafts(options.output)  # of decoding processes that were killed
     return code
 
@@ -163,10 +164,10 @@ def _broken_off(failure: OutputError, done: int, total: int) -> OutputError:
 def _say(rows: list[Row], total: int, output: Path) -> None:
     counts = {v: sum(row.verdict == v for row in rows) for v in ("good", "review", "reject")}
     scored = sum(row.status == "ok" for row in rows)
-    said = "no verdicts, for the model has no thresholds"
+    said = ": no verdicts, for the model has no thresholds" if scored else ""
     if any(counts.values()):
-        said = f"{counts['good']} good, {counts['review']} to review, {counts['reject']} rejected"
-    print(f"{scored} of {total} images scored: {said}")
+        said = f": {counts['good']} good, {counts['review']} to review, {counts['reject']} rejected"
+    print(f"{scored} of {total} images scored{said}")
     for row in [row for row in rows if row.verdict == "review" and row.reason][:5]:
         print(f"  review: {row.path}: {row.reason}")
     bad = [row for row in rows if row.status != "ok"]
@@ -174,4 +175,6 @@ def _say(rows: list[Row], total: int, output: Path) -> None:
         print(f"  {row.status}: {row.reason}")
     if len(bad) > 5:
         print(f"  … and {len(bad) - 5} more, all in results.csv")
-    print(f"rows in {output / 'results.csv'}, pictures in {output / 'heatmaps'}")
+    drawn = f", pictures in {output / HEATMAPS}" if any(row.heatmap for row in rows) else ""
+    if rows:
+        print(f"rows in {output / 'results.csv'}{drawn}")

@@ -23,9 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
         "--heatmap",
-        choices=("overlay", "side-by-side"),
-        default="overlay",
-        help="pictures of the image under its heatmap, or of image, heatmap and colour bar",
+        choices=("none", "reject", "all"),
+        default="all",
+        help="which images get one: none, those not called good (reject and review), or all "
+        "(default)",
+    )
+    parser.add_argument(
+        "--side-by-side",
+        action="store_true",
+        help="heatmaps of image, heatmap and colour bar, with verdict and score",
     )
     more = parser.add_argument_group("more to write")
     more.add_argument("--masks", action="store_true", help="masks/: what is marked, as PNG")
@@ -70,6 +76,7 @@ def pictures(options: argparse.Namespace, model: Model) -> Pictures:
         "--masks": options.masks,
         "--regions": options.regions,
         "--maps uint16": options.maps == "uint16",
+        "--heatmap reject": options.heatmap == "reject",
     }
     needing = [name for name, wanted in asked.items() if wanted]
     if thresholds is None and needing:
@@ -80,7 +87,8 @@ def pictures(options: argparse.Namespace, model: Model) -> Pictures:
     return Pictures(
         options.output,
         limit,
-        beside=model.detector.unit if options.heatmap == "side-by-side" else None,
+        review=None if thresholds is None else thresholds.review_pixel,
+        beside=model.detector.unit if options.side_by_side else None,
         masks=options.masks,
         regions=options.regions,
         maps=options.maps,
@@ -99,14 +107,14 @@ def write_scale(options: argparse.Namespace, model: Model) -> None:
     from anomaly.own_outputs import SCALE
 
     thresholds = model.detector.thresholds
-    if thresholds is not None:
-        bar = colour_bar(480, thresholds.pixel, model.detector.unit)
+    if thresholds is not None and options.heatmap != "none":
+        bar = colour_bar(480, thresholds.pixel, model.detector.unit, thresholds.review_pixel)
         write(options.output / SCALE, encode_png(bar))
 
 
 def about(options: argparse.Namespace, model: Model, device: torch.device) -> dict[str, object]:
     """What the rows of a run depend on, but for the images."""
-    names = [n for n in ("masks", "regions", "parquet") if getattr(options, n)]
+    names = [n for n in ("side_by_side", "masks", "regions", "parquet") if getattr(options, n)]
     return {
         "model": model.model_id,
         "software version": __version__,

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +104,10 @@ def _summary(training: Any, model: Path, model_id: str) -> dict[str, Any]:
     """What train.json says, but for times and places."""
     scorer = {name: list(t.shape) for name, t in training.detector.scorer.tensors().items()}
     thresholds = training.detector.thresholds
+    image = training.detector.config.image
     return {
         "name": training.detector.config.name,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "model_id": model_id,
         "kind": training.detector.config.model.kind,
         "device": training.detector.device.type,
@@ -115,6 +118,7 @@ def _summary(training: Any, model: Path, model_id: str) -> dict[str, Any]:
         },
         "patches": training.patches,
         "patch_size": _patch_size(training),
+        "image": {name: getattr(image, name) for name in ("area", "resize", "tile")},
         "bank_vectors": scorer["vectors"][0] if "vectors" in scorer else None,
         "scorer": scorer,
         "thresholds": None if thresholds is None else thresholds.to_json(),
@@ -146,8 +150,9 @@ def _draw_suspects(
             suspect.patch_scores, loaded.view, detector.config.model.smoothing, detector.region
         )
         limit = suspect.score if thresholds is None else thresholds.pixel
+        review = None if thresholds is None else thresholds.review_pixel
         picture = f"suspects/{rank}_{short_name(sample.path.stem)}.png"
-        write(output / picture, encode_png(heatmap(loaded.decoded, seen, limit)))
+        write(output / picture, encode_png(heatmap(loaded.decoded, seen, limit, review)))
         listed.append({"name": sample.name, "score": suspect.score, "heatmap": picture})
     return listed
 
@@ -178,7 +183,7 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
             f"{images['learned']} images don't show what is usual: it takes {LEAST_IMAGES} for "
             "another product, a lens cap or a blurred image to be noticed as such"
         )
-    _say_patch(summary["patch_size"])
+    _say_patch(summary)
     if summary["suspects"]:
         print("look at these training images; a defect among the good ones is learned as good:")
         for suspect in summary["suspects"][:3]:
@@ -199,13 +204,28 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _say_patch(size: dict[str, list[float] | None]) -> None:
+def _say_patch(summary: dict[str, Any]) -> None:
+    size = summary["patch_size"]
     (height, width), mm = size["pixels"] or (0.0, 0.0), size["mm"]
     real = f", {mm[0]:.3g} × {mm[1]:.3g} mm" if mm else ""
     print(
         f"one patch covers {height:.0f} × {width:.0f} original pixels{real} (height × width): "
         "smaller defects may not be seen"
     )
+    print(f"  {_remedy(summary)}")
+
+
+def _remedy(summary: dict[str, Any]) -> str:
+    """What makes patches smaller."""
+    image = summary["image"]
+    if image["resize"] is not None:
+        return f"image.resize above {image['resize']} sees smaller ones, and takes longer"
+    if image["tile"] is not None:
+        return f"image.tile below {image['tile']} sees smaller ones, and takes longer"
+    area = f"image.area above {image['area']}"
+    if summary["kind"] == "padim":
+        return f"{area} sees smaller ones, and takes longer"
+    return f"{area} or image.tile, which cuts large images up, sees smaller ones, and takes longer"
 
 
 def _say_refused(refused: dict[str, str], shown: int = 5) -> None:
