@@ -62,31 +62,38 @@ def colour_bar(height: int, threshold: float, unit: str, review: float | None = 
     size = height / 400
     scale, thickness = _scale(height), max(1, round(size))
     margin, bar, left = round(34 * size), round(26 * size), round(43 * size)
-    ticks = {0.0: "", 0.75: "", 1.0: "reject", 1.25: "", 2.0: ""}
-    if review is not None and review < threshold:
-        times = review / threshold
-        ticks = {at: name for at, name in ticks.items() if abs(at - times) > 0.06 or name}
-        ticks[times] = "review"
-    labels = {
-        at: (f"{at * threshold:.3g}" + (f" = {at:.3g}x" if at else ""), name)
-        for at, name in ticks.items()
-    }
-    texts = [unit, *(text for label in labels.values() for text in label)]
-    written = max(cv2.getTextSize(text, _FONT, scale, thickness)[0][0] for text in texts)
-    sheet = np.full((height, left + written + round(14 * size) + 24, 3), _PAPER, np.uint8)
+    labels = _labels(threshold, review, few=height < 200)
+    sizes = [cv2.getTextSize(text, _FONT, scale, thickness)[0] for text in (unit, *labels.values())]
+    line = round(1.4 * max(tall for _, tall in sizes))
+    width = left + max(wide for wide, _ in sizes) + round(14 * size) + 24
+    sheet = np.full((height, width, 3), _PAPER, np.uint8)
     length = height - 2 * margin
     sheet[margin : margin + length, margin // 2 : margin // 2 + bar] = _gradient(length)[:, None]
-    for times, (text, name) in labels.items():
+    lowest = 0
+    for times, text in labels.items():  # from the top
         y = margin + round((1 - times / 2) * (length - 1))
         cv2.line(sheet, (left, y), (left + round(5 * size), y), _INK, thickness)
-        _write(sheet, text, (left + round(9 * size), y + round(4 * size)), scale, thickness)
-        if name:
-            # Above its number for reject and below it for review: the two may be close together.
-            below = round((-10 if name == "reject" and review is not None else 17) * size)
-            _write(sheet, name, (left + round(9 * size), y + below), scale * 0.8, thickness)
+        lowest = max(y + round(4 * size), lowest + line)  # two thresholds may be close together
+        _write(sheet, text, (left + round(9 * size), lowest), scale, thickness)
+        if text.endswith(("reject", "review")):
             cv2.line(sheet, (margin // 2, y), (left - 1, y), (255, 255, 255), thickness)
     _write(sheet, unit, (margin // 2, round(20 * size)), scale, thickness)
     return sheet
+
+
+def _labels(threshold: float, review: float | None, *, few: bool) -> dict[float, str]:
+    """What stands beside the bar, by multiples of the threshold, the highest first."""
+    names = {0.0: "", 1.0: " reject", 2.0: ""}
+    if review is not None and review < threshold:
+        names[review / threshold] = " review"
+    if not few:
+        names[1.25] = ""
+        if all(abs(at - 0.75) > 0.1 for at in names):
+            names[0.75] = ""
+    return {
+        at: (f"{at * threshold:.3g} = {at:.3g}x" if at else "0") + names[at]
+        for at in sorted(names, reverse=True)
+    }
 
 
 def _scale(height: int) -> float:

@@ -29,10 +29,9 @@ from anomaly.errors import ImageError
 from anomaly.geometry import View
 from anomaly.loading import Loaded, Refused
 from anomaly.marked import MarkedRegion
-from anomaly.pictures import Shown
+from anomaly.pictures import PLAIN, Shown
 from anomaly.source_map import SourceMap
 
-_PLAIN = Shown()
 _ATTEMPTS = 2
 _AHEAD = 4  # images that each process may be ahead of the network
 
@@ -89,7 +88,7 @@ class Decoders:
         return process.submit(process.load, index, path)
 
     def finish(
-        self, index: int, path: Path, found: SourceMap, name: str, shown: Shown = _PLAIN
+        self, index: int, path: Path, found: SourceMap, name: str, shown: Shown = PLAIN
     ) -> Future[tuple[MarkedRegion, ...] | Refused]:
         """Write the pictures of an image that `load_all` has given and that is now scored.
 

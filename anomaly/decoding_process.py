@@ -24,7 +24,7 @@ from anomaly.geometry import View
 from anomaly.images import Image
 from anomaly.loading import Loaded, Loading, Refused, load, paint, refusal
 from anomaly.marked import MarkedRegion
-from anomaly.pictures import Pictures, Shown
+from anomaly.pictures import PLAIN, Pictures, Shown
 from anomaly.source_map import SourceMap
 
 _KEPT_BYTES = 256 * 1024**2
@@ -107,7 +107,7 @@ class _Server:
             return refusal(index, path, error)
 
     def finish(
-        self, index: int, path: Path, found: SourceMap, name: str, shown: Shown
+        self, index: int, path: Path, found: SourceMap, name: str, shown: Shown = PLAIN
     ) -> tuple[MarkedRegion, ...] | Refused:
         image = self._image(index, path)
         if isinstance(image, Refused):

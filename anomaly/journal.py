@@ -93,7 +93,7 @@ class Journal:
         """All rows, in order of the files."""
         return [known.row for known in self.in_order()]
 
-    def finish(self, done: Path, exit_code: int, model_name: str) -> None:
+    def finish(self, done: Path, exit_code: int, model_name: str = "") -> None:
         """The run is complete: another file says of what and when, and this one goes.
 
         Raises:

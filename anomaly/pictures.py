@@ -38,7 +38,7 @@ class Shown:
     times: float | None = None
 
 
-_PLAIN = Shown()
+PLAIN = Shown()
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Pictures:
     maps: Literal["float32", "uint16"] | None = None
 
     def write(
-        self, image: Image, found: SourceMap, name: str, shown: Shown = _PLAIN
+        self, image: Image, found: SourceMap, name: str, shown: Shown = PLAIN
     ) -> tuple[MarkedRegion, ...]:
         """Write one image's files.
 

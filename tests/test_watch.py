@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,6 +107,11 @@ def test_a_shift(shift: Callable[..., tuple[int, str, str]], tmp_path: Path) -> 
     rows = _rows(output)
     assert [row["verdict"] for row in rows] == ["good", "good", "", "reject"]
     assert "3 of 4 images scored: 2 good, 1 rejected" in out
+    lines = out.splitlines()[1:-1]
+    assert [line.split()[2] for line in lines] == ["good", "good", "unreadable", "reject"]
+    assert re.match(
+        r"\d\d:\d\d:\d\d UTC  reject +[\d.]+ = \d+\.\d\d x reject  .*spot.png$", lines[3]
+    )
     assert "line: can't list this folder" in err
     assert "can be listed again" in err
     lines = [json.loads(text) for text in (output / "results.jsonl").read_text().splitlines()]
