@@ -52,8 +52,8 @@ def locked(folder: Path) -> Iterator[None]:
             made += [path for path in (folder, *folder.parents) if not path.exists()]
             file, handle = _take(folder)
         except OSError as error:
-            where = error.filename or folder
-            raise OutputError(f"{where} can't be used: {error.strerror}") from None
+            where = folder if error.filename in (None, str(folder / LOCK)) else error.filename
+            raise OutputError(f"{where} can't be written to: {error.strerror}") from None
         _held.add(place)
         try:
             yield

@@ -44,7 +44,7 @@ def test_what_is_for_review_is_outlined_fainter() -> None:
     assert not changed[26:54, 26:54].any()
     assert (seen[20, 40] > plain[20, 40]).all()
     assert (seen[20, 40] < 255).all()
-    assert (seen[80, 90] == 255).all()  # the threshold's own line
+    assert (seen[80, 90] > 220).all()  # the own line of the threshold
     np.testing.assert_array_equal(overlay(picture, scores, 10.0, review=10.0), plain)
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -174,14 +175,15 @@ def _commands(
     ]
 
 
+_UNFIT = (2, 5)  # a resumed run that is complete, and a comparison, are over before one can lose
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(12))
+@pytest.mark.parametrize("index", [i for i in range(12) if i not in _UNFIT])
 def test_two_processes_of_each_command_twenty_times(
     index: int, tmp_path: Path, run_folder: Path
 ) -> None:
-    """Whichever comes first; what is left is what one alone would have left."""
-    if index == 2:
-        pytest.skip("with --resume, the one that comes second may find nothing left to do")
+    """One wins, whichever; the other one leaves before the first has loaded its model."""
     product = write_product(tmp_path / "disc")
     for turn in range(20):
         place = tmp_path / str(turn)
@@ -206,13 +208,15 @@ def _finish(
 ) -> None:
     """One of two says that the folder is in use, while the other one works on."""
     while all(process.poll() is None for process in pair):
-        pass
+        time.sleep(0.01)
     loser, winner = sorted(pair, key=lambda p: p.poll() is None)
     said, err = loser.communicate()
     assert (loser.returncode, said) == (2, ""), err
     assert f"{folder} is in use by another run (process {winner.pid} on" in err
     assert winner.poll() is None, "the loser came too late to lose"
     if watching:
+        assert winner.stdout is not None
+        winner.stdout.readline()  # "watching …"
         winner.send_signal(signal.SIGTERM)
     _, err = winner.communicate()
     assert winner.returncode in ((0, 2) if watching else (0,)), f"{name}: {err}"

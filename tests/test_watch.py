@@ -108,7 +108,7 @@ def test_a_shift(shift: Callable[..., tuple[int, str, str]], tmp_path: Path) -> 
     assert [row["verdict"] for row in rows] == ["good", "good", "", "reject"]
     assert "3 of 4 images scored: 2 good, 1 rejected" in out
     lines = out.splitlines()[1:-1]
-    assert [line.split()[2] for line in lines] == ["good", "good", "unreadable", "reject"]
+    assert [line.split()[2] for line in lines] == ["good", "good", "unsupported", "reject"]
     assert re.match(
         r"\d\d:\d\d:\d\d UTC  reject +[\d.]+ = \d+\.\d\d x reject  .*spot.png$", lines[3]
     )
