@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -93,19 +92,18 @@ class Journal:
         """All rows, in order of the files."""
         return [known.row for known in self.in_order()]
 
-    def finish(self, done: Path, exit_code: int, model_name: str = "") -> None:
-        """The run is complete: another file says of what and when, and this one goes.
+    def finish(self, done: Path, exit_code: int, more: Mapping[str, object] | None = None) -> None:
+        """The run is complete: another file says of what, and this one goes.
+
+        Args:
+            done: the other file.
+            exit_code: of the run.
+            more: what it shall say besides; `finished` doesn't look at it.
 
         Raises:
             OutputError: no room for it.
         """
-        said = {
-            "about": self._about,
-            "exit_code": exit_code,
-            "model_name": model_name,
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "milliseconds": sum(row.milliseconds or 0 for row in self.rows()),
-        }
+        said = {"about": self._about, "exit_code": exit_code, **(more or {})}
         write(done, json.dumps(said, indent=2) + "\n")
         self._file.unlink(missing_ok=True)
 

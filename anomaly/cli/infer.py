@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +70,7 @@ def _run(options: argparse.Namespace) -> int:
     from anomaly.files import claim, remove_drafts
     from anomaly.inputs import find_inputs, picture_names, say_passed_over
 
+    begun = time.perf_counter()
     infer_outputs.check(options)
     found = find_inputs(options.input, options.list)
     paths = found.paths
@@ -120,7 +123,12 @@ def _run(options: argparse.Namespace) -> int:
         return stop.exit_code
     scored = sum(row.status == "ok" for row in rows)
     code = 0 if scored == len(paths) else 3 if scored else 2
-    journal.finish(options.output / DONE, code, model.detector.config.name)
+    when = {
+        "model_name": model.detector.config.name,
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "milliseconds": round(1000 * (time.perf_counter() - begun), 1),
+    }
+    journal.finish(options.output / DONE, code, when)
     remove_drafts(options.output)  # of decoding processes that were killed
     return code
 
