@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from anomaly.inputs import list_others
+from anomaly.images import is_image, list_files
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,10 @@ class Arrivals:
     Args:
         folders: searched with their subfolders.
         done: files that were given earlier, with the stamps that they had then.
-        without: folders and files that aren't inputs: our own pictures.
     """
 
-    def __init__(
-        self, folders: Sequence[Path], done: Mapping[Path, Stamp], without: Sequence[Path] = ()
-    ) -> None:
+    def __init__(self, folders: Sequence[Path], done: Mapping[Path, Stamp]) -> None:
         self._folders = folders
-        self._without = without
         self._given = dict(done)
         self._written: dict[Path, Stamp] = {}
 
@@ -59,7 +55,8 @@ class Arrivals:
         Raises:
             DataError: a folder can't be listed; what arrives is given later.
         """
-        listed = {path for folder in self._folders for path in list_others(folder, self._without)}
+        files = {file for folder in self._folders for file in list_files(folder, tell=False)}
+        listed = filter(is_image, files)
         stamps = {path: stamp for path in listed if (stamp := stamp_of(path)) is not None}
         new = {path: stamp for path, stamp in stamps.items() if self._given.get(path) != stamp}
         ready = {path: stamp for path, stamp in new.items() if self._written.get(path) == stamp}

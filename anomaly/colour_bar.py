@@ -11,7 +11,14 @@ _PAPER, _INK, _GREY = 255, (30, 30, 30), 128
 _FONT = cv2.FONT_HERSHEY_SIMPLEX
 
 
-def side_by_side(picture: Picture, marked: Picture, threshold: float, unit: str) -> Picture:
+def side_by_side(
+    picture: Picture,
+    marked: Picture,
+    threshold: float,
+    unit: str,
+    review: float | None = None,
+    caption: str = "",
+) -> Picture:
     """An image, the same with its heatmap, and the legend; both at their own resolution.
 
     Args:
@@ -19,46 +26,78 @@ def side_by_side(picture: Picture, marked: Picture, threshold: float, unit: str)
         marked: the same size, as `overlay` makes it.
         threshold: the one that `marked` was drawn with.
         unit: of the scores.
+        review: as for `overlay`.
+        caption: a line above them, shrunk where it is too long; none where it is empty.
 
     Returns:
-        (H0, W, 3) RGB, W a little over 2 · W0.
+        (H, W, 3) RGB, W a little over 2 · W0, H that of the image and its caption.
     """
     height = picture.shape[0]
     gap = np.full((height, max(2, round(height / 100)), 3), _PAPER, np.uint8)
-    return np.hstack([picture, gap, marked, colour_bar(height, threshold, unit)])
+    plate = np.hstack([picture, gap, marked, colour_bar(height, threshold, unit, review)])
+    if not caption:
+        return plate
+    scale = max(_scale(height), 0.3)
+    (width, tall), below = cv2.getTextSize(caption, _FONT, scale, 1)
+    scale *= min(1, (plate.shape[1] - 8) / width)
+    head = np.full((tall + below + 10, plate.shape[1], 3), _PAPER, np.uint8)
+    _write(head, caption, (4, tall + 5), scale, max(1, round(height / 400)))
+    return np.vstack([head, plate])
 
 
-def colour_bar(height: int, threshold: float, unit: str) -> Picture:
+def colour_bar(height: int, threshold: float, unit: str, review: float | None = None) -> Picture:
     """What the colours mean, on a mid-grey ground: scores from 0 to twice the threshold.
+
+    Scores are given as they are, and in multiples of the threshold.
 
     Args:
         height: in pixels.
         threshold: the anomaly map's value where marking starts.
         unit: of the scores.
+        review: a lower value, from where an image is for review; None where there is none.
 
     Returns:
-        (height, about 0.3 · height, 3) RGB.
+        (height, about 0.4 · height, 3) RGB.
     """
     size = height / 400
-    scale, thickness = max(0.45 * size, 0.2), max(1, round(size))
-    margin, bar = round(34 * size), round(26 * size)
-    (written, _), _ = cv2.getTextSize(unit, _FONT, scale, thickness)
-    width = max(round(128 * size), margin + written) + 24
+    scale, thickness = _scale(height), max(1, round(size))
+    margin, bar, left = round(34 * size), round(26 * size), round(43 * size)
+    labels = _labels(threshold, review, few=height < 200)
+    sizes = [cv2.getTextSize(text, _FONT, scale, thickness)[0] for text in (unit, *labels.values())]
+    line = round(1.4 * max(tall for _, tall in sizes))
+    width = left + max(wide for wide, _ in sizes) + round(14 * size) + 24
     sheet = np.full((height, width, 3), _PAPER, np.uint8)
     length = height - 2 * margin
     sheet[margin : margin + length, margin // 2 : margin // 2 + bar] = _gradient(length)[:, None]
-    left = margin // 2 + bar
-    for times, label in ((0.0, "0"), (0.75, None), (1.0, "threshold"), (1.25, None), (2.0, None)):
+    lowest = 0
+    for times, text in labels.items():  # from the top
         y = margin + round((1 - times / 2) * (length - 1))
         cv2.line(sheet, (left, y), (left + round(5 * size), y), _INK, thickness)
-        text = label if label == "0" else f"{times * threshold:.3g}"
-        _write(sheet, text, (left + round(9 * size), y + round(4 * size)), scale, thickness)
-        if label == "threshold":
-            below = (left + round(9 * size), y + round(17 * size))
-            _write(sheet, label, below, scale * 0.8, thickness)
+        lowest = max(y + round(4 * size), lowest + line)  # two thresholds may be close together
+        _write(sheet, text, (left + round(9 * size), lowest), scale, thickness)
+        if text.endswith(("reject", "review")):
             cv2.line(sheet, (margin // 2, y), (left - 1, y), (255, 255, 255), thickness)
     _write(sheet, unit, (margin // 2, round(20 * size)), scale, thickness)
     return sheet
+
+
+def _labels(threshold: float, review: float | None, *, few: bool) -> dict[float, str]:
+    """What stands beside the bar, by multiples of the threshold, the highest first."""
+    names = {0.0: "", 1.0: " reject", 2.0: ""}
+    if review is not None and review < threshold:
+        names[review / threshold] = " review"
+    if not few:
+        names[1.25] = ""
+        if all(abs(at - 0.75) > 0.1 for at in names):
+            names[0.75] = ""
+    return {
+        at: (f"{at * threshold:.3g} = {at:.3g}x" if at else "0") + names[at]
+        for at in sorted(names, reverse=True)
+    }
+
+
+def _scale(height: int) -> float:
+    return max(0.45 * height / 400, 0.2)
 
 
 def _gradient(length: int) -> Picture:

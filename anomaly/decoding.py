@@ -29,6 +29,7 @@ from anomaly.errors import ImageError
 from anomaly.geometry import View
 from anomaly.loading import Loaded, Refused
 from anomaly.marked import MarkedRegion
+from anomaly.pictures import PLAIN, Shown
 from anomaly.source_map import SourceMap
 
 _ATTEMPTS = 2
@@ -87,7 +88,7 @@ class Decoders:
         return process.submit(process.load, index, path)
 
     def finish(
-        self, index: int, path: Path, found: SourceMap, name: str
+        self, index: int, path: Path, found: SourceMap, name: str, shown: Shown = PLAIN
     ) -> Future[tuple[MarkedRegion, ...] | Refused]:
         """Write the pictures of an image that `load_all` has given and that is now scored.
 
@@ -96,6 +97,7 @@ class Decoders:
             path: of the image.
             found: its anomaly map.
             name: of its pictures.
+            shown: what its heatmap says of it.
 
         Returns:
             What is marked, once they are on disk; `Refused` when the file can't be read any more,
@@ -103,7 +105,7 @@ class Decoders:
             be written.
         """
         process = self._of.pop(index)
-        return process.submit(process.finish, index, path, found, name)
+        return process.submit(process.finish, index, path, found, name, shown)
 
     def forget(self, index: int) -> None:
         """An image that `load_all` has given needs no pictures."""
@@ -145,9 +147,9 @@ class _Process:
         return answer
 
     def finish(
-        self, index: int, path: Path, found: SourceMap, name: str
+        self, index: int, path: Path, found: SourceMap, name: str, shown: Shown
     ) -> tuple[MarkedRegion, ...] | Refused:
-        answer = self._ask(("finish", index, path, found, name))
+        answer = self._ask(("finish", index, path, found, name, shown))
         if answer is None:
             return _failed(index, path, "drawing")
         assert isinstance(answer, tuple | Refused)

@@ -24,7 +24,7 @@ from anomaly.geometry import View
 from anomaly.images import Image
 from anomaly.loading import Loaded, Loading, Refused, load, paint, refusal
 from anomaly.marked import MarkedRegion
-from anomaly.pictures import Pictures
+from anomaly.pictures import PLAIN, Pictures, Shown
 from anomaly.source_map import SourceMap
 
 _KEPT_BYTES = 256 * 1024**2
@@ -107,13 +107,13 @@ class _Server:
             return refusal(index, path, error)
 
     def finish(
-        self, index: int, path: Path, found: SourceMap, name: str
+        self, index: int, path: Path, found: SourceMap, name: str, shown: Shown = PLAIN
     ) -> tuple[MarkedRegion, ...] | Refused:
         image = self._image(index, path)
         if isinstance(image, Refused):
             return image
         try:
-            return self._task.pictures.write(image, found, name)
+            return self._task.pictures.write(image, found, name, shown)
         except OutputError:  # of every image to come, too
             raise
         except Exception as error:

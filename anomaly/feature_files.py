@@ -12,7 +12,6 @@ behind the last complete shard. Imports no torch.
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from anomaly.csv_tables import csv_rows, csv_text
 from anomaly.errors import DataError, OutputError, why
 from anomaly.files import claim, write
 
@@ -152,8 +152,8 @@ def _read_index(folder: Path) -> list[Saved]:
         return []
     try:
         # The last line of a run that was cut off may lack its end.
-        text = file.read_text("utf-8")
-        rows = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")))
+        text = file.read_bytes().decode("utf-8", "surrogateescape")
+        rows = csv_rows(text[: text.rfind("\n") + 1])
         return [Saved(shard, int(row), path, sha) for shard, row, path, sha in rows[1:]]
     except (OSError, ValueError) as error:
         raise DataError(
@@ -163,14 +163,14 @@ def _read_index(folder: Path) -> list[Saved]:
 
 def write_index(folder: Path, index: Sequence[Saved]) -> None:
     """Write the whole index."""
-    write(folder / INDEX, as_csv([_COLUMNS, *_lines(index)]))
+    write(folder / INDEX, csv_text([_COLUMNS, *_lines(index)]))
 
 
 def append_index(folder: Path, new: Sequence[Saved]) -> None:
     """Add the rows of a shard that is on disk already."""
     try:
         with (folder / INDEX).open("ab") as file:
-            file.write(as_csv(_lines(new)).encode())
+            file.write(csv_text(_lines(new)).encode("utf-8", "surrogateescape"))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -179,13 +179,6 @@ def append_index(folder: Path, new: Sequence[Saved]) -> None:
 
 def _lines(index: Sequence[Saved]) -> list[tuple[str, ...]]:
     return [(saved.shard, str(saved.row), saved.path, saved.image_sha256) for saved in index]
-
-
-def as_csv(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as the text of a CSV file."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from anomaly.csv_tables import csv_text
 from anomaly.errors import OutputError
 from anomaly.feature_files import (
     SETTINGS,
@@ -18,7 +19,6 @@ from anomaly.feature_files import (
     Format,
     Saved,
     append_index,
-    as_csv,
     delete_orphans,
     encoded,
     is_ours,
@@ -97,7 +97,7 @@ class FeatureWriter:
 
     def skipped(self, rows: Sequence[tuple[str, str, str]]) -> None:
         """List the files that couldn't be used: (path, status, reason)."""
-        write(self.folder / SKIPPED, as_csv([("path", "status", "reason"), *rows]))
+        write(self.folder / SKIPPED, csv_text([("path", "status", "reason"), *rows]))
 
     def _save(self, shapes: tuple[tuple[int, ...], ...]) -> None:
         rows = self._waiting.pop(shapes)

@@ -3,7 +3,7 @@
 Colours have one meaning for all images of a model: nothing below three quarters of the threshold,
 full colour from 5/4 on, brightest at twice the threshold. They are those of inferno, in which
 equal steps of the score look equal, also in grey and to the colour-blind. A line follows the
-threshold.
+threshold, and a fainter one the threshold of review.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Picture = NDArray[np.uint8]
 
 CONTOUR = (255, 255, 255)
 OPACITY = 0.65
+_FAINT = 0.5
 # Levels 0 to 255 reach up to twice the threshold.
 _AT_THRESHOLD = 127.5
 _STRIP_PIXELS = 8_000_000
@@ -43,7 +44,10 @@ def display(image: Image, rows: slice = slice(None)) -> Picture:
 
 
 def heatmap(
-    image: Image, anomaly_map: Callable[[slice], NDArray[np.float32]], threshold: float
+    image: Image,
+    anomaly_map: Callable[[slice], NDArray[np.float32]],
+    threshold: float,
+    review: float | None = None,
 ) -> Picture:
     """Lay an anomaly map over its image, a strip at a time: large maps needn't fit into memory.
 
@@ -51,6 +55,7 @@ def heatmap(
         image: the decoded file.
         anomaly_map: gives some rows of the map, (rows, W0).
         threshold: see `overlay`.
+        review: see there.
 
     Returns:
         (H0, W0, 3) RGB.
@@ -63,7 +68,7 @@ def heatmap(
         bottom = min(top + rows, height)
         # Lines along the cut itself fall into the margin and go with it.
         wide = slice(max(0, top - 2 * line), min(height, bottom + 2 * line))
-        strip = overlay(display(image, wide), anomaly_map(wide), threshold, line)
+        strip = overlay(display(image, wide), anomaly_map(wide), threshold, line, review)
         result[top:bottom] = strip[top - wide.start : bottom - wide.start]
     return result
 
@@ -73,6 +78,7 @@ def overlay(
     anomaly_map: NDArray[np.float32],
     threshold: float,
     line: int | None = None,
+    review: float | None = None,
 ) -> Picture:
     """Lay a heatmap over a picture.
 
@@ -81,6 +87,7 @@ def overlay(
         anomaly_map: (H0, W0) in score units; NaN where the network didn't look, shown darkened.
         threshold: the map's value where marking starts, above 0.
         line: width in pixels; by the picture's size unless given.
+        review: a lower value, which a fainter line follows; None for none.
 
     Returns:
         (H0, W0, 3) RGB.
@@ -94,9 +101,18 @@ def overlay(
     result = np.asarray(cv2.add(dimmed, cv2.LUT(levels, tint)), np.uint8)
     result[hidden] = result[hidden] // 2
     width = line or _line_width(picture.shape[:2])
-    lines = outlines(anomaly_map > max(threshold, 1e-12))
-    cv2.drawContours(result, lines, -1, CONTOUR, width, cv2.LINE_AA)
-    return result
+    if review is not None and review < threshold:
+        outlined = _outlined(result.copy(), anomaly_map, review, width)
+        cv2.addWeighted(outlined, _FAINT, result, 1 - _FAINT, 0, dst=result)
+    return _outlined(result, anomaly_map, threshold, width)
+
+
+def _outlined(
+    picture: Picture, anomaly_map: NDArray[np.float32], limit: float, width: int
+) -> Picture:
+    lines = outlines(anomaly_map > max(limit, 1e-12))
+    cv2.drawContours(picture, lines, -1, CONTOUR, width, cv2.LINE_AA)
+    return picture
 
 
 def _line_width(size: tuple[int, ...]) -> int:

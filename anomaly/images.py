@@ -18,6 +18,7 @@ is applied. Colour profiles are not.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import stat
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from anomaly.errors import DataError, ImageError
 from anomaly.formats import HEAD_BYTES, Format, ImageHeader, Pixels, identify
 from anomaly.formats.exif import turned_upright
 from anomaly.formats.header import damaged, unsupported
+from anomaly.own_outputs import is_model, own_outputs
 
 __all__ = [
     "IMAGE_SUFFIXES",
@@ -44,6 +46,8 @@ __all__ = [
     "read_image",
     "read_mask",
 ]
+
+log = logging.getLogger(__name__)
 
 MAX_PIXELS = 250_000_000
 _LONGEST_SIDE = 1_000_000  # libpng goes no further
@@ -163,21 +167,32 @@ def is_folder(path: Path) -> bool:
         raise DataError(f"{path} can't be looked at ({_reason(error)})") from None
 
 
-def list_files(folder: Path) -> list[Path]:
+def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
     """List the files in a folder and its subfolders, sorted by path.
 
-    Files and folders whose names start with a dot are skipped. Links are followed, except to a
-    folder that the link lies in.
+    Files and folders whose names start with a dot are skipped, and so is what this program has
+    written itself. Links are followed, except to a folder that the link lies in.
+
+    Args:
+        folder: where to look.
+        tell: log a warning that names outputs of this program which are skipped.
 
     Raises:
         DataError: the folder, or one inside it, can't be listed.
     """
     found: list[Path] = []
-    _collect(folder, (), found)
+    own: list[Path] = []
+    _collect(folder, (), found, own)
+    if own and tell:
+        names = ", ".join(path.relative_to(folder).as_posix() for path in own[:6])
+        more = f" and {len(own) - 6} more" if len(own) > 6 else ""
+        log.warning("%s: passed over this program's own outputs: %s%s", folder, names, more)
     return sorted(found, key=lambda path: path.parts)
 
 
-def _collect(folder: Path, above: tuple[tuple[int, int], ...], found: list[Path]) -> None:
+def _collect(
+    folder: Path, above: tuple[tuple[int, int], ...], found: list[Path], own: list[Path]
+) -> None:
     try:
         status = folder.stat()
         with os.scandir(folder) as scan:
@@ -187,12 +202,20 @@ def _collect(folder: Path, above: tuple[tuple[int, int], ...], found: list[Path]
     identity = (status.st_dev, status.st_ino)
     if identity in above:
         return
-    for entry in entries:
+    names = [entry.name for entry in entries]
+    if above and is_model(folder, names):
+        own.append(folder)
+        return
+    outputs = own_outputs(folder, names)
+    for entry in sorted(entries, key=lambda entry: entry.name):
         path = folder / entry.name
         if entry.name.startswith("."):
             continue
-        if _is_folder(entry):
-            _collect(path, (*above, identity), found)
+        if entry.name in outputs:
+            if _is_folder(entry) or is_image(path):  # tables and notes aren't worth a word
+                own.append(path)
+        elif _is_folder(entry):
+            _collect(path, (*above, identity), found, own)
         else:
             found.append(path)
 

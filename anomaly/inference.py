@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from anomaly import __version__
 from anomaly.checkpoint import Model
@@ -17,7 +20,8 @@ from anomaly.geometry import Tiling
 from anomaly.journal import Known, Record
 from anomaly.loading import Loaded, Refused, by_shape
 from anomaly.marked import MarkedRegion
-from anomaly.pictures import HEATMAPS
+from anomaly.own_outputs import HEATMAPS
+from anomaly.pictures import Shown
 from anomaly.results import Row
 
 _BEHIND = 16  # scored images whose pictures may still be on their way
@@ -33,10 +37,12 @@ class Inputs:
     Attributes:
         paths: image files, sorted.
         pictures: a name for each one's heatmap, and for its other pictures.
+        heatmaps: which images have a heatmap: none, those that aren't called good, or all.
     """
 
     paths: Sequence[Path]
     pictures: Sequence[str]
+    heatmaps: Literal["none", "reject", "all"] = "all"
 
 
 def infer(
@@ -74,7 +80,8 @@ class _Run:
         self._inputs = inputs
         self._record = record
         self._decoders = decoders
-        self._behind: deque[tuple[Prediction, Drawn]] = deque()
+        self._behind: deque[tuple[Prediction, Shown, Drawn]] = deque()
+        self._begun: dict[int, float] = {}
 
     def score(self, stopped: Callable[[], bool], progress: Progress) -> None:
         total = len(self._inputs.paths) - len(self._record.known)
@@ -98,12 +105,17 @@ class _Run:
     def _items(self) -> Iterator[Loaded | Known | Refused]:
         """Every file in order: known, or loaded ahead."""
         known, paths = self._record.known, self._inputs.paths
-        loaded = self._decoders.load_all((i, p) for i, p in enumerate(paths) if i not in known)
+        new = (i for i in range(len(paths)) if i not in known)
+        loaded = self._decoders.load_all((i, self._begin(i)) for i in new)
         for index in range(len(paths)):
             if index not in known:
                 yield next(loaded)
             elif known[index].shape is not None:  # others were alone
                 yield known[index]
+
+    def _begin(self, index: int) -> Path:
+        self._begun[index] = time.perf_counter()
+        return self._inputs.paths[index]
 
     def _unfinished(
         self, batches: Iterable[list[Loaded | Known] | Refused]
@@ -130,9 +142,9 @@ class _Run:
             self._record.add(Known(result.index, None, self._refused(result)))
             return
         i = result.index
-        picture = self._inputs.pictures[i]
-        future = self._decoders.finish(i, self._inputs.paths[i], result.anomaly_map, picture)
-        self._behind.append((result, future))
+        picture, shown = self._inputs.pictures[i], self._shown(result)
+        future = self._decoders.finish(i, self._inputs.paths[i], result.anomaly_map, picture, shown)
+        self._behind.append((result, shown, future))
         if len(self._behind) > _BEHIND:
             self._settle()
 
@@ -149,15 +161,22 @@ class _Run:
 
     def _settle(self) -> None:
         """A row counts once its picture is on disk."""
-        result, future = self._behind.popleft()
+        result, shown, future = self._behind.popleft()
         drawn = future.result()
         shape = None if isinstance(result.view, Tiling) else result.view.size
         if isinstance(drawn, Refused):
             self._record.add(Known(result.index, shape, self._refused(drawn)))
         else:
-            self._record.add(Known(result.index, shape, self._scored(result), drawn))
+            self._record.add(Known(result.index, shape, self._scored(result, shown), drawn))
 
-    def _scored(self, result: Prediction) -> Row:
+    def _shown(self, result: Prediction) -> Shown:
+        thresholds = self._model.detector.thresholds
+        verdict, wanted = self._model.detector.verdict(result), self._inputs.heatmaps
+        drawn = wanted == "all" or (wanted == "reject" and verdict != "good")
+        times = result.image_score / thresholds.image if thresholds and thresholds.image else None
+        return Shown(drawn, verdict, result.image_score, times)
+
+    def _scored(self, result: Prediction, shown: Shown) -> Row:
         thresholds = self._model.detector.thresholds
         score = result.image_score
         return self._row(
@@ -166,8 +185,8 @@ class _Run:
             status="ok",
             image_score=score,
             calibrated_score=None if thresholds is None else thresholds.calibrated(score),
-            verdict=self._model.detector.verdict(result),
-            heatmap=f"{HEATMAPS}/{self._inputs.pictures[result.index]}",
+            verdict=shown.verdict,
+            heatmap=f"{HEATMAPS}/{self._inputs.pictures[result.index]}" if shown.heatmap else "",
             reason=result.oddness,
         )
 
@@ -201,4 +220,7 @@ class _Run:
             software_version=__version__,
             threshold_label="" if thresholds is None else thresholds.label,
             reason=reason,
+            model_name=self._model.detector.config.name,
+            time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            milliseconds=round(1000 * (time.perf_counter() - self._begun.pop(index)), 1),
         )

@@ -17,6 +17,8 @@ from anomaly.images import is_folder, is_image, list_files
 
 _COLUMNS = ("path", "group")
 
+_OURS = (".png", ".tiff")  # suffixes of our pictures
+
 
 @dataclass(frozen=True)
 class Found:
@@ -37,7 +39,6 @@ class Found:
 def find_inputs(
     inputs: Sequence[Path],
     list_file: str | None = None,
-    without: Sequence[Path] = (),
     option: str = "--input",
 ) -> Found:
     """The image files that are meant.
@@ -47,7 +48,6 @@ def find_inputs(
         list_file: a text file with a path on each line, or a CSV file with a header and the
             columns `path` and `group`, or `path` alone; `-` for standard input. A file that it
             names needn't exist, and will be reported as unreadable.
-        without: folders and files that aren't inputs: our own results.
         option: where the inputs were given, for messages.
 
     Raises:
@@ -58,7 +58,7 @@ def find_inputs(
     others: set[Path] = set()
     for given in inputs:
         if is_folder(given):
-            files = _not_ours(given, without)
+            files = list_files(given)
             found.update(dict.fromkeys(filter(is_image, files)))
             others.update(itertools.filterfalse(is_image, files))
         elif given.exists():
@@ -78,36 +78,19 @@ def find_inputs(
     return Found(sorted(found), groups, len(others))
 
 
-def list_others(folder: Path, without: Sequence[Path]) -> list[Path]:
-    """The pictures in a folder, but for those in some folders inside it.
+def passed_over(folder: Path) -> int:
+    """How many files in a folder aren't images by their names.
 
     Raises:
         DataError: the folder, or one inside it, can't be listed.
     """
-    return [file for file in _not_ours(folder, without) if is_image(file)]
-
-
-def passed_over(folder: Path, without: Sequence[Path]) -> int:
-    """How many files in a folder `list_others` doesn't list because of their names.
-
-    Raises:
-        DataError: as there.
-    """
-    return sum(not is_image(file) for file in _not_ours(folder, without))
+    return sum(not is_image(file) for file in list_files(folder))
 
 
 def say_passed_over(count: int) -> str:
     """What is said of files in folders whose names aren't pictures'."""
     files = "1 file is" if count == 1 else f"{count} files are"
     return f"{files} passed over, without a picture's suffix (.png, .jpg, .bmp, .tif, .webp …)"
-
-
-def _not_ours(folder: Path, without: Sequence[Path]) -> list[Path]:
-    ours = [one.absolute() for one in without if one.absolute().is_relative_to(folder.absolute())]
-    found = list_files(folder)
-    if not ours:
-        return found
-    return [p for p in found if not any(p.absolute().is_relative_to(one) for one in ours)]
 
 
 def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
@@ -163,7 +146,8 @@ def picture_names(
 ) -> list[str]:
     """A heatmap's path for each image, mirroring the inputs' folders; no two are equal.
 
-    Names that are too long for a file system once they have a suffix are shortened.
+    Names that are too long for a file system once they have a suffix are shortened. A folder whose
+    name ends like a picture's has a `~` behind it: `x.jpg.png/` is beside `x.jpg`.
 
     Args:
         paths: the image files.
@@ -178,7 +162,8 @@ def picture_names(
     for path in paths:
         mirrored = _plain(path).relative_to(common)
         last = mirrored.stem if mirrored.suffix.lower() == ".png" else mirrored.name
-        plain = "/".join(map(short_name, (*mirrored.parts[:-1], last)))
+        folder = [f"{p}~" if p.lower().endswith(_OURS) else p for p in mirrored.parts[:-1]]
+        plain = "/".join(map(short_name, (*folder, last)))
         name = f"{plain}.png"
         # Names that differ in case alone are one name on Windows and macOS.
         number = 1

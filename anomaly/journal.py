@@ -92,13 +92,18 @@ class Journal:
         """All rows, in order of the files."""
         return [known.row for known in self.in_order()]
 
-    def finish(self, done: Path, exit_code: int) -> None:
+    def finish(self, done: Path, exit_code: int, more: Mapping[str, object] | None = None) -> None:
         """The run is complete: another file says of what, and this one goes.
+
+        Args:
+            done: the other file.
+            exit_code: of the run.
+            more: what it shall say besides; `finished` doesn't look at it.
 
         Raises:
             OutputError: no room for it.
         """
-        write(done, as_json({"about": self._about, "exit_code": exit_code}))
+        write(done, as_json({"about": self._about, "exit_code": exit_code, **(more or {})}))
         self._file.unlink(missing_ok=True)
 
     def _read(self) -> None:

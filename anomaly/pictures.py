@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -14,16 +15,30 @@ from anomaly.heatmap import Picture, display, encode_png, heatmap
 from anomaly.images import Image
 from anomaly.map_files import encode_float32, encode_uint16
 from anomaly.marked import AnomalyMap, MarkedRegion, marked_regions, predicted_mask
+from anomaly.own_outputs import HEATMAPS, MAPS, MASKS
 from anomaly.source_map import SourceMap
 
-HEATMAPS, MASKS, MAPS = "heatmaps", "masks", "maps"
-SCALE = "heatmap_scale.png"
 _HELD_PIXELS = 8_000_000
 
 
-def our_pictures(output: Path) -> list[Path]:
-    """Files and folders of pictures that we write: nothing in there is an input."""
-    return [output / name for name in (HEATMAPS, MASKS, MAPS, SCALE)]
+@dataclass(frozen=True)
+class Shown:
+    """What a heatmap says of its image.
+
+    Attributes:
+        heatmap: whether there is to be one.
+        verdict: `good`, `review` or `reject`; empty without thresholds.
+        score: the image score.
+        times: that, in multiples of the reject threshold; None without thresholds.
+    """
+
+    heatmap: bool = True
+    verdict: str = ""
+    score: float = math.nan
+    times: float | None = None
+
+
+PLAIN = Shown()
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,7 @@ class Pictures:
         output: the folder for folders of heatmaps, masks and maps.
         limit: the anomaly map's value where marking starts; None takes each image's own highest
             patch score, for models without thresholds: they have no masks, regions or 16-bit maps.
+        review: a lower value, which a heatmap outlines fainter; None for none.
         beside: what the scores are, to show image, heatmap and colour bar side by side; None for
             the image under its heatmap alone.
         masks: whether to write predicted masks.
@@ -43,18 +59,22 @@ class Pictures:
 
     output: Path
     limit: float | None
+    review: float | None = None
     beside: str | None = None
     masks: bool = False
     regions: bool = False
     maps: Literal["float32", "uint16"] | None = None
 
-    def write(self, image: Image, found: SourceMap, name: str) -> tuple[MarkedRegion, ...]:
+    def write(
+        self, image: Image, found: SourceMap, name: str, shown: Shown = PLAIN
+    ) -> tuple[MarkedRegion, ...]:
         """Write one image's files.
 
         Args:
             image: the decoded file.
             found: its anomaly map.
             name: the heatmap's path in its folder; the others have the same in theirs.
+            shown: what the heatmap says of it.
 
         Returns:
             The marked regions, where they are wanted.
@@ -62,9 +82,13 @@ class Pictures:
         Raises:
             OutputError: no room, no permission.
         """
+        if not (shown.heatmap or self.masks or self.regions or self.maps):
+            return ()
         anomaly_map = _held(found, image.size)
         limit = float(np.nanmax(found.scores)) if self.limit is None else self.limit
-        write(self.output / HEATMAPS / name, encode_png(self._heatmap(image, anomaly_map, limit)))
+        if shown.heatmap:
+            picture = self._heatmap(image, anomaly_map, limit, shown)
+            write(self.output / HEATMAPS / name, encode_png(picture))
         if self.maps == "uint16":
             write(self.output / MAPS / name, encode_uint16(anomaly_map, image.size, limit))
         elif self.maps == "float32":
@@ -77,11 +101,25 @@ class Pictures:
             write(self.output / MASKS / name, encode_png(mask))
         return marked_regions(mask, anomaly_map) if self.regions else ()
 
-    def _heatmap(self, image: Image, anomaly_map: AnomalyMap, limit: float) -> Picture:
-        picture = heatmap(image, anomaly_map, limit)
+    def _heatmap(
+        self, image: Image, anomaly_map: AnomalyMap, limit: float, shown: Shown
+    ) -> Picture:
+        picture = heatmap(image, anomaly_map, limit, self.review)
         if self.beside is None:
             return picture
-        return side_by_side(display(image), picture, limit, self.beside)
+        caption = f"score {shown.score:.4g}"
+        if shown.times is not None:
+            caption += f" = {shown.times:.2f} x the reject threshold"
+        if shown.verdict:
+            caption = f"{shown.verdict}: {caption}"
+        return side_by_side(display(image), picture, limit, self.beside, self.review, caption)
+
+
+def picture_exists(output: Path, name: str) -> bool:
+    """Whether any picture of a name is in an output folder."""
+    map_name = PurePosixPath(name).with_suffix(".tiff")
+    files = (HEATMAPS, name), (MASKS, name), (MAPS, name), (MAPS, map_name)
+    return any((output / folder / file).exists() for folder, file in files)
 
 
 def _held(found: SourceMap, size: tuple[int, int]) -> AnomalyMap:

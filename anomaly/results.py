@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, get_type_hints
 
+from anomaly.csv_tables import csv_text
 from anomaly.marked import MarkedRegion
 
 if TYPE_CHECKING:
@@ -31,11 +31,15 @@ class Row:
         threshold: a higher score is rejected; None where the model has none.
         verdict: `good`, `review` (a person has to look) or `reject`; empty without a score or a
             threshold.
-        heatmap: picture, relative to the output folder; empty unless `ok`.
+        heatmap: picture, relative to the output folder; empty where there is none.
         model_id: which model said so.
         software_version: of this program.
         threshold_label: how the thresholds were found: `calibrated`, `by cost` or `by hand`.
         reason: why there is no score, or why a person has to look.
+        model_name: the model's name in its config.
+        time: when that was said, in UTC (ISO 8601).
+        milliseconds: from when the file began to be read until its pictures were on disk; it shares
+            a batch, and so it waits for others in between.
     """
 
     path: str
@@ -51,6 +55,9 @@ class Row:
     software_version: str
     threshold_label: str
     reason: str
+    model_name: str = ""
+    time: str = ""
+    milliseconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -113,16 +120,12 @@ def as_csv(rows: Iterable[DataclassInstance], kind: type[DataclassInstance]) -> 
 
 def csv_header(kind: type[DataclassInstance]) -> str:
     """The first line, of the columns' names."""
-    return ",".join(field.name for field in fields(kind)) + "\n"
+    return csv_text([[field.name for field in fields(kind)]])
 
 
 def csv_lines(rows: Iterable[DataclassInstance]) -> str:
     """The other lines."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    for row in rows:
-        writer.writerow(_cell(value) for value in asdict(row).values())
-    return text.getvalue()
+    return csv_text(asdict(row).values() for row in rows)
 
 
 def as_jsonl(rows: Iterable[Row]) -> str:
@@ -152,9 +155,3 @@ def _text(value: object) -> object:
     if isinstance(value, str):
         return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     return value
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return repr(value) if isinstance(value, float) else str(value)

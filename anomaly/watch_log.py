@@ -10,9 +10,9 @@ from pathlib import Path
 from anomaly.arrivals import Stamp, stamp_of
 from anomaly.files import GrowingFile
 from anomaly.journal import Known, as_line, check_same, reading
+from anomaly.own_outputs import WATCHED
 from anomaly.results import RegionRow, Row, as_jsonl, csv_header, csv_lines, region_rows
 
-WATCHED = "results.watched.jsonl"
 _RESULTS, _LINES, _REGIONS = "results.csv", "results.jsonl", "regions.csv"
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from anomaly.arrivals import Arrivals, Stamp
 from anomaly.checkpoint import Model
@@ -13,7 +15,7 @@ from anomaly.errors import DataError
 from anomaly.inference import Inputs, infer
 from anomaly.inputs import picture_names
 from anomaly.journal import Known
-from anomaly.pictures import HEATMAPS, our_pictures
+from anomaly.pictures import picture_exists
 from anomaly.watch_log import WatchLog
 
 # A file that nobody has written to for so long is fully written.
@@ -30,6 +32,7 @@ def watch(
     decoders: Decoders,
     *,
     stopped: Callable[[], bool],
+    heatmaps: Literal["none", "reject", "all"] = "all",
     seen: Callable[[Known], None] = lambda known: None,
     trouble: Callable[[str], None] = lambda message: None,
 ) -> None:
@@ -45,13 +48,14 @@ def watch(
         log: open; gets each row once its pictures are on disk.
         decoders: begun, with this model's loading.
         stopped: asked after each image and at each poll.
+        heatmaps: which images have one, as for `Inputs`.
         seen: called with each row.
         trouble: called with what is wrong with the folders, once for each spell of it.
 
     Raises:
         OutputError: results can't be written.
     """
-    arrivals = Arrivals(folders, log.done, our_pictures(output))
+    arrivals = Arrivals(folders, log.done)
     complaint = told = ""
     while not stopped():
         begun = time.monotonic()
@@ -68,10 +72,9 @@ def watch(
         polled = time.monotonic()
         if ready:
             paths = list(ready)
-            names = picture_names(paths, folders, lambda name: (output / HEATMAPS / name).exists())
-            infer(
-                model, Inputs(paths, names), _Arrived(ready, log, seen), decoders, stopped=stopped
-            )
+            names = picture_names(paths, folders, partial(picture_exists, output))
+            inputs = Inputs(paths, names, heatmaps)
+            infer(model, inputs, _Arrived(ready, log, seen), decoders, stopped=stopped)
         _pause(polled + max(_POLL_SECONDS, (polled - begun) / _POLL_SHARE), stopped)
 
 

@@ -1,5 +1,6 @@
 """A tiny product, and the commands run in-process on it."""
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ hypothesis.settings.load_profile("any machine")
 os.environ["COLUMNS"] = "100"
 
 REPOSITORY = Path(__file__).parents[1]
+_TIMES = ("time", "milliseconds")
 SHARED = REPOSITORY.parent / "shared"
 FAST = [
     "backbone.name=resnet18",
@@ -51,6 +53,26 @@ def write_product(root: Path, n_train: int = 12) -> Path:
         (root / "ground_truth" / "spot").mkdir(parents=True, exist_ok=True)
         cv2.imwrite(str(root / "ground_truth" / "spot" / f"{i:03}_mask.png"), mask)
     return root
+
+
+def result_files(folder: Path) -> dict[str, bytes]:
+    """What `infer` has written, but for when it did so and how long that took."""
+    from anomaly.csv_tables import csv_rows, csv_text
+
+    files = {
+        f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()
+    }
+    files.pop("results.html", None)  # it says when and of what: tests/test_infer_page.py
+    if rows := csv_rows(files.get("results.csv", b"").decode()):
+        kept = [i for i, name in enumerate(rows[0]) if name not in _TIMES]
+        assert len(kept) == len(rows[0]) - len(_TIMES)
+        files["results.csv"] = csv_text([row[i] for i in kept] for row in rows).encode()
+    for name in files.keys() & {"results.jsonl", "results.done.json"}:
+        text = files[name].decode()
+        parts = text.splitlines() if name.endswith("l") else [text]
+        said = [{k: v for k, v in json.loads(p).items() if k not in _TIMES} for p in parts]
+        files[name] = json.dumps(said).encode()
+    return files
 
 
 @pytest.fixture(scope="session")

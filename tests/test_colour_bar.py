@@ -44,3 +44,18 @@ def test_long_units_fit() -> None:
     short, long = colour_bar(300, 1.0, "x"), colour_bar(300, 1.0, "Mahalanobis distance")
     assert long.shape[1] > short.shape[1]
     assert (long[:, -3:] == 255).all()
+
+
+def test_both_thresholds_and_a_caption() -> None:
+    picture = np.full((300, 200, 3), 90, np.uint8)
+    bar = colour_bar(300, 4.0, "distance", 3.0)
+    assert not np.array_equal(bar, colour_bar(300, 4.0, "distance"))
+    assert colour_bar(300, 4.0, "distance", 3.99).shape[0] == 300
+    plain = side_by_side(picture, picture, 4.0, "distance", 3.0)
+    for caption in ("reject: score 5", "x" * 400):
+        plate = side_by_side(picture, picture, 4.0, "distance", 3.0, caption)
+        head = plate.shape[0] - 300
+        assert 10 < head < 40
+        np.testing.assert_array_equal(plate[head:], plain)
+        assert plate[:head].min() < 200
+        assert (plate[:head, -3:] == 255).all()

@@ -101,6 +101,8 @@ def test_what_one_patch_covers(
     said = json.loads((tmp_path / "run" / "train.json").read_text())["patch_size"]
     assert said == {"pixels": pixels, "mm": pytest.approx([0.05 * side for side in pixels])}
     assert f"one patch covers {pixels[0]:.0f} × {pixels[1]:.0f} original pixels, " in out
+    remedy = "image.resize above" if any("resize" in s for s in settings) else "image.area above"
+    assert f"smaller defects may not be seen\n  {remedy} " in out
 
 
 def test_few_images_dont_show_what_is_usual(tmp_path: Path, command: Command) -> None:

@@ -33,6 +33,21 @@ def test_above_the_threshold_is_coloured_and_outlined() -> None:
     assert inside[0] > inside[2]  # inferno: warm, in RGB order
 
 
+def test_what_is_for_review_is_outlined_fainter() -> None:
+    picture = np.full((120, 120, 3), 90, np.uint8)
+    scores = np.zeros((120, 120), np.float32)
+    scores[20:60, 20:60] = 9.0
+    scores[80:100, 80:100] = 12.0
+    plain, seen = overlay(picture, scores, 10.0), overlay(picture, scores, 10.0, review=8.0)
+    changed = (plain != seen).any(axis=2)
+    assert changed[20, 20:60].all()
+    assert not changed[26:54, 26:54].any()
+    assert (seen[20, 40] > plain[20, 40]).all()
+    assert (seen[20, 40] < 255).all()
+    assert (seen[80, 90] > 220).all()  # the own line of the threshold
+    np.testing.assert_array_equal(overlay(picture, scores, 10.0, review=10.0), plain)
+
+
 def test_equal_scores_look_equal_whatever_else_is_in_the_image() -> None:
     picture = _grey(50, 50)
     one = np.zeros((50, 50), dtype=np.float32)

@@ -8,7 +8,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from conftest import Command, write_part
+from conftest import Command, result_files, write_part
 
 from anomaly.cli import infer
 
@@ -28,14 +28,6 @@ def inputs(tmp_path: Path) -> Path:
 
 def _arguments(run: Path, inputs: Path, output: Path, *flags: object) -> list[object]:
     return ["--model", run, "--input", inputs, "--output", output, *flags]
-
-
-def _files(folder: Path) -> dict[str, bytes]:
-    files = {
-        f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()
-    }
-    files.pop("results.html", None)  # it says when and of what: tests/test_infer_page.py
-    return files
 
 
 class _After:
@@ -84,7 +76,7 @@ def test_stopped_again_and_again(
     (inputs / "99.png").rename(inputs / "08.png")
     (output / "heatmaps" / ".anomaly-left.part").write_text("by a process that was killed")
     assert command("infer", _arguments(run_folder, inputs, output, "--resume"))[0] == 3
-    assert _files(output) == _files(whole)
+    assert result_files(output) == result_files(whole)
     code, out, _ = command("infer", _arguments(run_folder, inputs, output, "--resume"))
     assert (code, "is complete" in out) == (3, True)  # it still has an image without a score
 
@@ -94,7 +86,7 @@ def test_only_the_same_run_is_complete(
 ) -> None:
     output = tmp_path / "output"
     assert command("infer", _arguments(run_folder, inputs / "00.png", output))[0] == 0
-    before = _files(output)
+    before = result_files(output)
     again = _arguments(run_folder, inputs / "00.png", output, "--resume")
     code, out, _ = command("infer", again)
     assert (code, "is complete" in out) == (0, True)
@@ -106,7 +98,7 @@ def test_only_the_same_run_is_complete(
         code, out, err = command("infer", _arguments(run, image, output, "--resume", *flags))
         assert (code, says in err, out) == (2, True, "")
         assert "--overwrite" in err
-    assert _files(output) == before
+    assert result_files(output) == before
     for text in ("{", "[]", '{"about": {}}'):
         (output / "results.done.json").write_text(text)
         code, _, err = command("infer", again)
@@ -133,7 +125,7 @@ def test_a_list_from_a_file_and_from_standard_input(
     stdin = io.TextIOWrapper(io.BytesIO(names.encode()))
     monkeypatch.setattr(sys, "stdin", stdin)
     assert command("infer", [*base, tmp_path / "two", "--list", "-"])[0] == 3
-    assert _files(tmp_path / "one") == _files(tmp_path / "two")
+    assert result_files(tmp_path / "one") == result_files(tmp_path / "two")
     (tmp_path / "long.txt").write_text(f"{inputs / '01.png'}\n{'x' * 300}.png\na\0b.png\n")
     code, out, _ = command("infer", [*base, tmp_path / "long", "--list", tmp_path / "long.txt"])
     assert (code, "1 of 3 images scored" in out, "too long" in out) == (3, True, True)

@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import cv2
@@ -123,6 +124,51 @@ def test_what_cant_be_written_is_said_before_anything_else(
     code, _, err = command("infer", [*base, tmp_path / "run", "--masks", "--regions"])
     assert (code, "--masks, --regions: the model has no thresholds" in err) == (2, True)
     assert command("infer", [*base, tmp_path / "run", "--maps", "float32"])[0] == 3
+
+
+def test_heatmaps_of_those_that_need_looking_at(
+    run_folder: Path, inputs: Path, tmp_path: Path, command: Command
+) -> None:
+    base = ["--model", run_folder, "--input", inputs, "--masks", "--heatmap"]
+    for kind, wanted in (("none", set()), ("reject", {"spot", "sub/spot"})):
+        output = tmp_path / kind
+        code, out, _ = command("infer", [*base, kind, "--output", output])
+        assert (code, "pictures in" in out) == (3, kind == "reject")
+        rows = [row for row in _csv(output / "results.csv") if row["status"] == "ok"]
+        named = {row["heatmap"] for row in rows} - {""}
+        assert {row["heatmap"] for row in rows if row["verdict"] != "good"} - {""} == named
+        assert len(named) == len(wanted)
+        drawn = {f.relative_to(output).as_posix() for f in (output / "heatmaps").rglob("*.png")}
+        assert drawn == named
+        assert len(list((output / "masks").rglob("*.png"))) == len(rows) == 3
+        assert (output / "heatmap_scale.png").exists() == (kind == "reject")
+
+
+def test_rows_say_when_and_by_which_model(
+    run_folder: Path, inputs: Path, tmp_path: Path, command: Command
+) -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    output = tmp_path / "out"
+    assert command("infer", ["--model", run_folder, "--input", inputs, "--output", output])[0] == 3
+    for row in _csv(output / "results.csv"):
+        assert before <= datetime.fromisoformat(row["time"]) <= datetime.now(UTC)
+        assert row["model_name"] == "disc"
+        assert 0 < float(row["milliseconds"]) < 600_000
+    done = json.loads((output / "results.done.json").read_text())
+    assert done["model_name"] == "disc"
+    assert before <= datetime.fromisoformat(done["time"])
+    trained = json.loads((run_folder / "train.json").read_text())["time"]
+    assert datetime.fromisoformat(trained).utcoffset() == timedelta(0)
+
+
+def test_what_is_said_where_nothing_could_be_scored(
+    run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    (tmp_path / "broken.png").write_bytes(b"broken")
+    base = ["--model", run_folder, "--input", tmp_path / "broken.png"]
+    code, out, _ = command("infer", [*base, "--output", tmp_path / "out"])
+    assert (code, out.splitlines()[0]) == (2, "0 of 1 images scored")
+    assert out.splitlines()[-1] == f"rows in {tmp_path / 'out' / 'results.csv'}"
 
 
 def test_another_set_of_outputs_isnt_resumed(

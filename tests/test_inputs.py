@@ -41,6 +41,18 @@ def test_short_names_are_kept_and_long_ones_told_apart() -> None:
     assert _fits(names[0])
 
 
+def test_a_folder_with_a_pictures_name(tmp_path: Path) -> None:
+    """No picture has the name of a folder of pictures, in whatever order they come."""
+    inputs = ["x.jpg", "x.jpg.png/y.bmp", "x.jpg.tiff/y.bmp", "X.JPG.PNG/z.png", "a.tiff/b/c.png"]
+    for order in (inputs, inputs[::-1]):
+        names = picture_names([tmp_path / name for name in order], [tmp_path])
+        files = {name.casefold() for name in names}
+        files |= {str(Path(name).with_suffix(".tiff")).casefold() for name in names}
+        folders = {str(folder).casefold() for name in names for folder in Path(name).parents}
+        assert len(files) == 2 * len(inputs)
+        assert files.isdisjoint(folders)
+
+
 def test_a_name_that_is_taken_gets_a_number() -> None:
     taken = {"a.png", "a~2.png"}
     paths = [Path("/in/a.png"), Path("/in/A.png"), Path("/in/b.png")]
@@ -104,12 +116,12 @@ def test_a_list_with_wrong_columns_names_those_needed(
 
 
 def test_what_is_passed_over_is_counted(tmp_path: Path) -> None:
-    for name in ("in/a.png", "in/b", "in/notes.txt", "in/.hidden", "in/out/rows.csv", "in/sub/c.x"):
+    for name in ("in/a.png", "in/b", "in/notes.txt", "in/.hidden", "in/sub/c.x"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     folder = tmp_path / "in"
     inputs = [folder, folder / "sub", folder / "b"]
-    found = find_inputs(inputs, without=[folder / "out" / "rows.csv"])
+    found = find_inputs(inputs)
     assert found.paths == [folder / "a.png", folder / "b"]
     assert found.passed_over == 3  # b, notes.txt and c.x, each once
     with pytest.raises(DataError, match=r"no images in .*sub \(1 file is passed over"):

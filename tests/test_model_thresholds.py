@@ -39,6 +39,9 @@ def test_verdicts_follow_the_thresholds_and_survive_json(
     thresholds = thresholds_from(_good(image), review, reject)
     assert thresholds.review <= thresholds.image <= max(max(image) * 1.0101, 1e-30)
     assert thresholds.images == len(image)
+    # Where the image score is the map's peak, what is outlined is what the verdict is of.
+    assert thresholds.review_pixel <= thresholds.pixel
+    assert thresholds.review_pixel == pytest.approx(thresholds.review, rel=1e-6)
     text = json.dumps([thresholds.to_json(), asdict(thresholds.good)])
     values, scores = json.loads(text)
     again = Thresholds.from_json(values, GoodScores.from_json(scores))

@@ -12,9 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Command, write_part
-
-Files = dict[str, bytes]
+from conftest import REPOSITORY, Command, result_files, write_part
 
 _KILLS = 20
 
@@ -48,14 +46,6 @@ def _start(run: Path, inputs: Path, output: Path, *flags: str) -> "subprocess.Po
     )
 
 
-def _files(folder: Path) -> Files:
-    files = {
-        f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()
-    }
-    files.pop("results.html", None)  # it says when and of what: tests/test_infer_page.py
-    return files
-
-
 def _until(happened: Callable[[], object], seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while not happened():
@@ -82,7 +72,7 @@ def test_killed_at_random_points(
 ) -> None:
     """Each kill comes at another number of rows, from none to all but a few."""
     rng = random.Random(0)
-    expected = _files(undisturbed)
+    expected = result_files(undisturbed)
     kills = rounds = 0
     while kills < _KILLS:
         output = tmp_path / str(rounds)
@@ -95,7 +85,7 @@ def test_killed_at_random_points(
             process.kill()
             kills += process.wait() == -signal.SIGKILL
         assert _start(run_folder, inputs, output, "--resume").wait() in (0, 3)
-        assert _files(output) == expected
+        assert result_files(output) == expected
 
 
 @pytest.mark.slow
@@ -104,7 +94,7 @@ def test_killed_decoding_processes_are_replaced(
     run_folder: Path, inputs: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     rng = random.Random(1)
-    expected = _files(undisturbed)
+    expected = result_files(undisturbed)
     kills = rounds = 0
     while kills < _KILLS:
         output = tmp_path / str(rounds)
@@ -119,7 +109,7 @@ def test_killed_decoding_processes_are_replaced(
             # The same image twice would be its fault; a new process takes a while to be there.
             time.sleep(0.7 + rng.random() / 2)
         assert process.returncode == 3
-        assert _files(output) == expected
+        assert result_files(output) == expected
 
 
 @pytest.fixture
@@ -140,7 +130,7 @@ def test_a_full_disk(run_folder: Path, tmp_path: Path, small_disk: Path, command
         write_part(inputs / f"{i:02}.png", seed=i)
     base = ["--model", run_folder, "--input", inputs, "--output"]
     assert command("infer", [*base, tmp_path / "whole"])[0] == 0
-    whole = _files(tmp_path / "whole")
+    whole = result_files(tmp_path / "whole")
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(1_600_000))
     output = small_disk / "out"
@@ -152,7 +142,7 @@ def test_a_full_disk(run_folder: Path, tmp_path: Path, small_disk: Path, command
     assert 0 < done < 40
     assert f"{done} of 40 images are done" in err
     # Whatever has its final name is whole.
-    left = _files(output)
+    left = result_files(output)
     left.pop("results.partial.jsonl")
     pictures = {name: data for name, data in left.items() if name.startswith("heatmaps/")}
     assert len(pictures) >= done
@@ -165,7 +155,7 @@ def test_a_full_disk(run_folder: Path, tmp_path: Path, small_disk: Path, command
     assert (code, "No space left on device" in err) == (3, True)
     ballast.unlink()
     assert command("infer", [*base, output, "--resume"])[0] == 0
-    assert _files(output) == whole
+    assert result_files(output) == whole
 
 
 def _without_privileges() -> list[str]:

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,6 +107,11 @@ def test_a_shift(shift: Callable[..., tuple[int, str, str]], tmp_path: Path) -> 
     rows = _rows(output)
     assert [row["verdict"] for row in rows] == ["good", "good", "", "reject"]
     assert "3 of 4 images scored: 2 good, 1 rejected" in out
+    lines = out.splitlines()[1:-1]
+    assert [line.split()[2] for line in lines] == ["good", "good", "unsupported", "reject"]
+    assert re.match(
+        r"\d\d:\d\d:\d\d UTC  reject +[\d.]+ = \d+\.\d\d x reject  .*spot.png$", lines[3]
+    )
     assert "line: can't list this folder" in err
     assert "can be listed again" in err
     lines = [json.loads(text) for text in (output / "results.jsonl").read_text().splitlines()]
@@ -181,6 +187,21 @@ def test_results_in_the_folder_that_is_followed(
         assert _names(tmp_path / "line") == ["a.png"]
     assert "1 file is passed over" in shift([], "--overwrite", output="line")[2]
     assert (tmp_path / "line" / ".other.png.part").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="makes links")
+def test_results_in_the_folder_that_is_followed_by_another_name(
+    shift: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    write_part(tmp_path / "line" / "a.png", seed=1)
+    (tmp_path / "link").symlink_to(tmp_path / "line")
+    nothing = [lambda: None] * 4
+    for turn, output in enumerate(("link/out", "line/../line/out2", "link/../link")):
+        code, _, _ = shift(nothing, "--masks", output=output)
+        assert (code, _names(tmp_path / output)) == (0, ["a.png"]), turn
+    # Followed through the link, and written to directly.
+    code, _, _ = shift(nothing, "--overwrite", "--input", tmp_path / "link", output="line/out")
+    assert (code, _names(tmp_path / "line" / "out")) == (0, ["a.png"])
 
 
 def test_resumed_after_a_kill(shift: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

@@ -123,6 +123,11 @@ class Thresholds:
         """An image score above this, up to `image`, is for a person to decide."""
         return self.calibration.review.value
 
+    @cached_property
+    def review_pixel(self) -> float:
+        """An anomaly-map value above this, up to `pixel`, is what an image is for review for."""
+        return min(_pixels_at(self.review, self.good), self.pixel)
+
     @property
     def images(self) -> int:
         """How many good images stand behind the thresholds."""
@@ -236,8 +241,12 @@ def _with_pixels(calibration: Calibration, label: str, good: GoodScores) -> Thre
     The k-th highest image score becomes the k-th highest peak of a map; in between it is linear,
     and beyond both ends proportional. Where the image score is the map's peak, both are equal.
     """
-    scores, peaks = np.sort(np.array(good.image)), np.sort(np.array(good.peak))
-    return Thresholds(calibration, _matched(calibration.reject.value, scores, peaks), label, good)
+    return Thresholds(calibration, _pixels_at(calibration.reject.value, good), label, good)
+
+
+def _pixels_at(value: float, good: GoodScores) -> float:
+    """The anomaly map's value that is as rare among good images as an image score."""
+    return _matched(value, np.sort(np.array(good.image)), np.sort(np.array(good.peak)))
 
 
 def _matched(value: float, scores: Floats, peaks: Floats) -> float:

@@ -73,7 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Choose thresholds and write them into the model folder."""
+    from anomaly.model_folder import find_model
+    from anomaly.output_lock import locked
+
     _check(options)
+    model = find_model(options.model).resolve()
+    with locked(model.parent if model.name == "model" else model):  # a run's lock is its model's
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     import torch
 
     from anomaly.checkpoint import load

@@ -94,10 +94,16 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--masks needs --defects, the images that the masks are of")
     if (options.good or options.defects) and options.data_root:
         raise ConfigError("--data-root names a data set to test with, --good and --defects images")
-    if options.compare:
-        first, second = options.compare
-        return _compare(first, second, options.output, options.overwrite)
+    from anomaly.output_lock import locked
 
+    with locked(options.output):
+        if options.compare:
+            first, second = options.compare
+            return _compare(first, second, options.output, options.overwrite)
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     from anomaly.report.files import EvaluationFolder
 
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)

@@ -63,13 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw everything that can be shown about one image."""
-    from anomaly.files import as_json, claim, write
-    from anomaly.heatmap import encode_png
+    from anomaly.output_lock import locked
 
     if options.model is None and options.backbone is None:
         raise AnomalyError("give --model, --backbone, or both")
     if not options.input.is_file():
         raise AnomalyError(f"--input {options.input} isn't a file; explain takes one image")
+    with locked(options.output):
+        return _explain(options)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from anomaly.files import as_json, claim, write
+    from anomaly.heatmap import encode_png
+
     device, _ = machine.settle(options)
     ours = (f"{before}feature_maps_*.png" for before in ("", "classifier_"))
     earlier = [file.name for pattern in ours for file in options.output.glob(pattern)]
@@ -138,8 +145,9 @@ def _explain_score(options: argparse.Namespace, device: torch.device, shown: _Sh
 
     picture = display(item.decoded)
     anomaly_map = prediction.anomaly_map()
+    review = None if thresholds is None else thresholds.review_pixel
     strong = float(np.nanmax(anomaly_map)) if thresholds is None else thresholds.pixel
-    heatmap = marked(overlay(picture, anomaly_map, strong), [])
+    heatmap = marked(overlay(picture, anomaly_map, strong, review=review), [])
     saliency = saliency_map(score_gradient(detector, worst))
     seen = marked(np.rint(worst.pixels * 255).astype(np.uint8), [])
     shown.pictures["score_gradient.png"] = beside(

@@ -74,12 +74,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Save features; a second run goes on where the first one ended."""
-    from anomaly.feature_writer import FeatureWriter
-    from anomaly.inputs import find_inputs
+    from anomaly.output_lock import locked
 
     for name in ("input_size", "batch_size", "shard_size"):
         if getattr(options, name) < 1:
             raise AnomalyError(f"--{name.replace('_', '-')} must be 1 or more")
+    with locked(options.output):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from anomaly.feature_writer import FeatureWriter
+    from anomaly.inputs import find_inputs
+
     paths = find_inputs(options.input).paths
     device, threads = machine.settle(options)
     source = _from_backbone(options) if options.model is None else _from_model(options)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli import infer_outputs, machine
-from anomaly.cli.infer_outputs import DONE, JOURNAL, OUTPUTS, WATCHED
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.stopping import Stopping
+from anomaly.own_outputs import DONE, HEATMAPS, INFER, JOURNAL, WATCHED
 
 if TYPE_CHECKING:
     from anomaly.errors import OutputError
@@ -51,23 +53,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Score images."""
+    from anomaly.output_lock import locked
+
+    with locked(options.output):
+        if options.watch:
+            from anomaly.cli import infer_watch
+
+            return infer_watch.run(options)
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     from anomaly.decoding import Decoders
     from anomaly.decoding_process import Task
     from anomaly.errors import OutputError
     from anomaly.files import claim, remove_drafts
     from anomaly.inputs import find_inputs, picture_names, say_passed_over
 
-    if options.watch:
-        from anomaly.cli import infer_watch
-
-        return infer_watch.run(options)
+    begun = time.perf_counter()
     infer_outputs.check(options)
-    found = find_inputs(options.input, options.list, infer_outputs.ours(options.output))
+    found = find_inputs(options.input, options.list)
     paths = found.paths
     if found.passed_over:
         print(f"note: {say_passed_over(found.passed_over)}", file=sys.stderr)
     is_complete = _is_complete(options)
-    claim(options.output, () if options.resume else OUTPUTS, overwrite=options.overwrite)
+    claim(options.output, () if options.resume else INFER, overwrite=options.overwrite)
     remove_drafts(options.output)
     # The decoding processes start while this one imports torch.
     with Decoders(min(machine.wanted_threads(options), len(paths))) as decoders, Stopping() as stop:
@@ -83,7 +93,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"the run in {options.output} is complete; there is nothing to resume")
             return code
         journal = Journal(options.output / JOURNAL, about)
-        inputs = Inputs(paths, picture_names(paths, [] if options.list else options.input))
+        names = picture_names(paths, [] if options.list else options.input)
+        inputs = Inputs(paths, names, options.heatmap)
         decoders.begin(Task(model.detector.loading, infer_outputs.pictures(options, model)))
         mm_per_pixel = model.detector.config.image.mm_per_pixel
         failure: OutputError | None = None
@@ -115,7 +126,12 @@ def run(options: argparse.Namespace) -> int:
         return stop.exit_code
     scored = sum(row.status == "ok" for row in rows)
     code = 0 if scored == len(paths) else 3 if scored else 2
-    journal.finish(options.output / DONE, code)
+    when = {
+        "model_name": model.detector.config.name,
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "milliseconds": round(1000 * (time.perf_counter() - begun), 1),
+    }
+    journal.finish(options.output / DONE, code, when)
     remove_drafts(options.output)  # of decoding processes that were killed
     return code
 
@@ -159,10 +175,10 @@ def _broken_off(failure: OutputError, done: int, total: int) -> OutputError:
 def _say(rows: list[Row], total: int, output: Path, page: str) -> None:
     counts = {v: sum(row.verdict == v for row in rows) for v in ("good", "review", "reject")}
     scored = sum(row.status == "ok" for row in rows)
-    said = "no verdicts, for the model has no thresholds"
+    said = ": no verdicts, for the model has no thresholds" if scored else ""
     if any(counts.values()):
-        said = f"{counts['good']} good, {counts['review']} to review, {counts['reject']} rejected"
-    print(f"{scored} of {total} images scored: {said}")
+        said = f": {counts['good']} good, {counts['review']} to review, {counts['reject']} rejected"
+    print(f"{scored} of {total} images scored{said}")
     for row in [row for row in rows if row.verdict == "review" and row.reason][:5]:
         print(f"  review: {row.path}: {row.reason}")
     bad = [row for row in rows if row.status != "ok"]
@@ -170,4 +186,6 @@ def _say(rows: list[Row], total: int, output: Path, page: str) -> None:
         print(f"  {row.status}: {row.reason}")
     if len(bad) > 5:
         print(f"  … and {len(bad) - 5} more, all in results.csv")
-    print(f"rows in {output / 'results.csv'}, pictures in {output / 'heatmaps'}{page}")
+    drawn = f", pictures in {output / HEATMAPS}" if any(row.heatmap for row in rows) else ""
+    if rows:
+        print(f"rows in {output / 'results.csv'}{drawn}{page}")

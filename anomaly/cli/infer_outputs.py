@@ -20,38 +20,20 @@ if TYPE_CHECKING:
     from anomaly.pictures import Pictures
     from anomaly.results import Row
 
-JOURNAL = "results.partial.jsonl"
-WATCHED = "results.watched.jsonl"
-DONE = "results.done.json"
-OUTPUTS = (
-    "results.csv",
-    "results.jsonl",
-    "results.parquet",
-    "regions.csv",
-    "parts.csv",
-    "results.html",
-    "heatmaps",
-    "heatmap_scale.png",
-    "masks",
-    "maps",
-    JOURNAL,
-    WATCHED,
-    DONE,
-)
-
-
-def ours(output: Path) -> list[Path]:
-    """What is ours in an output folder: nothing of it is an input."""
-    return [output / name for name in OUTPUTS]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
         "--heatmap",
-        choices=("overlay", "side-by-side"),
-        default="overlay",
-        help="pictures of the image under its heatmap, or of image, heatmap and colour bar",
+        choices=("none", "reject", "all"),
+        default="all",
+        help="which images get one: none, those not called good (reject and review), or all "
+        "(default)",
+    )
+    parser.add_argument(
+        "--side-by-side",
+        action="store_true",
+        help="heatmaps of image, heatmap and colour bar, with verdict and score",
     )
     parser.add_argument(
         "--no-page", action="store_true", help="leave out results.html, the page over all images"
@@ -99,6 +81,7 @@ def pictures(options: argparse.Namespace, model: Model) -> Pictures:
         "--masks": options.masks,
         "--regions": options.regions,
         "--maps uint16": options.maps == "uint16",
+        "--heatmap reject": options.heatmap == "reject",
     }
     needing = [name for name, wanted in asked.items() if wanted]
     if thresholds is None and needing:
@@ -109,7 +92,8 @@ def pictures(options: argparse.Namespace, model: Model) -> Pictures:
     return Pictures(
         options.output,
         limit,
-        beside=model.detector.unit if options.heatmap == "side-by-side" else None,
+        review=None if thresholds is None else thresholds.review_pixel,
+        beside=model.detector.unit if options.side_by_side else None,
         masks=options.masks,
         regions=options.regions,
         maps=options.maps,
@@ -125,17 +109,17 @@ def write_scale(options: argparse.Namespace, model: Model) -> None:
     from anomaly.colour_bar import colour_bar
     from anomaly.files import write
     from anomaly.heatmap import encode_png
-    from anomaly.pictures import SCALE
+    from anomaly.own_outputs import SCALE
 
     thresholds = model.detector.thresholds
-    if thresholds is not None:
-        bar = colour_bar(480, thresholds.pixel, model.detector.unit)
+    if thresholds is not None and options.heatmap != "none":
+        bar = colour_bar(480, thresholds.pixel, model.detector.unit, thresholds.review_pixel)
         write(options.output / SCALE, encode_png(bar))
 
 
 def about(options: argparse.Namespace, model: Model, device: torch.device) -> dict[str, object]:
     """What the rows of a run depend on, but for the images."""
-    names = [n for n in ("masks", "regions", "parquet") if getattr(options, n)]
+    names = [n for n in ("side_by_side", "masks", "regions", "parquet") if getattr(options, n)]
     return {
         "model": model.model_id,
         "software version": __version__,

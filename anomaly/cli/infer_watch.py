@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from anomaly.cli import infer_outputs, machine
-from anomaly.cli.infer_outputs import JOURNAL, OUTPUTS, WATCHED
-from anomaly.cli.progress import ProgressLine
 from anomaly.cli.stopping import Stopping
+from anomaly.own_outputs import INFER, JOURNAL, WATCHED
 
 if TYPE_CHECKING:
     from anomaly.journal import Known
+    from anomaly.results import Row
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
 
     _check(options)
     resume = options.resume and (options.output / WATCHED).exists()
-    claim(options.output, () if resume else OUTPUTS, overwrite=options.overwrite)
+    claim(options.output, () if resume else INFER, overwrite=options.overwrite)
     remove_drafts(options.output)
     _say_passed_over(options)
     with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
@@ -51,12 +51,12 @@ def run(options: argparse.Namespace) -> int:
         counts: Counter[str] = Counter()
         print(f"watching {', '.join(map(str, options.input))}; Ctrl-C ends it", flush=True)
         try:
-            with log, ProgressLine() as line:
+            with log:
 
                 def seen(known: Known) -> None:
                     counts[known.row.status] += 1
                     counts[known.row.verdict] += 1
-                    line.say(_counted(counts))
+                    print(_line(known.row), flush=True)
 
                 watch(
                     model,
@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
                     log,
                     decoders,
                     stopped=lambda: stop.signal is not None,
+                    heatmaps=options.heatmap,
                     seen=seen,
                     trouble=_warn,
                 )
@@ -84,10 +85,22 @@ def _say_passed_over(options: argparse.Namespace) -> None:
     from anomaly.errors import DataError
     from anomaly.inputs import passed_over, say_passed_over
 
-    ours = infer_outputs.ours(options.output)
     with suppress(DataError):  # a folder that can't be listed now is tried again
-        if count := sum(passed_over(folder, ours) for folder in options.input):
+        if count := sum(passed_over(folder) for folder in options.input):
             print(f"note: {say_passed_over(count)}", file=sys.stderr, flush=True)
+
+
+def _line(row: Row) -> str:
+    """What is said of one image, on one line whatever its name."""
+    said = f"{row.verdict or row.status:<12}"
+    if row.image_score is None:
+        said += row.reason
+    else:
+        said += f"{row.image_score:.4g}"
+        said += f" = {row.image_score / row.threshold:.2f} x reject" if row.threshold else ""
+        said += f"  {row.path}" + (f": {row.reason}" if row.reason else "")
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)
+    return f"{row.time[11:19]} UTC  {shown}"
 
 
 def _warn(message: str) -> None:

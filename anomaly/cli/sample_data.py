@@ -19,9 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Generate the data set."""
+    from anomaly.output_lock import locked
     from anomaly.sample_data import PRODUCTS, write_sample_data
 
-    with ProgressLine() as progress:
+    with locked(options.output), ProgressLine() as progress:
         write_sample_data(
             options.output,
             seed=options.seed,

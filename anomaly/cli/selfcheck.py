@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,15 +48,21 @@ def run(options: argparse.Namespace) -> int:
         missing or new.
     """
     from anomaly.errors import AnomalyError
-    from anomaly.files import as_json, write
     from anomaly.inputs import find_inputs
+    from anomaly.output_lock import locked
 
     if not options.tolerance >= 0:
         raise AnomalyError(f"--tolerance is {options.tolerance}; it must be 0 or more")
     paths = find_inputs([options.golden], option="--golden").paths
+    with locked(options.golden) if options.record else nullcontext():
+        return _run(options, paths)
+
+
+def _run(options: argparse.Namespace, paths: list[Path]) -> int:
     recorded = None if options.record else _read(options.golden / RECORD)
 
     from anomaly.checkpoint import load
+    from anomaly.files import as_json, write
 
     device, threads = machine.settle(options)
     model = load(options.model, device)

@@ -7,15 +7,17 @@ import logging
 import shlex
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
+from anomaly.own_outputs import TRAIN
 
 if TYPE_CHECKING:
     from anomaly.calibration import Thresholds
+    from anomaly.config import Config
     from anomaly.datasets import Sample
     from anomaly.training import Training
 
@@ -56,39 +58,39 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train one model."""
     from anomaly.config_files import load_config
+    from anomaly.output_lock import locked
+
+    config = load_config(options.config, options.overrides, CONFIG_FOLDERS)
+    output: Path = options.output or Path("runs") / config.name
+    with locked(output):
+        return _run(options, config, output)
+
+
+def _run(options: argparse.Namespace, config: Config, output: Path) -> int:
     from anomaly.datasets import open_dataset
 
     started = time.perf_counter()
-    config = load_config(options.config, options.overrides, CONFIG_FOLDERS)
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)
-    output: Path = options.output or Path("runs") / config.name
 
     from anomaly.checkpoint import save
     from anomaly.files import as_json, claim, write
     from anomaly.training import fit
 
     device, threads = machine.settle(options)
-    is_new = not output.exists()
-    outputs = ("model", "train.json", "suspects")
-    claim(output, () if options.overwrite else outputs, overwrite=False)
-    try:
-        with ProgressLine() as progress:
-            training = fit(
-                config,
-                dataset.train,
-                device=device,
-                scratch=output,
-                workers=threads,
-                calibrate=not options.no_calibrate,
-                progress=progress,
-            )
-        before = time.perf_counter()
-        model_id = save(training, output / "model", overwrite=options.overwrite)
-        training.seconds["save"] = time.perf_counter() - before
-    finally:
-        if is_new:
-            with suppress(OSError):  # holds something: keep it
-                output.rmdir()
+    claim(output, () if options.overwrite else TRAIN, overwrite=False)
+    with ProgressLine() as progress:
+        training = fit(
+            config,
+            dataset.train,
+            device=device,
+            scratch=output,
+            workers=threads,
+            calibrate=not options.no_calibrate,
+            progress=progress,
+        )
+    before = time.perf_counter()
+    model_id = save(training, output / "model", overwrite=options.overwrite)
+    training.seconds["save"] = time.perf_counter() - before
     summary = _summary(training, output / "model", model_id)
     claim(output, ("suspects",), overwrite=True)
     summary["suspects"] = _draw_suspects(training, dataset.train, output)
@@ -108,8 +110,10 @@ def _summary(training: Any, model: Path, model_id: str) -> dict[str, Any]:
         for name, t in training.detector.scorer.tensors().items()
     }
     thresholds = training.detector.thresholds
+    image = training.detector.config.image
     return {
         "name": training.detector.config.name,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "model_id": model_id,
         "kind": training.detector.config.model.kind,
         "device": training.detector.device.type,
@@ -120,6 +124,7 @@ def _summary(training: Any, model: Path, model_id: str) -> dict[str, Any]:
         },
         "patches": training.patches,
         "patch_size": _patch_size(training),
+        "image": {name: getattr(image, name) for name in ("area", "resize", "tile")},
         "bank_vectors": scorer["vectors"][0] if "vectors" in scorer else None,
         "scorer": scorer,
         "thresholds": None if thresholds is None else thresholds.to_json(),
@@ -155,8 +160,9 @@ def _draw_suspects(
             suspect.patch_scores, loaded.view, detector.config.model.smoothing, detector.region
         )
         limit = suspect.score if thresholds is None else thresholds.pixel
+        review = None if thresholds is None else thresholds.review_pixel
         picture = f"suspects/{rank}_{short_name(sample.path.stem)}.png"
-        write(output / picture, encode_png(heatmap(loaded.decoded, seen, limit)))
+        write(output / picture, encode_png(heatmap(loaded.decoded, seen, limit, review)))
         listed.append({"name": sample.name, "score": suspect.score, "heatmap": picture})
     return listed
 
@@ -188,7 +194,7 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
             f"{images['learned']} images don't show what is usual: it takes {LEAST_IMAGES} for "
             "another product, a lens cap or a blurred image to be noticed as such"
         )
-    _say_patch(summary["patch_size"])
+    _say_patch(summary)
     if summary["suspects"]:
         print("look at these training images; a defect among the good ones is learned as good:")
         for suspect in summary["suspects"][:3]:
@@ -225,13 +231,28 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _say_patch(size: dict[str, list[float] | None]) -> None:
+def _say_patch(summary: dict[str, Any]) -> None:
+    size = summary["patch_size"]
     (height, width), mm = size["pixels"] or (0.0, 0.0), size["mm"]
     real = f", {mm[0]:.3g} × {mm[1]:.3g} mm" if mm else ""
     print(
         f"one patch covers {height:.0f} × {width:.0f} original pixels{real} (height × width): "
         "smaller defects may not be seen"
     )
+    print(f"  {_remedy(summary)}")
+
+
+def _remedy(summary: dict[str, Any]) -> str:
+    """What makes patches smaller."""
+    image = summary["image"]
+    if image["resize"] is not None:
+        return f"image.resize above {image['resize']} sees smaller ones, and takes longer"
+    if image["tile"] is not None:
+        return f"image.tile below {image['tile']} sees smaller ones, and takes longer"
+    area = f"image.area above {image['area']}"
+    if summary["kind"] == "padim":
+        return f"{area} sees smaller ones, and takes longer"
+    return f"{area} or image.tile, which cuts large images up, sees smaller ones, and takes longer"
 
 
 def _say_refused(refused: dict[str, str], shown: int = 5) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from anomaly.cli import train
 from anomaly.errors import AnomalyError, ConfigError, why
+from anomaly.output_lock import locked
 
 
 def trained_run(
@@ -31,16 +32,21 @@ def trained_run(
 
     config = load_config(config_file, overrides, train.CONFIG_FOLDERS)
     run = runs / config.name
-    if (run / "model").exists():
-        _check_same(run, config)
-        return run
+    with locked(run):  # it may be being trained
+        if (run / "model").exists():
+            _check_same(run, config)
+        else:
+            _train(config_file, overrides, run, machine)
+    return run
+
+
+def _train(config_file: str, overrides: Sequence[str], run: Path, machine: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
     sets = [part for override in overrides for part in ("--set", override)]
     arguments = ["--config", config_file, *sets, "--output", str(run), *machine]
     if train.run(parser.parse_args(arguments)) not in (0, 3):
         raise AnomalyError(f"training {config_file} failed")
-    return run
 
 
 def _check_same(run: Path, config: Any) -> None:

@@ -21,6 +21,7 @@ from anomaly.datasets.samples import (
 from anomaly.errors import DataError
 from anomaly.files import like
 from anomaly.images import is_folder
+from anomaly.own_outputs import own_outputs
 
 # A folder inside that each of these has, beside that of its good images.
 _TELLING = {
@@ -246,7 +247,9 @@ def folders_in(folder: Path) -> list[str]:
     if not is_folder(folder):
         return []
     try:
-        return sorted(inner.name for inner in folder.iterdir() if inner.is_dir())
+        inside = list(folder.iterdir())
+        own = own_outputs(folder, [inner.name for inner in inside])
+        return sorted(one.name for one in inside if one.is_dir() and one.name not in own)
     except OSError as error:
         raise DataError(f"{folder}: can't list this folder ({error.strerror})") from None
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anomaly.csv_tables import csv_rows, csv_text
 from anomaly.errors import DataError, why
 
 _HEADER = (
@@ -107,15 +106,13 @@ def compare(first: Path, second: Path) -> Comparison:
 
 def comparison_csv(comparison: Comparison) -> str:
     """One row for each image in both; floats have all their digits."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_HEADER)
+    rows: list[Sequence[object]] = [_HEADER]
     for c in comparison.changes:
         known = c.scores[0] is not None and c.scores[1] is not None
         difference = c.scores[1] - c.scores[0] if known else None  # type: ignore[operator]
         cells = (*c.scores, difference, *c.verdicts, int(c.changed), *c.ratios)
-        writer.writerow((c.category, c.path, c.defect_type, *map(_cell, cells)))
-    return text.getvalue()
+        rows.append((c.category, c.path, c.defect_type, *cells))
+    return csv_text(rows)
 
 
 def summary(comparison: Comparison) -> str:
@@ -142,8 +139,10 @@ def _read_figures(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _read_rows(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
     try:
-        with (folder / "scores.csv").open(encoding="utf-8", newline="") as stream:
-            return {(row["category"], row["path"]): row for row in csv.DictReader(stream)}
+        text = (folder / "scores.csv").read_bytes().decode("utf-8", "surrogateescape")
+        header, *cells = csv_rows(text)
+        rows = [dict(zip(header, row, strict=True)) for row in cells]
+        return {(row["category"], row["path"]): row for row in rows}
     except (OSError, ValueError, KeyError) as error:
         raise _no_evaluation(folder, error) from None
 
@@ -168,7 +167,3 @@ def _ratio(score: float | None, limit: float | None) -> float | None:
 
 def _number(cell: str) -> float | None:
     return float(cell) if cell else None
-
-
-def _cell(value: object) -> str:
-    return "" if value is None else repr(value) if isinstance(value, float) else str(value)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from anomaly.calibration import Thresholds, rate_of
 from anomaly.evaluation import Evaluation
 from anomaly.files import as_json
 from anomaly.metrics import Confusion
@@ -51,9 +48,7 @@ def metrics_json(
 
 def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Thresholds | None]) -> str:
     """One row for each test image; columns are described in the README."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
+    rows: list[Sequence[object]] = [
         (
             "category",
             "path",
@@ -66,25 +61,25 @@ def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Threshold
             "verdict",
             "reason",
         )
-    )
+    ]
     for evaluation, limits in zip(evaluations, thresholds, strict=True):
         for row in evaluation.scored:
             score = row.image_score
-            writer.writerow(
+            rows.append(
                 (
                     evaluation.name,
                     row.sample.name,
                     row.sample.defect_type,
                     int(row.sample.is_defect),
-                    "" if score is None else repr(score),
-                    "" if score is None or limits is None else repr(limits.calibrated(score)),
-                    "" if limits is None else repr(limits.review),
-                    "" if limits is None else repr(limits.image),
+                    score,
+                    None if score is None or limits is None else limits.calibrated(score),
+                    None if limits is None else limits.review,
+                    None if limits is None else limits.image,
                     row.verdict(limits),
                     row.reason,
                 )
             )
-    return text.getvalue()
+    return csv_text(rows)
 
 
 def table(evaluations: Sequence[Evaluation]) -> str:

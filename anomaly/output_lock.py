@@ -1,0 +1,170 @@
+"""One run at a time in an output folder: a lock that ends with the process that holds it.
+
+The lock is the operating system's, on a file in the folder, so that a killed process leaves none
+behind. Network file systems pass it on to their server (NFS from Linux 2.6.12 on, SMB); where the
+file system has no locks, a file in the local temporary folder stands in, and only runs of the
+same machine notice each other.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from anomaly.errors import OutputError
+
+log = logging.getLogger(__name__)
+
+LOCK = ".anomaly-lock"
+_ATTEMPTS = 100
+_NOTE_SECONDS = 0.05  # after which a run that has just got the lock has said who it is
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+_held: set[str] = set()  # real paths of the folders that this process has locked
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder; what this made and nothing was written into goes again.
+
+    Args:
+        folder: made if need be. One that this process has locked already stays so.
+
+    Raises:
+        OutputError: another run is at work there, or the folder can't be made or written to.
+    """
+    place = os.path.realpath(folder)
+    if place in _held:
+        yield
+        return
+    made: list[Path] = []
+    try:
+        try:
+            made += [path for path in (folder, *folder.parents) if not path.exists()]
+            file, handle = _take(folder)
+        except OSError as error:
+            where = folder if error.filename in (None, str(folder / LOCK)) else error.filename
+            raise OutputError(f"{where} can't be written to: {error.strerror}") from None
+        _held.add(place)
+        try:
+            yield
+        finally:
+            _held.discard(place)
+            _release(file, handle)
+    finally:
+        for path in made:
+            with suppress(OSError):  # holds something: it stays
+                path.rmdir()
+
+
+def _take(folder: Path) -> tuple[Path, int]:
+    """The lock file and its descriptor."""
+    try:
+        return _hold(folder, folder / LOCK)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        (folder / LOCK).unlink(missing_ok=True)
+        log.warning(
+            "%s: its file system has no locks (%s); a run of another machine there goes unnoticed",
+            folder,
+            error.strerror,
+        )
+    place = hashlib.blake2b(os.fsencode(os.path.realpath(folder)), digest_size=12).hexdigest()
+    return _hold(folder, Path(tempfile.gettempdir()) / f"anomaly-{place}.lock")
+
+
+def _hold(folder: Path, file: Path) -> tuple[Path, int]:
+    for _ in range(_ATTEMPTS):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = _open(file)
+        except FileNotFoundError:  # a run that failed has just removed its new folder
+            continue
+        try:
+            if not _lock(handle):
+                raise _in_use(folder, handle)
+            if _is_at(handle, file):
+                _note(handle)
+                return file, handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # the run that held it has just ended, and taken the file away
+    raise OutputError(f"{folder} is in use by runs that come and go; try again")
+
+
+def _open(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:  # left there by another account's run that was killed
+        if not file.exists():
+            raise
+        return os.open(file, os.O_RDONLY)
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(handle: int) -> bool:
+        os.lseek(handle, 1 << 30, os.SEEK_SET)  # a locked byte can't be read, and the note has to
+        try:
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        except PermissionError:
+            return False
+        finally:
+            os.lseek(handle, 0, os.SEEK_SET)
+        return True
+else:
+    import fcntl
+
+    def _lock(handle: int) -> bool:
+        """Whether the lock is ours now; OSError where the file system has none."""
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _is_at(handle: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), file.stat())
+    except OSError:
+        return False
+
+
+def _note(handle: int) -> None:
+    """Say in the file who holds it; a full disk is no reason to stop."""
+    since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    text = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+    with suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.write(handle, text.encode())
+
+
+def _in_use(folder: Path, handle: int) -> OutputError:
+    time.sleep(_NOTE_SECONDS)
+    who = ""
+    with suppress(OSError):
+        who = os.read(handle, 500).decode(errors="replace")
+    return OutputError(
+        f"{folder} is in use by another run ({who or 'which one is not known'}); wait until that "
+        "has ended, or write to another folder"
+    )
+
+
+def _release(file: Path, handle: int) -> None:
+    if _is_at(handle, file):  # before the lock ends: afterwards the file may be another run's
+        with suppress(OSError):
+            file.unlink()
+    os.close(handle)

@@ -1,0 +1,73 @@
+"""What this program has written into a folder, told by its tell-tale files: never an input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+HEATMAPS, MASKS, MAPS = "heatmaps", "masks", "maps"
+SCALE = "heatmap_scale.png"
+PAGE = "results.html"
+JOURNAL = "results.partial.jsonl"
+WATCHED = "results.watched.jsonl"
+DONE = "results.done.json"
+INFER = (
+    "results.csv",
+    "results.jsonl",
+    "results.parquet",
+    "regions.csv",
+    "parts.csv",
+    PAGE,
+    HEATMAPS,
+    SCALE,
+    MASKS,
+    MAPS,
+    JOURNAL,
+    WATCHED,
+    DONE,
+)
+TRAIN = ("model", "train.json", "suspects")
+_EXPLANATION = "explanation.json"
+_MANIFEST = "manifest.json"
+
+
+def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
+    """Which entries of a folder `train`, `infer` or `explain` have written there.
+
+    Nothing is taken for theirs by its name alone, and nothing else in such a folder is.
+
+    Args:
+        folder: the folder.
+        names: all that is in it.
+    """
+    own: set[str] = set()
+    if "model" in names and is_model(folder / "model", (_MANIFEST,)):
+        own.update(TRAIN)
+    if not {JOURNAL, WATCHED, DONE}.isdisjoint(names) or (
+        "results.csv" in names and _head(folder / "results.csv").startswith(b"path,image_sha256,")
+    ):
+        own.update(INFER)
+    if _EXPLANATION in names:
+        own.update(_explained(folder / _EXPLANATION))
+    return frozenset(own.intersection(names))
+
+
+def is_model(folder: Path, names: Collection[str]) -> bool:
+    """Whether a folder that holds entries of these names is a model folder."""
+    return _MANIFEST in names and b'"anomaly-model/' in _head(folder / _MANIFEST)
+
+
+def _head(file: Path) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(1000)
+    except OSError:  # not there, or not ours to read
+        return b""
+
+
+def _explained(file: Path) -> list[str]:
+    try:
+        return [_EXPLANATION, *map(str, json.loads(file.read_bytes())["pictures"])]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
