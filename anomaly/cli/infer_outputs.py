@@ -139,7 +139,8 @@ def write_page(
     """
     from anomaly.checkpoint import portable
     from anomaly.files import write
-    from anomaly.report.gallery import PAGE, Run, gallery_html
+    from anomaly.own_outputs import PAGE
+    from anomaly.report.gallery import Run, gallery_html
 
     if options.no_page:
         return ""

@@ -27,7 +27,6 @@ from anomaly.report.page import asset, page, utc_now
 from anomaly.report.tiles import fitting, jpeg, pixels_for
 from anomaly.results import Row
 
-PAGE = "results.html"
 SHOWN, NAMED = 200, 200  # images with a picture, and images named that couldn't be scored
 _PIXELS = 25_000_000
 _LARGEST_FILE = 100_000_000
