@@ -268,3 +268,14 @@ def test_wishes_that_cannot_be_met_are_refused(
     assert says in err
     assert len(err.strip().splitlines()) == 1
     assert _files(run_folder) == before
+
+
+def test_good_images_from_a_folder_of_defects_are_refused(
+    run: Path, defects: Path, command: Command
+) -> None:
+    renamed = defects.rename(defects.with_name("NG parts"))
+    before = _files(run)
+    for given in (renamed, renamed / "000.png", renamed.parent):
+        code, _, err = command("calibrate", ["--model", run, "--good", given])
+        assert (code, "NG parts would be taken as good" in err) == (2, True)
+    assert _files(run) == before

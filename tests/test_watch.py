@@ -116,6 +116,9 @@ def test_a_shift(shift: Callable[..., tuple[int, str, str]], tmp_path: Path) -> 
     assert regions[0].startswith("path,region,x,y,")
     assert all(f"{os.sep}spot.png," in text for text in regions[1:])
     assert len(regions) > 1
+    page = (output / "results.html").read_text("utf-8")
+    assert "3 of 4 images scored" in page
+    assert all(row["path"] in page for row in rows)
 
 
 def test_a_name_that_is_used_again(

@@ -106,7 +106,10 @@ def run(options: argparse.Namespace) -> int:
     rows = journal.rows()
     if (failed := failure or tables) is not None:
         raise _broken_off(failed, len(rows), len(paths))
-    _say(rows, len(paths), options.output)
+    page = ""
+    if len(rows) == len(paths):
+        page = infer_outputs.write_page(options, model, rows, about)
+    _say(rows, len(paths), options.output, page)
     if len(rows) < len(paths):
         print("stopped; go on with --resume")
         return stop.exit_code
@@ -153,7 +156,7 @@ def _broken_off(failure: OutputError, done: int, total: int) -> OutputError:
     return told
 
 
-def _say(rows: list[Row], total: int, output: Path) -> None:
+def _say(rows: list[Row], total: int, output: Path, page: str) -> None:
     counts = {v: sum(row.verdict == v for row in rows) for v in ("good", "review", "reject")}
     scored = sum(row.status == "ok" for row in rows)
     said = "no verdicts, for the model has no thresholds"
@@ -167,4 +170,4 @@ def _say(rows: list[Row], total: int, output: Path) -> None:
         print(f"  {row.status}: {row.reason}")
     if len(bad) > 5:
         print(f"  … and {len(bad) - 5} more, all in results.csv")
-    print(f"rows in {output / 'results.csv'}, pictures in {output / 'heatmaps'}")
+    print(f"rows in {output / 'results.csv'}, pictures in {output / 'heatmaps'}{page}")

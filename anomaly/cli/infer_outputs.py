@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly import __version__
+from anomaly.cli import machine
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from anomaly.errors import OutputError
     from anomaly.journal import Journal
     from anomaly.pictures import Pictures
+    from anomaly.results import Row
 
 JOURNAL = "results.partial.jsonl"
 WATCHED = "results.watched.jsonl"
@@ -27,6 +29,7 @@ OUTPUTS = (
     "results.parquet",
     "regions.csv",
     "parts.csv",
+    "results.html",
     "heatmaps",
     "heatmap_scale.png",
     "masks",
@@ -49,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("overlay", "side-by-side"),
         default="overlay",
         help="pictures of the image under its heatmap, or of image, heatmap and colour bar",
+    )
+    parser.add_argument(
+        "--no-page", action="store_true", help="leave out results.html, the page over all images"
     )
     more = parser.add_argument_group("more to write")
     more.add_argument("--masks", action="store_true", help="masks/: what is marked, as PNG")
@@ -137,6 +143,36 @@ def about(options: argparse.Namespace, model: Model, device: torch.device) -> di
         "precision": model.detector.extractor.precision,
         "set of outputs": [options.heatmap, *names, *([options.maps] if options.maps else [])],
     }
+
+
+def write_page(
+    options: argparse.Namespace, model: Model, rows: Iterable[Row], facts: Mapping[str, object]
+) -> str:
+    """Write results.html, unless it isn't wanted; says so.
+
+    Raises:
+        OutputError: no room, no permission.
+    """
+    from anomaly.checkpoint import portable
+    from anomaly.files import write
+    from anomaly.report.gallery import PAGE, Run, gallery_html
+
+    if options.no_page:
+        return ""
+    detector = model.detector
+    run = Run(
+        name=detector.config.name,
+        unit=detector.unit,
+        thresholds=detector.thresholds,
+        model=str(options.model),
+        model_id=model.model_id,
+        inputs=", ".join(map(str, options.input or [options.list])),
+        settings=portable(detector.config),
+        facts=facts,
+    )
+    output = Path(options.output)
+    write(output / PAGE, gallery_html(run, rows, output, machine.wanted_threads(options)))
+    return f", all on one page in {output / PAGE}"
 
 
 def write_tables(

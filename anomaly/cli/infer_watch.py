@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -31,6 +32,7 @@ def run(options: argparse.Namespace) -> int:
     _say_passed_over(options)
     with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
         from anomaly.checkpoint import load
+        from anomaly.results import Row
         from anomaly.watch_log import WatchLog
         from anomaly.watching import watch
 
@@ -70,8 +72,11 @@ def run(options: argparse.Namespace) -> int:
             told = OutputError(f"{error}; once that is mended, go on with --resume")
             told.exit_code = 3 if counts["ok"] else 2
             raise told from None
+        with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
+            rows = (Row(**json.loads(line)) for line in lines)
+            page = infer_outputs.write_page(options, model, rows, about)
     remove_drafts(options.output)  # of decoding processes that were killed
-    print(f"{_counted(counts)}; rows in {options.output / 'results.csv'}")
+    print(f"{_counted(counts)}; rows in {options.output / 'results.csv'}{page}")
     return 0 if counts["ok"] == _total(counts) else 3 if counts["ok"] else 2
 
 

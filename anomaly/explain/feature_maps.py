@@ -57,7 +57,8 @@ def feature_map_picture(
         n_channels: how many channels are shown, the most active first.
     """
     _, height, width = values.shape
-    scale = _TILE / max(height, width)
+    longer, shorter = max(height, width), min(height, width)
+    scale = max(_TILE / longer, min(_TILE / 2 / shorter, 3 * _TILE / longer))
     size = max(1, round(height * scale)), max(1, round(width * scale))
     channels = most_active(values, n_channels)
     tiles = [] if image is None else [captioned(resized(image, *size), "image")]

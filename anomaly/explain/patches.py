@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
-from anomaly.explain.tiles import Picture, captioned, grid, stacked
+from anomaly.explain.tiles import Picture, captioned, grid, shortened, stacked
 from anomaly.geometry import AxisView, Layout
 
 MARK = (255, 64, 32)
+_NUMBERED = 48
 _CONTEXT = 7  # sides of the patch that a crop shows
 
 
@@ -86,6 +87,9 @@ def marked(picture: Picture, boxes: Sequence[Box], longest: int = 420) -> Pictur
     how = cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC
     shape = max(1, round(width * scale)), max(1, round(height * scale))
     small = np.asarray(cv2.resize(picture, shape, interpolation=how), np.uint8)
+    if boxes and shape[0] < _NUMBERED:  # room for the numbers
+        padding = ((0, 0), (0, _NUMBERED - shape[0]), (0, 0))
+        small = np.pad(small, padding, constant_values=255)
     for number, box in enumerate(boxes, start=1):
         small = _outlined(small, box, scale)
         # Beside the frame, and inside the picture where the frame lies at its border.
@@ -132,7 +136,7 @@ def comparison(rows: Sequence[Sequence[tuple[Sequence[str], Picture]]]) -> Pictu
         for captions, picture in row:
             tile = picture
             for text in reversed(captions):
-                tile = captioned(tile, text)
+                tile = captioned(tile, shortened(text, picture.shape[1]))
             tiles.append(tile)
         first, rest = tiles[0], tiles[1:]
         gap = np.full((first.shape[0] + 8, 24, 3), 255, np.uint8)

@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 Picture = NDArray[np.uint8]
 
-_CAPTION_HEIGHT = 18
+_CAPTION_HEIGHT, _INDENT = 18, 2
+_FONT, _FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4
+# Enough for "channel 1234" above a part of a grid, and for a title above one of few pictures.
+_NARROWEST, _PANEL = 96, 160
 _BACKGROUND = 255
 _INK = (40, 40, 40)
 
@@ -48,10 +51,46 @@ def resized(picture: Picture, height: int, width: int) -> Picture:
 
 
 def captioned(picture: Picture, text: str) -> Picture:
-    """The picture with one line of text above it, cut where the picture ends."""
-    line = np.full((_CAPTION_HEIGHT, picture.shape[1], 3), _BACKGROUND, np.uint8)
-    cv2.putText(line, text, (2, 13), cv2.FONT_HERSHEY_SIMPLEX, 0.4, _INK, 1, cv2.LINE_AA)
-    return np.vstack([line, picture])
+    """The picture with text above it, in as many lines as it takes.
+
+    A picture that is too narrow for words gets white to its right.
+    """
+    wide = _widened(picture, max(picture.shape[1], _NARROWEST))
+    lines = _wrapped(text, wide.shape[1])
+    return np.vstack([*(_line(line, wide.shape[1]) for line in lines), wide])
+
+
+def shortened(text: str, width: int) -> str:
+    """Text that fits into a line of so many pixels: a long one keeps its beginning and its end."""
+    kept = len(text)
+    short = text
+    while kept > 2 and _text_width(short) > width:
+        kept -= 1
+        short = f"{text[: kept // 3]}...{text[len(text) - kept + kept // 3 :]}"
+    return short
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    lines = [""]
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        if _text_width(longer) <= width:
+            lines[-1] = longer
+        elif lines[-1]:
+            lines.append(shortened(word, width))
+        else:
+            lines[-1] = shortened(word, width)
+    return lines
+
+
+def _text_width(text: str) -> int:
+    return 2 * _INDENT + cv2.getTextSize(text, _FONT, _FONT_SCALE, 1)[0][0]
+
+
+def _line(text: str, width: int) -> Picture:
+    line = np.full((_CAPTION_HEIGHT, width, 3), _BACKGROUND, np.uint8)
+    cv2.putText(line, text, (_INDENT, 13), _FONT, _FONT_SCALE, _INK, 1, cv2.LINE_AA)
+    return line
 
 
 def grid(tiles: Sequence[Picture], columns: int, gap: int = 4) -> Picture:
@@ -83,13 +122,23 @@ def stacked(pictures: Sequence[Picture]) -> Picture:
 
 
 def beside(panels: Sequence[tuple[str, Picture]], gap: int = 8) -> Picture:
-    """Put captioned pictures next to each other, aligned at the top, with white around them."""
-    tallest = max(picture.shape[0] for _, picture in panels)
+    """Put titled pictures next to each other, aligned at the top, with white around them.
+
+    Titles are wrapped, and narrow pictures get white to their right.
+    """
+    wide = [_widened(picture, max(picture.shape[1], _PANEL)) for _, picture in panels]
+    titles = [_wrapped(text, w.shape[1]) for (text, _), w in zip(panels, wide, strict=True)]
+    most = max(map(len, titles))
+    tallest = max(picture.shape[0] for picture in wide)
     columns = []
-    for text, picture in panels:
-        padding = ((0, tallest - picture.shape[0] + gap), (0, gap), (0, 0))
-        columns.append(captioned(np.pad(picture, padding, constant_values=_BACKGROUND), text))
-    return np.pad(np.hstack(columns), ((0, 0), (gap, 0), (0, 0)), constant_values=_BACKGROUND)
+    for lines, picture in zip(titles, wide, strict=True):
+        above = [_line(line, picture.shape[1]) for line in [*lines, *[""] * (most - len(lines))]]
+        padding = ((0, tallest - picture.shape[0] + gap), (0, 0), (0, 0))
+        below = np.pad(picture, padding, constant_values=_BACKGROUND)
+        columns += [np.vstack([*above, below])]
+    edges = ((0, 0), (0, gap), (0, 0))
+    spaced = [np.pad(column, edges, constant_values=_BACKGROUND) for column in columns]
+    return np.pad(np.hstack(spaced), ((0, 0), (gap, 0), (0, 0)), constant_values=_BACKGROUND)
 
 
 def _widened(picture: Picture, width: int) -> Picture:

@@ -25,6 +25,8 @@ class Category:
         manifest: the model's manifest.
         settings: the model's config as plain values.
         training: what the run's train.json says; empty where it isn't there.
+        data_folder: where the test images are.
+        date: of the evaluation, in UTC.
         seconds: that scoring the test split took.
         tiles: by the images' places in the test split; empty for no report.
     """
@@ -36,6 +38,8 @@ class Category:
     manifest: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
+    data_folder: str = ""
+    date: str = ""
     seconds: float = 0.0
     tiles: Mapping[int, Tile] = field(default_factory=dict)
 

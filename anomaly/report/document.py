@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import shlex
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from anomaly import __version__
+from anomaly.calibration import Thresholds
 from anomaly.checkpoint import flat
 from anomaly.datasets import GOOD
 from anomaly.evaluation import Scored
@@ -16,6 +20,7 @@ from anomaly.heatmap import OPACITY, colour_stops
 from anomaly.metrics import pr_curve, roc_curve
 from anomaly.metrics.curves import Curve
 from anomaly.report.category import Category
+from anomaly.report.glossary import GLOSSARY
 from anomaly.report.page import asset, page
 from anomaly.report.tiles import Tile
 
@@ -41,25 +46,34 @@ def report_html(category: Category) -> str:
     Args:
         category: with a tile for each scored image.
     """
-    types = {row.sample.defect_type for row in category.evaluation.scored}
+    evaluation = category.evaluation
+    types = {row.sample.defect_type for row in evaluation.scored}
+    refused = [
+        {"name": row.sample.name, "reason": row.reason}
+        for row in evaluation.scored
+        if row.image_score is None
+    ]
+    counted = f"{evaluation.n_good} good and {evaluation.n_defect} defective test images"
     data = {
+        "labelled": True,
         "name": category.name,
-        "subtitle": _subtitle(category),
+        "subtitle": subtitle(category.settings, counted, category.model_id),
+        "provenance": [
+            *([("evaluated", category.date)] if category.date else []),
+            *([("data in", category.data_folder)] if category.data_folder else []),
+        ],
         "unit": unit(category),
         "types": sorted(types, key=lambda name: (name != GOOD, name)),
         "good": GOOD,
-        "thresholds": _thresholds(category),
+        "thresholds": limits(category.thresholds),
         "images": list(_images(category)),
-        "refused": [
-            {"name": row.sample.name, "type": row.sample.defect_type, "reason": row.reason}
-            for row in category.evaluation.scored
-            if row.image_score is None
-        ],
+        "refused": {"rows": refused, "count": len(refused)},
         "figures": list(_figures(category)),
         "curves": _curves(category),
         "by_type": list(_by_type(category)),
         "colours": {"stops": colour_stops(), "opacity": OPACITY},
-        "command": f"python scripts/calibrate.py --model {shlex.quote(category.model)}",
+        "glossary": GLOSSARY,
+        "command": command(category.model),
         "facts": _facts(category),
         "training_images": sorted(category.manifest.get("training_images", {}).items()),
     }
@@ -67,35 +81,47 @@ def report_html(category: Category) -> str:
     return page(title, asset("report.html"), styles=STYLES, scripts=SCRIPTS, data=data)
 
 
+def _quoted(model: str) -> str:
+    """A model folder as a shell's argument that holds in any working directory."""
+    path = str(Path(model).absolute())
+    return subprocess.list2cmdline([path]) if os.name == "nt" else shlex.quote(path)
+
+
 def unit(category: Category) -> str:
     """What the scores are."""
-    return UNITS.get(_kind(category), "score")
+    return UNITS.get(_kind(category.settings), "score")
 
 
-def _kind(category: Category) -> str:
-    return str(category.settings.get("model", {}).get("kind", ""))
+def _kind(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("model", {}).get("kind", ""))
 
 
-def _subtitle(category: Category) -> str:
-    evaluation = category.evaluation
+def subtitle(settings: Mapping[str, Any], counted: str, model_id: str) -> str:
+    """The method, the network, how many images, and which model."""
+    kind = _kind(settings)
     parts = [
-        {"patchcore": "PatchCore", "padim": "PaDiM"}.get(_kind(category), _kind(category)),
-        str(category.settings.get("backbone", {}).get("name", "")),
-        f"{evaluation.n_good} good and {evaluation.n_defect} defective test images",
-        f"model {category.model_id}" if category.model_id else "",
+        {"patchcore": "PatchCore", "padim": "PaDiM"}.get(kind, kind),
+        str(settings.get("backbone", {}).get("name", "")),
+        counted,
+        f"model {model_id}" if model_id else "",
     ]
     return " · ".join(filter(None, parts))
 
 
-def _thresholds(category: Category) -> dict[str, Any]:
-    limits = category.thresholds
-    if limits is None:
+def command(model: str) -> str:
+    """The shell command that sets thresholds of a model, but for the thresholds."""
+    return f"anomaly calibrate --model {_quoted(model)}"
+
+
+def limits(thresholds: Thresholds | None) -> dict[str, Any]:
+    """A model's thresholds as a page has them."""
+    if thresholds is None:
         return {"review": None, "reject": None, "pixel": None, "lines": []}
     return {
-        "review": limits.review,
-        "reject": limits.image,
-        "pixel": limits.pixel,
-        "lines": limits.lines(),
+        "review": thresholds.review,
+        "reject": thresholds.image,
+        "pixel": thresholds.pixel,
+        "lines": thresholds.lines(),
     }
 
 
@@ -184,16 +210,22 @@ def _facts(category: Category) -> list[dict[str, Any]]:
     made = manifest.get("made_with", {})
     software = {"anomaly": __version__, "python": made.get("python"), **made.get("packages", {})}
     machine = {k: v for k, v in made.items() if k not in ("packages", "python")}
-    tables = {
-        "Settings": dict(flat(category.settings)),
-        "Learned": learned,
-        "Timings": timings,
-        "Hashes (sha256)": hashes,
-        "Made with": software | machine,
-    }
+    return tables(
+        {
+            "Settings": dict(flat(category.settings)),
+            "Learned": learned,
+            "Timings": timings,
+            "Hashes (sha256)": hashes,
+            "Made with": software | machine,
+        }
+    )
+
+
+def tables(titled: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Names and values under titles, for the model's part of a page; empty values are left out."""
     return [
         {"title": title, "rows": [[k, str(v)] for k, v in rows.items() if v not in (None, "")]}
-        for title, rows in tables.items()
+        for title, rows in titled.items()
     ]
 
 

@@ -8,10 +8,15 @@ from urllib.parse import quote
 
 from anomaly import __version__
 from anomaly.report.category import Category, Failure
+from anomaly.report.glossary import GLOSSARY, term
 from anomaly.report.page import page
 from anomaly.report.published import CATEGORIES, Published, published
-from anomaly.report.tables import COLUMNS, mean
+from anomaly.report.tables import COLUMNS, mean, on_shared_images
 
+_SHARED = (
+    "Some of these models were evaluated on the same images, so that there is no mean over them "
+    "and no sum of their counts."
+)
 _STRIP_WIDTH, _STRIP_HEIGHT = 160, 30
 
 
@@ -26,20 +31,25 @@ def index_html(
         links: category name to its report, relative to the index.
     """
     known = {c.name: _published(c) for c in categories}
-    head = ["Category", "Good", "Defective", *(title for title, _ in COLUMNS)]
+    head = ["Category", "Good", "Defective"]
+    head += [term(key, title) if key in GLOSSARY else escape(title) for title, key in COLUMNS]
     head += ["False rejects", "Escapes", "To review", "Scores"]
     rows = [_row(c, known[c.name], links.get(c.name)) for c in categories]
-    if len(categories) > 1:
+    shared = on_shared_images([c.evaluation for c in categories])
+    if len(categories) > 1 and not shared:
         rows.append(_mean_row(categories, list(known.values())))
     rows += [_failed(f, len(head)) for f in failures]
-    count = f"{len(categories)} of {len(categories) + len(failures)} categories evaluated"
+    kind = "models" if shared else "categories"
+    count = f"{len(categories)} of {len(categories) + len(failures)} {kind} evaluated"
+    dates = sorted({c.date for c in categories if c.date})[-1:]
+    about = " · ".join([count, *dates, f"anomaly {__version__}"])
     body = f"""
 <header class="top"><h1>Evaluation</h1>
-<p class="soft">{count} · anomaly {escape(__version__)}</p></header>
+<p class="soft">{escape(about)}</p></header>
 <main class="sheet"><div class="card wide"><table class="overview">
-<thead><tr>{"".join(f'<th scope="col">{escape(title)}</th>' for title in head)}</tr></thead>
+<thead><tr>{"".join(f'<th scope="col">{title}</th>' for title in head)}</tr></thead>
 <tbody>{"".join(rows)}</tbody></table></div>
-{_notes(list(known.values()))}</main>"""
+{_notes(list(known.values()), shared=shared)}</main>"""
     return page("Evaluation", body, styles=("base.css", "index.css"))
 
 
@@ -53,6 +63,8 @@ def _row(category: Category, paper: Published | None, link: str | None) -> str:
     name = f"<bdi>{escape(category.name)}</bdi>"
     if link is not None:
         name = f'<a href="{escape(quote(link, errors="replace"))}">{name}</a>'
+    if category.data_folder:
+        name += f"<small><bdi>{escape(category.data_folder)}</bdi></small>"
     cells = [str(evaluation.n_good), str(evaluation.n_defect)]
     trained_on = str(category.settings.get("data", {}).get("category"))
     for _, key in COLUMNS:
@@ -108,9 +120,10 @@ def _count(wrong: int) -> str:
     return f'<b class="wrong">{wrong}</b>' if wrong else "0"
 
 
-def _notes(papers: Sequence[Published | None]) -> str:
+def _notes(papers: Sequence[Published | None], *, shared: bool) -> str:
     sources = dict.fromkeys(p.source for p in papers if p)
     lines = [
+        *([_SHARED] if shared else []),
         "False rejects, escapes and reviews are counts at each model's own thresholds.",
         "Scores: good parts above the line, defective ones below; the vertical line is the "
         "threshold above which parts are rejected. The mean leaves out what is undefined.",

@@ -11,6 +11,7 @@ import hashlib
 import html
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any
 
@@ -64,6 +65,11 @@ def page(
         body=body,
         scripts="".join(parts),
     )
+
+
+def utc_now() -> str:
+    """The time as pages show it."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def asset(name: str) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from anomaly.calibration import Thresholds
 from anomaly.evaluation import Evaluation
+from anomaly.files import as_json
 from anomaly.metrics import Confusion
 
 COLUMNS = (
@@ -33,7 +33,7 @@ def metrics_json(
     is also how far a binned figure can be off under `error_bounds`, the image figures' 95 %
     bootstrap intervals under `intervals`, each type of defect against all good images under
     `by_type`, and under `verdicts` what the model's own thresholds did. The mean leaves undefined
-    figures out.
+    figures out; it is null where models were evaluated on the same images.
 
     Args:
         evaluations: one for each category.
@@ -44,7 +44,8 @@ def metrics_json(
         e.name: _figures(e) | _verdicts(e, counts)
         for e, counts in zip(evaluations, counted, strict=True)
     }
-    return json.dumps({"categories": categories, "mean": mean(evaluations)}, indent=2) + "\n"
+    overall = None if on_shared_images(evaluations) else mean(evaluations)
+    return as_json({"categories": categories, "mean": overall})
 
 
 def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Thresholds | None]) -> str:
@@ -86,14 +87,14 @@ def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Threshold
 
 
 def table(evaluations: Sequence[Evaluation]) -> str:
-    """The figures for people, one line a category and their mean."""
+    """The figures for people, one line a category and their mean, unless they share images."""
     header = ["", "good", "defect", *(title for title, _ in COLUMNS)]
     lines = [
         [e.name, str(e.n_good), str(e.n_defect)]
         + [_shown(e.metrics.values.get(key)) for _, key in COLUMNS]
         for e in evaluations
     ]
-    if len(evaluations) > 1:
+    if len(evaluations) > 1 and not on_shared_images(evaluations):
         means = mean(evaluations)
         lines.append(["mean", "", "", *(_shown(means.get(key)) for _, key in COLUMNS)])
     widths = [max(len(row[i]) for row in [header, *lines]) for i in range(len(header))]
@@ -157,6 +158,17 @@ def mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
         values = [v for e in evaluations if (v := e.metrics.values.get(key)) is not None]
         means[key] = sum(values) / len(values) if values else None
     return means
+
+
+def on_shared_images(evaluations: Sequence[Evaluation]) -> bool:
+    """Whether an image was scored in two evaluations: models that are compared, not added up."""
+    seen: set[str] = set()
+    for evaluation in evaluations:
+        own = {row.image_sha256 for row in evaluation.scored if row.image_sha256}
+        if own & seen:
+            return True
+        seen |= own
+    return False
 
 
 def _shown(value: float | None) -> str:

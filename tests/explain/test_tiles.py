@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anomaly.explain.tiles import captioned, colored, grid, resized, stacked
+from anomaly.explain.tiles import beside, captioned, colored, grid, resized, shortened, stacked
 
 
 def test_colours_run_from_dark_to_bright_and_mark_what_is_not_finite() -> None:
@@ -38,13 +38,54 @@ def test_every_tile_is_found_where_the_grid_puts_it(n: int, columns: int, gap: i
 
 
 def test_captions_and_stacks_keep_the_pictures() -> None:
-    picture = np.zeros((5, 30, 3), np.uint8)
+    picture = np.zeros((5, 130, 3), np.uint8)
     labelled = captioned(picture, "layer1")
     np.testing.assert_array_equal(labelled[-5:], picture)
     assert (labelled[:-5] < 128).any()
     both = stacked([labelled, picture[:, :10]])
-    assert both.shape == (labelled.shape[0] + 5, 30, 3)
+    assert both.shape == (labelled.shape[0] + 5, 130, 3)
     assert (both[-5:, 10:] == 255).all()
+
+
+def _ink(picture: np.ndarray) -> np.ndarray:
+    return np.flatnonzero((picture < 128).all(axis=2).any(axis=0))
+
+
+@pytest.mark.parametrize("size", [(420, 167), (20, 3), (3, 900)])
+def test_titles_stay_above_their_own_pictures_and_are_whole(size: tuple[int, int]) -> None:
+    """Tall, tiny and wide pictures: no title is cut, none runs into its neighbour."""
+    titles = ["what the network sees of its worst tile", "pixels that move the score: |gradient|"]
+    blank = np.full((*size, 3), 200, np.uint8)
+    wide = np.full((1, 4000, 3), 200, np.uint8)
+    both = beside([(title, blank) for title in titles], gap=8)
+    words = [sum((captioned(wide, word)[:18] < 128).all(axis=2).sum() for word in t.split())
+             for t in titles]  # fmt: skip
+    column = (both.shape[1] - 8) // 2
+    for i, ink in enumerate(words):
+        panel = both[: -size[0] - 8, 8 + i * column : 8 + (i + 1) * column]
+        assert (panel < 128).all(axis=2).sum() == pytest.approx(ink, rel=0.1)
+        assert _ink(panel).max() < column - 8  # the gap stays free
+    assert (both[-size[0] - 8 : -8] == 200).all(axis=2).sum() == 2 * size[0] * size[1]
+
+
+def test_narrow_pictures_are_widened_for_their_caption() -> None:
+    narrow = captioned(np.full((120, 48, 3), 200, np.uint8), "channel 1234")
+    wide = captioned(np.full((120, 400, 3), 200, np.uint8), "channel 1234")
+    assert narrow.shape[0] == wide.shape[0]
+    assert (narrow[:18] < 128).sum() == (wide[:18] < 128).sum()
+
+
+@given(st.text("abc 0123_-", min_size=1, max_size=120), st.integers(60, 400))
+def test_shortened_text_fits_and_keeps_both_ends(text: str, width: int) -> None:
+    short = shortened(text, width)
+    page = np.full((1, 4000, 3), 255, np.uint8)
+    ink = _ink(captioned(page, short.strip() or "-"))
+    assert ink.size == 0 or ink.max() < width
+    if short != text:
+        beginning, _, end = short.partition("...")
+        assert text.startswith(beginning)
+        assert text.endswith(end)
+        assert end
 
 
 def test_enlarged_pixels_keep_their_edges() -> None:

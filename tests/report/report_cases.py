@@ -65,7 +65,7 @@ def case(
         score = LIMIT if i % 11 == 5 else score
         file = names[i] if i < len(names) else f"test/{kind}/{i:04}.png"
         sample = Sample(Path("/data") / f"{i}.png", file, kind)
-        scored.append(Scored(sample, score, "", f"{i:064x}"))
+        scored.append(Scored(sample, score, "", f"{name}{i}".encode("utf-8", "replace").hex()))
     scores, labels = [s.image_score for s in scored], [s.sample.is_defect for s in scored]
     pictures = {
         i: tiles[i % len(tiles)] if tiles else picture(i, s.image_score or 0, s.sample.is_defect)

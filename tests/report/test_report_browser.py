@@ -7,20 +7,24 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from browser import Browser, running_browser
 from report_cases import HOSTILE, LIMIT, case, limits, picture, with_odd
 
 from anomaly.datasets import Sample
 from anomaly.evaluation import Scored
+from anomaly.images import Image
 from anomaly.metrics import confusion
 from anomaly.report.category import Category
 from anomaly.report.comparison import Change, Comparison
 from anomaly.report.comparison_page import comparison_html
 from anomaly.report.document import report_html
 from anomaly.report.index import index_html
+from anomaly.report.tiles import Tile, Tiles
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +220,129 @@ def test_filters_and_order(browser: Browser, tmp_path: Path) -> None:
     assert shown_scores == sorted(shown_scores)
 
 
+def test_images_are_found_by_their_names(browser: Browser, tmp_path: Path) -> None:
+    names = ["test/good/Station 4 left part 17.png", "test/scratch/station 4 part 18.png"]
+    category = case(30, thresholds=limits(), names=names)
+    opened(browser, tmp_path, category)
+    file = "[...document.querySelectorAll('.tile .file')].map((n) => n.textContent)"
+    assert {"Station…t part 17.png", "0003.png"} <= set(browser.evaluate(file))
+
+    def search(text: str) -> list[str]:
+        browser.evaluate(
+            f"(() => {{ const s = document.getElementById('search'); s.value = {json.dumps(text)};"
+            "s.dispatchEvent(new Event('input')); })()"
+        )
+        return shown_names(browser)
+
+    assert search("17 STATION") == names[:1]
+    assert sorted(search("station")) == sorted(names)
+    assert search("nothing like it") == []
+    assert browser.evaluate("document.getElementById('shown').textContent").startswith("No image")
+    assert len(search("scratch")) == sum(
+        "scratch" in row.sample.name for row in category.evaluation.scored
+    )
+    assert len(search("")) == 30
+
+
+def test_the_page_says_when_and_of_which_data(browser: Browser, tmp_path: Path) -> None:
+    category = replace(
+        case(thresholds=limits()), date="2026-11-22 01:00 UTC", data_folder="/d/disc"
+    )
+    opened(browser, tmp_path, category)
+    said = browser.evaluate("document.getElementById('provenance').textContent")
+    assert said == "evaluated 2026-11-22 01:00 UTC · data in /d/disc"
+
+
+def test_every_figure_explains_itself_by_mouse_and_keyboard(
+    browser: Browser, tmp_path: Path
+) -> None:
+    file = opened(browser, tmp_path, case(40, thresholds=limits()))
+    index = tmp_path / "index.html"
+    index.write_text(index_html([case(40, thresholds=limits())], [], {}), "utf-8")
+    for page, figures in (
+        (file, "#figures dt"),
+        (index, "thead th:nth-child(n+4):nth-child(-n+10)"),
+    ):
+        browser.open(page)
+        terms = browser.evaluate(
+            f"[...document.querySelectorAll({figures!r})]"
+            ".map((n) => n.querySelector('.term').title)"
+        )
+        assert len(terms) >= 3
+        assert all(len(about) > 60 for about in terms)
+        browser.evaluate("document.querySelector('.term').focus()")
+        browser.press("Enter")
+        shown = "document.querySelector('.about:popover-open')"
+        assert browser.evaluate(f"{shown}.textContent.includes('ROC curve')")
+        box = browser.evaluate(f"{shown}.getBoundingClientRect().toJSON()")
+        assert box["left"] >= 0
+        assert box["right"] <= 1366
+        browser.press("Escape")
+        assert browser.evaluate(f"{shown} === null")
+
+
+def test_full_size_shows_every_pixel_of_a_tall_image(browser: Browser, tmp_path: Path) -> None:
+    tall = _tall_tile()
+    opened(browser, tmp_path, case(4, thresholds=limits(), tiles=[tall]))
+    browser.evaluate("document.querySelector('.tile').focus()")
+    browser.press("Enter")
+    boxes = (
+        "[...document.querySelectorAll('#viewer .stack')].map((n) => n.getBoundingClientRect())"
+        ".map((r) => [Math.round(r.width), Math.round(r.height)])"
+    )
+    assert max(browser.evaluate(boxes)[0]) < 768
+    assert browser.evaluate("document.activeElement.id") == "full"
+    browser.press("z")
+    assert browser.evaluate(boxes) == [[500, 1254], [500, 1254]]
+    kept = "[...document.querySelectorAll('#viewer .photo')].map((n) => n.naturalHeight)"
+    browser.until(kept, [1254, 1254])
+    # One frame scrolls, also by key, and the other one follows.
+    frames = "[...document.querySelectorAll('#viewer .frame')]"
+    browser.evaluate(f"{frames}[0].scrollTo(0, 300)")
+    browser.until(f"{frames}.map((n) => n.scrollTop)", [300, 300])
+    name = browser.evaluate("document.getElementById('viewer-name').textContent")
+    browser.evaluate(f"{frames}[0].focus()")
+    browser.press("ArrowRight")
+    assert browser.evaluate("document.getElementById('viewer-name').textContent") == name
+    browser.evaluate("document.getElementById('next').focus()")
+    browser.press("ArrowRight")
+    assert browser.evaluate("document.getElementById('viewer-name').textContent") != name
+    assert browser.evaluate(boxes) == [[500, 1254], [500, 1254]]
+    browser.press("z")
+    assert max(browser.evaluate(boxes)[0]) < 768
+    browser.press("Escape")
+    assert not browser.evaluate("document.getElementById('viewer').open")
+
+
+def _tall_tile() -> Tile:
+    pixels = np.random.default_rng(0).integers(90, 160, (1254, 500, 3), dtype=np.uint8)
+    image = SimpleNamespace(index=0, image=Image(pixels, 255.0, "rgb8", "png", ""))
+    with Tiles(190, LIMIT, 1) as tiles:
+        tiles.add(image, np.full((1254, 500), 2.0, np.float32), None)  # type: ignore[arg-type]
+        return tiles.finished()[0]
+
+
+def test_one_defect_shows_beside_a_thousand_good_parts(browser: Browser, tmp_path: Path) -> None:
+    category = case(1001, thresholds=limits(), tiles=[picture(0, 8.0, defect=False)])
+    rows = [
+        replace(row, sample=replace(row.sample, defect_type="good"), image_score=8.0 + i % 7 / 1e3)
+        for i, row in enumerate(category.evaluation.scored)
+    ]
+    rows[-1] = replace(category.evaluation.scored[2], image_score=14.0)
+    category = replace(category, evaluation=replace(category.evaluation, scored=tuple(rows)))
+    opened(browser, tmp_path, category)
+    bars = browser.evaluate(
+        "Object.fromEntries(['sound', 'defect'].map((kind) => [kind, "
+        "[...document.querySelectorAll(`.bar.${kind}`)].map((n) => "
+        "[n.height.baseVal.value, n.textContent])]))"
+    )
+    (good,), (defect,) = bars["sound"], bars["defect"]
+    assert good[1].startswith("1000 good from ")
+    assert defect[1].startswith("1 defective from ")
+    assert good[0] > defect[0] > 5  # pixels
+    assert "logarithmic" in browser.evaluate("document.getElementById('bars').textContent")
+
+
 def test_everything_is_reached_by_keyboard(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, case(thresholds=limits()))
     reached = set()
@@ -272,7 +399,7 @@ def test_tabs_by_keyboard(browser: Browser, tmp_path: Path) -> None:
 def test_the_command_carries_the_thresholds(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, case(thresholds=limits(10.123456789)))
     command = "document.getElementById('command').value"
-    start = "python scripts/calibrate.py --model 'runs/my disc' --threshold "
+    start = f"anomaly calibrate --model '{Path.cwd()}/runs/my disc' --threshold "
     assert browser.evaluate(command) == start + "10.123456789"
     review = set_slider(browser, "review", 7)
     assert browser.evaluate(command) == start + f"10.123456789 --review-threshold {review:g}"
@@ -293,9 +420,9 @@ def test_opacity_and_outlines(browser: Browser, tmp_path: Path) -> None:
     )
     assert browser.evaluate(heat) == "0"
     outline = "getComputedStyle(document.querySelector('.stack svg')).display"
-    assert browser.evaluate(outline) == "block"
+    assert browser.evaluate(outline) == "none"  # until they are wanted
     browser.click("#outline")
-    assert browser.evaluate(outline) == "none"
+    assert browser.evaluate(outline) == "block"
 
 
 def test_curve_points_follow_the_threshold(browser: Browser, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from anomaly.heatmap import outlines
 from anomaly.images import Image
-from anomaly.report.tiles import Tile, Tiles, side_for, svg_path
+from anomaly.report.tiles import Tile, Tiles, pixels_for, svg_path
 
 
 def _tile(size: tuple[int, int], mask: np.ndarray | None, count: int = 1500) -> Tile:
@@ -29,16 +29,22 @@ def _decoded(data: bytes) -> np.ndarray:
 
 
 def test_the_more_images_the_smaller_the_pictures() -> None:
-    sides = [side_for(n) for n in (1, 100, 1500, 6000, 10**6)]
-    assert sides == sorted(sides, reverse=True)
-    assert (sides[0], sides[2], sides[-1]) == (640, 288, 96)
+    pixels = [pixels_for(n) for n in (1, 100, 1500, 6000, 10**6)]
+    assert pixels == sorted(pixels, reverse=True)
+    assert pixels[2] == 80_000
+    assert pixels[-1] == 96 * 96
+
+
+def test_a_usual_set_of_tall_images_keeps_every_pixel() -> None:
+    assert _tile((1254, 500), None, count=190).size == (500, 1254)
+    assert _decoded(_tile((1254, 500), None, count=190).photo).shape == (1254, 500, 3)
 
 
 def test_a_tall_image_keeps_its_shape_and_a_small_one_its_size() -> None:
     tall = _tile((1200, 600), None)
-    assert tall.size == (144, 288)
+    assert tall.size == (200, 400)
     assert tall.source == (600, 1200)
-    assert _decoded(tall.photo).shape == (288, 144, 3)
+    assert _decoded(tall.photo).shape == (400, 200, 3)
     assert _tile((90, 50), None).size == (50, 90)
 
 
@@ -52,8 +58,9 @@ def test_the_heat_lies_where_the_map_is_high() -> None:
 def test_a_defect_of_one_pixel_still_shows() -> None:
     mask = np.zeros((2000, 2000), bool)
     mask[1000, 500] = True
-    x, y = map(float, re.findall(r"M([\d.]+) ([\d.]+)", _tile((2000, 2000), mask).truth)[0])
-    assert (x / 288, y / 288) == pytest.approx((0.25, 0.5), abs=0.01)
+    tile = _tile((2000, 2000), mask)
+    x, y = map(float, re.findall(r"M([\d.]+) ([\d.]+)", tile.truth)[0])
+    assert (x / tile.size[0], y / tile.size[1]) == pytest.approx((0.25, 0.5), abs=0.01)
 
 
 def test_paths_enclose_their_area() -> None:

@@ -1,5 +1,10 @@
-// How many images get each verdict: in all, and by type of part.
-function countVerdicts(verdicts) {
+// How many images get each verdict: in all, and by type of part where that is known.
+const OUTCOMES = data.labelled
+  ? [["all", "All"], ["false-reject", "False rejects"], ["escape", "Escapes"], ["review", "To review"]]
+  : [["all", "All"], ["reject", "Rejected"], ["review", "To review"], ["good", "Good"]];
+
+function countVerdicts(verdicts, limits) {
+  if (!data.labelled) return countScores(limits);
   const none = () => ({ good: 0, review: 0, reject: 0, total: 0 });
   const counts = { sound: none(), defect: none(), types: new Map(data.types.map((t) => [t, none()])) };
   images.forEach((image, i) => {
@@ -11,13 +16,29 @@ function countVerdicts(verdicts) {
   return counts;
 }
 
+function countScores(limits) {
+  const upTo = (limit) => { // how many scores aren't above it
+    let low = 0, high = unlabelled.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (unlabelled[middle] <= limit) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  };
+  const good = upTo(limits.review), passed = upTo(limits.reject);
+  return { good, review: passed - good + data.odd, reject: unlabelled.length - passed, total: unlabelled.length + data.odd };
+}
+
 function outcomeOf(image, verdict) {
+  if (!data.labelled) return verdict;
   if (verdict === "review") return "review";
   if (image.defect) return verdict === "good" ? "escape" : "found";
   return verdict === "reject" ? "false-reject" : "passed";
 }
 
 function outcomeCounts(counts) {
+  if (!data.labelled) return counts;
   return {
     "false-reject": counts.sound.reject,
     escape: counts.defect.good,
@@ -34,6 +55,15 @@ function showOutcomes(counts) {
     node.append(element("b", {}, String(value)), element("span", {}, title), element("span", {}, detail));
     return node;
   };
+  if (!data.labelled) {
+    const share = (verdict) => `${percent(n[verdict], n.total)} of ${n.total}`;
+    byId("outcomes").replaceChildren(
+      box("reject", "bad", n.reject, "rejected", share("reject"), "parts above the upper threshold"),
+      box("review", "waiting", n.review, "to review", share("review"), "parts for a person to look at"),
+      box("good", "", n.good, "good", share("good"), "parts that pass"),
+    );
+    return;
+  }
   byId("outcomes").replaceChildren(
     box("false-reject", "bad", n["false-reject"], "false rejects", `${percent(n["false-reject"], sound.total)} of ${sound.total}`, "good parts that are rejected"),
     box("escape", "bad", n.escape, "escapes", `${percent(n.escape, defect.total)} of ${defect.total}`, "defective parts that pass as good"),
@@ -42,6 +72,7 @@ function showOutcomes(counts) {
 }
 
 function showTypes(counts) {
+  if (!data.labelled) return;
   const rows = [...counts.types].filter(([, n]) => n.total).map(([type, n]) => {
     const wrong = type === data.good ? "reject" : "good";
     const cells = VERDICTS.map((verdict) => element("td", {

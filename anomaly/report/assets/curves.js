@@ -3,6 +3,7 @@ const SIDE = 300, LEFT = 54, BELOW = 34;
 const plots = [];
 
 function drawCurves() {
+  if (!data.labelled) return;
   const value = (key) => data.figures.find((f) => f.key === key);
   plots.push(
     plot("ROC", data.curves.roc, "false rejects, share of good parts", "recall, share of defects found", value("image_auroc"),
@@ -17,19 +18,19 @@ const TYPE_FIGURES = [["image_auroc", "image AUROC"], ["recall_at_frr_0.01", "re
 
 // Each type of defect by itself against all good parts: which one is hard to see?
 function showTypeFigures() {
-  if (!data.by_type.length) return;
-  const heading = (text) => element("th", { scope: "col" }, text);
+  if (!data.labelled || !data.by_type.length) return;
+  const heading = ([key, title]) => element("th", { scope: "col" }, ...term(key, title, "type"));
   const shown = (row, key) => element("td", row[key] === null ? { title: row.reasons[key] || "" } : {}, row[key] === null ? "–" : row[key].toFixed(4));
   const rows = data.by_type.map((row) => element("tr", {},
     element("td", {}, element("bdi", {}, visible(row.type))), element("td", {}, String(row.images)), ...TYPE_FIGURES.map(([key]) => shown(row, key))));
   byId("by-type").replaceChildren(element("section", { class: "card" }, element("h2", {}, "Each type of defect against all good parts"),
-    element("table", {}, element("thead", {}, element("tr", {}, ...["Type", "images", ...TYPE_FIGURES.map(([, title]) => title)].map(heading))), element("tbody", {}, ...rows))));
+    element("table", {}, element("thead", {}, element("tr", {}, ...[["", "Type"], ["", "images"], ...TYPE_FIGURES].map(heading))), element("tbody", {}, ...rows))));
 }
 
 function plot(title, points, xLabel, yLabel, figure, where) {
   const node = element("figure", { class: "curve card" });
   const heading = element("h2", {}, title);
-  if (figure && figure.value !== null) heading.append(element("span", { class: "soft" }, ` · ${figure.label} ${figure.value.toFixed(4)}`));
+  if (figure && figure.value !== null) heading.append(element("span", { class: "soft" }, " · ", ...term(figure.key, figure.label, "curve"), ` ${figure.value.toFixed(4)}`));
   node.append(element("figcaption", {}, heading));
   if (!points) {
     node.append(element("p", { class: "soft" }, (figure && figure.reason) || "undefined for these images"));
@@ -72,6 +73,7 @@ function plot(title, points, xLabel, yLabel, figure, where) {
 }
 
 function moveCurvePoints(counts) {
+  if (!plots.length) return;
   const { sound, defect } = counts;
   const base = { sound: sound.total, defect: defect.total };
   for (const p of plots) {

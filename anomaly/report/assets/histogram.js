@@ -1,37 +1,53 @@
-// Scores of good parts above the line, of defective ones below it; the thresholds cut through both.
+// Scores: good parts above the line and defective ones below it, or all above it where nobody has
+// said which they are. Heights are logarithmic: one defect still shows beside a thousand good parts.
 const BINS = 44;
 const EDGE = 9; // half a slider's thumb, so that thumb and line stand at the same place
+const SERIES = data.labelled
+  ? [["sound", "good", images.filter((i) => !i.defect).map((i) => i.score)], ["defect", "defective", images.filter((i) => i.defect).map((i) => i.score)]]
+  : [["sound", "", unlabelled]];
 
 const histogram = { svg: byId("histogram"), zones: {}, lines: {} };
+
+function binned(scores) {
+  const counts = Array(BINS).fill(0);
+  for (const score of scores) counts[Math.min(BINS - 1, Math.floor(((score - scale.low) / (scale.high - scale.low)) * BINS))] += 1;
+  return counts;
+}
 
 function drawHistogram() {
   const { svg } = histogram;
   const width = svg.clientWidth || 390, height = svg.clientHeight || 160;
-  const top = 2, base = height - 16, middle = (top + base) / 2, tall = middle - top - 4;
+  const top = 2, base = height - 16, middle = data.labelled ? (top + base) / 2 : base, tall = middle - top - 4;
   const x = (score) => EDGE + ((score - scale.low) / (scale.high - scale.low)) * (width - 2 * EDGE);
   histogram.x = x;
-  const counts = { sound: Array(BINS).fill(0), defect: Array(BINS).fill(0) };
-  for (const { score, defect } of images) {
-    const bin = Math.min(BINS - 1, Math.floor(((score - scale.low) / (scale.high - scale.low)) * BINS));
-    counts[defect ? "defect" : "sound"][bin] += 1;
-  }
-  const most = Math.max(1, ...counts.sound, ...counts.defect);
+  const bars = SERIES.map(([kind, name, scores], i) => ({ kind, name, counts: binned(scores), up: i ? -1 : 1 }));
+  const most = Math.max(1, ...bars.flatMap((series) => series.counts));
+  const tallness = (count) => (Math.log1p(count) / Math.log1p(most)) * tall;
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.replaceChildren();
   for (const verdict of VERDICTS) {
     histogram.zones[verdict] = drawing("rect", { class: `zone ${verdict}`, y: top, height: base - top });
     svg.append(histogram.zones[verdict]);
   }
+  const marks = [];
+  for (let count = 1; count <= most; count *= 10) if (tallness(count) > 9) marks.push(count);
+  const level = (up, count) => middle - up * (0.5 + tallness(count));
+  for (const { up } of bars) for (const count of marks) {
+    svg.append(drawing("line", { class: "axis faint", x1: EDGE, x2: width - EDGE, y1: level(up, count), y2: level(up, count) }));
+  }
   const step = (width - 2 * EDGE) / BINS;
-  for (const kind of ["sound", "defect"]) counts[kind].forEach((count, bin) => {
+  for (const { kind, name, counts, up } of bars) counts.forEach((count, bin) => {
     if (!count) return;
-    const size = Math.max(1.5, (count / most) * tall);
+    const from = scale.low + (bin * (scale.high - scale.low)) / BINS, to = from + (scale.high - scale.low) / BINS;
     svg.append(drawing("rect", {
       class: `bar ${kind}`, x: EDGE + bin * step + 0.5, width: step - 1, rx: 1,
-      y: kind === "sound" ? middle - 0.5 - size : middle + 0.5, height: size,
-    }));
+      y: up > 0 ? level(up, count) : middle + 0.5, height: tallness(count),
+    }, drawing("title", {}, `${count} ${name} from ${scale.text(from)} to ${scale.text(to)}`.replace("  ", " "))));
   });
   svg.append(drawing("line", { class: "axis", x1: EDGE, x2: width - EDGE, y1: middle, y2: middle }));
+  for (const { up } of bars) for (const count of marks) {
+    svg.append(drawing("text", { class: "count", x: width - EDGE, y: level(up, count) + (up > 0 ? -2 : 10), "text-anchor": "end" }, String(count)));
+  }
   for (const side of ["review", "reject"]) {
     histogram.lines[side] = drawing("line", { class: `limit ${side}`, y1: top, y2: height });
     svg.append(histogram.lines[side]);
@@ -40,7 +56,7 @@ function drawHistogram() {
   for (const tick of ticks) {
     svg.append(drawing("text", { x: x(tick), y: height - 2, "text-anchor": "middle" }, tick.toFixed(digits)));
   }
-  byId("tallest").textContent = `tallest bar: ${most}; ${data.unit} →`;
+  byId("bars").textContent = `heights logarithmic, tallest bar ${most}; ${data.unit} →`;
 }
 
 function showLimits(limits) {
@@ -56,6 +72,6 @@ function showLimits(limits) {
     histogram.lines[side].setAttribute("x2", x);
   }
   byId("histogram-text").textContent =
-    `Histogram of ${images.length} image scores from ${scale.text(scale.low)} to ${scale.text(scale.high)}; ` +
+    `Histogram of ${SERIES.reduce((n, [, , scores]) => n + scores.length, 0)} image scores from ${scale.text(scale.low)} to ${scale.text(scale.high)}; ` +
     `review above ${scale.text(limits.review)}, reject above ${scale.text(limits.reject)}.`;
 }

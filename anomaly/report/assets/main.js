@@ -1,6 +1,5 @@
 // What the reader may change, and what follows from it.
-const state = { review: 0, reject: 0, outcome: "all", type: "", direction: -1, verdicts: [] };
-const OUTCOMES = [["all", "All"], ["false-reject", "False rejects"], ["escape", "Escapes"], ["review", "To review"]];
+const state = { review: 0, reject: 0, outcome: "all", type: "", words: [], direction: -1, verdicts: [] };
 
 function ownLimits() {
   const { review, reject } = data.thresholds;
@@ -20,14 +19,14 @@ function setLimits(change) {
 
 function update() {
   state.verdicts = images.map((image) => verdictOf(image, state));
-  const counts = countVerdicts(state.verdicts);
+  const counts = countVerdicts(state.verdicts, state);
   showLimits(state);
   showInputs();
   showOutcomes(counts);
   showTypes(counts);
   showVerdicts(state.verdicts);
   moveCurvePoints(counts);
-  showFilters(counts);
+  showFilters();
   applyFilters();
 }
 
@@ -44,11 +43,15 @@ function showInputs() {
   byId("reset").disabled = state.review === own.review && state.reject === own.reject;
 }
 
-function showFilters(counts) {
-  const numbers = { all: images.length, ...outcomeCounts(counts) };
+function showFilters() {
+  const numbers = { all: images.length };
+  images.forEach((image, i) => {
+    const outcome = outcomeOf(image, state.verdicts[i]);
+    numbers[outcome] = (numbers[outcome] || 0) + 1;
+  });
   for (const chip of byId("outcome-filter").children) {
     const { outcome } = chip.dataset;
-    chip.textContent = `${OUTCOMES.find(([key]) => key === outcome)[1]} ${numbers[outcome]}`;
+    chip.textContent = `${OUTCOMES.find(([key]) => key === outcome)[1]} ${numbers[outcome] || 0}`;
     chip.setAttribute("aria-pressed", String(state.outcome === outcome));
   }
 }
@@ -56,9 +59,15 @@ function showFilters(counts) {
 function applyFilters() {
   const shown = filterTiles((i) =>
     (state.outcome === "all" || outcomeOf(images[i], state.verdicts[i]) === state.outcome) &&
-    (state.type === "" || images[i].type === state.type));
-  byId("shown").textContent = shown ? `${shown} of ${images.length} images` : "No image is like that.";
+    (state.type === "" || images[i].type === state.type) &&
+    state.words.every((word) => searched[i].includes(word)));
+  const text = shown ? `${shown} of ${images.length} images` : images.length ? "No image is like that." : "No image was scored.";
+  const refused = data.refused.count ? [" · ", element("a", { href: "#refused" }, `${data.refused.count} not scored`)] : [];
+  byId("shown").replaceChildren(text, data.left_out ? `. ${data.left_out}` : "", ...refused);
 }
+
+// What is looked for: names, as they are shown, and types.
+const searched = images.map(({ name, type }) => `${visible(name)} ${visible(type)}`.toLowerCase());
 
 function startControls() {
   for (const side of ["review", "reject"]) {
@@ -92,13 +101,23 @@ function startControls() {
     types.append(option);
   });
   types.addEventListener("change", () => { state.type = types.value; applyFilters(); });
+  byId("search").addEventListener("input", (event) => {
+    state.words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+    applyFilters();
+  });
   byId("order").addEventListener("change", (event) => { layTiles(Number(event.target.value)); applyFilters(); });
   const opacity = byId("opacity");
   const setOpacity = () => document.documentElement.style.setProperty("--heat", opacity.value / 100);
   opacity.value = Math.round(100 * data.colours.opacity);
   opacity.addEventListener("input", setOpacity);
   setOpacity();
-  byId("outline").addEventListener("change", (event) => document.body.classList.toggle("no-outline", !event.target.checked));
+  const outline = byId("outline");
+  const setOutline = () => {
+    document.body.classList.toggle("no-outline", !outline.checked);
+    byId("viewer-outline").setAttribute("aria-pressed", String(outline.checked));
+  };
+  outline.addEventListener("change", setOutline);
+  setOutline();
   byId("copy").addEventListener("click", copyCommand);
   grid.addEventListener("keydown", moveByKey);
   grid.addEventListener("click", (event) => {
@@ -121,7 +140,7 @@ async function copyCommand() {
 }
 
 function startTabs() {
-  const tabs = [...document.querySelectorAll("[role=tab]")];
+  const tabs = [...document.querySelectorAll("[role=tab]:not(.gone)")];
   const open = (tab) => {
     for (const other of tabs) {
       other.setAttribute("aria-selected", String(other === tab));
@@ -144,7 +163,9 @@ const sentence = (line) => visible(`${line[0].toUpperCase()}${line.slice(1)}.`);
 function showHead() {
   byId("name").textContent = visible(data.name);
   byId("subtitle").textContent = visible(data.subtitle);
-  byId("figures").replaceChildren(...data.figures.map(({ label, value, interval, reason }) => {
+  byId("provenance").replaceChildren(...data.provenance.flatMap(([name, value], i) =>
+    [i ? " · " : "", name ? `${name} ` : "", element("bdi", {}, visible(value))]));
+  byId("figures").replaceChildren(...data.figures.map(({ label, key, value, interval, reason }) => {
     const shown = element("dd", {}, value === null ? "–" : value.toFixed(4));
     if (interval && value !== null) {
       const [low, high] = interval;
@@ -154,7 +175,7 @@ function showHead() {
         : "below: 95 % bootstrap interval";
     }
     if (reason) shown.title = reason;
-    return element("div", {}, element("dt", {}, label), shown);
+    return element("div", {}, element("dt", {}, ...term(key, label, "head")), shown);
   }));
   const [found, ...rest] = data.thresholds.lines;
   byId("origin").replaceChildren(found
@@ -195,12 +216,16 @@ function showFacts() {
     cards.push(element("section", { class: "fact card wide" }, more));
   }
   byId("facts").replaceChildren(...cards);
-  if (!data.refused.length) return;
-  byId("refused").replaceChildren(element("section", { class: "refused card" }, element("h2", {}, `Not scored: ${data.refused.length}`),
-    element("ul", {}, ...data.refused.map(({ name, reason }) => element("li", { class: "small" }, element("b", {}, visible(name)), ` – ${visible(reason)}`)))));
+  if (!data.refused.count) return;
+  const { rows, count } = data.refused;
+  const lines = rows.map(({ name, status, reason }) => element("li", { class: "small" }, element("b", {}, visible(name)), ` – ${status ? `${status}: ` : ""}${visible(reason)}`));
+  if (count > rows.length) lines.push(element("li", { class: "small soft" }, `… and ${count - rows.length} more, all in results.csv`));
+  byId("refused").replaceChildren(element("section", { class: "refused card" }, element("h2", {}, `Not scored: ${count}`), element("ul", {}, ...lines)));
 }
 
 function start() {
+  const other = data.labelled ? ".unlabelled" : ".labelled";
+  for (const node of document.querySelectorAll(other)) node.classList.add("gone");
   showHead();
   showColours();
   showFacts();

@@ -20,6 +20,32 @@ function fill(node, attributes, children) {
   return node;
 }
 
+// A figure's name that explains itself: under the mouse, and at a press or a key.
+function term(key, title, place) {
+  const about = data.glossary[key];
+  if (!about) return [title];
+  const id = `about-${place}-${key}`;
+  return [element("button", { class: "term", type: "button", popovertarget: id, title: about }, title),
+    element("span", { id, popover: "", class: "about" }, element("b", {}, title), about)];
+}
+
+// A name for a small place: a file without its folders beside its type, else below the folder that
+// all share; of a long one the beginning, and the end, where numbers are.
+const folder = sharedFolder();
+
+function sharedFolder() {
+  if (data.labelled || !images.length) return 0;
+  const paths = images.map((i) => i.name.split("/").slice(0, -1));
+  const different = paths[0].findIndex((part, at) => paths.some((path) => path[at] !== part));
+  return different < 0 ? paths[0].length : different;
+}
+
+function shortName(path) {
+  const parts = path.split("/");
+  const letters = [...visible(data.labelled ? parts.at(-1) : parts.slice(folder).join("/"))];
+  return letters.length <= 22 ? letters.join("") : `${letters.slice(0, 7).join("")}…${letters.slice(-14).join("")}`;
+}
+
 // Control characters and those that turn the direction of text are shown, not obeyed.
 function visible(text) {
   return text.replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g,
@@ -34,13 +60,19 @@ function verdictOf({ score, odd }, limits) {
   return score <= limits.reject ? "review" : "reject";
 }
 
+// The scores of images without labels, also of those that aren't shown, in ascending order; what
+// is for a person whatever its score is left out.
+const unlabelled = data.labelled ? null : new Float64Array(Uint8Array.from(atob(data.scores), (c) => c.charCodeAt(0)).buffer);
 const scale = scoreScale();
 
 function scoreScale() {
   const own = data.thresholds;
-  const known = images.map((i) => i.score).concat([own.review, own.reject].filter((t) => t !== null));
-  const low = known.length ? Math.min(...known) : 0;
-  const high = known.length ? Math.max(...known) : 1;
+  const limits = [own.review, own.reject].filter((t) => t !== null);
+  const scores = images.map((i) => i.score);
+  const ends = data.labelled || !unlabelled.length ? scores : [unlabelled[0], unlabelled.at(-1), ...scores];
+  const known = ends.concat(limits);
+  const low = known.length ? known.reduce((a, b) => Math.min(a, b)) : 0;
+  const high = known.length ? known.reduce((a, b) => Math.max(a, b)) : 1;
   const span = Math.max(high - low, Math.abs(high) * 1e-6, 1e-9);
   const power = Math.floor(Math.log10(span / 300));
   const step = Number(`1e${power}`);

@@ -13,7 +13,8 @@ function makeTile(image, index) {
     frame,
     element("span", { class: "caption" }, verdict,
       element("span", { class: "score" }, scale.text(image.score)),
-      element("span", { class: "type" }, flag, element("bdi", {}, visible(image.type)))));
+      element("span", { class: "type" }, flag, element("bdi", {}, visible(image.type))),
+      element("span", { class: "file" }, element("bdi", {}, shortName(image.name)))));
   button.title = visible(image.name);
   const item = element("li", {}, button);
   item.dataset.index = index;
@@ -21,18 +22,19 @@ function makeTile(image, index) {
 }
 
 function stackOf(image, withMarks = true) {
+  if (!image.photo) return element("span", { class: "soft small" }, "no picture");
   const [width, height] = image.size;
   const stack = element("span", { class: height > width ? "stack upright" : "stack" });
   stack.style.aspectRatio = `${width} / ${height}`;
   stack.style.setProperty("--ratio", width / height);
-  const picture = (kind, content) => {
+  const picture = (kind, content, type) => {
     const node = element("img", { class: kind, alt: "", decoding: "async" });
-    node.src = `data:image/webp;base64,${content}`;
+    node.src = `data:image/${type};base64,${content}`;
     return node;
   };
-  stack.append(picture("photo", image.photo));
-  if (!withMarks) return stack;
-  if (image.heat) stack.append(picture("heat", image.heat));
+  stack.append(picture("photo", image.photo, "jpeg"));
+  if (!withMarks || !data.labelled) return stack;
+  if (image.heat) stack.append(picture("heat", image.heat, "webp"));
   const svg = drawing("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
   for (const kind of ["marked", "truth"]) {
     if (image[kind]) svg.append(drawing("path", { class: "halo", d: image[kind] }), drawing("path", { class: kind, d: image[kind] }));

@@ -1,0 +1,182 @@
+"""The rows of a run of `infer` -> results.html: the report's page for images without labels.
+
+Every score counts in its histogram and verdicts; pictures are there of the images with the
+highest scores and of those that a person has to look at whatever their score.
+"""
+
+from __future__ import annotations
+
+import base64
+import heapq
+from array import array
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import cv2
+import numpy as np
+
+from anomaly.calibration import Thresholds
+from anomaly.checkpoint import flat
+from anomaly.heatmap import OPACITY, colour_stops
+from anomaly.report.document import SCRIPTS, STYLES, command, limits, subtitle, tables
+from anomaly.report.page import asset, page, utc_now
+from anomaly.report.tiles import fitting, jpeg, pixels_for
+from anomaly.results import Row
+
+PAGE = "results.html"
+SHOWN, NAMED = 200, 200  # images with a picture, and images named that couldn't be scored
+_PIXELS = 25_000_000
+_LARGEST_FILE = 100_000_000
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the page says of a run besides its rows.
+
+    Attributes:
+        name: of the model.
+        unit: of its scores.
+        thresholds: the model's own; None where it has none.
+        model: the model's folder, as the user named it.
+        model_id: names this very model.
+        inputs: what was scored, as the user named it.
+        settings: the model's config as plain values.
+        facts: what else there is to say, by name.
+    """
+
+    name: str
+    unit: str
+    thresholds: Thresholds | None
+    model: str
+    model_id: str
+    inputs: str
+    settings: Mapping[str, Any]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def gallery_html(run: Run, rows: Iterable[Row], output: Path, workers: int) -> str:
+    """The page over a run.
+
+    It is bounded: eleven bytes for each score, and `SHOWN` small pictures.
+
+    Args:
+        run: whose rows they are.
+        rows: one for each image, in any number: they are gone through once.
+        output: the folder that the rows' heatmaps are relative to.
+        workers: threads that read heatmaps.
+    """
+    found = _Found()
+    for row in rows:
+        found.add(row)
+    shown = [row for _, _, row in sorted(found.shown, key=lambda entry: -entry[1])]
+    pixels = pixels_for(len(shown), _PIXELS)
+    with ThreadPoolExecutor(workers) as pool:
+        images = list(pool.map(lambda row: _image(row, output, pixels), shown))
+    scored = len(found.scores) + found.odd
+    total = scored + found.refused
+    left_out = ""
+    if scored > len(shown):
+        left_out = (
+            f"Only these have pictures here: what a person has to look at and the highest scores "
+            f"of {scored} images. All are counted on the left, and results.csv has a row for each."
+        )
+    data = {
+        "labelled": False,
+        "name": run.name,
+        "subtitle": subtitle(run.settings, f"{scored} of {total} images scored", run.model_id),
+        "provenance": [("scored until", utc_now()), ("input", run.inputs)],
+        "unit": run.unit,
+        "types": [],
+        "thresholds": limits(run.thresholds),
+        "images": images,
+        "scores": _encoded(found.scores),
+        "odd": found.odd,
+        "left_out": left_out,
+        "refused": {"rows": found.reasons, "count": found.refused},
+        "figures": [],
+        "colours": {"stops": colour_stops(), "opacity": OPACITY},
+        "glossary": {},
+        "command": command(run.model),
+        "facts": tables({"Run": run.facts, "Settings": dict(flat(run.settings))}),
+        "training_images": [],
+    }
+    title = f"{run.name} – {run.inputs}"
+    return page(title, asset("report.html"), styles=STYLES, scripts=SCRIPTS, data=data)
+
+
+class _Found:
+    """What the page keeps of the rows that have come by."""
+
+    def __init__(self) -> None:
+        self.scores = array("d")
+        self.shown: list[tuple[tuple[bool, float, int], int, Row]] = []
+        self.reasons: list[dict[str, str]] = []
+        self.odd = self.refused = self._seen = 0
+
+    def add(self, row: Row) -> None:
+        self._seen += 1
+        if row.image_score is None:
+            self.refused += 1
+            if len(self.reasons) < NAMED:
+                reason = {"name": row.path, "status": row.status, "reason": row.reason}
+                self.reasons.append(reason)
+            return
+        odd = bool(row.reason)
+        if odd:
+            self.odd += 1
+        else:
+            self.scores.append(row.image_score)
+        # Earlier ones win among equals, so that the page hangs on the rows alone.
+        entry = (odd, row.image_score, -self._seen), -self._seen, row
+        if len(self.shown) < SHOWN:
+            heapq.heappush(self.shown, entry)
+        else:
+            heapq.heappushpop(self.shown, entry)
+
+
+def _encoded(scores: array[float]) -> str:
+    """Ascending, as little-endian doubles: no digit of a score is lost at a threshold."""
+    return base64.b64encode(np.sort(np.frombuffer(scores, "<f8")).tobytes()).decode()
+
+
+def _image(row: Row, output: Path, pixels: int) -> dict[str, Any]:
+    photo, size, source = (
+        _picture(output / row.heatmap, pixels) if row.heatmap else (b"", None, None)
+    )
+    return {
+        "name": row.path,
+        "type": "",
+        "defect": False,
+        "score": row.image_score,
+        "sha256": row.image_sha256,
+        "odd": row.reason,
+        "size": size,
+        "source": source,
+        "photo": base64.b64encode(photo).decode(),
+        "link": quote(row.heatmap, errors="surrogateescape"),
+        "partly": False,
+    }
+
+
+def _picture(
+    file: Path, pixels: int
+) -> tuple[bytes, tuple[int, int] | None, tuple[int, int] | None]:
+    """A heatmap as a small JPEG file, its size and that of the file; nothing where it is gone."""
+    try:
+        if file.stat().st_size > _LARGEST_FILE:
+            return b"", None, None
+        content = np.frombuffer(file.read_bytes(), np.uint8)
+    except OSError:
+        return b"", None, None
+    picture = cv2.imdecode(content, cv2.IMREAD_COLOR) if len(content) else None
+    if picture is None:
+        return b"", None, None
+    source = picture.shape[1], picture.shape[0]
+    size = fitting(source, pixels)
+    if size != source:
+        picture = cv2.resize(picture, size, interpolation=cv2.INTER_AREA)
+    return jpeg(np.asarray(picture, np.uint8)), size, source

@@ -1,0 +1,38 @@
+"""The table over all categories: what it adds up and what it doesn't."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from report_cases import case, limits
+
+from anomaly.report.index import index_html
+from anomaly.report.tables import metrics_json, table
+
+
+def test_models_on_one_test_split_are_not_added_up() -> None:
+    first = case(40, name="first", thresholds=limits())
+    second = replace(first, evaluation=replace(first.evaluation, name="second"))
+    page = index_html([first, second], [], {})
+    assert "sum of counts" not in page
+    assert "evaluated on the same images" in page
+    assert "2 of 2 models evaluated" in page
+    evaluations = [first.evaluation, second.evaluation]
+    assert json.loads(metrics_json(evaluations))["mean"] is None
+    assert not [line for line in table(evaluations).splitlines() if line.startswith("mean")]
+
+
+def test_categories_of_their_own_images_are_added_up() -> None:
+    categories = [case(40, name=name, thresholds=limits()) for name in ("first", "second")]
+    page = index_html(categories, [], {})
+    assert '<th scope="row">Mean, and sum of counts</th><td>40</td><td>40</td>' in page
+    assert "2 of 2 categories evaluated" in page
+    assert json.loads(metrics_json([c.evaluation for c in categories]))["mean"]
+
+
+def test_the_index_says_when_and_of_which_data() -> None:
+    category = replace(case(4), date="2026-11-22 01:00 UTC", data_folder="/data/<disc>")
+    page = index_html([category], [], {})
+    assert "2026-11-22 01:00 UTC" in page
+    assert "/data/&lt;disc&gt;" in page
