@@ -1,7 +1,7 @@
 """Where exactly a threshold is put, so that no rounding moves a verdict.
 
 The batch that a score is computed in, threads, processor and runtime move its last digits: by less
-than 10⁻⁶ of it where that was measured (docs/reproducibility.md), and 10⁻⁴ is allowed for. bfloat16
+than 2·10⁻⁶ of it where that was measured (docs/reproducibility.md); 10⁻⁴ is allowed for. bfloat16
 in place of float32 moves it by up to 0.6 %. A threshold that sits on a score would decide by them.
 """
 
