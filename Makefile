@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WEIGHTS := weights/mobilenet_v2-b0353104.pth
 
-.PHONY: install browser demo test test-slow check clean
+.PHONY: install browser demo test test-portable test-slow check clean
 
 install: $(INSTALLED)
 
@@ -45,6 +45,10 @@ demo: $(INSTALLED) $(WEIGHTS)
 
 test: $(INSTALLED) $(WEIGHTS)
 	$(BIN)/python -m pytest
+
+# The tests that rounding could turn, as older x86 processors compute, with 1, 2 and 4 threads.
+test-portable: $(INSTALLED) $(WEIGHTS)
+	$(BIN)/python tests/portable.py
 
 test-slow: $(INSTALLED) $(WEIGHTS)
 	$(BIN)/python -m pytest -m slow

@@ -183,7 +183,7 @@ def fill(network: nn.Module, state: Mapping[str, Tensor], full: nn.Module, where
         where: the source of `state`, for error messages.
 
     Raises:
-        WeightsError: keys are missing or foreign, or shapes differ.
+        WeightsError: keys are missing or foreign, shapes differ, or values can't be weights.
     """
     wanted, whole = network.state_dict(), full.state_dict()
     missing = [k for k in wanted if k not in state and not k.endswith("num_batches_tracked")]
@@ -199,6 +199,11 @@ def fill(network: nn.Module, state: Mapping[str, Tensor], full: nn.Module, where
             f"{where} belongs to another network than {type(full).__name__}: "
             f"{'; '.join(problems)}. Check backbone.name against the file"
         )
+    for key in wanted:
+        if key in state and not _is_usable(key, state[key]):
+            raise WeightsError(
+                f"{where}: {key} holds NaN, infinite or impossible values; get the file again"
+            )
     filled = {
         k: state[k].to(v.dtype).contiguous() if k in state else torch.zeros((), dtype=v.dtype)
         for k, v in wanted.items()
@@ -207,6 +212,18 @@ def fill(network: nn.Module, state: Mapping[str, Tensor], full: nn.Module, where
     versioned = OrderedDict(filled)
     versioned._metadata = wanted._metadata  # type: ignore[attr-defined]
     network.load_state_dict(versioned, assign=True)
+
+
+def _is_usable(key: str, values: Tensor) -> bool:
+    if not values.is_floating_point():
+        return key.endswith("num_batches_tracked")
+    if not values.numel():
+        return True
+    low, high = values.aminmax()
+    # A variance below 0 makes NaN of every image.
+    return bool(low.isfinite() and high.isfinite()) and not (
+        key.endswith("running_var") and low < 0
+    )
 
 
 def _some(label: str, keys: list[str]) -> list[str]:

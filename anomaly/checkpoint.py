@@ -34,6 +34,7 @@ from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
 
 from anomaly import __version__
+from anomaly.aligner import ADAPTIVE_DIMENSIONS
 from anomaly.backbones import Normalisation, build, fill
 from anomaly.bf16 import has_bf16
 from anomaly.config import Config, parse_config
@@ -41,17 +42,14 @@ from anomaly.config_files import region_of
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import AnomalyError, ModelError, OutputError
 from anomaly.features import truncate
-from anomaly.files import cache_folder
+from anomaly.files import cache_folder, share
+from anomaly.manifest import AGAIN, read_manifest, write_manifest
 from anomaly.model_folder import (
-    FORMAT,
-    MANIFEST,
     appearing,
     check_files,
     find_model,
     model_id,
-    read_manifest,
     vouch,
-    write_json,
 )
 from anomaly.region import Picture, Region
 from anomaly.scorers.base import Scorer
@@ -64,6 +62,7 @@ from anomaly.usual import UsualLook
 log = logging.getLogger(__name__)
 
 _RECORDED = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless", "safetensors")
+_BACKBONE, _SCORER, _USUAL = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
 _SCORERS: dict[str, type[MemoryBank] | type[PatchGaussian]] = {
     "patchcore": MemoryBank,
     "padim": PatchGaussian,
@@ -106,22 +105,25 @@ def save(training: Training, folder: Path, *, overwrite: bool = False) -> str:
         state = {
             k: v.cpu().contiguous() for k, v in detector.extractor.network.state_dict().items()
         }
-        save_file(state, draft / "backbone.safetensors")
+        save_file(state, draft / _BACKBONE)
         scorer = {k: v.cpu().contiguous() for k, v in detector.scorer.tensors().items()}
-        save_file(scorer, draft / "scorer.safetensors")
+        save_file(scorer, draft / _SCORER)
         if detector.usual is not None:
-            save_numpy(detector.usual.tensors(), draft / "usual.safetensors")
+            save_numpy(detector.usual.tensors(), draft / _USUAL)
+        for file in draft.iterdir():
+            share(file)
         for name, picture in _pictures(detector.region).items():
             (draft / name).write_bytes(picture)
         settings = portable(detector.config)
         (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
         write_thresholds(draft, detector.thresholds)
-        manifest = _manifest(training, draft)
-        write_json(draft / MANIFEST, manifest)
+        write_manifest(draft, _manifest(training, draft))
         return model_id(draft)
 
 
-def load(folder: Path, device: torch.device, precision: str | None = None) -> Model:
+def load(
+    folder: str | Path, device: str | torch.device = "cpu", precision: str | None = None
+) -> Model:
     """Read a model folder, checking every file against the manifest.
 
     Args:
@@ -133,34 +135,28 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
         ModelError: no model there, made by something else, or a file is missing, changed or
             doesn't belong.
     """
-    folder = find_model(folder)
+    folder, device = find_model(folder), torch.device(device)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
+    config = _config(folder, manifest)
     try:
-        settings = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
-        config = parse_config(settings, str(folder / "config.yaml"))
-        scorer = _SCORERS[config.model.kind].from_tensors(load_file(folder / "scorer.safetensors"))
-        name = config.backbone.name
-        truncated = truncate(build(name), manifest["backbone"]["layers"])
-        state = load_file(folder / "backbone.safetensors")
-        fill(truncated.network, state, build(name), str(folder / "backbone.safetensors"))
-        thresholds = read_thresholds(folder)
-        region, aspect = region_of(config.image, folder), manifest["aspect"]
-        looks = folder / "usual.safetensors"
+        truncated = truncate(build(config.backbone.name), manifest["backbone"]["layers"])
+        _agree(folder, "channels", manifest["backbone"]["channels"], list(truncated.channels))
+        _agree(folder, "strides", manifest["backbone"]["strides"], list(truncated.strides))
+        state = load_file(folder / _BACKBONE)
+        network, full = truncated.network, build(config.backbone.name)
+        fill(network, state, full, str(folder / _BACKBONE))
+        scorer = _SCORERS[config.model.kind].from_tensors(load_file(folder / _SCORER))
+        looks = folder / _USUAL
         usual = UsualLook.from_tensors(load_numpy(looks)) if looks.is_file() else None
-    except (
-        OSError,
-        SafetensorError,
-        yaml.YAMLError,
-        LookupError,
-        TypeError,
-        AnomalyError,
-    ) as error:
-        # The hashes fit, so the folder is as it was written: by another version, then.
-        raise ModelError(
-            f"{folder} was written by anomaly {manifest.get('software_version')} and can't be read "
-            f"by {__version__} ({error}); train it again with this version"
-        ) from None
+        thresholds = read_thresholds(folder)
+        region = region_of(config.image, folder)
+    except SafetensorError:
+        raise ModelError(f"{folder}: a .safetensors file in it is damaged; {AGAIN}") from None
+    except (OSError, AnomalyError) as error:
+        # The hashes fit, so the folder is as it was written: by another version, perhaps.
+        raise _unreadable(folder, manifest, error) from None
+    _check_together(folder, manifest, config, scorer, usual)
     detector = AnomalyDetector(
         config=config,
         extractor=truncated.extractor().to(device, _precision(config, device, precision)),
@@ -171,10 +167,72 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
         thresholds=thresholds,
         device=device,
         region=region,
-        aspect=aspect,
+        aspect=manifest["aspect"],
         usual=usual,
     )
     return Model(detector, manifest, model_id(folder))
+
+
+def _config(folder: Path, manifest: dict[str, Any]) -> Config:
+    """The settings in a model folder, which repeat some of what its manifest says."""
+    file = folder / "config.yaml"
+    try:
+        config = parse_config(yaml.safe_load(file.read_text("utf-8")), str(file))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ModelError(f"{file} isn't YAML as this program writes it; {AGAIN}") from None
+    except (OSError, AnomalyError) as error:
+        raise _unreadable(folder, manifest, error) from None
+    made, backbone = manifest["made_with"], manifest["backbone"]
+    _agree(folder, "name", manifest["name"], config.name)
+    _agree(folder, "seed", manifest["seed"], config.seed)
+    _agree(folder, "backbone.name", backbone["name"], config.backbone.name)
+    _agree(folder, "backbone.weights", backbone["weights"], config.backbone.weights)
+    _agree(folder, "batch_size", made["batch_size"], config.batch_size)
+    _agree(folder, "precision", made["precision"], config.precision)
+    one_aspect = config.model.kind == "padim" and config.image.resize is None
+    _agree(folder, "one aspect for all images", manifest["aspect"] is not None, one_aspect)
+    return config
+
+
+def _agree(folder: Path, what: str, manifest: object, found: object) -> None:
+    if manifest != found:
+        raise ModelError(
+            f"{folder}: {what} is {manifest!r} in its manifest, and {found!r} in its other files; "
+            f"{AGAIN}"
+        )
+
+
+def _unreadable(folder: Path, manifest: dict[str, Any], error: Exception) -> ModelError:
+    return ModelError(
+        f"{folder} was written by anomaly {manifest['software_version']} and can't be read by "
+        f"{__version__} ({error}); train it again with this version"
+    )
+
+
+def _check_together(
+    folder: Path,
+    manifest: dict[str, Any],
+    config: Config,
+    scorer: MemoryBank | PatchGaussian,
+    usual: UsualLook | None,
+) -> None:
+    """See that the scorer is one for the network's embeddings and the manifest's images."""
+    adaptive = config.model.kind == "patchcore" and config.model.embedding == "adaptive"
+    channels = ADAPTIVE_DIMENSIONS if adaptive else sum(manifest["backbone"]["channels"])
+    kept = channels
+    if isinstance(scorer, PatchGaussian):
+        _agree(folder, "channels", channels, scorer.projection.dim)
+        kept = scorer.projection.dimensions
+    else:
+        _agree(folder, "channels", channels, scorer.vectors.shape[1])
+        images = len(manifest["training_images"]) + len(manifest["refused_images"])
+        low, high = (int(end) for end in scorer.origins[:, 0].aminmax())
+        if low < 0 or high >= images:
+            raise ModelError(
+                f"{folder}: its memory bank comes from training image {high}, of {images}; {AGAIN}"
+            )
+    if usual is not None:
+        _agree(folder, "channels", kept, len(usual.mean))
 
 
 def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
@@ -235,7 +293,6 @@ def _manifest(training: Training, folder: Path) -> dict[str, Any]:
     detector = training.detector
     extractor = detector.extractor
     return {
-        "format": FORMAT,
         "software_version": __version__,
         "name": detector.config.name,
         "seed": detector.config.seed,

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from anomaly.config import Config, ImageConfig, ShapeConfig, parse_config
-from anomaly.errors import ConfigError, nearest
+from anomaly.errors import ConfigError, nearest, why
 from anomaly.images import read_mask
 from anomaly.region import Picture, Polygons, Region, Shape
 
@@ -31,9 +31,8 @@ def load_config(
     file = find_config(path, folders)
     values = _read_with_base(file, seen=())
     values.setdefault("name", file.stem)
-    for override in overrides:
-        _apply(values, override)
-    return parse_config(values, where=str(file))
+    sources = {_apply(values, override): f"--set {override}" for override in overrides}
+    return parse_config(values, str(file), sources)
 
 
 def region_of(image: ImageConfig, folder: Path) -> Region | None:
@@ -58,6 +57,7 @@ def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
     """The config file meant by `path`: itself, or a bare name inside one of `folders`."""
     given = Path(path).expanduser()
     names = [given] if given.suffix else [given, given.with_suffix(".yaml")]
+    folders = [folder for folder in folders if folder.is_dir()]
     places = [Path(), *([] if len(given.parts) > 1 else folders)]
     for place in places:
         for name in names:
@@ -65,7 +65,7 @@ def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
                 return place / name
     if given.is_dir():
         raise ConfigError(f"{given} is a folder; --config takes one YAML file")
-    known = [f.name for folder in folders if folder.is_dir() for f in folder.glob("*.yaml")]
+    known = [f.name for folder in folders for f in folder.glob("*.yaml")]
     looked = ", ".join(str(p) for p in places[1:]) or "nowhere else"
     hint = f"; {nearest(given.name, known)}" if known else ""
     raise ConfigError(f"no config {given} (also looked in: {looked}){hint}")
@@ -90,9 +90,14 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} can't be read: {error}") from None
+        raise ConfigError(f"{file} can't be read: {why(error)}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} isn't valid YAML: {' '.join(str(error).split())}") from None
+        mark = getattr(error, "problem_mark", None)
+        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(
+            f"{file}{place} isn't valid YAML: write `key: value` lines, indented by blanks, and "
+            "put values that hold `: ` or brackets in quotes"
+        ) from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -109,16 +114,17 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def _apply(values: dict[str, Any], override: str) -> str:
+    """Set what an override says; returns its dotted key."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
-            f"--set {override!r} must look like key=value, e.g. --set model.kind=padim"
+            f"--set {override}: must look like key=value, e.g. --set model.kind=padim"
         )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(f"--set {override!r}: {text!r} isn't a YAML value") from None
+        raise ConfigError(f"--set {override}: {text!r} isn't a YAML value") from None
     *sections, last = key.strip().split(".")
     inner = values
     for section in sections:
@@ -127,3 +133,4 @@ def _apply(values: dict[str, Any], override: str) -> None:
         inner[section] = dict(child) if isinstance(child, dict) else {}
         inner = inner[section]
     inner[last] = value
+    return key.strip()

@@ -18,6 +18,7 @@ from anomaly.loading import refusal
 from anomaly.region import Region
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
+_FEW_IMAGES = 20  # below that, one odd image sets both thresholds
 
 
 @dataclass(frozen=True)
@@ -197,10 +198,16 @@ def _repeated(seen: Sequence[_Seen]) -> list[Fault]:
 
 def _too_few(seen: Sequence[_Seen]) -> list[Fault]:
     usable = sum(s.split == "train" and s.usable for s in seen)
-    if usable >= _LEAST_IMAGES:
+    if usable >= _FEW_IMAGES:
         return []
-    detail = f"{usable} usable training images; at least {_LEAST_IMAGES} are needed, better 50"
-    return [Fault("too_few_images", Severity.WRONG, "train", "", detail)]
+    if usable < _LEAST_IMAGES:
+        detail = f"{usable} usable training images; at least {_LEAST_IMAGES} are needed, better 50"
+        return [Fault("too_few_images", Severity.WRONG, "train", "", detail)]
+    detail = (
+        f"{usable} usable training images are few: a single odd one among them sets the "
+        f"thresholds, which can promise little; take {_FEW_IMAGES} at least, better 50"
+    )
+    return [Fault("few_images", Severity.NOTE, "train", "", detail)]
 
 
 def _shallow(seen: Sequence[_Seen], reading: Reading) -> list[Fault]:

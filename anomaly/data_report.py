@@ -21,7 +21,7 @@ class Fault:
     Attributes:
         kind: `unreadable`, `unsupported`, `failed`, `region`, `leak`, `duplicate`, `no_masks`,
             `mask_missing`, `mask_empty`, `mask_unusable`, `mask_on_good`, `too_few_images`,
-            `aspect` or `bit_depth`.
+            `few_images`, `aspect` or `bit_depth`.
         severity: what it leads to.
         split: `train`, `validation` or `test`.
         name: of the image; empty where it is about the whole split.

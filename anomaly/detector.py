@@ -165,7 +165,7 @@ class AnomalyDetector:
         if isinstance(batch, Refused):
             return [batch]
         try:
-            return self.score(batch)
+            scored = self.score(batch)
         except ImageError as error:  # of a large image that has vanished between two tiles
             return [Refused(item.index, error.status, str(error)) for item in batch]
         except DataError as error:  # another grid than PaDiM has learned, say
@@ -173,6 +173,10 @@ class AnomalyDetector:
                 Refused(item.index, "unsupported", f"{paths[item.index]}: {error}")
                 for item in batch
             ]
+        return [
+            one if math.isfinite(one.image_score) else _unscored(one.index, paths[one.index])
+            for one in scored
+        ]
 
     def score(self, batch: Sequence[Loaded]) -> list[Prediction]:
         """Score loaded images of one network size, or large images in tiles.
@@ -196,7 +200,7 @@ class AnomalyDetector:
         tiles = item.tiles(min(self.config.batch_size, _TILES_AT_ONCE))
         done = side_by_side(lambda batch: (batch, *self._scored(batch)), tiles, self.device)
         for batch, patches, scores, looks in done:
-            best = max(best, *scores)
+            best = float(np.max([best, *scores]))  # NaN stays NaN
             for tile, part, one in zip(batch, patches, looks, strict=True):
                 mosaic = mosaic or part.tiled(rows, columns)
                 mosaic.put(tile.tile, part)
@@ -254,20 +258,33 @@ class AnomalyDetector:
 
         Returns:
             The patch scores, NaN where they don't count, and the image scores (B,) float32 on the
-            CPU; -inf where no patch counts, which only a tile can have.
+            CPU; -inf where no patch counts, which only a tile can have, and NaN where the score of
+            one that counts isn't a finite number.
         """
         model = self.config.model
         how = self.config.image_score_in_force
         patches = self.scorer.score(embeddings)
-        shown = patches
+        shown, broken = patches, ~patches.scores.isfinite()
         if inside is not None:
             shown = replace(patches, scores=patches.scores.masked_fill(~inside, math.nan))
+            broken &= inside
         if how == "reweighted" and isinstance(self.scorer, MemoryBank):
             if inside is not None:
                 patches = replace(patches, scores=patches.scores.masked_fill(~inside, -math.inf))
-            return shown, self.scorer.reweighted(embeddings, patches, model.neighbours).cpu()
-        maps = network_map(patches.scores, size, model.smoothing, inside)
-        return shown, image_scores(shown.scores, maps, how).cpu()
+            scores = self.scorer.reweighted(embeddings, patches, model.neighbours)
+        else:
+            maps = network_map(patches.scores, size, model.smoothing, inside)
+            scores = image_scores(shown.scores, maps, how)
+        return shown, scores.masked_fill(broken.flatten(1).any(1), math.nan).cpu()
+
+
+def _unscored(index: int, path: Path) -> Refused:
+    return Refused(
+        index,
+        "failed",
+        f"{path}: its score isn't a finite number, so the model is damaged or numbers overflow in "
+        "its network; try another image, --precision fp32, or train again",
+    )
 
 
 @dataclass(frozen=True, eq=False)

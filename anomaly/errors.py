@@ -7,6 +7,7 @@ that nobody has foreseen; anything else is a defect of this program and keeps it
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 
 
@@ -54,6 +55,12 @@ class OutputError(AnomalyError):
     """A result can't be written, or would overwrite an earlier one."""
 
 
+def closest(name: str, known: Iterable[str], n: int = 3) -> str:
+    """`"did you mean 'a', 'b'?"` of the known names most like `name`; empty without such."""
+    close = difflib.get_close_matches(name, sorted(set(known)), n=n, cutoff=0.5)
+    return "did you mean " + ", ".join(repr(c) for c in close) + "?" if close else ""
+
+
 def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
     """The known names most like `name`, as a phrase for an error message.
 
@@ -61,8 +68,22 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
         `"did you mean 'a', 'b'?"`, or `"known: 'a', 'b', …"` when nothing is alike.
     """
     names = sorted(set(known))
-    close = difflib.get_close_matches(name, names, n=n, cutoff=0.5)
-    if close:
-        return "did you mean " + ", ".join(repr(c) for c in close) + "?"
+    if close := closest(name, names, n):
+        return close
     shown = ", ".join(repr(k) for k in names[:12])
     return f"known: {shown}" + (", …" if len(names) > 12 else "")
+
+
+def why(error: BaseException) -> str:
+    """Why a file can't be used, in words for the user of a program that a library has failed."""
+    if isinstance(error, AnomalyError):
+        return str(error)
+    if isinstance(error, OSError):
+        return error.strerror or "it can't be reached"
+    if isinstance(error, UnicodeError):
+        return "it isn't text in UTF-8"
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {error.lineno}, column {error.colno} isn't JSON"
+    if isinstance(error, KeyError):
+        return f"it lacks {error.args[0]!r}" if error.args else "it lacks something"
+    return "something in it is missing or wrong"

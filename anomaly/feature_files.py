@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from anomaly.errors import DataError, OutputError
+from anomaly.errors import DataError, OutputError, why
 from anomaly.files import claim, write
 
 Array: TypeAlias = NDArray[np.float32]
@@ -110,8 +110,8 @@ def _read_shard(folder: Path, shard: str, settings: Mapping[str, Any]) -> dict[s
         return {layer: np.load(folder / f"{shard}.{layer}.npy") for layer in settings["layers"]}
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(
-            f"{folder}: shard {shard} can't be read ({error}); delete its lines from {INDEX} and "
-            "run `anomaly features` again, which makes it anew"
+            f"{folder}: shard {shard} can't be read ({why(error)}); delete its lines from "
+            f"{INDEX} and run `anomaly features` again, which makes it anew"
         ) from None
 
 
@@ -156,7 +156,9 @@ def _read_index(folder: Path) -> list[Saved]:
         rows = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")))
         return [Saved(shard, int(row), path, sha) for shard, row, path, sha in rows[1:]]
     except (OSError, ValueError) as error:
-        raise DataError(f"{file} is no index of features ({error}); delete the folder") from None
+        raise DataError(
+            f"{file} is no index of features ({why(error)}); delete the folder"
+        ) from None
 
 
 def write_index(folder: Path, index: Sequence[Saved]) -> None:
@@ -196,7 +198,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder} holds no features: {SETTINGS} can't be read ({error})") from None
+        raise DataError(
+            f"{folder} holds no features: {SETTINGS} can't be read ({why(error)})"
+        ) from None
     if not isinstance(settings, dict) or not {"layers", "format"} <= settings.keys():
         raise DataError(f"{file} isn't what `anomaly features` writes")
     return settings

@@ -27,7 +27,7 @@ from anomaly.feature_files import (
     trusted_index,
     write_index,
 )
-from anomaly.files import claim, write
+from anomaly.files import as_json, claim, write
 
 # A shard closes before its rows fill more memory than this.
 _SHARD_BYTES = 256 * 1024**2
@@ -61,7 +61,7 @@ class FeatureWriter:
         self._index = trusted_index(folder, self._layers, self._format)
         write_index(folder, self._index)
         delete_orphans(folder, {saved.shard for saved in self._index})
-        write(folder / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        write(folder / SETTINGS, as_json(settings))
 
     @property
     def done(self) -> dict[str, str]:

@@ -195,10 +195,10 @@ def trim(network: nn.Module, layers: Sequence[str], probe: int) -> dict[str, Ten
             with capture(network, paths, stop=True) as captured:
                 captured.run(torch.empty(1, 3, probe, probe, device="meta"))
                 outputs = captured.pop()
-    except (RuntimeError, AssertionError, ValueError) as error:
+    except (RuntimeError, AssertionError, ValueError):
         raise LayerError(
-            f"{type(network).__name__} doesn't take images of {probe}×{probe} "
-            f"({str(error).partition(chr(10))[0]}); choose another network or size"
+            f"{type(network).__name__} doesn't take images of {probe}×{probe}; choose another "
+            "network or size"
         ) from None
     if several := [path for path in paths if path not in outputs]:
         raise LayerError(f"layer {several[0]!r} gives several tensors; choose another layer")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from anomaly.errors import OutputError
+from anomaly.errors import OutputError, closest
 
 # File systems take 255 bytes a name; this leaves room for a suffix and a number.
 _LONGEST_NAME = 230
@@ -48,6 +50,17 @@ def cache_folder() -> Path:
     return Path(base) / "anomaly"
 
 
+def like(path: Path) -> str:
+    """`"; did you mean 'a', 'b'?"` of what lies beside a missing file; empty without such."""
+    try:
+        present = next(folder for folder in path.absolute().parents if folder.is_dir())
+        names = [f.name for f in present.iterdir() if not f.name.startswith(".")]
+    except OSError:
+        return ""
+    close = closest(path.absolute().relative_to(present).parts[0], names)
+    return close and f"; in {present} " + close
+
+
 def short_name(name: str) -> str:
     """A file's or folder's name that every file system takes, with room for a suffix.
 
@@ -58,6 +71,31 @@ def short_name(name: str) -> str:
         return name
     mark = "-" + hashlib.blake2b(data, digest_size=6).hexdigest()
     return data[: _LONGEST_NAME - len(mark)].decode("utf-8", "ignore") + mark
+
+
+def as_json(values: Any) -> str:
+    """Values as indented JSON with a newline, the same text each time.
+
+    Bytes of file names that aren't UTF-8 become JSON's own escapes.
+
+    Raises:
+        ValueError: a number is NaN or infinite, which JSON doesn't have.
+    """
+    text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def draft_of(path: Path) -> Path:
+    """A name beside `path` that nobody else uses, for what isn't finished."""
+    return path.with_name(f"{_DRAFT}{secrets.token_hex(8)}{_DRAFT_SUFFIX}")
+
+
+def share(file: Path) -> None:
+    """Give a file that a library made for its owner alone the permissions that the umask leaves."""
+    twin = draft_of(file)
+    twin.touch(exist_ok=False)
+    shutil.copymode(twin, file)
+    twin.unlink()
 
 
 def remove_drafts(folder: Path) -> None:
@@ -78,20 +116,18 @@ def write(file: Path, content: bytes | str) -> None:
         OutputError: no room, no permission.
     """
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
-    draft: str | None = None
+    draft = draft_of(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(_DRAFT_SUFFIX, _DRAFT, file.parent)
-        with os.fdopen(handle, "wb") as stream:
+        with draft.open("xb") as stream:
             stream.write(data)
-        Path(draft).chmod(0o644)
-        Path(draft).replace(file)
-        draft = None
-    except OSError as error:
-        raise OutputError(f"{file} can't be written: {error.strerror}") from None
-    finally:
-        if draft is not None:
-            Path(draft).unlink(missing_ok=True)
+        draft.replace(file)
+    except BaseException as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OutputError(f"{file} can't be written: {error.strerror}") from None
+        raise
 
 
 class GrowingFile:

@@ -229,7 +229,8 @@ def render(pixels: NDArray[np.generic], full_scale: float, view: View) -> NDArra
     # render equal; 8-bit arithmetic would round in between.
     box = pixels[rows.start : rows.stop, columns.start : columns.stop]
     image = box.astype(np.float32)
-    image *= np.float32(1.0 / full_scale)
+    # Divided, not multiplied by the reciprocal: 257 v / 65535 is then v / 255 to the last bit.
+    image /= np.float32(full_scale)
     shrinks = rows.resized <= rows.source, columns.resized <= columns.source
     if all(shrinks) or not any(shrinks):
         image = _resize(image, rows.resized, columns.resized, area=shrinks[0])

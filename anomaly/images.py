@@ -47,6 +47,9 @@ __all__ = [
 
 MAX_PIXELS = 250_000_000
 _LONGEST_SIDE = 1_000_000  # libpng goes no further
+# A file may be this long: 16 bits for each of four samples, and metadata.
+_BYTES_A_PIXEL = 8
+_BYTES_BESIDES = 64 * 1024**2
 
 _READABLE = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".tif", ".tiff", ".webp")
 # Pictures that can't be read are listed too, so that they get a row that says why.
@@ -85,7 +88,8 @@ def read_image(path: Path, *, max_pixels: int = MAX_PIXELS, bit_depth: int | Non
 
     Args:
         path: the file.
-        max_pixels: images of more pixels are refused before they are decoded.
+        max_pixels: images of more pixels are refused before they are decoded, and files far too
+            long for so many before they are read.
         bit_depth: significant bits of files that can't say so themselves, such as 12-bit camera
             data in a 16-bit file; None takes the full range of each file's type.
 
@@ -93,7 +97,7 @@ def read_image(path: Path, *, max_pixels: int = MAX_PIXELS, bit_depth: int | Non
         ImageError: its `status` is `unreadable` or `unsupported`; the message names the file.
     """
     try:
-        kind, data = _read_file(path)
+        kind, data = _read_file(path, max_pixels)
         header = kind.read_header(data)
         _check_size(header, max_pixels)
         pixels = turned_upright(kind.decode(data), header.orientation)
@@ -116,7 +120,7 @@ def read_header(path: Path) -> ImageHeader:
         ImageError: as `read_image`, but damage inside the pixels may go unnoticed.
     """
     try:
-        kind, data = _read_file(path)
+        kind, data = _read_file(path, MAX_PIXELS)
         return kind.read_header(data)
     except ImageError as error:
         raise ImageError(f"{path}: {error}", error.status) from None
@@ -200,18 +204,30 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _read_file(path: Path) -> tuple[Format, bytes]:
-    """Read a whole file, once its first bytes look like a picture."""
+def _read_file(path: Path, max_pixels: int) -> tuple[Format, bytes]:
+    """Read a whole file, once its first bytes and its length look like a picture's."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
             what = "a folder" if path.is_dir() else "a device or pipe"
             raise damaged(f"it is {what}, not a file")
         with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-            kind = identify(head)
-            return kind, head + file.read()
+            kind = identify(file.read(HEAD_BYTES))
+            length = os.fstat(file.fileno()).st_size
+            _check_length(length, max_pixels)
+            file.seek(0)
+            return kind, file.read(length)
     except (OSError, ValueError) as error:  # ValueError: a path that holds a null character
         raise damaged(f"it can't be read ({_reason(error)})") from None
+
+
+def _check_length(length: int, max_pixels: int) -> None:
+    most = _BYTES_BESIDES + _BYTES_A_PIXEL * max_pixels
+    if length > most:
+        raise unsupported(
+            f"its file has {length / 1e6:.1f} MB, more than the {most / 1e6:.1f} MB that a picture "
+            f"of {max_pixels / 1e6:.1f} million pixels needs; if it is a picture, raise "
+            "image.max_pixels"
+        )
 
 
 def _reason(error: OSError | ValueError) -> str:

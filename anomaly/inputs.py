@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from anomaly.csv_lists import header_of, marked_encoding, read_rows, text_of
 from anomaly.errors import DataError
-from anomaly.files import short_name
+from anomaly.files import like, short_name
 from anomaly.images import is_folder, is_image, list_files
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_COLUMNS = ("path", "group")
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def find_inputs(
     Args:
         inputs: files, and folders that are searched.
         list_file: a text file with a path on each line, or a CSV file with a header and the
-            columns `path` and `group`; `-` for standard input. A file that it names needn't exist,
-            and will be reported as unreadable.
+            columns `path` and `group`, or `path` alone; `-` for standard input. A file that it
+            names needn't exist, and will be reported as unreadable.
         without: folders and files that aren't inputs: our own results.
         option: where the inputs were given, for messages.
 
@@ -64,14 +64,11 @@ def find_inputs(
         elif given.exists():
             found[given] = None
         else:
-            raise DataError(f"{option} {given} doesn't exist (looked in {Path.cwd()})")
+            raise DataError(f"{option} {given} doesn't exist (looked in {Path.cwd()}{like(given)})")
     groups: dict[str, str] = {}
     if list_file is not None:
-        data = _read(list_file)
-        groups = _grouped(data, list_file)
-        # File names are bytes; whatever isn't UTF-8 in them survives.
-        lines = [os.fsdecode(line) for line in data.splitlines() if line.strip()]
-        found.update(dict.fromkeys(map(Path, groups or lines)))
+        listed, groups = _listed(list_file)
+        found.update(dict.fromkeys(listed))
     if not found:
         wanted = [*map(str, inputs), *([f"--list {list_file}"] if list_file else [])]
         if not wanted:
@@ -113,33 +110,49 @@ def _not_ours(folder: Path, without: Sequence[Path]) -> list[Path]:
     return [p for p in found if not any(p.absolute().is_relative_to(one) for one in ours)]
 
 
-def _read(list_file: str) -> bytes:
+def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
+    """The images that a list names, and the part of each, by its path, where the list says it."""
     try:
         data = sys.stdin.buffer.read() if list_file == "-" else Path(list_file).read_bytes()
     except OSError as error:
         raise DataError(f"--list {list_file} can't be read: {error.strerror}") from None
-    return data.removeprefix(_BYTE_ORDER_MARK)
+    name = f"--list {list_file}"
+    encoding, rest = marked_encoding(data) or ("utf-8", data)
+    # File names are bytes; whatever isn't UTF-8 in them survives.
+    text = os.fsdecode(rest) if encoding == "utf-8" else text_of(data, name)
+    lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+    header, _ = header_of(lines[0], _COLUMNS) if lines else ([], "")
+    if not _is_table(header, list_file):
+        return [Path(line) for line in lines], {}
+    if len(header) == 1:
+        rows = read_rows(data, name, _COLUMNS, ("path",))
+        return [Path(row["path"]) for _, row in rows if row["path"]], {}
+    groups = _grouped(data, name)
+    return [Path(path) for path in groups], groups
 
 
-def _grouped(data: bytes, list_file: str) -> dict[str, str]:
-    """The part of each image, by its path; empty where the list is no CSV with that."""
-    lines = csv.DictReader(io.StringIO(os.fsdecode(data), newline=""))
-    if not {"path", "group"} <= set(lines.fieldnames or ()):
-        return {}
+def _is_table(header: Sequence[str], list_file: str) -> bool:
+    """Whether a list is a CSV file with a header, not a path on each line."""
+    if set(header) & set(_COLUMNS):
+        return True
+    is_path = len(header) == 1 and is_image(Path(header[0]))
+    return Path(list_file).suffix.lower() in (".csv", ".tsv") and bool(header) and not is_path
+
+
+def _grouped(data: bytes, name: str) -> dict[str, str]:
+    """The part of each image, by its path."""
     groups: dict[str, str] = {}
-    for line in lines:
-        path, group = str(Path(line["path"] or "")), line["group"]
-        if not line["path"] or not group:
-            raise DataError(
-                f"--list {list_file}, line {lines.line_num}: path and group mustn't be empty"
-            )
+    for line, row in read_rows(data, name, _COLUMNS, _COLUMNS):
+        path, group = str(Path(row["path"])), row["group"]
+        if not row["path"] or not group:
+            raise DataError(f"{name}, line {line}: path and group mustn't be empty")
         if groups.setdefault(path, group) != group:
             raise DataError(
-                f"--list {list_file}, line {lines.line_num}: {path} is in group {group!r}, and was "
-                f"in {groups[path]!r} above; an image shows one part"
+                f"{name}, line {line}: {path} is in group {group!r}, and was in "
+                f"{groups[path]!r} above; an image shows one part"
             )
     if not groups:
-        raise DataError(f"--list {list_file} names no image")
+        raise DataError(f"{name} names no image")
     return groups
 
 

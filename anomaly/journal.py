@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from anomaly.errors import OutputError
-from anomaly.files import GrowingFile, write
+from anomaly.errors import OutputError, why
+from anomaly.files import GrowingFile, as_json, write
 from anomaly.marked import MarkedRegion
 from anomaly.results import Row
 
@@ -98,7 +98,7 @@ class Journal:
         Raises:
             OutputError: no room for it.
         """
-        write(done, json.dumps({"about": self._about, "exit_code": exit_code}, indent=2) + "\n")
+        write(done, as_json({"about": self._about, "exit_code": exit_code}))
         self._file.unlink(missing_ok=True)
 
     def _read(self) -> None:
@@ -136,7 +136,7 @@ def finished(done: Path, about: Mapping[str, object]) -> int:
 
 def as_line(content: object) -> bytes:
     """One line of JSON; plain ASCII, so that any file name survives."""
-    return json.dumps(content, ensure_ascii=True).encode() + b"\n"
+    return json.dumps(content, ensure_ascii=True, allow_nan=False).encode() + b"\n"
 
 
 @contextmanager
@@ -151,7 +151,9 @@ def reading(file: Path) -> Iterator[None]:
     except OSError as error:
         raise OutputError(f"{file} can't be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise OutputError(f"{file} is damaged ({error}); start again with --overwrite") from None
+        raise OutputError(
+            f"{file} is damaged ({why(error)}); start again with --overwrite"
+        ) from None
 
 
 def check_same(file: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:

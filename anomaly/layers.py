@@ -105,11 +105,10 @@ def show(network: nn.Module, height: int, width: int) -> Any:
     try:
         with torch.no_grad():
             return network(torch.zeros(1, 3, height, width, device=device))
-    except (RuntimeError, AssertionError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
+    except (RuntimeError, AssertionError, ValueError):
         raise LayerError(
-            f"{type(network).__name__} doesn't take images of {height}×{width} ({reason}); "
-            "give another size"
+            f"{type(network).__name__} doesn't take images of {height}×{width}; give another size, "
+            "such as 224×224"
         ) from None
 
 

@@ -105,8 +105,8 @@ class Refused:
 
     Attributes:
         index: its place in the list of files.
-        status: `unreadable`, `unsupported`, or `failed` when it took decoding processes down or
-            met a mistake of this program.
+        status: `unreadable`, `unsupported`, or `failed` when it took decoding processes down,
+            met a mistake of this program, or got a score that isn't a finite number.
         reason: what is wrong, for a person.
     """
 

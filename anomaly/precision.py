@@ -13,7 +13,7 @@ from anomaly.features import FeatureExtractor
 log = logging.getLogger(__name__)
 
 # The standard deviation that rounding may add, as a share of the maps' own: a hundredth of their
-# variance. ResNet-50 stays at 0.03 to 0.08, and no verdict changed on bottle or magnetic tile.
+# variance. ResNet-50 stays at 0.03 to 0.08. What that does to scores: docs/reproducibility.md.
 LIMIT = 0.1
 
 

@@ -23,7 +23,7 @@ class Row:
         path: the file, as given or found.
         image_sha256: of the file's bytes; empty where they couldn't be read.
         status: `ok`, `unreadable`, `unsupported`, or `failed` when the file took the processes down
-            that tried to decode it.
+            that tried to decode it, or when its score isn't a finite number.
         image_score: higher is more anomalous; None unless `ok`.
         calibrated_score: how rare such a score is among good parts, in powers of ten; None
             without a score or a threshold.
@@ -127,7 +127,8 @@ def csv_lines(rows: Iterable[DataclassInstance]) -> str:
 
 def as_jsonl(rows: Iterable[Row]) -> str:
     """Rows as one JSON object a line."""
-    text = "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)
+    lines = (json.dumps(asdict(row), ensure_ascii=False, allow_nan=False) for row in rows)
+    text = "".join(line + "\n" for line in lines)
     # A file name that isn't UTF-8 becomes JSON's own escapes.
     return text.encode("utf-8", "backslashreplace").decode()
 

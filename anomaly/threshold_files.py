@@ -3,39 +3,72 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from anomaly.calibration import GoodScores, Thresholds
-from anomaly.model_folder import (
-    HISTORY,
-    MANIFEST,
-    appearing,
-    find_model,
-    link,
-    model_id,
-    read_manifest,
-    vouch,
-    write_json,
-)
+from anomaly.calibration import GoodScores, Threshold, Thresholds
+from anomaly.errors import ModelError
+from anomaly.files import as_json
+from anomaly.manifest import AGAIN, MANIFEST, checked, read_json, read_manifest, write_manifest
+from anomaly.model_folder import HISTORY, appearing, find_model, link, model_id, vouch
 
 _FILES = ("thresholds.json", "calibration.json")
 
 
 def write_thresholds(folder: Path, thresholds: Thresholds | None) -> None:
     """Write the thresholds, and the scores of good images behind them."""
-    written = None if thresholds is None else thresholds.to_json()
-    write_json(folder / "thresholds.json", written)
-    write_json(folder / "calibration.json", None if thresholds is None else asdict(thresholds.good))
+    both: tuple[Any, Any] = None, None
+    if thresholds is not None:
+        both = thresholds.to_json(), asdict(thresholds.good)
+    for name, values in zip(_FILES, both, strict=True):
+        (folder / name).write_text(as_json(values), "utf-8")
 
 
 def read_thresholds(folder: Path) -> Thresholds | None:
-    """The way back; None where a model has none."""
-    values, scores = (json.loads((folder / name).read_text("utf-8")) for name in _FILES)
-    if values is None:
+    """The way back; None where a model has none.
+
+    Raises:
+        ModelError: they are damaged, or don't belong together.
+    """
+    files = [folder / name for name in _FILES]
+    values, scores = (read_json(file) for file in files)
+    if values is None and scores is None:
         return None
-    return Thresholds.from_json(values, GoodScores.from_json(scores))
+    written, good = checked(values, _Written, files[0]), checked(scores, GoodScores, files[1])
+    sizes = {len(good.names), len(good.image), len(good.peak)}
+    if len(sizes) > 1 or 0 in sizes or (good.groups is not None and good.groups < 1):
+        raise ModelError(f"{files[1]}: its names and scores don't belong together; {AGAIN}")
+    try:
+        if not (_possible(written.review) and _possible(written.reject)):
+            raise ValueError("a rate lies outside 0 to 1")
+        return Thresholds.from_json(values, GoodScores.from_json(scores))
+    except (ValueError, TypeError, KeyError):
+        raise ModelError(
+            f"{files[0]}: its thresholds and rates don't belong together; {AGAIN}"
+        ) from None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What thresholds.json has to hold."""
+
+    label: str
+    source: str
+    review: Threshold
+    reject: Threshold
+    pixel: float
+
+
+def _possible(threshold: Threshold) -> bool:
+    rate = threshold.false_rejects
+    shares = [rate.expected, rate.low, rate.high, rate.at_most]
+    inner = [threshold.confidence, 0.5 if threshold.target is None else threshold.target]
+    return (
+        0 <= rate.count <= rate.images
+        and all(0 <= share <= 1 for share in shares)
+        and all(0 < share < 1 for share in inner)
+    )
 
 
 def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, Any]) -> str:
@@ -62,9 +95,9 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
                 link(file, draft / file.name)
         write_thresholds(draft, thresholds)
         manifest["files"] |= {name: vouch(draft / name) for name in _FILES}
-        write_json(draft / MANIFEST, manifest)
+        write_manifest(draft, manifest)
         after = model_id(draft)
-        line = json.dumps(record | {"model_before": before, "model_after": after})
-        earlier = (folder / HISTORY).read_text("utf-8") if (folder / HISTORY).exists() else ""
-        (draft / HISTORY).write_text(earlier + line + "\n", "utf-8")
+        line = json.dumps(record | {"model_before": before, "model_after": after}, allow_nan=False)
+        earlier = (folder / HISTORY).read_bytes() if (folder / HISTORY).exists() else b""
+        (draft / HISTORY).write_bytes(earlier + line.encode() + b"\n")
     return after

@@ -13,6 +13,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from anomaly.errors import ModelError
+
 Floats = NDArray[np.float64]
 
 LEAST_IMAGES = 8  # fewer don't show how much good images differ
@@ -184,7 +186,19 @@ class UsualLook:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Floats]) -> UsualLook:
-        """The way back from `tensors`."""
+        """The way back from `tensors`.
+
+        Raises:
+            ModelError: they aren't those of a training set's look.
+        """
+        dimensions = {"bounds": 2, "mean": 1, "spread": 0, "seen_distance": 0}
+        if (
+            {name: value.ndim for name, value in tensors.items()} != dimensions
+            or any(v.dtype != np.float64 or not np.isfinite(v).all() for v in tensors.values())
+            or tensors["bounds"].shape != (len(_LEAST_FACTOR), 4)
+            or tensors["spread"] <= 0
+        ):
+            raise ModelError("what says how the training images look is damaged")
         bounds = dict(zip(_LEAST_FACTOR, tensors["bounds"].tolist(), strict=True))
         return cls(
             ranges={name: (b[0], b[1]) for name, b in bounds.items()},

@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from anomaly.errors import WeightsError
+from anomaly.errors import WeightsError, why
+from anomaly.files import like
 
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")
 
@@ -63,7 +64,8 @@ def file_state(path: Path) -> tuple[dict[str, Tensor], str]:
     """
     path = path.expanduser()
     if not path.is_file():
-        kind = "is a folder" if path.is_dir() else f"doesn't exist (looked in {Path.cwd()})"
+        missing = f"doesn't exist (looked in {Path.cwd()}{like(path)})"
+        kind = "is a folder" if path.is_dir() else missing
         raise WeightsError(
             f"backbone.weights: {path} {kind}. Give `imagenet`, `random`, "
             "or the path of a .safetensors or .pth file"
@@ -87,7 +89,8 @@ def _download(url: str, name: str, prefix: str) -> Path:
             f"{url} answered {error.code} {error.reason}. {_where_to_put(name)}"
         ) from None
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        reason = getattr(error, "reason", error)
+        inner = getattr(error, "reason", error)
+        reason = why(inner) if isinstance(inner, OSError) else "no answer"
         raise WeightsError(
             f"the weights {name} are missing and there is no network to get them from {url} "
             f"({reason}). {_where_to_put(name)}"
@@ -98,7 +101,7 @@ def _download(url: str, name: str, prefix: str) -> Path:
             f"download was damaged or changed on the way. Try again. {_where_to_put(name)}"
         ) from None
     except OSError as error:
-        raise WeightsError(f"{name} can't be saved in {folder}: {error}") from None
+        raise WeightsError(f"{name} can't be saved in {folder}: {why(error)}") from None
     return target
 
 
@@ -127,7 +130,7 @@ def _sha256(file: Path) -> str:
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
-        raise WeightsError(f"{file} can't be read: {error}") from None
+        raise WeightsError(f"{file} can't be read: {why(error)}") from None
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -135,8 +138,8 @@ def _read(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             return load_file(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except SafetensorError as error:
-        raise WeightsError(_damaged(file, str(error))) from None
+    except SafetensorError:
+        raise WeightsError(_damaged(file)) from None
     except Exception as error:
         # torch.load raises half a dozen types, by the place where the file breaks off.
         if "weights_only" in str(error) and zipfile.is_zipfile(file):
@@ -144,14 +147,13 @@ def _read(file: Path) -> dict[str, Tensor]:
                 f"{file} holds more than tensors (a whole pickled model?), which could run code; "
                 "save its state_dict() and give that"
             ) from None
-        raise WeightsError(_damaged(file, type(error).__name__)) from None
+        raise WeightsError(_damaged(file)) from None
     return _tensors_of(loaded, file)
 
 
-def _damaged(file: Path, reason: str) -> str:
+def _damaged(file: Path) -> str:
     return (
-        f"{file} is cut short or damaged ({file.stat().st_size:,} bytes; {reason}); "
-        "download or copy it again"
+        f"{file} is cut short or damaged ({file.stat().st_size:,} bytes); download or copy it again"
     )
 
 

@@ -93,3 +93,26 @@ def written(folder, data, name="part.png"):
     path.unlink(missing_ok=True)  # writing over a file makes some file systems flush: slow
     path.write_bytes(data)
     return path
+
+
+def mutated(data, rng, foreign):
+    """One file, damaged in one of the ways that disks, networks and people have."""
+    broken = bytearray(data)
+    way = rng.integers(7)
+    at = int(rng.integers(len(data)))
+    if way == 0:
+        for i in rng.integers(0, 8 * len(data), rng.integers(1, 9)):
+            broken[i // 8] ^= 1 << i % 8
+    elif way == 1:
+        del broken[at:]
+    elif way == 2:
+        broken[at:] = broken[-12:]
+    elif way == 3:
+        broken[at : at + 64] = rng.bytes(64)
+    elif way == 4:
+        del broken[at : at + int(rng.integers(1, 64))]
+    elif way == 5:  # the header is where a wrong number does the most
+        broken[int(rng.integers(min(len(data), 160)))] = int(rng.integers(256))
+    else:
+        broken[at:] = foreign[at:]
+    return bytes(broken)

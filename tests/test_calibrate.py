@@ -62,7 +62,8 @@ def test_training_on_good_images_alone_ends_with_thresholds_and_how_far_to_trust
     assert written["label"] == "calibrated"
     assert written["review"]["value"] <= written["reject"]["value"]
     scores = json.loads((tmp_path / "run" / "model" / "calibration.json").read_text())
-    assert written["reject"]["value"] == max(scores["image"])
+    # A hundredth above the highest score: no rounding brings a training image over it.
+    assert written["reject"]["value"] == pytest.approx(max(scores["image"]) * 1.01, rel=1e-6)
     assert len(scores["names"]) == 12
 
 
@@ -267,3 +268,14 @@ def test_wishes_that_cannot_be_met_are_refused(
     assert says in err
     assert len(err.strip().splitlines()) == 1
     assert _files(run_folder) == before
+
+
+def test_good_images_from_a_folder_of_defects_are_refused(
+    run: Path, defects: Path, command: Command
+) -> None:
+    renamed = defects.rename(defects.with_name("NG parts"))
+    before = _files(run)
+    for given in (renamed, renamed / "000.png", renamed.parent):
+        code, _, err = command("calibrate", ["--model", run, "--good", given])
+        assert (code, "NG parts would be taken as good" in err) == (2, True)
+    assert _files(run) == before

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -143,3 +144,19 @@ def test_inverted_lists_are_made_at_first_use(
     for one, other in zip(detector.predict(files), exact.predict(files), strict=True):
         np.testing.assert_array_less(other.patch_scores, one.patch_scores + 1e-6)
     assert [f.suffix for f in (tmp_path / "cache" / "anomaly").iterdir()] == [".index"]
+
+
+def test_everything_in_a_run_can_be_read_by_others(run_folder: Path) -> None:
+    modes = {f.name: f.stat().st_mode & 0o777 for f in run_folder.rglob("*") if f.is_file()}
+    mask = os.umask(0)
+    os.umask(mask)
+    assert set(modes.values()) == {0o666 & ~mask}, modes
+    assert (run_folder / "model").stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def test_train_json_gives_values_of_scalars_and_shapes_of_the_rest(run_folder: Path) -> None:
+    scorer = json.loads((run_folder / "train.json").read_text())["scorer"]
+    tensors = load(str(run_folder), "cpu").detector.scorer.tensors()
+    assert scorer["covering_radius"] == float(tensors["covering_radius"])
+    assert scorer["exact"] is True
+    assert scorer["vectors"] == list(tensors["vectors"].shape)

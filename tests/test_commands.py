@@ -340,7 +340,7 @@ def _train_with(product: Path, output: Path, *overrides: str) -> list[object]:
         (["model.kind=padim", "model.dimensions=5000"], "5000"),
         (["model.coreset_size=100000000"], "100000000"),
         (["image.aera=3"], "did you mean 'area'"),
-        (["model.coreset_ratio=0"], "greater than 0"),
+        (["model.coreset_ratio=0"], "must be above 0"),
     ],
     ids=lambda v: v[-1] if isinstance(v, list) else "",
 )
@@ -430,6 +430,14 @@ def test_other_mistakes_on_the_command_line(
     assert (code, "--threads is 0" in err) == (2, True)
     code, _, err = command("train", ["--config", "nowhere.yaml"])
     assert (code, "no config nowhere.yaml" in err) == (2, True)
+    code, _, err = command("trian", [])
+    assert (code, err) == (2, "error: there is no command 'trian'; did you mean 'train'?\n")
+    wrong = ["--model", run_folder, "--output", tmp_path / "x", "--input", product / "tset"]
+    code, _, err = command("infer", wrong)
+    assert (code, f"in {product} did you mean 'test'?" in err) == (2, True)
+    wrong = ["--model", run_folder.with_name("dics"), "--output", tmp_path / "x"]
+    code, _, err = command("evaluate", wrong)
+    assert (code, "did you mean 'disc'" in err) == (2, True)
     moved = tmp_path / "moved"
     shutil.copytree(run_folder / "model", moved)
     code, _, err = command("evaluate", ["--model", moved, "--output", tmp_path / "e"])

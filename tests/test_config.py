@@ -1,8 +1,11 @@
 """Settings: defaults, bases, overrides, and messages for every mistake."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from anomaly.config import Config
 from anomaly.config_files import load_config
@@ -64,7 +67,7 @@ def test_the_image_score_follows_the_kind() -> None:
     [
         ("sede: 3", "unknown key 'sede'; did you mean 'seed'?"),
         ("model: {coreset_rato: 0.1}", "unknown key 'model.coreset_rato'; did you mean"),
-        ("model: {coreset_ratio: 2}", "model.coreset_ratio is 2: input should be less than"),
+        ("model: {coreset_ratio: 2}", "model.coreset_ratio is 2: must be 1 or less"),
         ("model: {coreset_ratio: much}", "model.coreset_ratio is 'much'"),
         ("model: {kind: patchcor}", "model.kind is 'patchcor'"),
         ("model: 3", "model is 3"),
@@ -73,7 +76,7 @@ def test_the_image_score_follows_the_kind() -> None:
         ("name: a/b", "name is 'a/b'"),
         ("seed: -1", "seed is -1"),
         ("- a\n- b", "must hold `key: value` lines"),
-        ("a: [1", "isn't valid YAML"),
+        ("a: [1", "line 1, column 6 isn't valid YAML"),
         ("base: nowhere.yaml", "doesn't exist; correct the `base` line"),
         ("base: part.yaml", "leads back to itself"),
     ],
@@ -100,6 +103,43 @@ def test_mistakes_in_an_override_are_named(tmp_path: Path, override: str, says: 
     with pytest.raises(ConfigError) as caught:
         load_config(_write(tmp_path, ""), [override])
     assert says in str(caught.value)
+    assert str(caught.value).startswith(f"--set {override}")
+
+
+def _leaves(section: type[BaseModel], above: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield above + name
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _leaves(inner, f"{above}{name}.")
+
+
+@pytest.mark.parametrize("key", [*_leaves(Config), "image.region.polygons", "image.ignore.png"])
+def test_no_message_is_pydantics(tmp_path: Path, key: str) -> None:
+    file, told = _write(tmp_path, ""), []
+    values = ("null", "x/y", "-1", "1e400", ".nan", "[[1]]", "{}", "{a: 1}", "[]", "'" + "9" * 200)
+    for value in values:
+        override = f"{key}={value.replace(chr(39), '')}"
+        try:
+            load_config(file, [override])
+        except ConfigError as error:
+            told.append((override, str(error)))
+    assert told
+    for override, message in told:
+        assert all(li.strip().startswith(f"--set {override}: ") for li in message.splitlines())
+        assert not re.search("nput should|pydantic|tuple|dict|valid|can't be used", message)
+
+
+def test_a_mistake_is_told_where_it_is(tmp_path: Path) -> None:
+    file = _write(tmp_path, "model: {coreset_ratio: 2}\nimage: {crop: 64}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["seed=x", "image.resize=32", "backbone.name=resnet18"])
+    assert sorted(line.strip() for line in str(caught.value).splitlines()) == [
+        "--set image.resize=32: image.crop is 64, larger than image.resize (32); make it equal or "
+        "smaller, or leave it out",
+        "--set seed=x: seed is 'x': must be a whole number",
+        f"{file}: model.coreset_ratio is 2: must be 1 or less",
+    ]
 
 
 def test_a_missing_config_names_the_nearest(tmp_path: Path) -> None:

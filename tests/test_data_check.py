@@ -116,6 +116,14 @@ def test_hardly_any_training_image_is_wrong(tmp_path: Path, command: Command) ->
     assert "1 usable training images" in out
 
 
+def test_few_training_images_are_worth_knowing(tmp_path: Path, command: Command) -> None:
+    folder = write_product(tmp_path / "disc", n_train=19)
+    code, out, _ = command("check", _arguments(folder))
+    assert (code, "19 usable training images are few" in out) == (0, True)
+    write_part(folder / "train" / "good" / "019.png", seed=19)
+    assert "nothing wrong found" in command("check", _arguments(folder))[1]
+
+
 def test_long_lists_are_cut_short_unless_asked_for(tmp_path: Path, command: Command) -> None:
     folder = write_product(tmp_path / "disc")
     for i in range(9):
@@ -140,7 +148,7 @@ def test_padim_wants_one_aspect(tmp_path: Path, command: Command) -> None:
 
 def test_twelve_bits_in_a_file_of_sixteen(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    for i in range(4):
+    for i in range(20):
         picture = rng.integers(0, 4096, (40, 40), dtype=np.uint16)
         cv2.imwrite(str(tmp_path / f"{i}.png"), picture)
     dataset = open_dataset("folder", tmp_path, None)
@@ -149,7 +157,7 @@ def test_twelve_bits_in_a_file_of_sixteen(tmp_path: Path) -> None:
     assert "image.bit_depth=12" in fault.detail
     assert not check(dataset, Reading(bit_depth=12)).faults
     kinds = Counter(f.kind for f in check(dataset, Reading(bit_depth=8)).faults)
-    assert kinds == {"unsupported": 4, "too_few_images": 1}
+    assert kinds == {"unsupported": 20, "too_few_images": 1}
 
 
 def test_where_to_look_must_fit(tmp_path: Path, command: Command) -> None:
@@ -174,7 +182,7 @@ def test_where_to_look_must_fit(tmp_path: Path, command: Command) -> None:
 
 
 def test_no_mask_at_all_is_worth_knowing(tmp_path: Path, command: Command) -> None:
-    folder = write_product(tmp_path / "disc")
+    folder = write_product(tmp_path / "disc", n_train=20)
     shutil.rmtree(folder / "ground_truth")
     code, out, _ = command("check", _arguments(folder))
     assert code == 0
@@ -187,7 +195,7 @@ def test_no_mask_at_all_is_worth_knowing(tmp_path: Path, command: Command) -> No
 def test_a_mistake_in_a_decoder_is_one_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for i in range(4):
+    for i in range(21):
         write_part(tmp_path / f"{i}.png", seed=i)
     honest = data_check.read_image
 
@@ -203,12 +211,13 @@ def test_a_mistake_in_a_decoder_is_one_images(
 
 
 def test_a_good_image_with_a_mask_is_wrong(tmp_path: Path) -> None:
-    for i in range(3):
+    for i in range(21):
         write_part(tmp_path / f"{i}.png", seed=i)
     mask = np.zeros((96, 120), np.uint8)
     mask[3, 4] = 1
     cv2.imwrite(str(tmp_path / "m.png"), mask)
-    rows = ["path,label,mask,split", "0.png,,,train", "1.png,,,train", "2.png,,m.png,test"]
+    train = [f"{i}.png,,,train" for i in range(20)]
+    rows = ["path,label,mask,split", *train, "20.png,,m.png,test"]
     (tmp_path / "list.csv").write_text("\n".join(rows))
     dataset = open_dataset("csv", tmp_path / "list.csv", None)
     (fault,) = check(dataset, Reading()).faults

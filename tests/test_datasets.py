@@ -197,6 +197,15 @@ def test_a_csv_list(tmp_path: Path) -> None:
         assert dataset.train[0].group is None
 
 
+def test_the_order_of_a_list_changes_nothing(tmp_path: Path) -> None:
+    rows = [f"{i}/{letter}.png,{'good' if i else 'dent'}" for i in range(4) for letter in "bac"]
+    found = []
+    for lines in (rows, rows[::-1], rows[5:] + rows[:5]):
+        dataset = open_dataset("csv", _list(tmp_path, "\n".join(["path,label", *lines])), None)
+        found.append((dataset.train, dataset.test))
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_csv_list_without_splits_keeps_the_views_of_a_part_together(tmp_path: Path) -> None:
     rows = [f"{i}.png,0,{i // 2}" for i in range(40)] + ["d.png,1,x"]
     dataset = open_dataset("csv", _list(tmp_path, "\n".join(["path,label,group", *rows])), None)
@@ -230,9 +239,81 @@ def test_lists_that_are_none(tmp_path: Path) -> None:
         open_dataset("csv", tmp_path, None)
     with pytest.raises(DataError, match="there is no list"):
         open_dataset("csv", tmp_path / "none.csv", None)
-    (tmp_path / "latin.csv").write_bytes(b"path\nK\xfchler.png\n")
+    (tmp_path / "zip.csv").write_bytes(b"path\nK\x81\x00hler.png\n")
     with pytest.raises(DataError, match="UTF-8"):
-        open_dataset("csv", tmp_path / "latin.csv", None)
+        open_dataset("csv", tmp_path / "zip.csv", None)
+    with pytest.raises(DataError, match=r"zip\.csv is a file.* --set data.format=csv"):
+        open_dataset("folder", tmp_path / "zip.csv", None)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "delimiter"),
+    [("utf-8-sig", ";"), ("cp1252", ";"), ("utf-16", "\t"), ("utf-8", ","), ("utf-16", ";")],
+)
+def test_lists_as_spreadsheets_save_them(tmp_path: Path, encoding: str, delimiter: str) -> None:
+    rows = [["path", "label", "split"], ["Kühler, neu.png", "", "train"], ["b.png", "Riß", "test"]]
+    lines = [delimiter.join(f'"{c}"' if delimiter in c else c for c in row) for row in rows]
+    file = tmp_path / "list.csv"
+    file.write_bytes("\r\n".join([*lines, ""]).encode(encoding))
+    dataset = open_dataset("csv", file, None)
+    assert [s.name for s in dataset.train] == ["Kühler, neu.png"]
+    assert [(s.name, s.defect_type) for s in dataset.test] == [("b.png", "Riß")]
+
+
+GOOD_AND_DEFECT = ("good/1.png", "defect/crack/2.png")
+MVTEC = ("b/train/good/1.png", "b/test/good/1.png", "b/ground_truth/crack/1_mask.png")
+VISA = ("split_csv/1cls.csv", "candle/Images/Anomaly/1.JPG", "candle/Images/Normal/1.JPG")
+
+
+@pytest.mark.parametrize(
+    ("names", "root", "says"),
+    [
+        (GOOD_AND_DEFECT, "", "--set data.format=good_defect --set data.root={root}, "),
+        (GOOD_AND_DEFECT, "defect", "--set data.format=good_defect --set data.root={root}, "),
+        (GOOD_AND_DEFECT, "", "or --set data.root={root}/good for"),
+        (MVTEC, "", "--set data.format=mvtec --set data.root={root}/b, "),
+        (MVTEC, "b", "--set data.format=mvtec --set data.root={root}/b, "),
+        (MVTEC, "b/test", "--set data.root={root}/b/train/good "),
+        (MVTEC, "b/ground_truth", "--set data.format=mvtec --set data.root={root}/b, "),
+        (("train/ok/1.png", "test/ok/1.png", "test/ko/2.png"), "", "data.format=btad"),
+        (("train/good/1.png", "test_public/bad/1.png"), "", "data.format=mvtec_ad_2"),
+        (VISA, "candle", "--set data.format=visa --set data.root={root}/candle, "),
+        (("OK/1.png", "NG/2.png"), "", "--set data.root={root}/OK "),
+        (("good/1.png", "scratch/2.png"), "", "name scratch `defect`"),
+        (("monday/Bad Parts/1.png", "2.png"), "", "--set data.format=good_defect"),
+        *(
+            (("1.png", f"a/{name}/2.png"), "", f"/a/{name} would be taken as good")
+            for name in ("Defects", "BAD", "ko", "nok", "Reject", "test", "Ground_Truth", "masks")
+        ),
+        *(
+            (("1.png", f"{name}/2.png"), "", f"/{name} would be taken as good")
+            for name in ("anomaly", "anomalous", "not-ok", "no_good", "GroundTruth", "NG2", "mask")
+        ),
+    ],
+)  # fmt: skip
+def test_a_folder_of_good_images_holds_no_others(
+    tmp_path: Path, names: tuple[str, ...], root: str, says: str
+) -> None:
+    _touch(tmp_path, *names)
+    with pytest.raises(DataError, match="rename that folder") as caught:
+        open_dataset("folder", tmp_path / root, None)
+    assert says.format(root=tmp_path) in str(caught.value)
+
+
+def test_good_folders_may_have_other_names(tmp_path: Path) -> None:
+    names = ("no_defects/1.png", "test_line_3/2.png", "contest/3.png", "defect-free/4.png")
+    _touch(
+        tmp_path / "defect" / "parts", *names, "good/5.txt", "lot/good/6.png", "lot/good_2/7.png"
+    )
+    assert len(open_dataset("folder", tmp_path / "defect" / "parts", None).train) == 6
+
+
+def test_defects_inside_a_layouts_good_images_are_refused_too(tmp_path: Path) -> None:
+    _touch(tmp_path, "train/good/1.png", "train/good/reject/2.png", "good/1.png", "good/bad/1.png")
+    with pytest.raises(DataError, match=r"train/good/reject .*move them elsewhere"):
+        open_dataset("mvtec", tmp_path, None)
+    with pytest.raises(DataError, match=r"good/bad .*move them elsewhere"):
+        open_dataset("good_defect", tmp_path, None)
 
 
 @pytest.mark.parametrize("layout", sorted(set(FORMATS) - {"csv"}))

@@ -1,12 +1,13 @@
 """Outputs that appear whole or not at all."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from anomaly.errors import OutputError
-from anomaly.files import claim, remove_drafts, short_name, write
+from anomaly.files import as_json, claim, remove_drafts, share, short_name, write
 
 
 def test_write_makes_folders_and_leaves_no_draft(tmp_path: Path) -> None:
@@ -63,3 +64,25 @@ def test_claim_refuses_or_clears_only_its_own_names(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "out") == ["mine.txt"]
     with pytest.raises(OutputError, match="can't be used"):
         claim(tmp_path / "out" / "mine.txt", (), overwrite=False)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_files_have_the_permissions_that_the_umask_leaves(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        write(tmp_path / "a.json", "{}")
+        made = tmp_path / "b.safetensors"
+        made.touch(0o600)  # as a library that lets nobody else read it
+        share(made)
+    finally:
+        os.umask(before)
+    for name in ("a.json", "b.safetensors"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~mask
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "b.safetensors"]
+
+
+def test_json_has_no_number_that_is_none() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        as_json({"score": float("nan")})
+    name = os.fsdecode(b"\xff.png")
+    assert json.loads(as_json([name])) == [name]

@@ -1,4 +1,4 @@
-"""Damaged files: a cut one is never half a picture, and no mutation gets past ImageError."""
+"""Damaged files: a cut one is refused, and no mutation gets past ImageError."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ import zlib
 
 import numpy as np
 import pytest
-from picture_files import H, W, by_opencv, chunk, converted, encoded, picture, png, written
+from picture_files import (
+    H,
+    W,
+    by_opencv,
+    chunk,
+    converted,
+    encoded,
+    mutated,
+    picture,
+    png,
+    written,
+)
 from PIL import Image as Pil
 
 from anomaly.errors import ImageError
@@ -134,29 +145,6 @@ def test_every_flipped_bit_of_a_png_is_noticed(tmp_path, rgb):
     error = refused(written(tmp_path, bytes(flipped)))
     assert error.status == "unreadable"
     assert "checksum" in str(error)
-
-
-def mutated(data, rng, foreign):
-    """One file, damaged in one of the ways that disks, networks and people have."""
-    broken = bytearray(data)
-    way = rng.integers(7)
-    at = int(rng.integers(len(data)))
-    if way == 0:
-        for i in rng.integers(0, 8 * len(data), rng.integers(1, 9)):
-            broken[i // 8] ^= 1 << i % 8
-    elif way == 1:
-        del broken[at:]
-    elif way == 2:
-        broken[at:] = broken[-12:]
-    elif way == 3:
-        broken[at : at + 64] = rng.bytes(64)
-    elif way == 4:
-        del broken[at : at + int(rng.integers(1, 64))]
-    elif way == 5:  # the header is where a wrong number does the most
-        broken[int(rng.integers(min(len(data), 160)))] = int(rng.integers(256))
-    else:
-        broken[at:] = foreign[at:]
-    return bytes(broken)
 
 
 def survive(folder, rgb, count, seed):

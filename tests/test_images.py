@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -255,9 +256,33 @@ def test_a_stream_longer_than_its_picture_isnt_inflated(tmp_path):
     assert refused(written(tmp_path, png(10, 10, 8, 0, [bomb]))).status == "unreadable"
 
 
+def test_a_file_far_too_long_for_its_pixels_is_refused_before_it_is_read(tmp_path, rgb):
+    path = written(tmp_path, encoded(rgb, "PNG"))
+    os.truncate(path, 3_000_000_000)  # a hole, which takes no room on the disk
+    tracemalloc.start()
+    error = refused(path)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+    assert error.status == "unsupported"
+    assert "3000.0 MB" in str(error)
+    assert "image.max_pixels" in str(error)
+    os.truncate(path, 70_000_000)
+    np.testing.assert_array_equal(read_image(path).pixels, rgb)
+    assert "image.max_pixels" in str(refused(path, max_pixels=100_000))
+
+
+def test_a_file_is_read_once(tmp_path, rgb):
+    path = written(tmp_path, encoded(rgb, "PNG"))
+    os.truncate(path, 50_000_000)
+    tracemalloc.start()
+    read_image(path)
+    assert tracemalloc.get_traced_memory()[1] < 60_000_000
+    tracemalloc.stop()
+
+
 def test_several_pictures_in_one_file(tmp_path, rgb):
     frames = [Pil.fromarray(rgb), Pil.fromarray(rgb[::-1].copy())]
-    for kind in ("TIFF", "PNG", "WEBP", "MPO"):
+    for kind in ("TIFF", "PNG", "WEBP"):
         buffer = io.BytesIO()
         frames[0].save(buffer, kind, save_all=True, append_images=frames[1:])
         error = refused(written(tmp_path, buffer.getvalue()))

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Command
-from picture_files import chunk, encoded, picture
-from test_image_files import jpegs, mutated, others, pngs
+from picture_files import chunk, encoded, mutated, picture
+from test_image_files import jpegs, others, pngs
 
 _SUFFIXES = (".png", ".jpg", ".tif", ".bmp", ".webp")
 

@@ -66,6 +66,43 @@ def test_a_list_may_start_with_a_byte_order_mark(tmp_path: Path, mark: bytes) ->
     assert find_inputs([], str(file)).groups == {"b.png": "1"}
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "cp1252", "utf-16"])
+def test_lists_as_spreadsheets_save_them(tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "list.csv"
+    file.write_bytes("path;group\r\nKühler, 1.png;Los 5\r\n\r\n".encode(encoding))
+    found = find_inputs([], str(file))
+    assert (found.paths, found.groups) == (
+        [Path("Kühler, 1.png")],
+        {"Kühler, 1.png": "Los 5"},
+    )
+    file.write_bytes("path\r\nä.png\r\n".encode(encoding))
+    assert find_inputs([], str(file)).paths == [Path("ä.png")]
+    if encoding != "cp1252":  # a plain list's paths may be any bytes
+        file.write_bytes("ä.png\r\nb, c.png\r\n".encode(encoding))
+        assert find_inputs([], str(file)).paths == [Path("b, c.png"), Path("ä.png")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("bad.csv", "file,part\na.png,1\n", "lacks the column 'path': its first line is 'file', "),
+        ("bad.csv", "file\na.png\n", "must name the columns path, group"),
+        ("bad.csv", "a.png;1\nb.png;1\n", "first line is 'a.png', '1'"),
+        ("bad.csv", "path;part\na.png;1\n", "lacks the column 'group'"),
+        ("bad.txt", "path,grop\na.png,1\n", "did you mean 'group'"),
+        ("bad.csv", "path;group\na;b.png;1\n", "line 2 has more cells than the header; put paths "),
+    ],
+)
+def test_a_list_with_wrong_columns_names_those_needed(
+    tmp_path: Path, name: str, text: str, says: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError) as caught:
+        find_inputs([], str(tmp_path / name))
+    assert says in str(caught.value)
+    assert str(caught.value).startswith(f"--list {tmp_path / name}")
+
+
 def test_what_is_passed_over_is_counted(tmp_path: Path) -> None:
     for name in ("in/a.png", "in/b", "in/notes.txt", "in/.hidden", "in/out/rows.csv", "in/sub/c.x"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,7 @@ def test_transformers_have_no_late_map_and_take_squares_only() -> None:
     assert last_map(table) is None
     assert not takes_oblong(network)
     assert takes_oblong(network, ["conv_proj"]) is False  # it checks before its first layer
-    with pytest.raises(LayerError, match=r"doesn't take images of 200×200 .*give another size"):
+    with pytest.raises(LayerError, match=r"doesn't take images of 200×200; give another size"):
         layer_table(network, 200)
     assert last_map(layer_table(build("swin_t"), 224)) == "permute"
 

@@ -3,9 +3,11 @@
 import csv
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import REPOSITORY, SHARED
+from portable import LEVELS
 
 WEIGHTS = SHARED / "weights" / "resnet50_v1_imagenet_stem_to_layer3.safetensors"
 BOTTLE = SHARED / "data" / "mvtec_ad" / "bottle"
@@ -27,9 +30,10 @@ def _needs(*paths: Path) -> None:
             pytest.skip(f"{path} is absent")
 
 
-def _run(name: str, *arguments: object) -> None:
-    """A script in a process of its own, so that its peak memory is its own."""
+def _run(name: str, *arguments: object, held: Mapping[str, str] | None = None) -> None:
+    """A script in a process of its own, so that its peak memory, and its processor, are its own."""
     environment = {k: v for k, v in os.environ.items() if k != "KMP_DUPLICATE_LIB_OK"}
+    environment |= held or {}
     script = REPOSITORY / "scripts" / f"{name}.py"
     command = [sys.executable, str(script), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -37,12 +41,17 @@ def _run(name: str, *arguments: object) -> None:
 
 
 def _train_and_evaluate(
-    data: Path, output: Path, *settings: str, config: str = "mvtec_bottle.yaml"
+    data: Path,
+    output: Path,
+    *settings: str,
+    config: str = "mvtec_bottle.yaml",
+    held: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     overrides = [f"data.root={data.parent}", f"data.category={data.name}", *settings]
     flags = [part for setting in overrides for part in ("--set", setting)]
-    _run("train", "--config", config, *flags, "--output", output / "run", "--device", "cpu")
-    _run("evaluate", "--model", output / "run", "--output", output / "figures", "--device", "cpu")
+    run, figures = output / "run", output / "figures"
+    _run("train", "--config", config, *flags, "--output", run, "--device", "cpu", held=held)
+    _run("evaluate", "--model", run, "--output", figures, "--device", "cpu", held=held)
     summary = json.loads((output / "run" / "train.json").read_text())
     metrics = json.loads((output / "figures" / "metrics.json").read_text())
     return summary, metrics["mean"]
@@ -104,6 +113,23 @@ def test_the_default_size_keeps_the_aspect(
     _, figures = _train_and_evaluate(data, tmp_path, *settings, config="folder.yaml")
     assert figures["image_auroc"] >= image_auroc
     assert figures["pixel_auroc"] >= pixel_auroc
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 settings")
+@pytest.mark.parametrize("data", [BOTTLE, MAGNETIC_TILE])
+def test_figures_are_those_of_older_processors(data: Path, tmp_path: Path) -> None:
+    """Trained and evaluated on each: as this one computes, and held down to older instructions."""
+    _needs(data, WEIGHTS)
+    settings = [*REAL, "data.format=mvtec", "model.coreset_ratio=0.01", "name=defaults"]
+    settings += ["precision=fp32"]  # auto would take bf16 here and not there
+    found = {}
+    for level, held in {"this": {}, **LEVELS}.items():
+        _, found[level] = _train_and_evaluate(
+            data, tmp_path / level, *settings, config="folder.yaml", held=held
+        )
+    for name in ("image_auroc", "pixel_auroc"):
+        figures = [found[level][name] for level in found]
+        assert max(figures) - min(figures) <= 0.001, found
 
 
 def test_what_isnt_a_bottle_is_for_review(tmp_path: Path) -> None:

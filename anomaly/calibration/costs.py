@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from anomaly.calibration.rates import Floats, Rate, rate_of, sorted_scores
+from anomaly.calibration.placement import placed
+from anomaly.calibration.rates import Rate, rate_of, sorted_scores
 from anomaly.calibration.thresholds import Threshold, threshold_at
 
 
@@ -50,8 +51,8 @@ def cheapest_threshold(
     """The threshold with the lowest expected cost of a part.
 
     Cost is (1 − p) · false_reject_cost · rate of false rejects + p · escape_cost · (1 − recall).
-    Each candidate lies midway between two neighbouring scores; of equal costs the lowest
-    threshold wins, which lets fewer defects escape.
+    Of equal costs the lowest threshold wins, which lets fewer defects escape. It lies in
+    the middle of a gap between the scores of all images, see `placed`.
 
     Args:
         good_scores: (n,) finite scores of good images the model hasn't learned from.
@@ -72,27 +73,14 @@ def cheapest_threshold(
         sorted_scores(good_scores, "a threshold"),
         sorted_scores(defect_scores, "recall"),
     )
-    candidates = _candidates(np.union1d(good, defects))
+    scores = np.union1d(good, defects)
+    candidates = np.append(-np.inf, scores)
     rejects = len(good) - np.searchsorted(good, candidates, side="right")
     escapes = np.searchsorted(defects, candidates, side="right")
     costs = (1 - defect_share) * false_reject_cost * (rejects + 1) / (len(good) + 1)
     costs = costs + defect_share * escape_cost * escapes / len(defects)
-    best = int(np.argmin(costs))
-    value = float(candidates[best])
-    return Choice(
-        threshold_at(value, good, confidence),
-        recall_at(value, defects, confidence),
-        float(costs[best]),
-    )
-
-
-def _candidates(rising: Floats) -> Floats:
-    """Thresholds below, between and at the top of the scores.
-
-    Those between are float32 wherever one fits in, so that they do the same in single precision.
-    """
-    below, above = rising[:-1], rising[1:]
-    middle = (below / 2 + above / 2).astype(np.float32).astype(np.float64)
-    between = np.where((middle >= below) & (middle < above), middle, below)
-    under_all = np.nextafter(rising[:1].astype(np.float32), np.float32(-np.inf))
-    return np.concatenate([under_all.astype(np.float64), between, rising[-1:]])
+    value = placed(float(candidates[int(np.argmin(costs))]), scores, room=np.inf)
+    threshold, recall = threshold_at(value, good, confidence), recall_at(value, defects, confidence)
+    cost = (1 - defect_share) * false_reject_cost * threshold.false_rejects.expected
+    cost += defect_share * escape_cost * (1 - recall.expected)
+    return Choice(threshold, recall, cost)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from anomaly.calibration.placement import placed
 from anomaly.calibration.rates import Rate, images_needed, percent, rate_of, sorted_scores
 
 
@@ -94,9 +95,10 @@ def threshold_for_false_reject_rate(
 ) -> Threshold:
     """The lowest threshold that rejects at most `target` of good parts, with `confidence`.
 
-    Where there are too few images to vouch for the target the threshold is their highest score,
-    the most careful one that needs no guess about scores nobody has seen; `supported` is False
-    and the bounds say what it is good for.
+    It lies in a gap above the order statistic that the promise stands on, see `placed`: as far as
+    the promise goes, higher is only safer. Where there are too few images to vouch for the target
+    it lies just above their highest score, the most careful place that needs no guess about scores
+    nobody has seen; `supported` is False and the bounds say what it is good for.
 
     Args:
         scores: (n,) finite scores of good images, higher is more anomalous.
@@ -118,7 +120,8 @@ def threshold_for_false_reject_rate(
     chances = bdtr(np.arange(len(good)), len(good), target)
     fitting = int(np.searchsorted(chances, 1 - confidence, side="right"))
     above = max(fitting - 1, 0)
-    return threshold_at(float(good[len(good) - 1 - above]), good, confidence, target)
+    value = placed(float(good[len(good) - 1 - above]), good)
+    return threshold_at(value, good, confidence, target)
 
 
 def threshold_at(

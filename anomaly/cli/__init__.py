@@ -1,4 +1,4 @@
-"""The command line: `anomaly <command>`; `scripts/<command>.py` are the same commands."""
+"""The command line: `anomaly <command>`, `python -m anomaly <command>`, `scripts/<command>.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from anomaly import __version__
-from anomaly.errors import AnomalyError
+from anomaly.errors import AnomalyError, nearest
 
 # Command to (module, one line for the help text); modules are imported when they're asked for.
 COMMANDS = {
@@ -40,11 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     logging.addLevelName(logging.WARNING, "warning")
     command = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    if arguments and command is None and not arguments[0].startswith("-"):
+        known = nearest(arguments[0], COMMANDS)
+        print(f"error: there is no command {arguments[0]!r}; {known}", file=sys.stderr)
+        return 2
     parser = _parser(command)
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every file name can be shown
     try:
+        _check_paths(options)
         return int(_module(options.command).run(options))
     except AnomalyError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -60,6 +65,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = "" if error.filename is None else f"{error.filename}: "
         print(f"error: {where}{error.strerror or error}", file=sys.stderr)
         return 2
+
+
+def _check_paths(options: argparse.Namespace) -> None:
+    """Refuse a model or a config that can't be before torch is imported, which takes seconds.
+
+    Of several, one that is wrong is left to the command, which goes on with the others.
+    """
+    model, config = (getattr(options, name, None) for name in ("model", "config"))
+    if isinstance(model, list):
+        model = model[0] if len(model) == 1 else None
+    if model is not None:
+        importlib.import_module("anomaly.model_folder").find_model(model)
+    if isinstance(config, list) and len(config) == 1:
+        folders = importlib.import_module("anomaly.cli.train").CONFIG_FOLDERS
+        load_config = importlib.import_module("anomaly.config_files").load_config
+        load_config(config[0], options.overrides, folders)
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:

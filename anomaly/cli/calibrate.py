@@ -125,18 +125,21 @@ def _within(
 
 def _score(options: argparse.Namespace, model: Model, threads: int) -> dict[str, Unseen]:
     """The scores of the images that were given, by option."""
+    from anomaly.datasets import check_good_inputs
     from anomaly.inputs import find_inputs
     from anomaly.unseen import score_unseen
 
     given = {name: getattr(options, name) for name in ("good", "defects")}
     given = {name: inputs for name, inputs in given.items() if inputs is not None}
+    found = {name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items()}
+    check_good_inputs(given.get("good", ()), found.get("good", ()))
     tested = _tested(options, model) if given else frozenset()
     scored: dict[str, Unseen] = {}
-    for name, inputs in given.items():
+    for name, paths in found.items():
         with ProgressLine() as progress:
             scored[name] = score_unseen(
                 model.detector,
-                find_inputs(inputs, option=f"--{name}").paths,
+                paths,
                 learned=frozenset(model.manifest["training_images"].values()),
                 tested=tested,
                 workers=threads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import sys
@@ -13,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
-from anomaly.errors import AnomalyError, ConfigError, DataError
+from anomaly.errors import AnomalyError, ConfigError, DataError, why
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from anomaly.checkpoint import Model
-    from anomaly.datasets import Dataset
+    from anomaly.datasets import Dataset, Sample
     from anomaly.report.category import Category, Failure
     from anomaly.report.files import EvaluationFolder
 
@@ -57,6 +58,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="the data sets' folder, where it has moved since training",
     )
+    parser.add_argument(
+        "--good",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="with --model: test with the good images in these folders, not with the data set's",
+    )
+    parser.add_argument(
+        "--defects",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="with --model: test with the defects in these folders; subfolders name their types",
+    )
+    parser.add_argument(
+        "--masks",
+        type=Path,
+        metavar="FOLDER",
+        help="with --defects: their masks, named like them (scratch/1.png for scratch/1.jpg)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace earlier reports there")
     machine.add_arguments(parser)
 
@@ -65,6 +88,12 @@ def run(options: argparse.Namespace) -> int:
     """Evaluate every model named, or compare two evaluations."""
     if options.overrides and not options.config:
         raise ConfigError("--set needs --config: a trained model keeps the settings it has")
+    if (options.good or options.defects or options.masks) and not options.model:
+        raise ConfigError("--good, --defects and --masks need --model: a trained model to test")
+    if options.masks and not options.defects:
+        raise ConfigError("--masks needs --defects, the images that the masks are of")
+    if (options.good or options.defects) and options.data_root:
+        raise ConfigError("--data-root names a data set to test with, --good and --defects images")
     if options.compare:
         first, second = options.compare
         return _compare(first, second, options.output, options.overwrite)
@@ -103,7 +132,7 @@ def _attempt(
         if options.config:
             chosen = ["--device", options.device, "--threads", str(threads)]
             run_folder = trained_run(str(source), options.overrides, options.runs, chosen)
-        category = _evaluate(run_folder, options.data_root, device, threads)
+        category = _evaluate(run_folder, options, device, threads)
         category = _distinct(category, run_folder, {c.name for c in categories})
         report = folder.add(category)
         print(f"{category.name}: {report}")
@@ -114,7 +143,7 @@ def _attempt(
         failures.append(Failure(str(source), str(error)))
 
 
-def _evaluate(folder: Path, data_root: Path | None, device: Any, threads: int) -> Category:
+def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: int) -> Category:
     from anomaly.checkpoint import load, portable
     from anomaly.evaluation import evaluate
     from anomaly.report.category import Category
@@ -123,8 +152,7 @@ def _evaluate(folder: Path, data_root: Path | None, device: Any, threads: int) -
 
     model = load(folder, device)
     detector, thresholds = model.detector, model.detector.thresholds
-    dataset = _test_split(model, folder, data_root)
-    samples = dataset.test
+    samples, data_folder = _test_images(model, folder, options)
     started = time.perf_counter()
     limit = None if thresholds is None else thresholds.pixel
     with ProgressLine() as progress, Tiles(len(samples), limit, threads) as tiles:
@@ -145,7 +173,7 @@ def _evaluate(folder: Path, data_root: Path | None, device: Any, threads: int) -
         manifest=model.manifest,
         settings=portable(detector.config),
         training=_training_of(folder),
-        data_folder=str(dataset.folder),
+        data_folder=data_folder,
         date=utc_now(),
         seconds=time.perf_counter() - started,
         tiles=pictures,
@@ -166,14 +194,45 @@ def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:
     return open_dataset(data.format, data_root, data.category)
 
 
-def _test_split(model: Model, folder: Path, data_root: Path | None) -> Dataset:
-    dataset = dataset_of(model, folder, data_root)
-    if not dataset.test:
-        raise DataError(
-            f"{dataset.folder} has no test images: evaluation needs test/good and "
-            "test/<type of defect> beside train/"
-        )
-    return dataset
+def _test_images(
+    model: Model, folder: Path, options: argparse.Namespace
+) -> tuple[Sequence[Sample], str]:
+    """Those that were named, but for what the model has learned from; else the data set's.
+
+    Returns:
+        The images, and the folders that they come from, for people.
+    """
+    from anomaly.datasets import TEST_IMAGES, open_test_images
+
+    if options.good or options.defects:
+        named = open_test_images(options.good, options.defects, options.masks)
+        learned = frozenset(model.manifest["training_images"].values())
+        samples = [sample for sample in named if _sha256(sample.path) not in learned]
+        if len(samples) < len(named):
+            known = len(named) - len(samples)
+            log.warning("the model has learned from %d of %d images; left out", known, len(named))
+        if not samples:
+            raise DataError(f"{folder} has learned from all of these images; give others")
+        given = [*(options.good or []), *(options.defects or [])]
+        return samples, ", ".join(map(str, given))
+    dataset = dataset_of(model, folder, options.data_root)
+    if dataset.test:
+        return dataset.test, str(dataset.folder)
+    layout = model.detector.config.data.format
+    kept = TEST_IMAGES[layout]
+    raise DataError(
+        f"{dataset.folder} has no test images: data.format={layout} {kept}. Give --good FOLDER "
+        "with other good images and --defects FOLDER with defects"
+    )
+
+
+def _sha256(file: Path) -> str:
+    """Of a file's bytes; empty where it can't be read, which scoring will say."""
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError:
+        return ""
 
 
 def trained_on(folder: Path) -> Path:
@@ -197,7 +256,7 @@ def _training_of(folder: Path) -> dict[str, Any]:
             try:
                 return dict(json.loads(file.read_text("utf-8")))
             except (OSError, ValueError, TypeError) as error:
-                log.warning("%s can't be read: %s", file, error)
+                log.warning("%s can't be read: %s", file, why(error))
     return {}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw everything that can be shown about one image."""
-    from anomaly.files import claim, write
+    from anomaly.files import as_json, claim, write
     from anomaly.heatmap import encode_png
 
     if options.model is None and options.backbone is None:
@@ -83,8 +82,7 @@ def run(options: argparse.Namespace) -> int:
     for name, picture in shown.pictures.items():
         write(options.output / name, encode_png(picture))
     facts = shown.facts | {"pictures": list(shown.pictures), "not_shown": shown.notes}
-    text = json.dumps(facts, indent=2, ensure_ascii=False)
-    write(options.output / "explanation.json", text + "\n")
+    write(options.output / "explanation.json", as_json(facts))
     if shown.facts.get("verdict"):
         reason = f": {shown.facts['reason']}" if shown.facts["reason"] else ""
         print(f"{shown.facts['verdict']}, score {shown.facts['image_score']:.4g}{reason}")
@@ -114,11 +112,14 @@ def _explain_score(options: argparse.Namespace, device: torch.device, shown: _Sh
     from anomaly.explain.tiles import beside
     from anomaly.explanation import score_gradient, tile_of, worst_patches
     from anomaly.heatmap import display, overlay
+    from anomaly.loading import Refused
 
     model = load(options.model, device)
     detector = model.detector
     item = _read(options.input, detector.loading)
-    (prediction,) = detector.score([item])
+    (prediction,) = detector.predict_batches([[item]], [options.input])
+    if isinstance(prediction, Refused):
+        raise ImageError(prediction.reason, prediction.status)
     thresholds = detector.thresholds
     shown.facts.update(
         model_id=model.model_id,

@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the table."""
     from anomaly.backbones import build
     from anomaly.layers import layer_table
-    from anomaly.model_folder import read_manifest
+    from anomaly.manifest import read_manifest
+    from anomaly.model_folder import find_model
 
     for name, value in (("--input-size", options.input_size), ("--depth", options.depth)):
         if value is not None and value < 1:
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         network = build(name)
         hooked = _hooked_by_default(name, network)
     else:
-        backbone = read_manifest(options.model)["backbone"]
+        backbone = read_manifest(find_model(options.model))["backbone"]
         name = backbone["name"]
         network = build(name)
         hooked = dict.fromkeys(backbone["layers"], "hooked")

@@ -67,10 +67,10 @@ def settle(options: argparse.Namespace) -> tuple[torch.device, int]:
     Raises:
         AnomalyError: a GPU was asked for and isn't there, or an impossible number of threads.
     """
+    threads = wanted_threads(options)
     import cv2
     import torch
 
-    threads = wanted_threads(options)
     torch.set_num_threads(threads)  # faiss follows when its index is made
     cv2.setNumThreads(1)  # files are decoded in parallel already
     has_gpu = torch.cuda.is_available()

@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         missing or new.
     """
     from anomaly.errors import AnomalyError
-    from anomaly.files import write
+    from anomaly.files import as_json, write
     from anomaly.inputs import find_inputs
 
     if not options.tolerance >= 0:
@@ -62,8 +62,7 @@ def run(options: argparse.Namespace) -> int:
     found = _score(model, paths, options.golden, threads)
     if recorded is None:
         record = {"model_id": model.model_id, "images": found}
-        text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-        write(options.golden / RECORD, text)
+        write(options.golden / RECORD, as_json(record))
         print(f"{len(found)} images recorded in {options.golden / RECORD}")
         return 0
     if recorded["model_id"] != model.model_id:
@@ -117,6 +116,8 @@ def _moved(
 
 def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> str:
     old, new = before["image_score"], now["image_score"]
+    if new is None and now["verdict"]:  # of what can't be scored, the status
+        return f"can't be scored today: {now['verdict']}"
     score = "" if old is None or new is None else f" ({old:.4g} -> {new:.4g})"
     if before["verdict"] != now["verdict"]:
         return f"verdict {before['verdict'] or 'none'} -> {now['verdict'] or 'none'}{score}"
@@ -126,7 +127,7 @@ def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> st
 
 
 def _read(file: Path) -> dict[str, Any]:
-    from anomaly.errors import DataError
+    from anomaly.errors import DataError, why
 
     try:
         record = json.loads(file.read_text("utf-8"))
@@ -140,7 +141,7 @@ def _read(file: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{file} can't be read as a record of golden scores ({error}); record again with "
+            f"{file} can't be read as a record of golden scores ({why(error)}); record again with "
             "--record"
         ) from None
     return dict(record)

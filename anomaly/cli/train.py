@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -21,7 +20,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CONFIG_FOLDERS = (Path("configs"), Path(__file__).parents[2] / "configs")
+# Those of the working directory, then our own: inside the package once it is installed, beside it
+# in a checkout.
+_PACKAGE = Path(__file__).parents[1]
+CONFIG_FOLDERS = (Path("configs"), _PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     output: Path = options.output or Path("runs") / config.name
 
     from anomaly.checkpoint import save
-    from anomaly.files import claim, write
+    from anomaly.files import as_json, claim, write
     from anomaly.training import fit
 
     device, threads = machine.settle(options)
@@ -93,14 +95,17 @@ def run(options: argparse.Namespace) -> int:
     summary["seconds"] = {
         stage: round(seconds, 3) for stage, seconds in training.seconds.items()
     } | {"total": round(time.perf_counter() - started, 3)}
-    write(output / "train.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    write(output / "train.json", as_json(summary))
     _say(summary, output, training.detector.thresholds)
     return 3 if training.refused else 0
 
 
 def _summary(training: Any, model: Path, model_id: str) -> dict[str, Any]:
     """What train.json says, but for times and places."""
-    scorer = {name: list(t.shape) for name, t in training.detector.scorer.tensors().items()}
+    scorer = {
+        name: list(t.shape) if t.ndim else t.item()
+        for name, t in training.detector.scorer.tensors().items()
+    }
     thresholds = training.detector.thresholds
     return {
         "name": training.detector.config.name,
@@ -168,7 +173,7 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
     kept = f", {vectors:,} kept in the memory bank" if vectors else ""
     print(f"trained {summary['name']} ({summary['kind']}) on {learned}{kept}")
     if thresholds is None:
-        print("no thresholds, so results will have no verdicts; scripts/calibrate.py finds some")
+        print("no thresholds, so results will have no verdicts; `anomaly calibrate` finds some")
     else:
         for line in thresholds.lines():
             print(line)

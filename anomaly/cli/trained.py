@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.cli import train
-from anomaly.errors import AnomalyError, ConfigError
+from anomaly.errors import AnomalyError, ConfigError, why
 
 
 def trained_run(
@@ -55,8 +55,8 @@ def _check_same(run: Path, config: Any) -> None:
         before["data folder"] = json.loads(summary.read_text("utf-8"))["data_folder"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"what {run} was trained with can't be read ({error}); train it again, or evaluate it "
-            f"as it is with --model {run}"
+            f"what {run} was trained with can't be read ({why(error)}); train it again, or "
+            f"evaluate it as it is with --model {run}"
         ) from None
     now = dict(flat(portable(config)))
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)

@@ -5,15 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from anomaly.datasets.folders import FOLDERS, folders_in
+from anomaly.datasets.folders import FOLDERS, check_good_inputs, folders_in, open_test_images
 from anomaly.datasets.lists import open_list, open_visa
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
+from anomaly.files import like
 from anomaly.images import is_folder
 
-__all__ = ["FORMATS", "GOOD", "Dataset", "Sample", "ground_truth", "open_dataset"]
+__all__ = [
+    "FORMATS",
+    "GOOD",
+    "Dataset",
+    "Sample",
+    "check_good_inputs",
+    "ground_truth",
+    "open_dataset",
+    "open_test_images",
+]
 
 FORMATS: dict[str, Callable[[Path], Dataset]] = {**FOLDERS, "visa": open_visa, "csv": open_list}
+
+# What each format tests with, for messages.
+TEST_IMAGES = {
+    "folder": "learns from all of it",
+    "mvtec": "has them in test/good and test/<type of defect>",
+    "mvtec_ad_2": "has them in test_public/good and test_public/bad",
+    "mvtec_loco": "has them in test/good and test/<type of defect>",
+    "btad": "has them in test/ok and test/ko",
+    "visa": "has them in split_csv/1cls.csv with the split `test`",
+    "csv": "has them in rows with the split `test`, or in a list without splits",
+    "good_defect": "has them in defect/ or defect/<type>/, and a fifth of good/",
+}
 
 HOW_TO_GET_MVTEC = (
     "Get MVTec AD from mvtec.com/company/research/datasets/mvtec-ad (free for non-commercial use), "
@@ -51,8 +73,13 @@ def open_dataset(layout: str, root: Path | None, category: str | None) -> Datase
 
 
 def _missing(layout: str, root: Path, category: str | None) -> str:
+    if root.is_file():
+        return (
+            f"data.root {root} is a file, but data.format={layout} needs a folder; for a CSV list "
+            f"of images use --set data.format=csv"
+        )
     if not is_folder(root):
-        text = f"data.root {root} doesn't exist (looked in {Path.cwd()}). "
+        text = f"data.root {root} doesn't exist (looked in {Path.cwd()}{like(root)}). "
     else:
         known = folders_in(root)
         text = f"{root} has no folder {category!r}; {nearest(str(category), known)} "

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+import os
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anomaly.datasets.folder_names import first_not_good, says_good
 from anomaly.datasets.samples import (
     GOOD,
     Dataset,
@@ -16,8 +19,17 @@ from anomaly.datasets.samples import (
     set_apart,
 )
 from anomaly.errors import DataError
+from anomaly.files import like
 from anomaly.images import is_folder
 
+# A folder inside that each of these has, beside that of its good images.
+_TELLING = {
+    "mvtec_ad_2": ("train/good", "test_public"),
+    "mvtec": ("train/good", "test"),
+    "btad": ("train/ok", "test"),
+    "good_defect": ("good", "defect"),
+    "visa": ("../split_csv",),
+}
 _MASK_NAMES = ("{}_mask.png", "{}.png", "{}.bmp", "{}.tif", "{}.tiff", "{}.webp", "{}")
 
 
@@ -42,7 +54,7 @@ class _Layout:
     masks: str = "ground_truth"
 
     def __call__(self, folder: Path) -> Dataset:
-        train = listed(folder / self.train, folder)
+        train = _good(folder / self.train, folder)
         if not train:
             raise no_training_images(
                 folder / self.train,
@@ -65,6 +77,7 @@ class _Layout:
 
 def _good_only(folder: Path) -> Dataset:
     train = listed(folder, folder)
+    check_good((s.path for s in train), folder, lambda bad: _other_layout(bad, _plain(folder)))
     if not train:
         raise DataError(f"no images in {folder}; data.root must hold good images to learn from")
     return Dataset(folder, tuple(train), ())
@@ -72,17 +85,135 @@ def _good_only(folder: Path) -> Dataset:
 
 def _good_and_defect(folder: Path) -> Dataset:
     """`good/`, `defect/` or `defect/<type>/`, and masks of the same names below `masks/`."""
-    train, test = set_apart(listed(folder / "good", folder))
+    train, test = set_apart(_good(folder / "good", folder))
     if not train:
         hint = "Put good images in good/, defective ones in defect/ or defect/<type>/."
         raise no_training_images(folder / "good", hint)
-    defects = folder / "defect"
-    for sample in listed(defects, folder, "defect"):
-        inner = sample.path.relative_to(defects)
-        kind = inner.parts[0] if len(inner.parts) > 1 else "defect"
-        mask = _mask_of(sample.path, folder / "masks" / inner.parent)
-        test.append(replace(sample, defect_type=kind, mask_path=mask))
+    test += _defects_in(folder / "defect", folder, folder / "masks")
     return Dataset(folder, tuple(train), tuple(test))
+
+
+def open_test_images(
+    good: Sequence[Path], defects: Sequence[Path], masks: Path | None = None
+) -> tuple[Sample, ...]:
+    """Images to test with from folders of good and of defective ones.
+
+    Args:
+        good: folders of good images.
+        defects: folders of defects; a subfolder names their type, else the folder itself.
+        masks: a folder with the defects' masks, under their paths in `defects`.
+
+    Raises:
+        DataError: a folder is missing or holds no images, or good ones by their folders' names
+            aren't.
+    """
+    given = [*((_plain(f), True) for f in good), *((_plain(f), False) for f in defects)]
+    root = Path(os.path.commonpath([folder.parent for folder, _ in given]))
+    samples: dict[Path, Sample] = {}
+    for folder, is_good in given:
+        if not is_folder(folder):
+            missing = "is no folder" if folder.exists() else f"doesn't exist{like(folder)}"
+            raise DataError(f"{folder} {missing}; give a folder of images to test with")
+        found = listed(folder, root) if is_good else _defects_in(folder, root, masks)
+        if not found:
+            raise DataError(f"no images in {folder}; give a folder of images to test with")
+        if is_good:
+            check_good((sample.path for sample in found), folder)
+        for sample in found:
+            if samples.setdefault(sample.path, sample) != sample:
+                raise DataError(f"{sample.path} is given as good and as a defect; give it once")
+    return tuple(samples.values())
+
+
+def _defects_in(folder: Path, root: Path, masks: Path | None) -> list[Sample]:
+    """Defects by type: the name of the subfolder that they are in, else the folder's own."""
+    found = []
+    for sample in listed(folder, root, folder.name):
+        inner = sample.path.relative_to(folder)
+        kind = inner.parts[0] if len(inner.parts) > 1 else folder.name
+        if kind.lower() in (GOOD, "ok"):
+            raise DataError(
+                f"{sample.path} lies among defects, but its folder's name says that it is good; "
+                "move it to the good images, or rename the folder"
+            )
+        mask = None if masks is None else _mask_of(sample.path, masks / inner.parent)
+        found.append(replace(sample, defect_type=kind, mask_path=mask))
+    return found
+
+
+def _good(folder: Path, root: Path) -> list[Sample]:
+    samples = listed(folder, root)
+    check_good((s.path for s in samples), folder, lambda bad: "move them elsewhere")
+    return samples
+
+
+def check_good(
+    images: Iterable[Path],
+    folder: Path,
+    remedy: Callable[[Path], str] = lambda bad: "name the folder of good images alone",
+) -> None:
+    """Refuse images that are to be taken as good where the names of their folders say otherwise.
+
+    Args:
+        images: files in `folder`.
+        folder: as given; its own name counts, those of the folders around it don't.
+        remedy: what to do about images in such a folder, for the message.
+
+    Raises:
+        DataError: the message names the first such folder.
+    """
+    top = _plain(folder)
+    bad = first_not_good((_plain(image).parent for image in images), top)
+    if bad is not None:
+        all_in = "" if bad == top else f", like all in {top}"
+        raise DataError(
+            f"the images in {bad} would be taken as good{all_in}, but by its name it holds others: "
+            f"{remedy(bad)}. If they are good, rename that folder"
+        )
+
+
+def check_good_inputs(inputs: Iterable[Path], images: Iterable[Path]) -> None:
+    """Refuse files and folders that were given as good where their folders' names say otherwise.
+
+    Args:
+        inputs: as given.
+        images: what was found in them.
+
+    Raises:
+        DataError: as `check_good`.
+    """
+    found = list(images)
+    for folder in {given if is_folder(given) else given.parent for given in inputs}:
+        check_good((image for image in found if image.is_relative_to(folder)), folder)
+
+
+def _other_layout(folder: Path, top: Path) -> str:
+    """The settings for what a folder of defects, masks or test images inside `top` belongs to."""
+    around = [place for place in (folder, *folder.parents) if place.is_relative_to(top.parent)]
+    for place in around:
+        for layout, inside in _TELLING.items():
+            if all(is_folder(place / each) for each in inside):
+                fits = f"use --set data.format={layout} {_root(place)}, whose layout this is"
+                alone = f", or {_root(place / inside[0])} for its good images alone"
+                return fits if layout == "visa" else fits + alone
+    for place in around:
+        if named := [name for name in folders_in(place) if says_good(name)]:
+            return (
+                f"use {_root(place / named[0])} for the good images alone, or name {folder.name} "
+                f"`defect`, {named[0]} `good`, and use --set data.format=good_defect {_root(place)}"
+            )
+    return (
+        "use --set data.root=… for a folder of good images alone, or lay them out as good/ and "
+        "defect/ and use --set data.format=good_defect"
+    )
+
+
+def _root(folder: Path) -> str:
+    return f"--set data.root={shlex.quote(str(folder))}"
+
+
+def _plain(path: Path) -> Path:
+    return Path(os.path.abspath(path))  # noqa: PTH100, `..` goes and links stay
 
 
 def _with_masks(samples: list[Sample], folder: Path) -> list[Sample]:

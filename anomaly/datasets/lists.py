@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from anomaly.csv_lists import Rows, read_rows
 from anomaly.datasets.samples import GOOD, Dataset, Sample, no_training_images, set_apart
 from anomaly.errors import DataError, nearest
+from anomaly.files import like
 
 COLUMNS = ("path", "label", "mask", "split", "group")
 _GOOD_LABELS = frozenset({"", GOOD, "ok", "normal", "0"})
 _SPLITS = ("train", "validation", "test")
 _VISA_LIST = Path("split_csv") / "1cls.csv"
-
-Rows = Iterator[tuple[int, dict[str, str]]]
 
 
 def open_list(file: Path) -> Dataset:
@@ -23,7 +21,8 @@ def open_list(file: Path) -> Dataset:
 
     Paths are taken from the list's own folder. A label is `good` (also `ok`, `normal`, `0` or
     nothing) or a kind of defect. Without a column `split`, good images are learned from, but for a
-    fifth that is tested with, like all defects.
+    fifth that is tested with, like all defects. The order of the lines changes nothing: images are
+    taken in the order of their paths, as from a folder.
 
     Raises:
         DataError: no such list, or a row that can't be meant; the message names the line.
@@ -39,6 +38,7 @@ def open_list(file: Path) -> Dataset:
             raise DataError(f"{where} repeats {path} of line {seen[path]}; remove one of them")
         seen[path] = line
         samples.append((_split_of(row, where), _sample(row, file.parent)))
+    samples.sort(key=lambda entry: entry[1].name)
     train, validation, test = ([s for n, s in samples if n == split] for split in _SPLITS)
     undecided = [s for n, s in samples if not n]
     learned, tested = set_apart(s for s in undecided if not s.is_defect)
@@ -109,36 +109,10 @@ def _split_of(row: dict[str, str], where: str) -> str:
 
 
 def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Rows:
-    """(line, row) for each row; columns that aren't ours are left alone, misspelt ones refused."""
     try:
-        with file.open(newline="", encoding="utf-8-sig") as stream:
-            reader = csv.DictReader(stream, restval="", strict=True)
-            present = [name.strip() for name in reader.fieldnames or ()]
-            _check_columns(file, present, columns, needed or columns)
-            reader.fieldnames = present
-            for row in reader:
-                if None in row:
-                    raise DataError(
-                        f"{file} line {reader.line_num} has more cells than the header; put paths "
-                        "that hold commas in quotes"
-                    )
-                yield reader.line_num, row
+        data = file.read_bytes()
     except FileNotFoundError:
-        raise DataError(f"there is no list {file}; correct data.root") from None
+        raise DataError(f"there is no list {file}{like(file)}; correct data.root") from None
     except OSError as error:
         raise DataError(f"{file} can't be read ({error.strerror})") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{file} isn't a CSV file in UTF-8 ({error}); save it as one") from None
-
-
-def _check_columns(
-    file: Path, present: Sequence[str], columns: Sequence[str], needed: Sequence[str]
-) -> None:
-    for name in present:
-        if name not in columns and (close := difflib.get_close_matches(name, columns, 1, 0.75)):
-            raise DataError(f"{file}: column {name!r} isn't known; did you mean {close[0]!r}?")
-    if missing := [name for name in needed if name not in present]:
-        raise DataError(
-            f"{file} lacks the column {missing[0]!r}; its first line must name the columns: "
-            f"{', '.join(columns)}"
-        )
+    return read_rows(data, str(file), columns, needed or columns)

@@ -44,7 +44,7 @@ class GradientRecord:
 
 
 class GradientMonitor:
-    """Records the gradients of each layer's parameters through tensor hooks.
+    """Records the gradients of each layer's parameters through tensor hooks, before any clipping.
 
     Example:
         with GradientMonitor(model) as monitor:
@@ -111,7 +111,7 @@ class GradientMonitor:
 
 
 def limit_norm(gradient: Tensor, max_norm: float) -> Tensor:
-    """A tensor hook that scales a gradient down to an L2 norm of at most `max_norm`."""
+    """A gradient scaled down to an L2 norm of at most `max_norm`; a tensor hook."""
     norm = torch.linalg.vector_norm(gradient.float())
     scale: Tensor = max_norm / norm.clamp(min=max_norm)
     return gradient * scale.to(gradient.dtype)
@@ -120,10 +120,11 @@ def limit_norm(gradient: Tensor, max_norm: float) -> Tensor:
 def clip_gradients(
     model: nn.Module, max_norm: float, layers: Selector | Sequence[Selector] = nn.Module
 ) -> HookSet:
-    """Clip the gradient of each parameter by itself, as soon as it is known.
+    """Clip the gradient of each parameter by itself, as soon as it is in `parameter.grad`.
 
     Unlike `torch.nn.utils.clip_grad_norm_`, which scales all of them together after the backward
-    pass.
+    pass. Where gradients are accumulated over several passes, their sum is clipped after each of
+    them, so that it never exceeds the bound.
 
     Args:
         model: any network.
@@ -141,8 +142,13 @@ def clip_gradients(
     hooks = HookSet(model)
     for parameters in _trainable(model, layers).values():
         for parameter in parameters:
-            hooks.tensor(parameter, limit_norm, max_norm)
+            hooks.accumulated(parameter, _clip, max_norm)
     return hooks
+
+
+def _clip(parameter: Tensor, max_norm: float) -> None:
+    if parameter.grad is not None:
+        parameter.grad = limit_norm(parameter.grad, max_norm)
 
 
 def draw_gradients(record: GradientRecord) -> Picture:

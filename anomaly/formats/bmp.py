@@ -1,4 +1,7 @@
-"""BMP, uncompressed: palettes, 16-bit colour, 24-bit and 32-bit, with or without alpha."""
+"""BMP, uncompressed: palettes, 16-bit colour, 24-bit and 32-bit, with or without alpha.
+
+BMP has no checksum: of a file that is long enough, only a header that contradicts itself shows.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from anomaly.formats.colour import bgr_to_rgb, look_up, over_black
 from anomaly.formats.header import ImageHeader, Pixels, damaged, unsupported
 
 _RGB, _BITFIELDS = 0, 3
+_HEADERS = (12, 40, 52, 56, 64, 108, 124)  # bytes; 12 and 64 are OS/2's
+_ROWS = 256  # whose colours are picked out at a time, which bounds the wide temporaries
 _RGB555 = (0x7C00, 0x03E0, 0x001F, 0)
 
 
@@ -23,12 +28,16 @@ class _Layout:
     pixels_at: int
     palette_at: int
     palette_entry: int  # bytes
-    colours: int
+    colours: int  # of the palette
     masks: tuple[int, int, int, int]  # of red, green, blue and alpha, where a pixel is one number
 
     @property
     def stride(self) -> int:
         return (self.width * self.bits + 31) // 32 * 4
+
+    @property
+    def palette_bytes(self) -> int:
+        return self.colours * self.palette_entry
 
 
 def read_header(data: bytes) -> ImageHeader:
@@ -50,8 +59,12 @@ def decode(data: bytes) -> Pixels:
     if layout.bits == 24:
         bgr = rows[:, : layout.width * 3].copy()
         return bgr_to_rgb(bgr.reshape(layout.height, layout.width, 3))
-    words = np.ascontiguousarray(rows).view("<u2" if layout.bits == 16 else "<u4")
-    return _masked(words[:, : layout.width], layout.masks)
+    rgb = np.empty((layout.height, layout.width, 3), np.uint8)
+    for start in range(0, layout.height, _ROWS):
+        band = np.ascontiguousarray(rows[start : start + _ROWS])
+        words = band.view("<u2" if layout.bits == 16 else "<u4")[:, : layout.width]
+        rgb[start : start + _ROWS] = _masked(words, layout.masks)
+    return rgb
 
 
 def _layout(data: bytes) -> _Layout:
@@ -59,8 +72,12 @@ def _layout(data: bytes) -> _Layout:
         layout = _parse(data)
     except struct.error:
         raise damaged("it is cut short inside the BMP header") from None
-    if layout.width < 1 or layout.height < 1 or layout.bits not in (1, 4, 8, 16, 24, 32):
+    if layout.width < 1 or layout.height < 1 or layout.bits not in (1, 2, 4, 8, 16, 24, 32):
         raise damaged("its BMP header has illegal values")
+    if layout.pixels_at < layout.palette_at + (layout.bits <= 8) * layout.palette_bytes:
+        raise damaged("its BMP header has its pixels start inside the header or the palette")
+    if layout.bits in (16, 32) and not _separate(layout.masks, layout.bits):
+        raise damaged("its BMP header has no mask for one of the colours, or masks that can't be")
     there, needed = len(data) - layout.pixels_at, layout.stride * layout.height
     if there < needed:
         raise damaged(f"it is cut short: {max(there, 0)} of {needed} bytes of pixels are there")
@@ -71,11 +88,12 @@ def _parse(data: bytes) -> _Layout:
     pixels_at, header = struct.unpack_from("<II", data, 10)
     if header == 12:  # OS/2 1.x
         width, height, _, bits = struct.unpack_from("<HHHH", data, 18)
-        return _Layout(width, height, True, bits, pixels_at, 26, 3, 2**bits, (0, 0, 0, 0))
-    if header < 40:
+        colours = 1 << min(bits, 8)
+        return _Layout(width, height, True, bits, pixels_at, 26, 3, colours, (0, 0, 0, 0))
+    if header not in _HEADERS:
         raise unsupported(f"its BMP header of {header} bytes isn't a known one")
     width, height, _, bits, packing = struct.unpack_from("<iiHHI", data, 18)
-    if packing not in (_RGB, _BITFIELDS):
+    if packing not in ((_RGB,) if header == 64 else (_RGB, _BITFIELDS)):
         raise unsupported("it is a run-length or otherwise compressed BMP; save it as PNG")
     (colours,) = struct.unpack_from("<I", data, 46)
     masks = (0xFF0000, 0xFF00, 0xFF, 0)  # the fourth byte of 32-bit pixels is reserved, not alpha
@@ -92,30 +110,34 @@ def _parse(data: bytes) -> _Layout:
         pixels_at=pixels_at,
         palette_at=14 + header + (12 if packing == _BITFIELDS and header == 40 else 0),
         palette_entry=4,
-        colours=colours or 2**bits,
+        colours=min(colours or 256, 1 << min(bits, 8)),
         masks=masks,
     )
 
 
+def _separate(masks: tuple[int, int, int, int], bits: int) -> bool:
+    """Whether each colour has bits of its own, side by side, in a pixel of `bits` bits."""
+    in_one_run = all((mask + (mask & -mask)) & mask == 0 for mask in masks)
+    red, green, blue, alpha = masks
+    apart = red + green + blue + alpha == red | green | blue | alpha < 1 << bits
+    return all(masks[:3]) and in_one_run and apart
+
+
 def _look_up(data: bytes, layout: _Layout, rows: Pixels) -> Pixels:
-    count, entry = min(layout.colours, 2**layout.bits), layout.palette_entry
-    if layout.palette_at + count * entry > len(data):
-        raise damaged("it is cut short inside the BMP palette")
-    palette = np.frombuffer(data, np.uint8, count * entry, layout.palette_at).reshape(count, entry)
+    entries = np.frombuffer(data, np.uint8, layout.palette_bytes, layout.palette_at)
+    palette = entries.reshape(layout.colours, layout.palette_entry)
     indices = rows
     if layout.bits < 8:
         shifts = np.arange(8 - layout.bits, -1, -layout.bits, dtype=np.uint8)
         indices = (rows[..., None] >> shifts & (2**layout.bits - 1)).reshape(layout.height, -1)
     indices = indices[:, : layout.width]
-    return look_up(np.ascontiguousarray(indices), palette[:256, 2::-1])
+    return look_up(np.ascontiguousarray(indices), palette[:, 2::-1])
 
 
 def _masked(words: Pixels, masks: tuple[int, int, int, int]) -> Pixels:
     """Pick each channel's bits out of pixels (H, W) and spread them over 0..255."""
     channels = []
     for mask in masks[: 4 if masks[3] else 3]:
-        if not 0 < mask <= np.iinfo(words.dtype).max:
-            raise damaged("its BMP header has no mask for one of the colours, or one too wide")
         shift = (mask & -mask).bit_length() - 1
         top = mask >> shift
         values = (words >> shift & top).astype(np.uint64 if top > 2**16 else np.uint32)

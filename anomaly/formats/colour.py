@@ -16,9 +16,7 @@ _ROWS = 256  # rows multiplied at a time, which bounds the wide temporaries
 
 
 def look_up(indices: Pixels, colours: Pixels) -> Pixels:
-    """Replace palette indices (H, W) by colours (N, 3), both uint8."""
-    if len(colours) > 256:
-        raise damaged(f"it has a palette of {len(colours)} colours, more than indices can name")
+    """Replace palette indices (H, W) by colours (N, 3), both uint8; N is at most 256."""
     if indices.max() >= len(colours):
         raise damaged(f"it uses colour {indices.max()} of a palette of {len(colours)}")
     table = np.zeros((256, 1, 3), np.uint8)

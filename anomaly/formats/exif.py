@@ -16,15 +16,14 @@ def orientation(exif: bytes) -> int:
     if not exif:
         return 1
     try:
-        directory = next(read_directories(exif))
+        return valid_orientation(next(read_directories(exif)))
     except ImageError:
         return 1  # metadata only: the picture itself may well be whole
-    return valid_orientation(directory)
 
 
 def valid_orientation(directory: Directory) -> int:
     """Take a directory's orientation where it is a legal one, else 1."""
-    value = next(iter(directory.get(ORIENTATION, ())), 1)
+    value = directory.first(ORIENTATION, 1)
     return value if 1 <= value <= 8 else 1
 
 

@@ -3,6 +3,10 @@
 Most decoders fill the missing part of a JPEG that was cut and closed again with grey, and only
 whisper about it. libjpeg does notice that its bits ran out, with one exception: a progressive
 file that lost whole scans is a legal, blurred picture. So the scans are counted here.
+
+libjpeg is handed the picture alone, without metadata: it would refuse a picture for a damaged
+colour profile that nobody applies. Of several pictures in one file (MPO, from phones) the first
+is the one that was taken; what is behind its end is left alone.
 """
 
 from __future__ import annotations
@@ -15,13 +19,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import simplejpeg  # type: ignore[import-untyped]
 
-from anomaly.errors import ImageError
 from anomaly.formats import exif
 from anomaly.formats.colour import cmyk_to_rgb
 from anomaly.formats.header import ImageHeader, Pixels, damaged, unsupported, upright
-from anomaly.formats.tiff_directory import PICTURES_LISTED, read_directories
 
-_EOI, _SOS, _APP1, _APP2, _APP14 = 0xD9, 0xDA, 0xE1, 0xE2, 0xEE
+_EOI, _SOS, _APP1, _APP14, _COMMENT = 0xD9, 0xDA, 0xE1, 0xEE, 0xFE
+_METADATA = {*range(_APP1, 0xF0), _COMMENT} - {_APP14}  # says what the colours are
 _ALONE = {0x01, *range(0xD0, 0xD9)}  # markers without content
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _DECODABLE = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}  # baseline, extended, progressive; arithmetic
@@ -29,6 +32,9 @@ _PROGRESSIVE = {0xC2, 0xCA}
 _COMPONENTS = {1: "grey8", 3: "rgb8", 4: "cmyk8"}
 # In entropy-coded data a marker is 0xFF with neither a stuffed zero nor a restart behind it.
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+_FILL = re.compile(rb"\xff+")
+_MOST_SEGMENTS = 10_000
+_MOST_SCANS = 100  # each goes over the whole picture; encoders make about ten
 
 
 @dataclass
@@ -41,7 +47,9 @@ class _Segments:
     components: tuple[int, ...] = ()
     adobe: bool = False
     exif: bytes = b""
-    pictures: int = 1
+    scans: int = 0
+    metadata: list[tuple[int, int]] = field(default_factory=list)  # where it starts and ends
+    end: int = 0  # of the picture in the file
     # component -> for each of the 64 coefficients, how many low bits haven't come yet
     missing_bits: dict[int, Pixels] = field(default_factory=dict)
 
@@ -57,8 +65,6 @@ def read_header(data: bytes) -> ImageHeader:
         raise unsupported(f"it is a JPEG of {len(segments.components)} channels")
     if not all(segments.size):
         raise unsupported("its JPEG header gives no height or width")
-    if segments.pictures > 1:
-        raise unsupported(f"it holds {segments.pictures} pictures (MPO); save one as plain JPEG")
     orientation = exif.orientation(segments.exif)
     return ImageHeader(
         format="jpeg",
@@ -76,12 +82,7 @@ def decode(data: bytes) -> Pixels:
         raise damaged("it is cut short: some scans of the JPEG are missing")
     cmyk = len(segments.components) == 4
     colours = "CMYK" if cmyk else "RGB"
-    try:
-        pixels = _decode_strictly(data, colours)
-    except ImageError as error:
-        if "extraneous" not in str(error):
-            raise
-        pixels = _decode_strictly(_without_padding(data), colours)
+    pixels = _decode_strictly(_bare(data, segments), colours)
     if pixels.shape[:2] != segments.size:
         raise damaged("its pixels can't be decoded")
     if cmyk:
@@ -90,13 +91,25 @@ def decode(data: bytes) -> Pixels:
     return pixels
 
 
-def _decode_strictly(data: bytes, colours: str) -> Pixels:
+def _decode_strictly(data: bytes, colours: str, padded: bool = True) -> Pixels:
     try:
         return np.asarray(simplejpeg.decode_jpeg(data, colorspace=colours, strict=True))
     except (ValueError, TypeError, RuntimeError) as error:
         if "subsampling" in str(error):
             raise unsupported("its JPEG chroma subsampling isn't a common one") from None
-        raise damaged(f"its JPEG data is cut short or damaged ({error})") from None
+        if "memory" in str(error).lower():
+            raise MemoryError from None
+        if padded and "extraneous" in str(error):
+            return _decode_strictly(_without_padding(data), colours, padded=False)
+        raise damaged("its JPEG data is cut short or damaged") from None
+
+
+def _bare(data: bytes, segments: _Segments) -> bytes:
+    """The picture without its metadata and what is behind it."""
+    starts = [0, *(end for _, end in segments.metadata)]
+    ends = [*(start for start, _ in segments.metadata), segments.end]
+    view = memoryview(data)
+    return b"".join(view[start:end] for start, end in zip(starts, ends, strict=True))
 
 
 def _without_padding(data: bytes) -> bytes:
@@ -108,9 +121,12 @@ def _without_padding(data: bytes) -> bytes:
 
 def _read(data: bytes) -> _Segments:
     found = _Segments()
-    for marker, content in _walk(data):
+    for marker, start, end in _walk(data):
+        found.end = end
+        if marker in _METADATA:
+            found.metadata.append((start, end))
         try:
-            _note(found, marker, content)
+            _note(found, marker, data[start + 4 : end])
         except (struct.error, IndexError, KeyError):
             raise damaged("its JPEG headers contradict each other") from None
     if not found.frame:
@@ -118,28 +134,36 @@ def _read(data: bytes) -> _Segments:
     return found
 
 
-def _walk(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield marker and content of each segment, up to the end marker or the end of the data."""
+def _walk(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield marker, start and end of each segment, and lastly the end of the picture."""
     at = 2
-    while at + 4 <= len(data):
+    for _ in range(_MOST_SEGMENTS):
+        if fill := _FILL.match(data, at):
+            at = fill.end() - 1
+        if at + 4 > len(data):
+            break
         if data[at] != 0xFF:
             raise damaged(f"it has no JPEG marker at byte {at}, where one is due")
         marker = data[at + 1]
         if marker == _EOI:
+            yield marker, at, at + 2
             return
-        if marker == 0xFF or marker in _ALONE:  # fill byte, or a marker without content
-            at += 1 if marker == 0xFF else 2
+        if marker in _ALONE:
+            at += 2
             continue
         end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-        if end > len(data):
+        if not at + 4 <= end <= len(data):
             raise damaged("it is cut short inside a JPEG header")
-        yield marker, data[at + 4 : end]
+        yield marker, at, end
+        at = end
         if marker == _SOS:
             following = _MARKER.search(data, end)
             if following is None:
-                return
-            end = following.start()
-        at = end
+                break
+            at = following.start()
+    else:
+        raise damaged(f"its JPEG header has over {_MOST_SEGMENTS} segments")
+    yield _EOI, len(data), len(data)
 
 
 def _note(found: _Segments, marker: int, content: bytes) -> None:
@@ -155,11 +179,12 @@ def _note(found: _Segments, marker: int, content: bytes) -> None:
         found.adobe = True
     elif marker == _APP1 and content.startswith(b"Exif\0\0") and not found.exif:
         found.exif = content
-    elif marker == _APP2 and content.startswith(b"MPF\0"):
-        found.pictures = _pictures_listed(content[4:])
 
 
 def _note_scan(found: _Segments, content: bytes) -> None:
+    found.scans += 1
+    if found.scans > _MOST_SCANS:
+        raise unsupported(f"it is a JPEG of over {_MOST_SCANS} scans; save it as PNG")
     count = content[0]
     first, last, bits = struct.unpack_from(">BBB", content, 1 + 2 * count)
     for component in content[1 : 1 + 2 * count : 2]:
@@ -167,10 +192,3 @@ def _note_scan(found: _Segments, content: bytes) -> None:
             found.missing_bits[component][first : last + 1] = bits & 15
         else:
             found.missing_bits[component][:] = 0
-
-
-def _pictures_listed(index: bytes) -> int:
-    try:
-        return next(iter(next(read_directories(index)).get(PICTURES_LISTED, ())), 1)
-    except ImageError:
-        return 1

@@ -13,13 +13,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import cv2
 import numpy as np
 from zlib_ng import zlib_ng
 
 from anomaly.formats import exif
-from anomaly.formats.codecs import decode_by_opencv, inflate
+from anomaly.formats.codecs import decode_by_opencv, inflate, longest_stored
 from anomaly.formats.colour import bgr_to_rgb, grey_to_rgb, look_up, over_black
 from anomaly.formats.header import ImageHeader, Pixels, damaged, unsupported, upright
 
@@ -37,6 +38,8 @@ _ADAM7 = (
     (0, 1, 1, 2),
 )
 _BLOCK_BYTES = 0xFFFF
+_MOST_CHUNKS = 1 << 18
+_USED = (b"IHDR", b"PLTE", b"tRNS", b"eXIf", b"acTL", b"fdAT", b"IDAT", b"IEND")
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,10 @@ def read_header(data: bytes) -> ImageHeader:
     """Read the header; every chunk's checksum is verified on the way."""
     chunks = _chunks(data)
     layout = _layout(chunks)
-    if b"acTL" in chunks:
+    frames = int.from_bytes(b"".join(chunks.get(b"acTL", []))[:4], "big")
+    if frames > 1 or b"fdAT" in chunks:  # the first frame's data is IDAT, or it isn't a frame
         raise unsupported("it is an animated PNG; save the frame to inspect as a file of its own")
-    orientation = exif.orientation(b"".join(chunks.get(b"eXIf", [])))
+    orientation = exif.orientation(bytes(chunks.get(b"eXIf", [b""])[0]))
     return ImageHeader(
         format="png",
         mode=f"{_KINDS[layout.colour][0]}{layout.depth}",
@@ -95,10 +99,10 @@ def decode(data: bytes) -> Pixels:
 
 
 def _chunks(data: bytes) -> dict[bytes, list[memoryview]]:
-    """Chunk contents by type, up to IEND; raises unless every chunk is whole and unchanged."""
+    """Contents of the chunks in use, up to IEND; raises unless all are whole and unchanged."""
     found: dict[bytes, list[memoryview]] = {}
     view, at = memoryview(data), len(_SIGNATURE)
-    while b"IEND" not in found:
+    for _ in range(_MOST_CHUNKS):
         if at + 12 > len(data):
             raise damaged("it is cut short: the end of the PNG is missing")
         length, kind = struct.unpack_from(">I4s", data, at)
@@ -109,9 +113,12 @@ def _chunks(data: bytes) -> dict[bytes, list[memoryview]]:
             raise damaged(f"the checksum of its {_name(kind)} chunk at byte {at} is wrong")
         if kind[0] < 0x60 and kind not in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
             raise unsupported(f"it needs the PNG extension {_name(kind)}")
-        found.setdefault(kind, []).append(view[at + 8 : end - 4])
+        if kind in _USED:
+            found.setdefault(kind, []).append(view[at + 8 : end - 4])
+        if kind == b"IEND":
+            return found
         at = end
-    return found
+    raise damaged(f"it is in over {_MOST_CHUNKS} chunks")
 
 
 def _name(kind: bytes) -> str:
@@ -132,8 +139,12 @@ def _layout(chunks: dict[bytes, list[memoryview]]) -> _Layout:
 def _inflate(layout: _Layout, idat: list[memoryview]) -> bytes:
     """Inflate the filtered rows; raises unless they are complete and their checksum holds."""
     expected = sum(rows * stride for rows, stride in layout.passes())
-    rows_bytes, complete = inflate(b"".join(idat), expected)
-    if len(rows_bytes) < expected or not complete:
+    before = accumulate((len(part) for part in idat), initial=0)
+    pairs = zip(idat, before, strict=False)
+    rows_bytes = inflate(
+        b"".join(part for part, start in pairs if start < longest_stored(expected)), expected
+    )
+    if len(rows_bytes) < expected:
         raise damaged(f"its pixel data ends after {len(rows_bytes)} of {expected} bytes")
     start = 0
     for rows, stride in layout.passes():
@@ -176,6 +187,8 @@ def _look_up(chunks: dict[bytes, list[memoryview]], depth: int, shown: Pixels) -
     entries = np.frombuffer(b"".join(chunks.get(b"PLTE", [])), np.uint8)
     if len(entries) == 0 or len(entries) % 3:
         raise damaged("its palette is missing or malformed")
+    if len(entries) > 3 * 256:
+        raise damaged(f"it has a palette of {len(entries) // 3} colours, more than it can name")
     colours = entries.reshape(-1, 1, 3)
     alpha = np.full((len(colours), 1), 255, np.uint8)
     opacity = np.frombuffer(b"".join(chunks.get(b"tRNS", [])), np.uint8)[: len(alpha)]

@@ -9,9 +9,12 @@ Floats are taken as 0 to 1. `BitsPerSample` is the declared depth: a 12-bit file
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anomaly.formats import exif
 from anomaly.formats.colour import cmyk_to_rgb, grey_to_rgb, look_up, over_black
@@ -52,18 +55,19 @@ _KINDS = {
     _INK: ("cmyk", 4),
 }
 _PREMULTIPLIED, _STRAIGHT = 1, 2
-_LARGEST_MARGIN = 4096  # pixels of a tile outside its picture
+_LARGEST_TILE = 1 << 24  # pixels, where its picture is far smaller
+_MOST_BLOCKS = 1 << 18
 _REDUCED = 1  # bit of NewSubfileType: a thumbnail of another picture in the file
 _UINT, _FLOAT = 1, 3
 _BIT_DEPTHS = {_UINT: (1, 2, 4, 8, 10, 12, 14, 16), _FLOAT: (16, 32, 64)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Layout:
     samples: Samples
     photometric: int
     alpha: int  # 0 without alpha
-    colour_map: tuple[int, ...]
+    colour_map: NDArray[Any]
     orientation: int
 
     @property
@@ -113,7 +117,7 @@ def decode(data: bytes) -> Pixels:
 
 
 def _look_up(layout: _Layout, indices: Pixels) -> Pixels:
-    palette = np.array(layout.colour_map, np.uint32).reshape(3, -1).T
+    palette = layout.colour_map.astype(np.uint32).reshape(3, -1).T
     # TIFF palettes have 16 bits; a few programs write 8.
     if palette.max() > 255:
         palette = (palette + 128) // 257
@@ -121,98 +125,88 @@ def _look_up(layout: _Layout, indices: Pixels) -> Pixels:
 
 
 def _layout(data: bytes) -> _Layout:
-    pages = [d for d in read_directories(data) if not _first(d, NEW_SUBFILE_TYPE, 0) & _REDUCED]
+    pages = [d for d in read_directories(data) if not d.first(NEW_SUBFILE_TYPE, 0) & _REDUCED]
     if len(pages) > 1:
         raise unsupported(f"it is a TIFF of {len(pages)} pages; save each page as a file")
     if not pages:
         raise unsupported("it is a TIFF of thumbnails only")
     page = pages[0]
-    photometric = _first(page, PHOTOMETRIC)
+    photometric = page.first(PHOTOMETRIC)
     if photometric not in _KINDS:
         raise unsupported(f"its TIFF colour model {photometric} isn't grey, RGB, palette or CMYK")
     samples = _samples(data, page)
-    colour_map = page.get(COLOUR_MAP, ())
+    colour_map = page.values(COLOUR_MAP)
     if photometric == _PALETTE and (samples.bits > 8 or samples.is_float):
         raise unsupported("its palette has more than 256 colours")
     if photometric == _PALETTE and len(colour_map) != 3 << samples.bits:
         raise damaged("its palette is missing or malformed")
     if samples.is_float and photometric not in (_BLACK_IS_ZERO, _RGB):
         raise unsupported("it is a TIFF of floats that aren't grey or RGB")
-    alpha = _alpha(page, samples.count - _KINDS[photometric][1])
+    alpha = _alpha(page, photometric, samples.count - _KINDS[photometric][1])
     return _Layout(samples, photometric, alpha, colour_map, exif.valid_orientation(page))
 
 
-def _alpha(page: Directory, extra: int) -> int:
+def _alpha(page: Directory, photometric: int, extra: int) -> int:
     """Which kind of alpha the samples beyond the colours are."""
     if extra == 0:
         return 0
-    kinds = page.get(EXTRA_SAMPLES, ())
     if extra < 0:
         raise damaged("it has fewer samples a pixel than its colours need")
+    kinds = page.values(EXTRA_SAMPLES)
+    if photometric == _RGB and extra == 1 and not len(kinds):
+        return _STRAIGHT  # as OpenCV means it, which writes RGBA without the tag
     if extra > 1 or len(kinds) != 1 or kinds[0] not in (_PREMULTIPLIED, _STRAIGHT):
         raise unsupported(f"it has {extra} samples a pixel that are neither colour nor alpha")
-    return kinds[0]
+    return int(kinds[0])
 
 
 def _samples(data: bytes, page: Directory) -> Samples:
     """Where and how the samples are stored; raises where they aren't all in the file."""
-    count = _first(page, SAMPLES, 1)
-    width, height = _first(page, WIDTH), _first(page, HEIGHT)
-    tiled = TILE_WIDTH in page
-    rows = _first(page, TILE_HEIGHT if tiled else ROWS_PER_STRIP, height)
+    count = page.first(SAMPLES, 1)
+    width, height = page.first(WIDTH), page.first(HEIGHT)
+    tiled = page.first(TILE_WIDTH, 0) > 0
+    rows = page.first(TILE_HEIGHT if tiled else ROWS_PER_STRIP, height)
     samples = Samples(
         width=width,
         height=height,
         count=count,
-        bits=_same(page, BITS, 1),
+        bits=page.same(BITS, 1),
         is_float=_sample_format(page) == _FLOAT,
         byte_order=byte_order(data),
-        compression=_first(page, COMPRESSION, 1),
-        predictor=_first(page, PREDICTOR, 1),
-        planar=_first(page, PLANAR, 1) == 2 and count > 1,
+        compression=page.first(COMPRESSION, 1),
+        predictor=page.first(PREDICTOR, 1),
+        planar=page.first(PLANAR, 1) == 2 and count > 1,
         tiled=tiled,
-        block=(rows if tiled else min(rows, height), _first(page, TILE_WIDTH, width)),
-        offsets=page.get(TILE_OFFSETS if tiled else STRIP_OFFSETS, ()),
-        sizes=page.get(TILE_BYTES if tiled else STRIP_BYTES, ()),
+        block=(rows if tiled else min(rows, height), page.first(TILE_WIDTH, width)),
+        offsets=page.values(TILE_OFFSETS if tiled else STRIP_OFFSETS),
+        sizes=page.values(TILE_BYTES if tiled else STRIP_BYTES),
     )
     # A tile may be larger than its picture, but one far larger only serves to fill the memory.
-    sane = max(samples.block) <= max(width, height) + _LARGEST_MARGIN
+    sane = math.prod(samples.block) <= max(_LARGEST_TILE, 4 * width * height)
     if not (width and height and count and min(samples.block) and sane):
         raise damaged("its TIFF header has illegal values")
     if samples.compression not in COMPRESSIONS:
         raise unsupported(f"its TIFF compression {samples.compression} isn't none, LZW or deflate")
-    if _first(page, FILL_ORDER, 1) != 1 or samples.predictor not in (1, 2, 3):
+    if page.first(FILL_ORDER, 1) != 1 or samples.predictor not in (1, 2, 3):
         raise unsupported("its TIFF bit order or predictor isn't a common one")
     _check_inside(data, samples)
     return samples
 
 
 def _check_inside(data: bytes, samples: Samples) -> None:
-    blocks = samples.block_count
-    if len(samples.offsets) != blocks or len(samples.sizes) != blocks:
-        raise damaged(f"it lists {len(samples.offsets)} of {blocks} blocks of pixels")
-    for offset, size in zip(samples.offsets, samples.sizes, strict=True):
-        if not size or offset + size > len(data):
-            raise damaged("it is cut short: a block of its pixels lies beyond its end")
+    blocks, offsets, sizes = samples.block_count, samples.offsets, samples.sizes
+    if blocks > _MOST_BLOCKS:
+        raise unsupported(f"its pixels are in {blocks} strips or tiles; save it as PNG")
+    if len(offsets) != blocks or len(sizes) != blocks:
+        raise damaged(f"it lists {len(offsets)} of {blocks} blocks of pixels")
+    last = offsets.astype(float) + sizes  # exact enough: no file has 2**53 bytes
+    if not sizes.all() or last.max() > len(data):
+        raise damaged("it is cut short: a block of its pixels lies beyond its end")
 
 
 def _sample_format(page: Directory) -> int:
-    kind, bits = _same(page, SAMPLE_FORMAT, _UINT), _same(page, BITS, 1)
+    kind, bits = page.same(SAMPLE_FORMAT, _UINT), page.same(BITS, 1)
     if bits not in _BIT_DEPTHS.get(kind, ()):
         name = {2: "signed", _FLOAT: "float"}.get(kind, "unsigned" if kind == _UINT else "unknown")
         raise unsupported(f"its samples are {bits}-bit {name} numbers")
     return kind
-
-
-def _first(page: Directory, tag: int, default: int | None = None) -> int:
-    value = next(iter(page.get(tag, ())), default)
-    if value is None:
-        raise damaged(f"its TIFF tag {tag} is missing")
-    return value
-
-
-def _same(page: Directory, tag: int, default: int) -> int:
-    values = set(page.get(tag, ())) or {default}
-    if len(values) > 1:
-        raise unsupported("its samples aren't all of one kind and depth")
-    return values.pop()

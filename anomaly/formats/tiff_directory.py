@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from anomaly.formats.header import damaged
+from anomaly.formats.header import damaged, unsupported
 
 NEW_SUBFILE_TYPE = 254
 WIDTH = 256
@@ -31,16 +33,54 @@ TILE_OFFSETS = 324
 TILE_BYTES = 325
 EXTRA_SAMPLES = 338
 SAMPLE_FORMAT = 339
-PICTURES_LISTED = 0xB001  # of a multi-picture JPEG
 
-_WANTED = frozenset(
-    value for name, value in globals().items() if name.isupper() and isinstance(value, int)
-)
 # TIFF field type -> numpy code: BYTE, SHORT, LONG, IFD, LONG8, IFD8
 _INTEGERS = {1: "u1", 3: "u2", 4: "u4", 13: "u4", 16: "u8", 18: "u8"}
+_MOST_TAGS = 4096  # of one directory; a few dozen are usual
+_MOST_DIRECTORIES = 100
+_MOST_ALIKE = 64  # values looked at where all have to be equal: there is one for each sample
 
-Directory: TypeAlias = dict[int, tuple[int, ...]]
-"""Tag -> its values; only tags of integers that are of use here."""
+
+@dataclass(frozen=True)
+class Directory:
+    """The tags of one picture. Values are read where they lie, when they are asked for.
+
+    Attributes:
+        data: the whole file.
+        entries: tag -> numpy type, how many values, and where in the file they start.
+    """
+
+    data: bytes
+    entries: dict[int, tuple[str, int, int]]
+
+    def values(self, tag: int) -> NDArray[Any]:
+        """All values of a tag of integers, as a view of the file; empty without the tag.
+
+        Raises:
+            ImageError: `unreadable` where they lie beyond the end of the file.
+        """
+        dtype, count, start = self.entries.get(tag, ("u1", 0, 0))
+        if not count:
+            return np.empty(0, dtype)
+        if start + count * np.dtype(dtype).itemsize > len(self.data):
+            raise damaged(f"it is cut short: the values of its TIFF tag {tag} are missing")
+        return np.frombuffer(self.data, dtype, count, start)
+
+    def first(self, tag: int, default: int | None = None) -> int:
+        """First value of a tag; without a default, raises where the tag is missing."""
+        values = self.values(tag)
+        if len(values):
+            return int(values[0])
+        if default is None:
+            raise damaged(f"its TIFF tag {tag} is missing")
+        return default
+
+    def same(self, tag: int, default: int) -> int:
+        """The value of a tag that has one for each sample, all of which have to be equal."""
+        values = set(self.values(tag)[:_MOST_ALIKE].tolist()) or {default}
+        if len(values) > 1:
+            raise unsupported("its samples aren't all of one kind and depth")
+        return int(values.pop())
 
 
 def byte_order(data: bytes) -> Literal["<", ">"]:
@@ -52,7 +92,8 @@ def read_directories(data: bytes) -> Iterator[Directory]:
     """Read the directories of a TIFF in file order, each when it is asked for.
 
     Raises:
-        ImageError: `unreadable` when there is none, the chain is cut or loops, or this isn't TIFF.
+        ImageError: `unreadable` when there is none, the chain is cut or loops, or this isn't TIFF;
+            `unsupported` when there are more than anybody's picture has.
     """
     order = byte_order(data)
     try:
@@ -67,6 +108,8 @@ def read_directories(data: bytes) -> Iterator[Directory]:
         while at:
             if at in seen:
                 raise damaged("its directories form a loop")
+            if len(seen) == _MOST_DIRECTORIES:
+                raise unsupported(f"it is a TIFF of over {_MOST_DIRECTORIES} pages")
             seen.add(at)
             directory, at = _read_directory(data, at, order, big)
             yield directory
@@ -83,17 +126,17 @@ def _read_directory(data: bytes, at: int, order: str, big: bool) -> tuple[Direct
     size = struct.calcsize(order + entry) + room
     if at + count * size > len(data):
         raise damaged("it is cut short inside a TIFF directory")
-    directory: Directory = {}
+    if count > _MOST_TAGS:
+        raise damaged(f"a TIFF directory of {count} tags isn't a picture's")
+    entries: dict[int, tuple[str, int, int]] = {}
     for _ in range(count):
         tag, kind, length = struct.unpack_from(order + entry, data, at)
-        if tag in _WANTED and kind in _INTEGERS:
-            dtype = np.dtype(order + _INTEGERS[kind])
+        if kind in _INTEGERS and tag not in entries:
+            dtype = order + _INTEGERS[kind]
             start = at + size - room
-            if length * dtype.itemsize > room:  # too long to lie in the entry itself
+            if length * np.dtype(dtype).itemsize > room:  # too long to lie in the entry itself
                 (start,) = struct.unpack_from(order + pointer, data, start)
-            if start + length * dtype.itemsize > len(data):
-                raise damaged(f"it is cut short: the values of its TIFF tag {tag} are missing")
-            directory[tag] = tuple(np.frombuffer(data, dtype, length, start).tolist())
+            entries[tag] = (dtype, length, start)
         at += size
     (following,) = struct.unpack_from(order + pointer, data, at)
-    return directory, int(following)
+    return Directory(data, entries), int(following)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.formats.codecs import decode_by_opencv, inflate
-from anomaly.formats.header import Pixels, damaged
+from anomaly.formats.codecs import decode_by_opencv, inflate, longest_stored
+from anomaly.formats.header import Pixels, damaged, unsupported
 
 _NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE = 1, 5, 8, 32773, 32946
 COMPRESSIONS = frozenset((_NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE))
+_BY_LIBTIFF, _BY_ZLIB = (_LZW, _PACK_BITS), (_DEFLATE, _OLD_DEFLATE)
 _DIFFERENCES, _FLOAT_DIFFERENCES = 2, 3
 _WIDEST = 1 << 20  # columns that OpenCV takes
-_BAND = 4096  # rows whose samples are unpacked at a time, which bounds the temporaries
+_BAND_BYTES = 1 << 24  # unpacked at a time, which bounds the temporaries
 
 _Bytes: TypeAlias = NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Samples:
     """How the samples of one picture are stored.
 
@@ -52,8 +55,8 @@ class Samples:
     planar: bool
     tiled: bool
     block: tuple[int, int]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: NDArray[Any]
+    sizes: NDArray[Any]
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -80,7 +83,7 @@ def read_samples(data: bytes, samples: Samples) -> Pixels:
     view = memoryview(data)
     blocks = [
         view[offset : offset + size]
-        for offset, size in zip(samples.offsets, samples.sizes, strict=True)
+        for offset, size in zip(samples.offsets.tolist(), samples.sizes.tolist(), strict=True)
     ]
     whole = np.empty((samples.height, samples.width, samples.count), samples.dtype)
     planes = [whole[..., c : c + 1] for c in range(samples.count)] if samples.planar else [whole]
@@ -94,113 +97,120 @@ def read_samples(data: bytes, samples: Samples) -> Pixels:
 
 def _read_tiles(blocks: list[memoryview], samples: Samples, plane: Pixels) -> None:
     rows, columns = samples.block
-    shape = (rows, columns, plane.shape[2])
     across = samples.grid[1]
-    for i, block in enumerate(blocks):
+    row_bytes = _row_bytes(columns * plane.shape[2], samples.bits)
+    size = rows * row_bytes
+    for i, content in enumerate(_decompress(blocks, samples.compression, size, size)):
         y, x = i // across * rows, i % across * columns
-        stored = _decompress(block, samples.compression, (rows, _row_bytes(shape, samples.bits)))
-        target = plane[y : y + rows, x : x + columns]
-        target[...] = _values(stored, samples, shape)[: target.shape[0], : target.shape[1]]
+        stored = content.reshape(rows, row_bytes)
+        _fill(plane[y : y + rows, x : x + columns], stored, samples, columns)
 
 
 def _read_strips(blocks: list[memoryview], samples: Samples, plane: Pixels) -> None:
-    row_bytes = _row_bytes(plane.shape, samples.bits)
-    stored = _decompress_strips(blocks, samples, row_bytes)
-    for y in range(0, len(plane), _BAND):
-        band = plane[y : y + _BAND]
-        band[...] = _values(stored[y : y + _BAND], samples, band.shape)
-
-
-def _row_bytes(shape: tuple[int, ...], bits: int) -> int:
-    """Bytes of a row of samples (rows, columns, count); rows start on a byte."""
-    return (shape[1] * shape[2] * bits + 7) // 8
-
-
-def _decompress_strips(blocks: list[memoryview], samples: Samples, row_bytes: int) -> _Bytes:
-    """Decompress the strips of one plane into (H, bytes a row)."""
     height, rows = samples.height, samples.block[0]
-    if samples.compression == _LZW and row_bytes % 2 == 0:  # all in one go; strips can be many
-        return _as_bytes(_lzw_picture(blocks, 16, (height, row_bytes // 2), rows))
+    row_bytes = _row_bytes(samples.width * plane.shape[2], samples.bits)
     stored = np.empty((height, row_bytes), np.uint8)
-    for i, block in enumerate(blocks):
-        strip = stored[i * rows : (i + 1) * rows]
-        strip[...] = _decompress(block, samples.compression, strip.shape)
-    return stored
+    most, whole = rows * row_bytes, height // rows  # the last one is often shorter
+    for i, content in enumerate(_decompress(blocks[:whole], samples.compression, most, most)):
+        stored[i * rows : (i + 1) * rows] = content.reshape(rows, row_bytes)
+    rest = stored[whole * rows :]
+    for content in _decompress(blocks[whole:], samples.compression, rest.size, most):
+        rest[...] = content.reshape(rest.shape)
+    _fill(plane, stored, samples, samples.width)
 
 
-def _decompress(stored: memoryview, compression: int, shape: tuple[int, int]) -> _Bytes:
-    """Decompress one block into its rows of bytes, (rows, bytes a row)."""
-    expected = shape[0] * shape[1]
-    content: bytes | memoryview = stored
-    if compression in (_DEFLATE, _OLD_DEFLATE):
-        content, _ = inflate(stored, expected)
-    elif compression == _PACK_BITS:
-        content = _unpack_bits(stored)
-    elif compression == _LZW:
-        return _decompress_lzw(stored, shape)
-    if len(content) < expected:
-        raise damaged(f"a block of its pixels ends after {len(content)} of {expected} bytes")
-    return np.frombuffer(content, np.uint8, expected).reshape(shape)
+def _fill(target: Pixels, stored: _Bytes, samples: Samples, columns: int) -> None:
+    """Turn the bytes of rows of some columns into the samples of a part of the picture."""
+    step = max(1, _BAND_BYTES // stored.shape[1])
+    for y in range(0, len(target), step):
+        band = target[y : y + step]
+        shape = (len(band), columns, target.shape[2])
+        band[...] = _values(stored[y : y + len(band)], samples, shape)[:, : target.shape[1]]
 
 
-def _unpack_bits(stored: memoryview) -> bytes:
-    """Undo PackBits (TIFF 6.0, section 9): runs of literals and of repeats."""
-    pieces, at = [], 0
-    while at < len(stored):
-        head = stored[at]
-        if head < 128:
-            pieces.append(bytes(stored[at + 1 : at + 2 + head]))
-            at += 2 + head
-        elif head == 128:
-            at += 1
-        else:
-            pieces.append(bytes(stored[at + 1 : at + 2]) * (257 - head))
-            at += 2
-    return b"".join(pieces)
+def _row_bytes(samples_a_row: int, bits: int) -> int:
+    """Bytes of a row of samples; rows start on a byte."""
+    return (samples_a_row * bits + 7) // 8
 
 
-def _decompress_lzw(stored: memoryview, shape: tuple[int, int]) -> _Bytes:
-    """Undo LZW for one block of any size.
+def _decompress(
+    blocks: list[memoryview], compression: int, expected: int, most: int
+) -> Iterator[_Bytes]:
+    """Decompress blocks into `expected` bytes each.
 
-    OpenCV reports damage in 16-bit pictures but ignores it in 8-bit ones, so the block is read as
-    16-bit. Of an odd number of bytes, the last ones don't fit into that and are read the other way.
+    Some programs fill up the last strip: a block may hold `most` bytes.
     """
-    rows, columns = shape
-    words = rows * columns // 2
-    height = max(1, -(-words // _WIDEST))
+    if compression in _BY_LIBTIFF:
+        batch = 1 + _BAND_BYTES // longest_stored(expected)
+        for start in range(0, len(blocks), batch):
+            yield from _by_libtiff(blocks[start : start + batch], compression, expected)
+        return
+    for block in blocks:
+        content = inflate(block, most) if compression in _BY_ZLIB else block
+        if len(content) < expected:
+            raise damaged(f"a block of its pixels ends after {len(content)} of {expected} bytes")
+        yield np.frombuffer(content, np.uint8, expected)
+
+
+def _by_libtiff(blocks: list[memoryview], compression: int, expected: int) -> _Bytes:
+    """Undo LZW or PackBits for blocks of equal size, into (blocks, `expected` bytes).
+
+    All go as the strips of one picture, which is far quicker than one by one. OpenCV reports damage
+    in 16-bit pictures but ignores it in 8-bit ones, so they are read as 16-bit. PackBits is evened
+    out for that by runs of one zero. LZW has no bytes to put behind: of an odd number, the last
+    byte doesn't fit into that, and the blocks are read a second time.
+    """
+    strips = [bytes(block[: longest_stored(expected)]) for block in blocks]
+    rows, words = _folded(expected // 2)
+    if compression == _PACK_BITS:
+        rows = -(-expected // (2 * _WIDEST))
+        words = -(-expected // (2 * rows))
+        strips = [strip + b"\0\0" * (2 * rows * words - expected) for strip in strips]
     if words:
-        wide = _as_bytes(_lzw_picture([stored], 16, (height, words // height), height))
-        if wide.size == rows * columns:
-            return wide.reshape(shape)
-    return _as_bytes(_lzw_picture([stored], 8, shape, rows))
+        wide = _as_bytes(_tiff_picture(strips, compression, 16, (rows, words)))
+        wide = wide.reshape(len(blocks), -1)[:, :expected]
+        if wide.shape[1] == expected:
+            return wide
+    if math.prod(_folded(expected)) != expected:
+        raise unsupported(f"its LZW blocks have {expected} bytes, an odd size; save it as PNG")
+    narrow = _as_bytes(_tiff_picture(strips, compression, 8, _folded(expected)))
+    return narrow.reshape(len(blocks), expected)
+
+
+def _folded(count: int) -> tuple[int, int]:
+    """Rows and columns of a picture of `count` samples that OpenCV takes."""
+    least = max(1, -(-count // _WIDEST))
+    rows = next((n for n in range(least, least + 1000) if count % n == 0), least)
+    return rows, count // rows
 
 
 def _as_bytes(picture: bytes) -> _Bytes:
     """Decode a grey picture into the bytes of its rows."""
     content = decode_by_opencv(picture)
     if content is None:
-        raise damaged("its LZW pixel data is damaged or cut short")
+        raise damaged("its compressed pixel data is damaged or cut short")
     return content.view(np.uint8)
 
 
-def _lzw_picture(
-    strips: list[memoryview], bits: int, size: tuple[int, int], rows_a_strip: int
+def _tiff_picture(
+    strips: list[bytes], compression: int, bits: int, strip_size: tuple[int, int]
 ) -> bytes:
-    """Write a little-endian grey TIFF of LZW strips (TIFF 6.0, sections 2 and 13)."""
+    """Write a little-endian grey TIFF of compressed strips of equal size (TIFF 6.0, section 2)."""
     lengths = [len(strip) for strip in strips]
+    rows, columns = strip_size
     lists_at = 8 + 2 + 12 * 9 + 4
     starts = np.cumsum([lists_at + 8 * len(strips), *lengths[:-1]]).tolist()
     inline = len(strips) == 1  # a list of one value lies in the entry itself
     offsets, counts = (starts[0], lengths[0]) if inline else (lists_at, lists_at + 4 * len(strips))
     entries = [
-        (256, 1, size[1]),
-        (257, 1, size[0]),
+        (256, 1, columns),
+        (257, 1, rows * len(strips)),
         (258, 1, bits),
-        (259, 1, _LZW),
+        (259, 1, compression),
         (262, 1, 1),
         (273, len(strips), offsets),
         (277, 1, 1),
-        (278, 1, rows_a_strip),
+        (278, 1, rows),
         (279, len(strips), counts),
     ]
     head = struct.pack("<2sHIH", b"II", 42, 8, len(entries))

@@ -8,7 +8,9 @@ copies instead of the views.
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,21 +30,29 @@ class BackwardGates(threading.local):
     def __init__(self, hook: Hook | None = None, pre_hook: Hook | None = None) -> None:
         self._hooks = [hook] if hook else []
         self._pre_hooks = [pre_hook] if pre_hook else []
-        self._open: list[BackwardHook] = []
+        self._open: list[tuple[int, BackwardHook]] = []  # with its layer's frame on the call stack
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Forward-pre hook: the gate at the input."""
+        frame: FrameType | None = sys._getframe(2)  # of the layer's call, behind `Attached`
+        own, around = id(frame), set()
+        while self._open and frame is not None:
+            frame = frame.f_back
+            around.add(id(frame))
+        # A pass that was stopped, or has raised, never came to `leave`; its frames are gone, and
+        # this one may have taken the place of one of them.
+        self._open = [entry for entry in self._open if entry[0] in around - {own}]
         gate = BackwardHook(module, self._hooks, self._pre_hooks)
-        self._open.append(gate)
+        self._open.append((own, gate))
         gated = gate.setup_input_hook(inputs)  # type: ignore[no-untyped-call]
         return None if gated is inputs else _copies(gated)
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         """Forward hook: the gate at the output."""
-        entered = [place for place, gate in enumerate(self._open) if gate.module is module]
+        entered = [place for place, (_, gate) in enumerate(self._open) if gate.module is module]
         if not entered:  # hooked, or let go, while it was running
             return None
-        gate = self._open[entered[-1]]
+        gate = self._open[entered[-1]][1]
         del self._open[entered[-1] :]  # with those behind, whose forward pass raised
         if isinstance(output, Tensor | tuple):
             gated = gate.setup_output_hook(output)  # type: ignore[no-untyped-call]

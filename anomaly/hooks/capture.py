@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from anomaly.errors import LayerError
+from anomaly.hooks.compiled import refuse_compiled
+from anomaly.hooks.guard import Attached
 from anomaly.hooks.nested import map_tensors, named_tensors
 from anomaly.hooks.paths import Selector, select
 
@@ -52,7 +54,8 @@ def capture(
     Args:
         model: any network.
         layers: paths, index forms, globs or types, see `match`.
-        stop: end each forward pass as soon as every layer named has run once.
+        stop: end each forward pass as soon as every layer named has run once; passes are begun
+            with `run`, and calling the network itself is an error.
         grad: keep the autograd graph: the tensor captured is the one that the rest of the network
             uses, so that it can stand in a loss or be differentiated by.
         clone: copy, so that a later in-place layer (ReLU6, `out += identity`) can't overwrite what
@@ -97,14 +100,16 @@ class Capture:
         self._pending: set[str] = set()
         self._calls: dict[str, deque[list[_Kept]]] = {}
         self._thread = 0
+        self._running = False
 
     def __enter__(self) -> Capture:
         if self._handles:
             raise LayerError("this capture is already open: make a second one with capture(…)")
         self._thread = threading.get_ident()
         self._reset()
+        self._handles += refuse_compiled(self._modules.values())
         for path, module in self._modules.items():
-            self._handles.append(module.register_forward_hook(self._hook(path)))
+            self._handles.append(module.register_forward_hook(Attached(self._hook(path))))
         return self
 
     def __exit__(
@@ -112,11 +117,10 @@ class Capture:
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> bool:
+    ) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        return isinstance(error, _Stopped) and error.owner is self
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network.
@@ -127,12 +131,15 @@ class Capture:
         if not self._handles:
             raise LayerError("nothing is hooked: call run inside `with capture(…) as captured:`")
         self._pending = set(self._modules)
+        self._running = True
         try:
             return self._model(*args, **kwargs)
         except _Stopped as stopped:
             if stopped.owner is not self:
                 raise
             return None
+        finally:
+            self._running = False
 
     def pop(self) -> dict[str, Tensor]:
         """Take out each layer's latest output and forget the rest.
@@ -160,7 +167,7 @@ class Capture:
         if silent:
             raise LayerError(
                 f"{', '.join(map(repr, silent))} didn't run: the forward pass doesn't come through "
-                "there, was stopped before, ran in another thread, or was already read"
+                "there, was stopped before, ran in another thread or compiled, or was already read"
             )
         return result
 
@@ -185,6 +192,11 @@ class Capture:
             self._calls[path].append(call)
             if self._policy.max_bytes is not None:
                 self._check_memory(self._policy.max_bytes)
+            if last and not self._running:
+                raise LayerError(
+                    "the network was called itself, and stop=True ends only passes that the "
+                    "capture runs: call captured.run(...) instead"
+                )
             if last:
                 raise _Stopped(self)
             return map_tensors(Tensor.clone, output) if self._policy.grad else None

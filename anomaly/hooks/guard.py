@@ -1,4 +1,4 @@
-"""Hooks return what they change; one that changes a tensor in place is refused."""
+"""What every hook goes through: copies of a network get none, and nothing is changed in place."""
 
 from __future__ import annotations
 
@@ -10,6 +10,31 @@ from anomaly.errors import LayerError
 from anomaly.hooks.nested import named_tensors
 
 Hook = Callable[..., Any]
+
+
+class Attached:
+    """A hook as it stands in PyTorch's tables.
+
+    A network that is copied or pickled while it is hooked takes along a hook that does nothing:
+    whoever made this one removes it from the original alone.
+    """
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the hook."""
+        return self._hook(*args)
+
+    def __reduce__(self) -> tuple[type[Detached], tuple[()]]:
+        return Detached, ()
+
+
+class Detached:
+    """What a copy of a network has in place of a hook."""
+
+    def __call__(self, *_: Any) -> None:
+        """Change nothing."""
 
 
 def unmodified(hook: Hook) -> Hook:

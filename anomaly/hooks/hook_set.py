@@ -13,7 +13,8 @@ from torch.nn.modules import module as torch_hooks
 
 from anomaly.errors import LayerError
 from anomaly.hooks.backward import BackwardGates
-from anomaly.hooks.guard import Hook, unmodified
+from anomaly.hooks.compiled import refuse_compiled
+from anomaly.hooks.guard import Attached, Hook, unmodified
 from anomaly.hooks.paths import Selector, select
 
 Layers: TypeAlias = Selector | Sequence[Selector]
@@ -95,12 +96,10 @@ class HookSet:
         Raises:
             LayerError: no such layer, or one whose hooks would never be called.
         """
-        call = _with_extra(hook, extra, named)
+        call, modules = _with_extra(hook, extra, named), select(self._model, layers).values()
+        self._handles += refuse_compiled(modules)
         return self._add(
-            [
-                module.register_forward_hook(call, with_kwargs=with_kwargs)
-                for module in select(self._model, layers).values()
-            ]
+            [m.register_forward_hook(Attached(call), with_kwargs=with_kwargs) for m in modules]
         )
 
     def forward_pre(
@@ -112,12 +111,10 @@ class HookSet:
         `with_kwargs` it is called as `hook(module, inputs, kwargs, …)` and returns a pair
         (inputs, kwargs). Otherwise like `forward`.
         """
-        call = _with_extra(hook, extra, named)
+        call, modules = _with_extra(hook, extra, named), select(self._model, layers).values()
+        self._handles += refuse_compiled(modules)
         return self._add(
-            [
-                module.register_forward_pre_hook(call, with_kwargs=with_kwargs)
-                for module in select(self._model, layers).values()
-            ]
+            [m.register_forward_pre_hook(Attached(call), with_kwargs=with_kwargs) for m in modules]
         )
 
     def backward(self, layers: Layers, hook: Hook, *extra: Any, **named: Any) -> list[Handle]:
@@ -128,7 +125,7 @@ class HookSet:
         on to the layers before. Layers that work in place, here or behind, are no obstacle.
         Otherwise like `forward`.
         """
-        return self._gate(layers, BackwardGates(hook=_with_extra(hook, extra, named)))
+        return self._gate(layers, hook=_with_extra(hook, extra, named))
 
     def backward_pre(self, layers: Layers, hook: Hook, *extra: Any, **named: Any) -> list[Handle]:
         """Call `hook(module, grad_output, *extra, **named)` before the gradient enters a layer.
@@ -136,7 +133,7 @@ class HookSet:
         What it returns replaces `grad_output`, and with it the gradients of the layer's
         parameters. Otherwise like `backward`.
         """
-        return self._gate(layers, BackwardGates(pre_hook=_with_extra(hook, extra, named)))
+        return self._gate(layers, pre_hook=_with_extra(hook, extra, named))
 
     def tensor(self, tensor: Tensor, hook: Hook, *extra: Any, **named: Any) -> Handle:
         """Call `hook(grad, *extra, **named)` when the gradient of a tensor is known.
@@ -154,6 +151,26 @@ class HookSet:
             )
         call = _with_extra(hook, extra, named)
         handle: Handle = tensor.register_hook(call)  # type: ignore[no-untyped-call]
+        return self._add([handle])[0]
+
+    def accumulated(self, parameter: nn.Parameter, hook: Hook, *extra: Any, **named: Any) -> Handle:
+        """Call `hook(parameter, *extra, **named)` once a gradient is in `parameter.grad`.
+
+        There it stands with those of earlier backward passes; the hook may replace it.
+
+        Raises:
+            LayerError: the parameter has no gradient.
+        """
+        if not parameter.requires_grad:
+            raise LayerError(
+                f"a parameter of shape {tuple(parameter.shape)} gets no gradient: unfreeze it "
+                "(requires_grad_())"
+            )
+
+        def call(changed: Tensor) -> None:
+            hook(changed, *extra, **named)
+
+        handle: Handle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
         return self._add([handle])[0]
 
     def everywhere(self, event: Event, hook: Hook, *extra: Any, **named: Any) -> list[Handle]:
@@ -174,26 +191,24 @@ class HookSet:
         if event == "forward_pre":
             return self._add([torch_hooks.register_module_forward_pre_hook(call)])
         gates = BackwardGates(call) if event == "backward" else BackwardGates(pre_hook=call)
-        enter: Hook = gates.enter
         return self._add(
             [
                 _Both(
-                    torch_hooks.register_module_forward_pre_hook(enter),
-                    torch_hooks.register_module_forward_hook(gates.leave),
+                    torch_hooks.register_module_forward_pre_hook(Attached(gates.enter)),
+                    torch_hooks.register_module_forward_hook(Attached(gates.leave)),
                 )
             ]
         )
 
-    def _gate(self, layers: Layers, gates: BackwardGates) -> list[Handle]:
-        return self._add(
-            [
-                _Both(
-                    module.register_forward_pre_hook(gates.enter),
-                    module.register_forward_hook(gates.leave),
-                )
-                for module in select(self._model, layers).values()
-            ]
-        )
+    def _gate(self, layers: Layers, **hooks: Hook) -> list[Handle]:
+        modules = select(self._model, layers).values()
+        self._handles += refuse_compiled(modules)
+        pairs: list[Handle] = []
+        for module in modules:
+            gates = BackwardGates(**hooks)
+            enter = module.register_forward_pre_hook(Attached(gates.enter))
+            pairs.append(_Both(enter, module.register_forward_hook(Attached(gates.leave))))
+        return self._add(pairs)
 
     def _add(self, handles: list[Handle]) -> list[Handle]:
         self._handles += handles

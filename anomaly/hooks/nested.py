@@ -12,7 +12,8 @@ def named_tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
     """The tensors of an output with a name for each.
 
     A lone tensor has the name given; inside containers the way to it follows a colon:
-    `lstm:0`, `lstm:1.0`, `head:out`. What isn't a tensor is passed over.
+    `lstm:0`, `lstm:1.0`, `head:out`. Keys with dots, brackets or quotes are quoted, and those that
+    aren't strings stand in brackets: `head:'a.b'`, `head:[3]`. What isn't a tensor is passed over.
     """
     if isinstance(value, Tensor):
         return [(name, value)]
@@ -24,10 +25,17 @@ def _walk(value: Any, way: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], T
         yield way, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _walk(item, (*way, str(key)))
+            yield from _walk(item, (*way, _step(key)))
     elif isinstance(value, tuple | list):
         for index, item in enumerate(value):
             yield from _walk(item, (*way, str(index)))
+
+
+def _step(key: Any) -> str:
+    """A mapping's key such that no two ways read alike."""
+    if not isinstance(key, str):
+        return f"[{key!r}]"
+    return key if key and not set(key) & set(".[]'\"\\") else repr(key)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules import module as torch_hooks
 
 from anomaly.errors import LayerError, nearest
+from anomaly.hooks.guard import Detached
 
 Selector: TypeAlias = str | type[nn.Module]
 
@@ -114,13 +115,15 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
 def live_hooks(model: nn.Module) -> int:
     """Count the hooks that a forward or backward pass of this network would call.
 
-    Counts PyTorch's own tables: those of every module, of every parameter, and the global ones.
+    Counts PyTorch's own tables: those of every module, of every parameter, and the global ones;
+    not what a copy of a hooked network has in place of its hooks, which does nothing.
     """
     modules = list(model.modules())
     tables: list[object] = [getattr(m, name) for m in modules for name in _HOOKS_OF_A_MODULE]
     tables += [getattr(p, name, None) for p in model.parameters() for name in _HOOKS_OF_A_TENSOR]
     tables += [getattr(torch_hooks, name) for name in _GLOBAL_HOOKS]
-    return sum(len(table) for table in tables if isinstance(table, dict))
+    found = [hook for table in tables if isinstance(table, dict) for hook in table.values()]
+    return sum(not isinstance(hook, Detached) for hook in found)
 
 
 def _is_path(pattern: Selector) -> TypeGuard[str]:
@@ -178,7 +181,8 @@ def _unhookable(module: nn.Module) -> str:
     if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
         return (
             "is compiled, and compiled code doesn't see hooks registered later: "
-            "hook the network that was given to torch.compile (`compiled._orig_mod`)"
+            "hook the network that was given to torch.compile and run it itself "
+            "(`compiled._orig_mod`)"
         )
     if isinstance(module, torch.jit.ScriptModule):
         return "is scripted and can't be hooked: hook the original network"

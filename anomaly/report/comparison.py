@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anomaly.errors import DataError
+from anomaly.errors import DataError, why
 
 _HEADER = (
     *("category", "path", "defect_type", "score_a", "score_b", "difference"),
@@ -150,7 +150,7 @@ def _read_rows(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
 
 def _no_evaluation(folder: Path | str, error: Exception) -> DataError:
     return DataError(
-        f"{folder} holds no evaluation ({error}); give folders that `evaluate --output` wrote"
+        f"{folder} holds no evaluation ({why(error)}); give folders that `evaluate --output` wrote"
     )
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import shlex
+import subprocess
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from anomaly import __version__
@@ -78,6 +81,12 @@ def report_html(category: Category) -> str:
     return page(title, asset("report.html"), styles=STYLES, scripts=SCRIPTS, data=data)
 
 
+def _quoted(model: str) -> str:
+    """A model folder as a shell's argument that holds in any working directory."""
+    path = str(Path(model).absolute())
+    return subprocess.list2cmdline([path]) if os.name == "nt" else shlex.quote(path)
+
+
 def unit(category: Category) -> str:
     """What the scores are."""
     return UNITS.get(_kind(category.settings), "score")
@@ -100,8 +109,8 @@ def subtitle(settings: Mapping[str, Any], counted: str, model_id: str) -> str:
 
 
 def command(model: str) -> str:
-    """What sets thresholds on a model, but for these."""
-    return f"python scripts/calibrate.py --model {shlex.quote(model)}"
+    """The shell command that sets thresholds of a model, but for the thresholds."""
+    return f"anomaly calibrate --model {_quoted(model)}"
 
 
 def limits(thresholds: Thresholds | None) -> dict[str, Any]:

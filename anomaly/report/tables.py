@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from anomaly.calibration import Thresholds
 from anomaly.evaluation import Evaluation
+from anomaly.files import as_json
 from anomaly.metrics import Confusion
 
 COLUMNS = (
@@ -45,7 +45,7 @@ def metrics_json(
         for e, counts in zip(evaluations, counted, strict=True)
     }
     overall = None if on_shared_images(evaluations) else mean(evaluations)
-    return json.dumps({"categories": categories, "mean": overall}, indent=2) + "\n"
+    return as_json({"categories": categories, "mean": overall})
 
 
 def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Thresholds | None]) -> str:

@@ -15,7 +15,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.errors import ConfigError, OutputError, nearest
+from anomaly.errors import ConfigError, OutputError, nearest, why
 from anomaly.sample_data.products import CATALOGUE, Shot, take
 
 PRODUCTS: tuple[str, ...] = tuple(CATALOGUE)
@@ -148,7 +148,7 @@ def _writing_to(root: Path) -> Iterator[Path]:
             yield Path(scratch)
     except OSError as error:
         raise OutputError(
-            f"the sample data can't be written to {root}: {error}; "
+            f"the sample data can't be written to {root}: {why(error)}; "
             "name a folder that you may write to, on a disk with space"
         ) from error
 

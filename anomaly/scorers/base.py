@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor, device
+
+from anomaly.errors import ModelError
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -68,3 +71,45 @@ class Fitter(Protocol):
             progress: called with (done, total) while something takes long.
         """
         ...
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> None:
+    """See that saved tensors are those of a scorer.
+
+    Args:
+        tensors: by name.
+        wanted: dtype and shape of each; -1 takes any length but 0.
+
+    Raises:
+        ModelError: one is missing, unknown, of another dtype or shape, or holds NaN or infinity.
+    """
+    if odd := sorted(tensors.keys() ^ wanted.keys()):
+        raise ModelError(f"the scorer's tensors {', '.join(odd)} are missing or unknown")
+    for name, (dtype, shape) in wanted.items():
+        tensor = tensors[name]
+        fits = len(shape) == tensor.ndim and all(
+            length == size or (length == -1 and size)
+            for length, size in zip(shape, tensor.shape, strict=True)
+        )
+        if tensor.dtype != dtype or not fits:
+            raise ModelError(
+                f"the scorer's tensor {name} is {tuple(tensor.shape)} of {tensor.dtype}, which "
+                "doesn't go with the others"
+            )
+        if not is_finite(tensor):
+            raise ModelError(f"the scorer's tensor {name} holds NaN or infinite values")
+
+
+def leading(tensors: Mapping[str, Tensor], name: str, axis: int = 0) -> int:
+    """The length of one axis of a saved tensor, for `check_tensors`; -1 where it has no such."""
+    shape = tensors[name].shape if name in tensors else ()
+    return shape[axis] if -len(shape) <= axis < len(shape) else -1
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite; reads a tensor once and makes no other."""
+    if not (tensor.is_floating_point() and tensor.numel()):
+        return True
+    return all(bool(end.isfinite()) for end in tensor.aminmax())

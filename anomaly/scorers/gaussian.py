@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anomaly.errors import ConfigError, DataError
-from anomaly.scorers.base import PatchBatch, PatchScores
+from anomaly.errors import ConfigError, DataError, ModelError
+from anomaly.scorers.base import PatchBatch, PatchScores, check_tensors, leading
 from anomaly.scorers.covariance import GaussianStatistics, centre, flat_width
 from anomaly.scorers.parallel import spread
 from anomaly.scorers.projection import Projection, channel_projection
@@ -87,11 +87,35 @@ class PatchGaussian:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> PatchGaussian:
-        """The way back from `tensors`."""
-        height, width = tensors["grid"].tolist()
-        projection = Projection(tensors["projection"], int(tensors["channels"]))
+        """The way back from `tensors`.
+
+        Raises:
+            ModelError: they aren't those of such Gaussians.
+        """
         kind = LowRankWhitening if "basis" in tensors else CholeskyWhitening
-        return cls(projection, (height, width), tensors["mean"], kind.from_tensors(tensors))
+        positions, dimensions = (leading(tensors, "mean", axis) for axis in (1, 2))
+        drawn = leading(tensors, "projection", 1) < 0
+        projection = (torch.int64, (dimensions,)) if drawn else (torch.float32, (-1, dimensions))
+        check_tensors(
+            tensors,
+            {
+                "grid": (torch.int64, (2,)),
+                "channels": (torch.int64, ()),
+                "mean": (torch.float32, (2, -1, -1)),
+                "projection": projection,
+                **kind.wanted(tensors, positions, dimensions),
+            },
+        )
+        height, width = tensors["grid"].tolist()
+        whitening = kind.from_tensors(tensors)
+        weights, channels = tensors["projection"], int(tensors["channels"])
+        fits = len(weights) == channels if weights.ndim == 2 else _is_choice(weights, channels)
+        if not fits or min(height, width) < 1 or height * width != positions:
+            raise ModelError(
+                f"a grid of {height}×{width} and {channels} channels don't go with the scorer's "
+                "other tensors"
+            )
+        return cls(Projection(weights, channels), (height, width), tensors["mean"], whitening)
 
 
 @dataclass(frozen=True)
@@ -261,6 +285,12 @@ class _Accumulator:
         flat = self._statistics[block]
         folded = GaussianStatistics.from_flat(self._folded, flat, self._shape[1])
         return folded.update(self._waiting.read(block)) if len(self._waiting) else folded
+
+
+def _is_choice(chosen: Tensor, channels: int) -> bool:
+    """Whether channels (d,) are some of D, in rising order."""
+    edges = torch.cat([chosen.new_tensor([-1]), chosen, chosen.new_tensor([channels])])
+    return bool((edges.diff() > 0).all())
 
 
 def _blocks(positions: int, numbers: int, block: int) -> list[slice]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from anomaly.errors import ConfigError, DataError, ModelError
-from anomaly.scorers.base import PatchBatch, PatchScores
+from anomaly.errors import ConfigError, DataError
+from anomaly.scorers.base import PatchBatch, PatchScores, check_tensors, leading
 from anomaly.scorers.coreset import coreset_size, random_projection
 from anomaly.scorers.neighbors import NearestNeighbors
 from anomaly.scorers.streamed_coreset import select_streamed
@@ -132,18 +132,20 @@ class MemoryBank:
         """The way back from `tensors`.
 
         Raises:
-            ModelError: a tensor is missing, or shapes don't belong together.
+            ModelError: they aren't those of a memory bank.
         """
-        missing = {"vectors", "origins", "covering_radius", "exact"} - tensors.keys()
-        if missing:
-            raise ModelError(f"the memory bank lacks {', '.join(sorted(missing))}; train anew")
-        vectors, origins = tensors["vectors"], tensors["origins"]
-        if vectors.ndim != 2 or origins.shape != (len(vectors), 3):
-            raise ModelError(
-                f"the memory bank's vectors {tuple(vectors.shape)} and origins "
-                f"{tuple(origins.shape)} don't belong together; train anew"
-            )
-        return cls(vectors, origins, float(tensors["covering_radius"]), bool(tensors["exact"]))
+        count = leading(tensors, "origins")
+        check_tensors(
+            tensors,
+            {
+                "origins": (torch.int32, (-1, 3)),
+                "vectors": (torch.float32, (count, -1)),
+                "covering_radius": (torch.float64, ()),
+                "exact": (torch.bool, ()),
+            },
+        )
+        radius = float(tensors["covering_radius"])
+        return cls(tensors["vectors"], tensors["origins"], radius, bool(tensors["exact"]))
 
     def _check(self, embeddings: Tensor) -> None:
         if embeddings.shape[3] != self.vectors.shape[1]:

@@ -31,7 +31,9 @@ class NearestNeighbors:
 
     An index only names candidates. Their distances are taken afterwards as ‖x − y‖, not from
     ‖x‖² − 2xy + ‖y‖², which cancels: a vector of the bank is at distance 0 from itself, and a
-    query's distance doesn't depend on what else is searched with it.
+    query's distance doesn't depend on what else is searched with it. Which vectors are named
+    doesn't hang on rounding either: where products in float32 can't tell two of them apart, exact
+    indices measure, or multiply in float64.
 
     Args:
         bank: (M, D) float32, on the device where queries will be.

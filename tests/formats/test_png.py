@@ -145,7 +145,7 @@ def test_bytes_behind_the_end_dont_matter():
         ((4, 4, 8, 2, 1, 0, 0), "illegal"),
         ((4, 4, 8, 2, 0, 0, 2), "illegal"),
         ((4, 5, 8, 2, 0, 0, 0), "ends after"),
-        ((4, 3, 8, 2, 0, 0, 0), "ends after"),
+        ((4, 3, 8, 2, 0, 0, 0), "longer than"),
     ],
 )
 def test_headers_that_cant_be_true(header, what):
@@ -178,3 +178,21 @@ def test_extensions_that_must_be_understood_are_refused():
     with pytest.raises(ImageError, match="CgBI") as caught:
         png.read_header(data)
     assert caught.value.status == "unsupported"
+
+
+def test_an_animation_of_one_frame_is_its_picture():
+    values = samples(4, 4, 8, 3)
+    control = chunk(b"acTL", struct.pack(">II", 1, 0))
+    frame = chunk(b"fcTL", struct.pack(">IIIIIHHBB", 0, 4, 4, 0, 0, 1, 10, 0, 0))
+    data = file(4, 4, 8, 2, packed(values, 8), control, frame)
+    assert png.read_header(data).size == (4, 4)
+    np.testing.assert_array_equal(png.decode(data), values)
+    hidden = chunk(b"fdAT", struct.pack(">I", 1) + zlib.compress(packed(values, 8)))
+    for animated in (data[:-12] + hidden + data[-12:], data.replace(control, _frames(2))):
+        with pytest.raises(ImageError, match="animated") as caught:
+            png.read_header(animated)
+        assert caught.value.status == "unsupported"
+
+
+def _frames(count):
+    return chunk(b"acTL", struct.pack(">II", count, 0))

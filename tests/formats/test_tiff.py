@@ -1,91 +1,20 @@
-"""TIFF layouts, written here by hand in every order that the format allows."""
+"""TIFF layouts in every order that the format allows, and what is wrong with damaged ones."""
 
 import io
-import itertools
 import struct
 import zlib
 
+import cv2
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pil
+from tiff_files import DEFLATE, ENCODERS, LZW, PACK_BITS, H, W, file, layout, pack_bits, samples
 
 from anomaly.errors import ImageError
 from anomaly.formats import tiff
-
-H, W = 21, 35
-
-
-def file(pages, order="<", big=False):
-    """A TIFF of pages, each (tags, blocks); offsets and sizes of the blocks are filled in."""
-    mark = b"II" if order == "<" else b"MM"
-    number, entry, pointer = ("Q", "HHQ", "Q") if big else ("H", "HHI", "I")
-    out = bytearray(
-        mark + struct.pack(order + ("HHH" if big else "H"), *((43, 8, 0) if big else (42,)))
-    )
-    link = len(out)
-    out += bytes(struct.calcsize(pointer))
-    for tags, blocks in pages:
-        tags = dict(tags)
-        where, sizes = (324, 325) if 322 in tags else (273, 279)
-        tags[where], tags[sizes] = [], [len(block) for block in blocks]
-        for block in blocks:
-            tags[where].append(len(out))
-            out += block
-        entries = b""
-        for tag, values in sorted(tags.items()):
-            values = values if isinstance(values, list) else [values]
-            content = struct.pack(f"{order}{len(values)}I", *values)
-            if len(content) <= struct.calcsize(pointer):
-                field = content.ljust(struct.calcsize(pointer), b"\0")
-            else:
-                field = struct.pack(order + pointer, len(out))
-                out += content
-            entries += struct.pack(order + entry, tag, 4, len(values)) + field
-        struct.pack_into(order + pointer, out, link, len(out))
-        out += struct.pack(order + number, len(tags)) + entries
-        link = len(out)
-        out += bytes(struct.calcsize(pointer))
-    return bytes(out)
-
-
-def blocks_of(values, planar, block, tiled):
-    """Cut (H, W, C) into strips or tiles, the way TIFF 6.0 orders them."""
-    planes = [values[..., c : c + 1] for c in range(values.shape[2])] if planar else [values]
-    rows, columns = block
-    for plane in planes:
-        for y, x in itertools.product(range(0, H, rows), range(0, W, columns)):
-            part = plane[y : y + rows, x : x + columns]
-            if tiled:
-                part = np.pad(
-                    part, ((0, rows - part.shape[0]), (0, columns - part.shape[1]), (0, 0))
-                )
-            yield part
-
-
-def layout(values, *, planar=False, tiled=False, order="<", big=False, deflate=False, **more):
-    """A TIFF of (H, W, C) samples of any dtype."""
-    block = (16, 16) if tiled else (6, W)
-    count, kind = values.shape[2], values.dtype
-    tags = {256: W, 257: H, 258: [kind.itemsize * 8] * count, 259: 8 if deflate else 1}
-    tags |= {262: 2 if count >= 3 else 1, 277: count, 284: 2 if planar else 1}
-    tags |= {322: 16, 323: 16} if tiled else {278: 6}
-    tags |= {339: [3 if kind.kind == "f" else 1] * count} | {int(k[1:]): v for k, v in more.items()}
-    blocks = []
-    for part in blocks_of(values, planar, block, tiled):
-        if tags.get(317) == 2:
-            part = np.diff(part, axis=1, prepend=np.zeros_like(part[:, :1]))
-        content = part.astype(kind.newbyteorder(order)).tobytes()
-        blocks.append(zlib.compress(content) if deflate else content)
-    return file([(tags, blocks)], order, big)
-
-
-def samples(count, dtype=np.uint16, seed=0):
-    rng = np.random.default_rng(seed)
-    if np.dtype(dtype).kind == "f":
-        return rng.random((H, W, count)).astype(dtype)
-    return rng.integers(0, np.iinfo(dtype).max + 1, (H, W, count)).astype(dtype)
+from anomaly.formats.tiff_directory import read_directories
 
 
 def refusal(data):
@@ -99,11 +28,12 @@ def refusal(data):
     st.sampled_from([np.uint8, np.uint16, np.float16, np.float32, np.float64]),
     st.sampled_from([1, 3]),
     st.sampled_from("<>"),
-    *[st.booleans()] * 4,
+    st.sampled_from(list(ENCODERS)),
+    *[st.booleans()] * 3,
 )
-def test_every_layout_gives_the_same_samples(dtype, count, order, planar, tiled, big, deflate):
+def test_every_layout_gives_the_same_samples(dtype, count, order, compression, planar, tiled, big):
     values = samples(count, dtype)
-    data = layout(values, planar=planar, tiled=tiled, order=order, big=big, deflate=deflate)
+    data = layout(values, planar=planar, tiled=tiled, order=order, big=big, compression=compression)
     expected = values.astype(np.float32) if values.dtype.kind == "f" else values
     decoded = tiff.decode(data)
     assert decoded.dtype == expected.dtype
@@ -115,7 +45,7 @@ def test_every_layout_gives_the_same_samples(dtype, count, order, planar, tiled,
 @pytest.mark.parametrize("tiled", [False, True])
 def test_differences_are_summed_up(order, dtype, tiled):
     values = samples(3, dtype)
-    data = layout(values, order=order, tiled=tiled, deflate=True, t317=2)
+    data = layout(values, order=order, tiled=tiled, compression=DEFLATE, t317=2)
     np.testing.assert_array_equal(tiff.decode(data), values)
 
 
@@ -129,12 +59,11 @@ def test_float_differences_as_libtiff_writes_them(compression):
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 10, 12, 14])
 @pytest.mark.parametrize("count", [1, 3])
-def test_packed_samples_and_their_declared_depth(bits, count):
+@pytest.mark.parametrize("compression", ENCODERS)
+@pytest.mark.parametrize("tiled", [False, True])
+def test_packed_samples_and_their_declared_depth(bits, count, compression, tiled):
     values = samples(count) >> (16 - bits)
-    digits = np.unpackbits(values.astype(">u2")[..., None].view(np.uint8), axis=-1)
-    rows = np.packbits(digits[..., 16 - bits :].reshape(H, -1), axis=1)
-    tags = {256: W, 257: H, 258: [bits] * count, 262: 2 if count == 3 else 1, 277: count, 278: H}
-    data = file([(tags, [rows.tobytes()])])
+    data = layout(values, bits=bits, planar=tiled, tiled=tiled, compression=compression)
     header = tiff.read_header(data)
     assert header.full_scale == (255 if bits < 8 else 2**bits - 1)
     np.testing.assert_allclose(
@@ -158,6 +87,18 @@ def test_palette():
     np.testing.assert_array_equal(decoded[..., 0], colours[values[..., 0]])
     np.testing.assert_array_equal(decoded[..., 1], colours[::-1][values[..., 0]])
     assert refusal(layout(values, t262=3, t320=table[:-1]))[0] == "unreadable"
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_a_fourth_sample_that_nobody_names_is_alpha_as_opencv_means_it(dtype):
+    rgba = samples(4, dtype)
+    done, data = cv2.imencode(".tiff", rgba[..., [2, 1, 0, 3]])
+    assert done
+    assert tiff.read_header(data.tobytes()).mode == f"rgba{rgba.itemsize * 8}"
+    weight = rgba[..., 3:] / np.iinfo(dtype).max
+    np.testing.assert_array_equal(
+        tiff.decode(data.tobytes()), np.rint(rgba[..., :3] * weight).astype(dtype)
+    )
 
 
 def test_straight_and_premultiplied_alpha():
@@ -222,9 +163,45 @@ def test_a_block_that_is_too_short_is_damage():
         (8, zlib.compress(whole[:-1])),
         (8, zlib.compress(whole)[:-40]),
         (32773, b"\x7f" + whole[:128]),
+        (32773, pack_bits(whole)[:-1]),
         (5, b"\x80\x00\x00"),
     ):
         assert refusal(file([({**tags, 259: compression}, [content])]))[0] == "unreadable"
+
+
+@pytest.mark.parametrize("planar", [False, True])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_deflate_with_zeros_written_into_it_is_refused(planar, tiled):
+    y, x = np.mgrid[:H, :W]
+    values = np.stack([x * 7, y * 11, x + y], axis=-1).astype(np.uint8)
+    data = layout(values, planar=planar, tiled=tiled, compression=DEFLATE)
+    page = next(read_directories(data))
+    tags = (324, 325) if tiled else (273, 279)
+    blocks = list(zip(*(page.values(tag).tolist() for tag in tags), strict=True))
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        start, size = blocks[rng.integers(len(blocks))]
+        first, last = sorted(rng.integers(2, size, 2).tolist())
+        zeroed = data[: start + first] + bytes(last - first) + data[start + last :]
+        if zeroed != data:
+            assert refusal(zeroed)[0] == "unreadable"
+
+
+@pytest.mark.parametrize("compression", [DEFLATE, LZW, PACK_BITS])
+def test_a_last_strip_that_is_filled_up_is_no_damage(compression):
+    values = samples(1, np.uint8)
+    tags = {256: W, 257: H, 258: 8, 259: compression, 262: 1, 278: 16}
+    filled = np.pad(values, ((0, 32 - H), (0, 0), (0, 0)))
+    blocks = [ENCODERS[compression](filled[at : at + 16].tobytes()) for at in (0, 16)]
+    np.testing.assert_array_equal(tiff.decode(file([(tags, blocks)]))[..., :1], values)
+
+
+@pytest.mark.parametrize("width", [1_048_583, 2 * 1_048_583])
+@pytest.mark.parametrize("compression", [LZW, PACK_BITS])
+def test_blocks_that_dont_fold_are_refused_or_read(width, compression):
+    content = b"\x7f\x09" * 20  # nowhere near as long as it should be
+    tags = {256: width, 257: 1, 258: 8, 259: compression, 262: 1, 278: 1}
+    assert refusal(file([(tags, [content])]))[0] in ("unreadable", "unsupported")
 
 
 def test_damaged_lzw_is_refused_quietly(capfd):

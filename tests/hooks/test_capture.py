@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import warnings
 from typing import NamedTuple
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
-from anomaly.hooks import capture, live_hooks
+from anomaly.hooks import HookSet, capture, live_hooks
 
 LAYERS = {
     "conv": lambda: nn.Conv2d(3, 3, 3, padding=1),
@@ -106,13 +108,57 @@ def test_nothing_behind_the_last_wanted_layer_runs() -> None:
         assert ran == [0, 1, 2] * 2
 
 
-def test_the_context_swallows_its_own_stop_when_the_network_is_called_directly() -> None:
+def test_calling_the_network_itself_under_an_early_stop_is_an_error() -> None:
     network = build(["conv", "relu", "conv"])
+    x = torch.zeros(1, 3, 4, 4)
+    reached = []
     with capture(network, "1", stop=True) as captured:
-        network(torch.zeros(1, 3, 4, 4))
-        pytest.fail("the forward pass should have ended")
-    assert captured.pop()["1"].shape == (1, 3, 4, 4)
+        with pytest.raises(LayerError, match=r"call captured\.run"):
+            network(x)
+        captured.run(x)
+        with pytest.raises(LayerError, match=r"call captured\.run"):
+            network(x)
+        reached.append(captured.pop()["1"].shape)
+    assert reached == [(1, 3, 4, 4)]
     assert live_hooks(network) == 0
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_copies_of_a_hooked_network_carry_no_hooks(stop: bool) -> None:
+    network = build(["conv", "relu", "conv"])
+    x = torch.randn(1, 3, 4, 4)
+    expected = network(x)
+    with capture(network, "1", stop=stop) as captured:
+        copies = [copy.deepcopy(network), pickle.loads(pickle.dumps(network))]
+        for twin in copies:
+            assert live_hooks(twin) == 0
+            torch.testing.assert_close(twin(x), expected)
+        with pytest.raises(LayerError, match="didn't run"):
+            captured.pop()
+        captured.run(x)
+        captured.pop()
+    for twin in copies:
+        torch.testing.assert_close(twin(x), expected)
+
+
+def test_no_two_outputs_share_a_name() -> None:
+    class Keys(nn.Module):
+        def forward(self, x: Tensor) -> object:
+            return {
+                "a.b": x,
+                "a": {"b": x + 1},
+                "c": {"0": x + 2, 0: x + 3},
+                "'a": x + 4,
+                "": x + 5,
+            }
+
+    network = nn.ModuleList([Keys()])
+    with capture(network, "0") as captured:
+        network[0](torch.zeros(1))
+        values = captured.pop()
+    assert {name: float(value) for name, value in values.items()} == {
+        "0:'a.b'": 0, "0:a.b": 1, "0:c.0": 2, "0:c.[0]": 3, '0:"\'a"': 4, "0:''": 5,
+    }  # fmt: skip
 
 
 def test_nested_captures_stop_where_each_one_wants() -> None:
@@ -334,9 +380,6 @@ def test_compiled_scripted_and_replicated_networks_are_refused_with_a_reason() -
     compiled = torch.compile(network)
     with pytest.raises(LayerError, match="is compiled"):
         capture(compiled, "_orig_mod.0")
-    with capture(compiled._orig_mod, "0") as captured:
-        captured.run(torch.zeros(1, 3, 4, 4))
-        assert captured.pop()["0"].shape == (1, 3, 4, 4)
     inner = nn.Sequential(nn.Identity(), build(["conv"]))
     inner[1].compile()
     capture(inner, "0")
@@ -351,6 +394,36 @@ def test_compiled_scripted_and_replicated_networks_are_refused_with_a_reason() -
     parallel.device_ids = [0, 1]
     with pytest.raises(LayerError, match="copied to 2 GPUs"):
         capture(parallel, "module.0")
+
+
+@pytest.mark.parametrize("how", ["capture", "forward", "forward_pre", "backward"])
+def test_a_compiled_network_does_not_run_past_hooks(how: str) -> None:
+    network = build(["conv", "relu"])
+    compiled = torch.compile(network, backend="eager")
+    x = torch.zeros(1, 3, 4, 4)
+    compiled(x)
+    ran: list[int] = []
+    refused = pytest.raises(LayerError, match="this network is compiled")
+    if how == "capture":
+        with capture(network, "0"), refused:
+            compiled(x)
+    else:
+        with HookSet(network) as hooks:
+            getattr(hooks, how)("0", lambda *_: ran.append(1))
+            with refused:
+                compiled(x)
+    assert compiled(x).shape == (1, 3, 4, 4)
+    # What the message and the documentation advise.
+    with HookSet(compiled._orig_mod) as hooks, capture(compiled._orig_mod, "0") as captured:
+        hooks.forward("0", lambda *_: ran.append(2))
+        captured.run(x)
+        compiled._orig_mod(x)
+        assert captured.pop()["0"].shape == (1, 3, 4, 4)
+    assert ran == [2, 2]
+    other = build(["conv"])
+    with capture(other, "0"):
+        compiled(x)  # nothing of it is hooked
+    torch.compiler.reset()
 
 
 def test_data_parallel_on_one_device_works() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import warnings
+import weakref
 from collections import OrderedDict
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from anomaly.errors import LayerError
 from anomaly.hooks import HookSet, capture, live_hooks
+from anomaly.hooks.backward import BackwardGates
 
 # What these networks need; the others take small images.
 SIDES = {"alexnet": 80, "inception_v3": 96, "maxvit_t": 224, "swin_t": 64, "swin_v2_t": 64}
@@ -468,3 +471,45 @@ def test_no_hook_remains_after_any_path_and_the_network_is_as_before(
     assert live_hooks(network) == 0
     breaking.when = "never"
     torch.testing.assert_close(network(x), expected, rtol=0, atol=0)
+
+
+def test_copies_of_a_network_with_backward_hooks_carry_none() -> None:
+    network = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    seen: list[int] = []
+    with HookSet(network) as hooks:
+        hooks.backward("0", lambda *_: seen.append(1))
+        twin = copy.deepcopy(network)
+        twin(torch.randn(2, 3, requires_grad=True)).sum().backward()
+        assert seen == []
+        assert live_hooks(twin) == 0
+        network(torch.randn(2, 3, requires_grad=True)).sum().backward()
+    assert seen == [1]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_stopped_passes_leave_nothing_behind_in_backward_hooks(everywhere: bool) -> None:
+    network = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(2, 3, requires_grad=True)
+    gates: list[weakref.ref[BackwardGates]] = []
+    made = BackwardGates.__init__
+
+    def note(self: BackwardGates, *args: Any, **named: Any) -> None:
+        made(self, *args, **named)
+        gates.append(weakref.ref(self))
+
+    seen: list[int] = []
+    with pytest.MonkeyPatch.context() as patched, HookSet(network) as hooks:
+        patched.setattr(BackwardGates, "__init__", note)
+        if everywhere:
+            hooks.everywhere("backward", lambda *_: seen.append(1))
+        else:
+            hooks.backward(nn.Module, lambda *_: seen.append(1))
+        used = [gate for ref in gates if (gate := ref()) is not None]
+        assert used
+        for _ in range(20):
+            with capture(network, "2", stop=True) as captured:
+                captured.run(x)
+        assert sum(len(gate._open) for gate in used) < 14
+        network(x).sum().backward()
+        assert len(seen) == 13
+        assert not any(gate._open for gate in used)

@@ -4,7 +4,9 @@ import base64
 import hashlib
 import json
 import re
+import shlex
 from html.parser import HTMLParser
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,3 +72,10 @@ def test_folder_names_are_plain(name: str) -> None:
     folder = folder_name(name)
     assert re.fullmatch(r"[\w.-]+", folder)
     assert not folder.startswith(".")
+
+
+def test_the_command_that_sets_thresholds_holds_in_any_folder() -> None:
+    text = report_html(case(4, thresholds=limits()))
+    (command,) = re.findall(r'"command": ?("(?:[^"\\]|\\.)*")', text)
+    words = shlex.split(json.loads(command))
+    assert words == ["anomaly", "calibrate", "--model", str(Path.cwd() / "runs" / "my disc")]

@@ -399,7 +399,7 @@ def test_tabs_by_keyboard(browser: Browser, tmp_path: Path) -> None:
 def test_the_command_carries_the_thresholds(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, case(thresholds=limits(10.123456789)))
     command = "document.getElementById('command').value"
-    start = "python scripts/calibrate.py --model 'runs/my disc' --threshold "
+    start = f"anomaly calibrate --model '{Path.cwd()}/runs/my disc' --threshold "
     assert browser.evaluate(command) == start + "10.123456789"
     review = set_slider(browser, "review", 7)
     assert browser.evaluate(command) == start + f"10.123456789 --review-threshold {review:g}"

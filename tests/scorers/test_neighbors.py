@@ -57,6 +57,22 @@ def test_a_vector_of_the_bank_is_at_distance_zero(method: str, device: str) -> N
 
 
 @pytest.mark.parametrize(("method", "device"), PLACES)
+@pytest.mark.parametrize("k", [1, 3])
+def test_neighbours_closer_than_products_can_tell(method: str, device: str, k: int) -> None:
+    """Bank vectors in bunches of 8 that differ by less than what float32 leaves of large norms."""
+    g = torch.Generator().manual_seed(3)
+    centres = 1000 + 100 * torch.randn(300, 24, generator=g)
+    bank = (centres.repeat_interleave(8, 0) + 0.01 * torch.randn(2400, 24, generator=g)).to(device)
+    queries = bank[torch.randperm(2400, generator=g)[:400]].cpu()
+    queries = queries + 0.01 * torch.randn(400, 24, generator=g)
+    distances, indices = NearestNeighbors(bank, method).search(queries.to(device), k)
+    exact = cdist(queries.double(), bank.double().cpu())
+    expected = np.sort(exact, axis=1)[:, :k]
+    assert distances.cpu().numpy() == pytest.approx(expected, rel=1e-5)
+    assert np.take_along_axis(exact, indices.cpu().numpy(), 1) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("method", "device"), PLACES)
 def test_alone_or_in_a_batch(method: str, device: str) -> None:
     bank, queries = blobs(5000, 96).to(device), blobs(2500, 96, seed=2).to(device)
     search = NearestNeighbors(bank, method).search

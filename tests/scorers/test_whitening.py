@@ -3,7 +3,7 @@ import pytest
 import torch
 from scipy.spatial.distance import mahalanobis
 
-from anomaly.errors import ConfigError
+from anomaly.errors import ConfigError, DataError
 from anomaly.scorers.covariance import GaussianStatistics, centre
 from anomaly.scorers.whitening import CholeskyWhitening, LowRankWhitening
 
@@ -78,8 +78,41 @@ def test_samples_without_any_variance_leave_the_euclidean_distance():
     torch.testing.assert_close(found, residuals.norm(dim=2) / 0.5)
 
 
-def test_regularisation_that_vanishes_beside_the_variances_is_refused():
-    # Two equal channels: without ε, the covariance is singular.
-    samples = 1e4 * correlated(1, 50, 4)[:, :, [0, 0, 1, 2]]
+def equal_channels(dimensions=4):
+    """Statistics whose covariance is singular: every channel is a multiple of one."""
+    one = 1e4 * correlated(1, 600, 1)
+    return GaussianStatistics.of(one * torch.linspace(0.5, 1.5, dimensions))
+
+
+@pytest.mark.parametrize("dimensions", [2, 4, 100])
+def test_regularisation_that_vanishes_beside_the_variances_is_refused(dimensions):
+    statistics = equal_channels(dimensions)
     with pytest.raises(ConfigError, match=r"model.regularisation 1e-12 is too small"):
-        CholeskyWhitening.of(GaussianStatistics.of(samples), 1e-12)
+        CholeskyWhitening.of(statistics, 1e-12)
+    least = 2**-21 * float(statistics.covariance()[0].trace())
+    with pytest.raises(ConfigError, match="raise it to"):
+        CholeskyWhitening.of(statistics, least * 0.99)
+    factor = CholeskyWhitening.of(statistics, least * 1.01)
+    assert all(bool(t.isfinite().all()) for t in factor.tensors().values())
+
+
+def test_a_remedy_that_is_named_is_taken():
+    with pytest.raises(ConfigError) as refused:
+        CholeskyWhitening.of(equal_channels(), 1e-12)
+    named = float(str(refused.value).split("raise it to ")[1].split()[0])
+    CholeskyWhitening.of(equal_channels(), named)
+
+
+def test_singularity_is_computed_not_met(monkeypatch):
+    """A factorisation that happens to succeed, as another processor's may, changes nothing."""
+    monkeypatch.setattr(torch.linalg, "cholesky", lambda a: torch.eye(4).expand_as(a))
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda a: (torch.eye(4).expand_as(a), a[:0]))
+    with pytest.raises(ConfigError, match="too small"):
+        CholeskyWhitening.of(equal_channels(), 1e-12)
+
+
+def test_samples_that_are_not_numbers_are_refused():
+    samples = correlated(1, 50, 4)
+    samples[0, 3, 2] = float("nan")
+    with pytest.raises(DataError, match="NaN"):
+        CholeskyWhitening.of(GaussianStatistics.of(samples), 0.01)

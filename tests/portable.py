@@ -1,0 +1,83 @@
+"""Run tests as an older x86 processor computes them: `make test-portable`, or
+
+    python tests/portable.py --level sse4.2 --threads 2 tests -k "not browser"
+
+Each library that picks instructions by the processor is told to leave the newer ones alone.
+`test_portable.py` checks, in each of these runs, that all of them obeyed.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+
+# oneDNN: convolutions. MKL: torch's matrix products and factorisations. ATen: everything else of
+# torch. OpenBLAS: numpy's, scipy's and faiss's products. oneDNN knows no SSE4.2, but SSE4.1.
+LEVELS = {
+    "avx2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "OPENBLAS_CORETYPE": "Haswell",
+        "FAISS_SIMD_LEVEL": "AVX2",
+        "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR",
+        "OPENCV_CPU_DISABLE": "AVX512-SKX",
+    },
+    "sse4.2": {
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        "ATEN_CPU_CAPABILITY": "default",
+        "OPENBLAS_CORETYPE": "Nehalem",
+        "FAISS_SIMD_LEVEL": "NONE",
+        "NPY_DISABLE_CPU_FEATURES": "X86_V3 X86_V4 AVX512_ICL AVX512_SPR",
+        "OPENCV_CPU_DISABLE": "AVX512-SKX,AVX2,FP16,AVX",
+    },
+}
+RUNS = [("avx2", 1), ("avx2", 4), ("sse4.2", 2)]
+
+# What rounding could turn: arithmetic, and verdicts that hang on it.
+NUMERICAL = [
+    "tests/test_portable.py",
+    "tests/scorers",
+    "tests/test_aligner.py",
+    "tests/test_anomaly_map.py",
+    "tests/test_calibration.py",
+    "tests/test_cross_fitting.py",
+    "tests/test_features.py",
+    "tests/test_folding.py",
+    "tests/test_model_thresholds.py",
+    "tests/test_pooling.py",
+    "tests/test_precision.py",
+    "tests/test_watch.py::test_a_shift",
+    "tests/test_watch.py::test_a_name_that_is_used_again",
+]
+
+
+def environment(level: str, threads: int) -> dict[str, str]:
+    """The environment of this process, with instructions and number of threads held down."""
+    return {**os.environ, **LEVELS[level], "OMP_NUM_THREADS": str(threads)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--level", choices=LEVELS)
+    parser.add_argument("--threads", type=int, default=2)
+    options, arguments = parser.parse_known_args()
+    runs = [(options.level, options.threads)] if options.level else RUNS
+    codes = []
+    for level, threads in runs:
+        print(f"as {level} with {threads} threads", flush=True)
+        command = [sys.executable, "-m", "pytest", *(arguments or NUMERICAL)]
+        codes.append(
+            subprocess.run(command, env=environment(level, threads), cwd=REPOSITORY).returncode
+        )
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Evaluation of any model on folders of good and of defective images."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import FAST, REPOSITORY, Command, write_part
+
+from anomaly.datasets import open_test_images
+from anomaly.errors import DataError
+
+
+def _arguments(output: Path, folder: Path) -> list[object]:
+    settings = [*FAST, "name=disc", "data.format=folder", f"data.root={folder}"]
+    sets = [part for setting in settings for part in ("--set", setting)]
+    return ["--config", REPOSITORY / "configs" / "folder.yaml", *sets, "--output", output]
+
+
+def test_a_model_of_a_plain_folder(product: Path, tmp_path: Path, command: Command) -> None:
+    run, good = tmp_path / "run", tmp_path / "more"
+    assert command("train", _arguments(run, product / "train" / "good"))[0] == 0
+    code, _, err = command("evaluate", ["--model", run, "--output", tmp_path / "none"])
+    assert code == 2
+    assert "data.format=folder learns from all of it. Give --good FOLDER" in err
+    assert "test/good" not in err
+
+    shutil.copytree(product / "test" / "good", good)
+    shutil.copy(product / "train" / "good" / "000.png", good / "known.png")
+    defects, masks = tmp_path / "defects", tmp_path / "masks"
+    shutil.copytree(product / "test" / "spot", defects / "spot")
+    write_part(defects / "loose.png", seed=9, mark=(40, 40))
+    shutil.copytree(product / "ground_truth" / "spot", masks / "spot")
+    images = ["--good", good, "--defects", defects, "--masks", masks]
+    base = ["evaluate", ["--model", run, "--output", tmp_path / "figures", *images]]
+    code, _, _ = command(*base)
+    assert code == 0
+    with (tmp_path / "figures" / "scores.csv").open(newline="") as stream:
+        kinds = {row["path"]: row["defect_type"] for row in csv.DictReader(stream)}
+    assert kinds == {
+        **{f"more/{i:03}.png": "good" for i in range(3)},  # what was learned from is left out
+        **{f"defects/spot/{i:03}.png": "spot" for i in range(3)},
+        "defects/loose.png": "defects",
+    }
+    figures = json.loads((tmp_path / "figures" / "metrics.json").read_text())["categories"]["disc"]
+    assert figures["image_auroc"] == 1
+    assert figures["pixel_auroc"] is not None
+
+
+def test_wishes_that_cannot_be_met(
+    run_folder: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    model = ["--model", run_folder, "--output", tmp_path / "out"]
+    (tmp_path / "empty").mkdir()
+    for wrong, says in (
+        (["--good", product / "test"], "test would be taken as good"),
+        (["--good", tmp_path / "empty"], "no images in"),
+        (["--defects", product / "tset"], "did you mean 'test'"),
+        (["--good", product / "train" / "good"], "has learned from all of these images"),
+        (["--good", product / "test" / "good", "--masks", tmp_path], "--masks needs --defects"),
+        (["--good", product / "test" / "good", "--data-root", tmp_path], "--data-root names"),
+    ):
+        code, _, err = command("evaluate", [*model, *wrong])
+        assert (code, says in err) == (2, True), err
+    config = ["--config", "folder.yaml", "--output", tmp_path / "out"]
+    code, _, err = command("evaluate", [*config, "--good", product])
+    assert (code, "need --model" in err) == (2, True)
+
+
+def test_names_and_types_of_images_to_test_with(tmp_path: Path) -> None:
+    names = ("a/good/1", "b/good/1", "b/NG/1", "b/NG/dent/x/2", "m/dent/x/2")
+    for name in (f"{name}.png" for name in names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    good = [tmp_path / "a" / "good", tmp_path / "b" / "good"]
+    samples = open_test_images(good, [tmp_path / "b" / "NG"], tmp_path / "m")
+    seen = [(s.name, s.defect_type, s.mask_path) for s in samples]
+    assert seen == [
+        ("a/good/1.png", "good", None),
+        ("b/good/1.png", "good", None),
+        ("b/NG/1.png", "NG", None),
+        ("b/NG/dent/x/2.png", "dent", tmp_path / "m" / "dent" / "x" / "2.png"),
+    ]
+    with pytest.raises(DataError, match="says that it is good"):
+        open_test_images([], [tmp_path / "a"])
+    with pytest.raises(DataError, match="as good and as a defect"):
+        open_test_images([tmp_path / "m" / "dent"], [tmp_path / "m"])
+    with pytest.raises(DataError, match="as good and as a defect"):
+        open_test_images([tmp_path / "m"], [tmp_path / "m"])
