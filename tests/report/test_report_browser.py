@@ -225,7 +225,7 @@ def test_images_are_found_by_their_names(browser: Browser, tmp_path: Path) -> No
     category = case(30, thresholds=limits(), names=names)
     opened(browser, tmp_path, category)
     file = "[...document.querySelectorAll('.tile .file')].map((n) => n.textContent)"
-    assert {"Station…t part 17.png", "0003.png"} <= set(browser.evaluate(file))
+    assert {"Station…ft part 17.png", "0003.png"} <= set(browser.evaluate(file))
 
     def search(text: str) -> list[str]:
         browser.evaluate(
