@@ -27,7 +27,16 @@ from numpy.typing import NDArray
 from anomaly.errors import ImageError, OutputError
 from anomaly.geometry import Tiling, View
 from anomaly.images import Image
-from anomaly.loading import MODEST_PIXELS, Loaded, Loading, Refused, load, paint, refusal
+from anomaly.loading import (
+    MODEST_PIXELS,
+    Loaded,
+    Loading,
+    Refused,
+    load,
+    nothing_said,
+    paint,
+    refusal,
+)
 from anomaly.marked import MarkedRegion
 from anomaly.pictures import Pictures
 from anomaly.source_map import SourceMap
@@ -125,7 +134,7 @@ class _Server:
         say_pixels: told of images that have more than `MODEST_PIXELS`, before they are worked on.
     """
 
-    def __init__(self, task: Task, say_pixels: Callable[[int], None]) -> None:
+    def __init__(self, task: Task, say_pixels: Callable[[int], None] = nothing_said) -> None:
         self._task = task
         self._say_pixels = say_pixels
         self._kept: OrderedDict[int, Image] = OrderedDict()

@@ -33,8 +33,8 @@ def check_shape(size: tuple[int, int]) -> None:
     """
     if max(size) > THINNEST * min(size):
         raise DataError(
-            f"its {size[1]}×{size[0]} pixels are too thin: one side may be {THINNEST} times as long "
-            "as the other at most; cut it into pieces"
+            f"its {size[1]}×{size[0]} pixels are too thin: one side may be {THINNEST} times as "
+            "long as the other at most; cut it into pieces"
         )
 
 

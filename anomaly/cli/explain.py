@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from anomaly.checkpoint import Model
+    from anomaly.decoding import Decoders
     from anomaly.detector import Prediction
     from anomaly.explain.tiles import Picture
     from anomaly.explanation import GoodImages, GoodPatch
-    from anomaly.decoding import Decoders
     from anomaly.loading import Loaded, Loading
 
 OUTPUTS = ("explanation.json", "evidence.png", "score_gradient.png", "grad_cam.png")
