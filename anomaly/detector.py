@@ -53,7 +53,7 @@ class Prediction:
         smoothing: of the anomaly map, in network pixels.
         region: what of the image counts; None for all of it.
         oddness: why the image isn't like the training images at all, so that its score means
-            little; empty where it is.
+            little, or that it is blank; empty where it is.
     """
 
     index: int
@@ -240,7 +240,7 @@ class AnomalyDetector:
             image_score=score,
             smoothing=self.config.model.smoothing,
             region=self.region,
-            oddness="" if self.usual is None else self.usual.oddness(look),
+            oddness=look.blank or ("" if self.usual is None else self.usual.oddness(look)),
         )
 
     def verdict(self, prediction: Prediction) -> str:
