@@ -38,6 +38,7 @@ from anomaly.backbones import Normalisation, build, fill
 from anomaly.bf16 import has_bf16
 from anomaly.config import Config, parse_config
 from anomaly.config_files import region_of
+from anomaly.decoding import read_mask
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import AnomalyError, ModelError, OutputError
 from anomaly.features import truncate
@@ -145,7 +146,7 @@ def load(folder: Path, device: torch.device, precision: str | None = None) -> Mo
         state = load_file(folder / "backbone.safetensors")
         fill(truncated.network, state, build(name), str(folder / "backbone.safetensors"))
         thresholds = read_thresholds(folder)
-        region, aspect = region_of(config.image, folder), manifest["aspect"]
+        region, aspect = region_of(config.image, folder, read_mask), manifest["aspect"]
         looks = folder / "usual.safetensors"
         usual = UsualLook.from_tensors(load_numpy(looks)) if looks.is_file() else None
     except (

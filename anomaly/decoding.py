@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from anomaly import images
 from anomaly.decoding_process import Task
 from anomaly.errors import ImageError
 from anomaly.geometry import View
@@ -105,12 +106,15 @@ class Decoders:
         """
         return ahead(lambda item: self._call(function, item), items, self._ahead)
 
-    def call(self, function: Callable[..., Any], *arguments: Any, pixels: int = 0) -> Any:
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, about: Path, pixels: int = 0
+    ) -> Any:
         """What a function that reads files returns; see `map`.
 
         Args:
             function: what to do.
             arguments: with what.
+            about: the file, for messages.
             pixels: of the image that it is about, where they are known to be many.
 
         Raises:
@@ -118,7 +122,7 @@ class Decoders:
         """
         found = self._call(partial(_spread, function), arguments, pixels).result()
         if isinstance(found, ImageError):
-            raise found
+            raise ImageError(f"{about}: {found}", found.status)
         return found
 
     def finish(
@@ -160,6 +164,16 @@ class Decoders:
         while not self._closing.wait(_WATCHED_SECONDS):
             for process in self._processes:
                 process.watch()
+
+
+def read_mask(path: Path) -> NDArray[np.bool_]:
+    """Read a mask as `anomaly.images.read_mask` does, in a process of its own.
+
+    Raises:
+        ImageError: as there, or `failed`: it took too long or too much.
+    """
+    with Decoders(1) as decoders:
+        return np.asarray(decoders.call(images.read_mask, path, about=path), bool)
 
 
 def _load(process: GuardedProcess, index: int, path: Path) -> Loaded | Refused:

@@ -12,7 +12,7 @@ from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample, ground_truth
 from anomaly.decoding import Decoders
 from anomaly.detector import AnomalyDetector, Prediction
-from anomaly.errors import DataError, ImageError
+from anomaly.errors import DataError
 from anomaly.loading import Refused
 from anomaly.metrics import (
     Metrics,
@@ -154,10 +154,12 @@ def _mask(
 ) -> Mask | None:
     if sample.mask_path is None:
         return None if sample.is_defect else ground_truth(sample, size)
-    try:
-        found = decoders.call(ground_truth, sample, size, mask_above, pixels=size[0] * size[1])
-    except ImageError as error:
-        if error.status != "failed":  # says which file it is
-            raise
-        raise DataError(f"mask {sample.mask_path}: {error}") from None
+    found = decoders.call(
+        ground_truth,
+        sample,
+        size,
+        mask_above,
+        about=sample.mask_path,
+        pixels=size[0] * size[1],
+    )
     return np.asarray(found, bool)

@@ -16,7 +16,7 @@ from anomaly.config import Config
 from anomaly.config_files import region_of
 from anomaly.cross_fitting import cross_fit
 from anomaly.datasets import Sample
-from anomaly.decoding import Decoders
+from anomaly.decoding import Decoders, read_mask
 from anomaly.decoding_process import Task
 from anomaly.detector import AnomalyDetector
 from anomaly.embedding import TrainingPatches
@@ -110,7 +110,7 @@ def _fit(
     clock = _Clock()
     extractor, weights_sha256 = backbone(config, device)
     normalise = normalisation(config.backbone.name)
-    region, aspect = region_of(config.image, Path()), _aspect(config, samples, decoders)
+    region, aspect = region_of(config.image, Path(), read_mask), _aspect(config, samples, decoders)
     decoders.begin(Task(loading_of(config, extractor, region, aspect)))
     extractor = _settle(config, extractor, normalise, samples, decoders, device)
     config = config.model_copy(update={"precision": extractor.precision})

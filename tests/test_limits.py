@@ -146,7 +146,7 @@ def test_functions_are_limited_likewise(bad_parser: None, tmp_path: Path) -> Non
         assert (found[0].status, "2 s of computing" in str(found[0])) == ("failed", True)
         assert found[1].size == (96, 120)
         with pytest.raises(ImageError, match="No such file"):
-            decoders.call(read_header, tmp_path / "none.png")
+            decoders.call(read_header, tmp_path / "none.png", about=tmp_path)
 
 
 def test_large_images_are_announced(tmp_path: Path) -> None:
