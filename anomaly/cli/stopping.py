@@ -10,7 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 # What a command may take to finish what is in hand, or to give up.
 PATIENCE_SECONDS = 8.0
@@ -31,8 +31,9 @@ class Interrupted(KeyboardInterrupt):
 class Stopping:
     """Stops a command at a signal. Used in a `with` statement.
 
-    Whatever the command does then, its process ends `PATIENCE_SECONDS` later at the latest: a
-    thread sees to that, since a long call of a library keeps Python from handling signals.
+    Whatever the command does then, its process ends `PATIENCE_SECONDS` later at the latest, unless
+    the outermost of these blocks is left: a thread sees to that, since a long call of a library
+    keeps Python from handling signals.
 
     Args:
         politely: the first signal is only noted, for a command that finishes what is in hand and
@@ -42,6 +43,8 @@ class Stopping:
         signal: the signal that came first; None so far.
     """
 
+    _open: ClassVar[list[Stopping]] = []  # outermost first
+
     def __init__(self, *, politely: bool = True) -> None:
         self.signal: int | None = None
         self._politely = politely
@@ -50,10 +53,12 @@ class Stopping:
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():  # Python allows it only there
-            self._ours, theirs = socket.socketpair()
-            theirs.setblocking(False)
-            self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-            threading.Thread(target=self._see_to_it, args=(theirs,), daemon=True).start()
+            self._open.append(self)
+            if self._open[0] is self:
+                self._ours, theirs = socket.socketpair()
+                theirs.setblocking(False)
+                self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+                threading.Thread(target=self._see_to_it, args=(theirs,), daemon=True).start()
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -62,8 +67,10 @@ class Stopping:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before:
-            signal.set_wakeup_fd(self._wakeup)
-            self._ours.shutdown(socket.SHUT_RDWR)
+            self._open.remove(self)
+            if not self._open:
+                signal.set_wakeup_fd(self._wakeup)
+                self._ours.shutdown(socket.SHUT_RDWR)
 
     @property
     def exit_code(self) -> int:
@@ -81,14 +88,15 @@ class Stopping:
             first = self._ours.recv(1)
             if not first:
                 return
-            if self._politely:
+            inner = self._open[-1] if self._open else self  # a command may end right now
+            if inner._politely:
                 _say("stopping: what is in hand is finished; a second signal ends it at once")
             end = time.monotonic() + PATIENCE_SECONDS
             while (left := end - time.monotonic()) > 0:
                 self._ours.settimeout(left)
                 if not self._ours.recv(1):
                     return
-        _say(self._message)
+        _say(inner._message)
         os._exit(128 + first[0])
 
 
