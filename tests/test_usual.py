@@ -50,7 +50,7 @@ def test_one_value_is_a_blank_image() -> None:
         assert odd_among([_look(rng), blank]) == [1]
         pixels[3, 4] += 1 / 255
         assert _look(rng, pixels).blank == ""
-    nothing = look(pixels, np.ones(3), 1.0, 0, np.zeros((4, 6), bool))
+    nothing = look(pixels, np.ones(16), 1.0, 0, np.zeros((4, 6), bool))
     assert (nothing + _look(rng)).blank == ""
 
 
