@@ -37,17 +37,28 @@ class Arrivals:
     Args:
         folders: searched with their subfolders.
         done: files that were given earlier, with the stamps that they had then.
+        settle: for how many seconds a file mustn't have changed to be taken as fully written.
     """
 
-    def __init__(self, folders: Sequence[Path], done: Mapping[Path, Stamp]) -> None:
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        done: Mapping[Path, Stamp],
+        settle: float = 0.0,
+    ) -> None:
         self._folders = folders
         self._given = dict(done)
-        self._written: dict[Path, Stamp] = {}
+        self._settle = settle
+        # The stamps of files that may still be written to, and since when they have them.
+        self._written: dict[Path, tuple[Stamp, float]] = {}
 
-    def poll(self) -> dict[Path, Stamp]:
-        """The files that are there, unchanged since the last poll, and not given yet.
+    def poll(self, now: float = 0.0) -> dict[Path, Stamp]:
+        """The files that are there, unchanged since an earlier poll, and not given yet.
 
         A file that has changed since it was given is another one under the same name.
+
+        Args:
+            now: seconds on any clock that only goes forward.
 
         Returns:
             Stamps by file, the oldest file first.
@@ -59,8 +70,16 @@ class Arrivals:
         listed = filter(is_image, files)
         stamps = {path: stamp for path in listed if (stamp := stamp_of(path)) is not None}
         new = {path: stamp for path, stamp in stamps.items() if self._given.get(path) != stamp}
-        ready = {path: stamp for path, stamp in new.items() if self._written.get(path) == stamp}
+        before, self._written = self._written, {}
+        ready = {}
+        for path, stamp in new.items():
+            known, since = before.get(path, (None, now))
+            if known != stamp:
+                self._written[path] = stamp, now
+            elif now - since < self._settle:
+                self._written[path] = stamp, since
+            else:
+                ready[path] = stamp
         self._given = {path: stamp for path, stamp in self._given.items() if path in stamps}
         self._given.update(ready)
-        self._written = {path: stamp for path, stamp in new.items() if path not in ready}
         return dict(sorted(ready.items(), key=lambda one: (one[1].time, one[0])))

@@ -39,6 +39,7 @@ from anomaly.backbones import Normalisation, build, fill
 from anomaly.bf16 import has_bf16
 from anomaly.config import Config, parse_config
 from anomaly.config_files import region_of
+from anomaly.decoding import read_mask
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import AnomalyError, ModelError, OutputError
 from anomaly.features import truncate
@@ -150,7 +151,7 @@ def load(
         looks = folder / _USUAL
         usual = UsualLook.from_tensors(load_numpy(looks)) if looks.is_file() else None
         thresholds = read_thresholds(folder)
-        region = region_of(config.image, folder)
+        region = region_of(config.image, folder, read_mask)
     except SafetensorError:
         raise ModelError(f"{folder}: a .safetensors file in it is damaged; {AGAIN}") from None
     except (OSError, AnomalyError) as error:

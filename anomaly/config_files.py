@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from anomaly.config import Config, ImageConfig, ShapeConfig, parse_config
 from anomaly.errors import ConfigError, nearest, why
-from anomaly.images import read_mask
 from anomaly.region import Picture, Polygons, Region, Shape
 
 
@@ -35,8 +36,15 @@ def load_config(
     return parse_config(values, str(file), sources)
 
 
-def region_of(image: ImageConfig, folder: Path) -> Region | None:
-    """Where a config says to look; pictures are taken from `folder`.
+def region_of(
+    image: ImageConfig, folder: Path, read: Callable[[Path], NDArray[np.bool_]]
+) -> Region | None:
+    """Where a config says to look.
+
+    Args:
+        image: what it says.
+        folder: where pictures are taken from.
+        read: reads a picture as a mask.
 
     Raises:
         ImageError: a picture can't be read.
@@ -46,7 +54,7 @@ def region_of(image: ImageConfig, folder: Path) -> Region | None:
         if config is None:
             return None
         if config.png is not None:
-            return Picture(read_mask(folder / config.png.expanduser()))
+            return Picture(read(folder / config.png.expanduser()))
         return Polygons(config.polygons, config.unit == "relative")
 
     look, ignore = shape(image.region), shape(image.ignore)

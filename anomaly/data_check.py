@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from anomaly.data_report import DataReport, Fault, Severity, SplitSummary
 from anomaly.datasets import Dataset, Sample, ground_truth
+from anomaly.decoding import Decoders
 from anomaly.errors import DataError, ImageError
-from anomaly.geometry import ASPECT_TOLERANCE, aspect_error
-from anomaly.images import MAX_PIXELS, Image, read_image
-from anomaly.loading import refusal
+from anomaly.geometry import ASPECT_TOLERANCE, aspect_error, check_shape
+from anomaly.images import MAX_PIXELS, Image
+from anomaly.loading import Refused, read, refusal
 from anomaly.region import Region
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
@@ -67,7 +68,7 @@ def check(
         dataset: as listed.
         reading: how its images are read.
         one_grid: whether the model needs images of one aspect (PaDiM).
-        workers: decoding threads.
+        workers: decoding processes.
         progress: called with (done, total).
     """
     everything = [(split, s) for split, samples in dataset.splits.items() for s in samples]
@@ -88,29 +89,35 @@ def check(
 def _look_at_all(
     everything: Sequence[tuple[str, Sample]], reading: Reading, workers: int
 ) -> Iterator[_Seen]:
-    with ThreadPoolExecutor(workers) as pool:
-        ahead: deque[Future[_Seen]] = deque()
-        for split, sample in everything:
-            ahead.append(pool.submit(_look_at, split, sample, reading))
-            if len(ahead) > 2 * workers:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+    with Decoders(min(workers, len(everything))) as decoders:
+        found = decoders.map(partial(_look_at, reading), everything)
+        for one, (split, sample) in zip(found, everything, strict=True):
+            if isinstance(one, _Seen):
+                yield one
+            else:
+                reason = f"{sample.path}: {one}"
+                yield _unusable(split, sample, Refused(0, one.status, reason))
 
 
-def _look_at(split: str, sample: Sample, reading: Reading) -> _Seen:
+def _look_at(reading: Reading, one: tuple[str, Sample]) -> _Seen:
+    """Look at one image and its mask; called in a decoding process."""
+    split, sample = one
     try:
-        image = read_image(sample.path, max_pixels=reading.max_pixels, bit_depth=reading.bit_depth)
+        image = read(sample.path, max_pixels=reading.max_pixels, bit_depth=reading.bit_depth)
+        check_shape(image.size)
     except Exception as error:  # training goes on without it, too
-        refused = refusal(0, sample.path, error)
-        fault = Fault(refused.status, Severity.UNUSABLE, split, sample.name, refused.reason)
-        return _Seen(split, sample, None, "", 0.0, b"", (fault,))
+        return _unusable(split, sample, refusal(0, sample.path, error))
     faults = (
         *_region_faults(split, sample, image, reading.region),
         *_mask_faults(split, sample, image, reading.mask_above),
     )
     brightest = float(image.pixels.max()) / image.full_scale
     return _Seen(split, sample, image.size, image.mode, brightest, _picture(image), faults)
+
+
+def _unusable(split: str, sample: Sample, refused: Refused) -> _Seen:
+    fault = Fault(refused.status, Severity.UNUSABLE, split, sample.name, refused.reason)
+    return _Seen(split, sample, None, "", 0.0, b"", (fault,))
 
 
 def _picture(image: Image) -> bytes:

@@ -1,21 +1,17 @@
 """Processes that decode images and write their pictures, beside the one with the network.
 
-A damaged file can take a decoder down, and with it its process: then the file is tried once more
-in a new one, and after that it is `failed`; the run goes on. The processes import no torch (45 MB
-each, not 700), and are told what to do in pickled messages through their standard input. They
-start as a fresh interpreter, which works alike on every system, whatever threads the parent has.
+Every image goes through here, whatever the command. A damaged file can take a decoder down, and
+with it its process: then the file is tried once more in a new one, and after that it is `failed`.
+So it is, at once, when it takes too long or too much (`anomaly.guarded_process`); the run goes on.
+The processes import no torch (45 MB each, not 700), and are told what to do in pickled messages
+through their standard input.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,68 +20,111 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.decoding_process import Task, receive, send
+from anomaly import images
+from anomaly.decoding_process import Task
 from anomaly.errors import ImageError
 from anomaly.geometry import View
-from anomaly.loading import Loaded, Refused
+from anomaly.guarded_process import DRAWING, EndedError, GuardedProcess
+from anomaly.loading import Loaded, Refused, StoppedError, ahead, paint
 from anomaly.marked import MarkedRegion
 from anomaly.pictures import PLAIN, Shown
 from anomaly.source_map import SourceMap
 
-_ATTEMPTS = 2
 _AHEAD = 4  # images that each process may be ahead of the network
+_WATCHED_SECONDS = 0.05
 
-Answer = TypeVar("Answer")
+Item = TypeVar("Item")
 
 
 class Decoders:
-    """Decoding processes. Used in a `with` statement, which ends them.
+    """Decoding processes. Used in a `with` statement, which ends them, whatever they are at.
 
     Args:
         count: how many; they start at once, so that they are there when they are needed.
+        task: what to say to them before anything else; see `begin`.
     """
 
-    def __init__(self, count: int) -> None:
-        self._processes = [_Process() for _ in range(count)]
-        self._of: dict[int, _Process] = {}
-        self._ahead = 0
+    def __init__(self, count: int, task: Task | None = None) -> None:
+        self._processes = [GuardedProcess() for _ in range(max(1, count))]
+        self._of: dict[int, GuardedProcess] = {}
+        self._ahead = _AHEAD * len(self._processes)
+        self._closing = threading.Event()
+        threading.Thread(target=self._watch, name="watch decoders", daemon=True).start()
+        if task is not None:
+            self.begin(task)
 
     def __enter__(self) -> Decoders:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closing.set()
         for process in self._processes:
             process.close()
 
     def begin(self, task: Task) -> None:
-        """Say what the task is, before anything else."""
+        """Say what the task is, before images are loaded."""
         for process in self._processes:
             process.task = task
         # An image that is worth tiling is too large to have many of it waiting.
         self._ahead = 0 if task.loading.sizing.tile else _AHEAD * len(self._processes)
 
-    def load_all(self, items: Iterable[tuple[int, Path]]) -> Iterator[Loaded | Refused]:
+    def load_all(
+        self, items: Iterable[tuple[int, Path]], stopped: Callable[[], bool] | None = None
+    ) -> Iterator[Loaded | Refused]:
         """Load files in order, a bounded number ahead of the one asked for.
 
         Args:
             items: index and path of each file.
-        """
-        waiting: deque[Future[Loaded | Refused]] = deque()
-        try:
-            for index, path in items:
-                waiting.append(self._load(index, path))
-                if len(waiting) > self._ahead:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
+            stopped: asked now and then whether they are still wanted.
 
-    def _load(self, index: int, path: Path) -> Future[Loaded | Refused]:
-        process = min(self._processes, key=lambda p: p.waiting)
-        self._of[index] = process
-        return process.submit(process.load, index, path)
+        Raises:
+            StoppedError: they aren't; a process that is at one of them is ended.
+        """
+        try:
+            yield from ahead(lambda item: self._load(*item), items, self._ahead, stopped)
+        except StoppedError:
+            for process in self._processes:
+                process.drop()
+            raise
+
+    def load(self, path: Path) -> Loaded | Refused:
+        """Load one file."""
+        return self._load(0, path).result()
+
+    def map(self, function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:
+        """What a function that reads files makes of each item, in order, as with `load_all`.
+
+        Args:
+            function: of a module, and its items, what it makes and what it raises can be pickled.
+            items: what it is called with.
+
+        Yields:
+            Its results; an ImageError (`failed`) where an item took too long or too much, or took
+            its process down.
+
+        Raises:
+            Exception: what the function raises.
+        """
+        return ahead(lambda item: self._call(function, item), items, self._ahead)
+
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, about: Path, pixels: int = 0
+    ) -> Any:
+        """What a function that reads files returns; see `map`.
+
+        Args:
+            function: what to do.
+            arguments: with what.
+            about: the file, for messages.
+            pixels: of the image that it is about, where they are known to be many.
+
+        Raises:
+            ImageError: `failed`: it took too long or too much, or took its process down.
+        """
+        found = self._call(partial(_spread, function), arguments, pixels).result()
+        if isinstance(found, ImageError):
+            raise ImageError(f"{about}: {found}", found.status)
+        return found
 
     def finish(
         self, index: int, path: Path, found: SourceMap, name: str, shown: Shown = PLAIN
@@ -105,110 +144,86 @@ class Decoders:
             be written.
         """
         process = self._of.pop(index)
-        return process.submit(process.finish, index, path, found, name, shown)
+        return process.submit(_finish, process, index, path, found, name, shown)
 
     def forget(self, index: int) -> None:
         """An image that `load_all` has given needs no pictures."""
         self._of.pop(index, None)
 
+    def _load(self, index: int, path: Path) -> Future[Loaded | Refused]:
+        process = self._idlest()
+        self._of[index] = process
+        return process.submit(_load, process, index, path)
 
-class _Process:
-    """One process, asked one thing at a time by a thread of its own."""
+    def _call(self, function: Callable[[Item], Any], item: Item, pixels: int = 0) -> Future[Any]:
+        process = self._idlest()
+        return process.submit(_call, process, function, item, pixels)
 
-    def __init__(self) -> None:
-        self.task: Task | None = None
-        self._asked = self._answered = 0
-        self._told: Task | None = None
-        self._thread = ThreadPoolExecutor(1, "decoder")
-        self._child = _start()
+    def _idlest(self) -> GuardedProcess:
+        return min(self._processes, key=lambda p: p.waiting)
 
-    @property
-    def waiting(self) -> int:
-        """How much it has still to do."""
-        return self._asked - self._answered
-
-    def submit(self, job: Any, *arguments: object) -> Future[Any]:
-        """Do something once everything before it is done."""
-        self._asked += 1
-        future = self._thread.submit(job, *arguments)
-        future.add_done_callback(lambda _: self._done())
-        return future
-
-    def _done(self) -> None:
-        self._answered += 1
-
-    def load(self, index: int, path: Path) -> Loaded | Refused:
-        answer = self._ask(("load", index, path))
-        if answer is None:
-            return _failed(index, path, "decoding")
-        if isinstance(answer, Loaded):
-            return replace(answer, render=partial(self._render, index, path))
-        assert isinstance(answer, Refused)
-        return answer
-
-    def finish(
-        self, index: int, path: Path, found: SourceMap, name: str, shown: Shown
-    ) -> tuple[MarkedRegion, ...] | Refused:
-        answer = self._ask(("finish", index, path, found, name, shown))
-        if answer is None:
-            return _failed(index, path, "drawing")
-        assert isinstance(answer, tuple | Refused)
-        return answer
-
-    def _render(self, index: int, path: Path, view: View) -> NDArray[np.float32]:
-        """Of a large image: asked for by the network's thread while loads may be waiting."""
-        answer = self.submit(self._ask, ("render", index, path, view)).result()
-        if answer is None:
-            answer = _failed(index, path, "rendering")
-        if isinstance(answer, Refused):
-            raise ImageError(answer.reason, answer.status)
-        assert isinstance(answer, np.ndarray)
-        return answer
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
-        with suppress(OSError):
-            self._child.stdin.close()  # type: ignore[union-attr]
-        self._child.wait()
-
-    def _ask(self, request: tuple[Any, ...]) -> Any:
-        """The process's answer; None when it has died of this twice."""
-        for _ in range(_ATTEMPTS):
-            try:
-                if self._told is not self.task:
-                    send(self._child.stdin, ("begin", self.task))
-                    receive(self._child.stdout)
-                    self._told = self.task
-                send(self._child.stdin, request)
-                kind, answer = receive(self._child.stdout)
-            except (OSError, EOFError, pickle.UnpicklingError):
-                self._child.kill()
-                self._child.wait()
-                self._child, self._told = _start(), None
-                continue
-            if kind == "error":
-                raise answer
-            return answer
-        return None
+    def _watch(self) -> None:
+        while not self._closing.wait(_WATCHED_SECONDS):
+            for process in self._processes:
+                process.watch()
 
 
-def _failed(index: int, path: Path, doing: str) -> Refused:
-    return Refused(
-        index, "failed", f"{path}: {doing} it has ended {_ATTEMPTS} processes, one after the other"
-    )
+def read_mask(path: Path) -> NDArray[np.bool_]:
+    """Read a mask as `anomaly.images.read_mask` does, in a process of its own.
+
+    Raises:
+        ImageError: as there, or `failed`: it took too long or too much.
+    """
+    with Decoders(1) as decoders:
+        return np.asarray(decoders.call(images.read_mask, path, about=path), bool)
 
 
-def _start() -> subprocess.Popen[bytes]:
-    # The same modules as here, wherever they were found.
-    code = (
-        f"import sys; sys.path[:] = {sys.path!r}; "
-        "from anomaly.decoding_process import serve; serve()"
-    )  # fmt: skip
-    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | threads,
-    )
+def _load(process: GuardedProcess, index: int, path: Path) -> Loaded | Refused:
+    try:
+        answer = process.ask("load", index, path, droppable=True)
+    except EndedError as ended:
+        return _failed(index, path, "decoding", ended)
+    if isinstance(answer, Loaded):
+        if answer.image is not None:
+            return replace(answer, render=partial(paint, path, answer.image))
+        return replace(answer, render=partial(_render, process, index, path))
+    assert isinstance(answer, Refused)
+    return answer
+
+
+def _finish(
+    process: GuardedProcess, index: int, path: Path, found: SourceMap, name: str, shown: Shown
+) -> tuple[MarkedRegion, ...] | Refused:
+    try:
+        answer = process.ask("finish", index, path, found, name, shown, patience=DRAWING)
+    except EndedError as ended:
+        return _failed(index, path, "drawing", ended)
+    assert isinstance(answer, tuple | Refused)
+    return answer
+
+
+def _render(process: GuardedProcess, index: int, path: Path, view: View) -> NDArray[np.float32]:
+    """Of a large image: asked for by the network's thread while loads may be waiting."""
+    try:
+        answer = process.submit(process.ask, "render", index, path, view).result()
+    except EndedError as ended:
+        answer = _failed(index, path, "rendering", ended)
+    if isinstance(answer, Refused):
+        raise ImageError(answer.reason, answer.status)
+    assert isinstance(answer, np.ndarray)
+    return answer
+
+
+def _call(process: GuardedProcess, function: Callable[[Any], Any], item: Any, pixels: int) -> Any:
+    try:
+        return process.ask("call", function, item, pixels=pixels, droppable=True)
+    except EndedError as ended:
+        return ImageError(f"reading it {ended}", "failed")
+
+
+def _spread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return function(*arguments)
+
+
+def _failed(index: int, path: Path, doing: str, ended: EndedError) -> Refused:
+    return Refused(index, "failed", f"{path}: {doing} it {ended}")

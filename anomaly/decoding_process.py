@@ -1,16 +1,21 @@
 """What a decoding process does: the other end of `anomaly.decoding`. Imports no torch.
 
-A process keeps the images that it has decoded, within `_KEPT_BYTES`, so that the anomaly map can
-be laid over them later; those that didn't fit it reads again.
+A process keeps the images that it has decoded, within `_KEPT_BYTES`, where they are to be drawn or
+are worth tiling; those that didn't fit it reads again. It ends with the one that has started it,
+whatever it is at.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import queue
 import signal
 import sys
+import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,14 +25,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import ImageError, OutputError
-from anomaly.geometry import View
+from anomaly.geometry import Tiling, View
 from anomaly.images import Image
-from anomaly.loading import Loaded, Loading, Refused, load, paint, refusal
+from anomaly.loading import (
+    MODEST_PIXELS,
+    Loaded,
+    Loading,
+    Refused,
+    load,
+    nothing_said,
+    paint,
+    refusal,
+)
 from anomaly.marked import MarkedRegion
 from anomaly.pictures import PLAIN, Pictures, Shown
 from anomaly.source_map import SourceMap
 
 _KEPT_BYTES = 256 * 1024**2
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -36,11 +51,13 @@ class Task:
 
     Attributes:
         loading: how files become network inputs.
-        pictures: what to write for each image.
+        pictures: what to write for each image; None for nothing.
+        whole: whether the decoded image is handed over with the network's input.
     """
 
     loading: Loading
-    pictures: Pictures
+    pictures: Pictures | None = None
+    whole: bool = False
 
 
 def send(stream: IO[bytes] | None, message: object) -> None:
@@ -56,24 +73,34 @@ def receive(stream: IO[bytes] | None) -> Any:
     return pickle.load(stream)  # from our own child
 
 
-def serve() -> None:
-    """What a decoding process does until its standard input ends."""
+def serve(parent: int) -> None:
+    """What a decoding process does until its standard input ends.
+
+    Args:
+        parent: id of the process that has started it.
+    """
     import cv2
 
+    _end_with(parent)
     cv2.setNumThreads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it is over
-    requests = sys.stdin.buffer
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when it is over
     # Whatever a library may print mustn't get between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     server: _Server | None = None
-    with suppress(EOFError, BrokenPipeError):
+    with suppress(BrokenPipeError):
         while True:
-            name, *arguments = receive(requests)
+            name, *arguments = requests.get()
             try:
                 if name == "begin":
-                    server = _Server(*arguments)
+                    server = _Server(arguments[0], lambda pixels: send(answers, ("pixels", pixels)))
                     send(answers, ("done", True))
+                elif name == "call":
+                    function, *arguments = arguments
+                    send(answers, ("done", function(*arguments)))
                 else:
                     send(answers, ("done", getattr(server, name)(*arguments)))
             except BrokenPipeError:
@@ -82,18 +109,44 @@ def serve() -> None:
                 send(answers, ("error", error))
 
 
-class _Server:
-    """What a process does when it is asked."""
+def _end_with(parent: int) -> None:
+    """Have the system end this process with the thread that has started it, where it can."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.name == "posix" and os.getppid() != parent:
+        os._exit(1)
 
-    def __init__(self, task: Task) -> None:
+
+def _listen(requests: queue.SimpleQueue[Any]) -> None:
+    """Take requests while others are worked on, so that the parent's end is noticed meanwhile."""
+    with suppress(EOFError, OSError, pickle.UnpicklingError):
+        while True:
+            requests.put(receive(sys.stdin.buffer))
+    os._exit(0)
+
+
+class _Server:
+    """What a process does when it is asked.
+
+    Args:
+        task: what it has to know.
+        say_pixels: told of images that have more than `MODEST_PIXELS`, before they are worked on.
+    """
+
+    def __init__(self, task: Task, say_pixels: Callable[[int], None] = nothing_said) -> None:
         self._task = task
+        self._say_pixels = say_pixels
         self._kept: OrderedDict[int, Image] = OrderedDict()
 
     def load(self, index: int, path: Path) -> Loaded | Refused:
-        loaded = load(index, path, self._task.loading)
+        loaded = load(index, path, self._task.loading, self._say_pixels)
         if isinstance(loaded, Refused):
             return loaded
-        self._keep(index, loaded.decoded)
+        if self._task.whole:
+            return replace(loaded, render=_elsewhere)
+        if self._task.pictures is not None or isinstance(loaded.view, Tiling):
+            self._keep(index, loaded.decoded)
         return replace(loaded, image=None, render=_elsewhere)
 
     def render(self, index: int, path: Path, view: View) -> NDArray[np.float32] | Refused:
@@ -109,6 +162,7 @@ class _Server:
     def finish(
         self, index: int, path: Path, found: SourceMap, name: str, shown: Shown = PLAIN
     ) -> tuple[MarkedRegion, ...] | Refused:
+        assert self._task.pictures is not None
         image = self._image(index, path)
         if isinstance(image, Refused):
             return image
@@ -126,10 +180,14 @@ class _Server:
             held -= self._kept.popitem(last=False)[1].pixels.nbytes
 
     def _image(self, index: int, path: Path) -> Image | Refused:
-        if index in self._kept:
-            return self._kept.pop(index)
-        loaded = load(index, path, self._task.loading)
-        return loaded if isinstance(loaded, Refused) else loaded.decoded
+        image = self._kept.pop(index, None)
+        if image is None:
+            loaded = load(index, path, self._task.loading, self._say_pixels)
+            return loaded if isinstance(loaded, Refused) else loaded.decoded
+        height, width = image.size
+        if height * width > MODEST_PIXELS:
+            self._say_pixels(height * width)
+        return image
 
 
 def _elsewhere(view: View) -> NDArray[np.float32]:

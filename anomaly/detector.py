@@ -17,13 +17,15 @@ from anomaly.anomaly_map import image_scores, network_map
 from anomaly.backbones import Normalisation
 from anomaly.calibration import Thresholds
 from anomaly.config import Config
+from anomaly.decoding import Decoders
+from anomaly.decoding_process import Task
 from anomaly.embedding import Embedder, inside_of, looks_of
 from anomaly.errors import DataError, ImageError
 from anomaly.features import FeatureExtractor
 from anomaly.geometry import Layout, Tiling
 from anomaly.images import Image
 from anomaly.lanes import side_by_side
-from anomaly.loading import Item, Loaded, Loading, Refused, by_shape, load_all, refuse_missed
+from anomaly.loading import Item, Loaded, Loading, Refused, by_shape, refuse_missed
 from anomaly.region import Region
 from anomaly.scorers.base import PatchScores, Scorer
 from anomaly.scorers.gaussian import PatchGaussian
@@ -42,7 +44,7 @@ class Prediction:
     Attributes:
         index: the image's place in the list of files.
         sha256: of the file's bytes.
-        image: the decoded file; None where another process has it.
+        image: the decoded file; None where it wasn't asked for.
         view: how the network saw it.
         patch_scores: (h, w) float32, distances; higher is more anomalous. NaN doesn't count. With
             tiles, the mosaic of their patches.
@@ -51,7 +53,7 @@ class Prediction:
         smoothing: of the anomaly map, in network pixels.
         region: what of the image counts; None for all of it.
         oddness: why the image isn't like the training images at all, so that its score means
-            little; empty where it is.
+            little, or that it is blank; empty where it is.
     """
 
     index: int
@@ -114,23 +116,31 @@ class AnomalyDetector:
         return embedder_of(self.config, self.extractor, self.normalise, self.device, projection)
 
     def predict(
-        self, paths: Sequence[Path], *, batch_size: int | None = None, workers: int = 2
+        self,
+        paths: Sequence[Path],
+        *,
+        batch_size: int | None = None,
+        workers: int = 2,
+        whole: bool = False,
     ) -> Iterator[Prediction | Refused]:
         """Score image files.
 
         Args:
             paths: image files.
             batch_size: images at once; the config's by default.
-            workers: decoding threads.
+            workers: decoding processes.
+            whole: whether the predictions are to have the decoded images.
 
         Yields:
             One result for each file, `Refused` for those that can't be used. With images of
             several shapes the order isn't that of `paths`; `index` tells.
         """
-        loaded = self.fitting(load_all(paths, self.loading, workers), paths)
-        yield from self.predict_batches(
-            by_shape(loaded, batch_size or self.config.batch_size), paths
-        )
+        task = Task(self.loading, whole=whole)
+        with Decoders(min(workers, len(paths)), task) as decoders:
+            loaded = self.fitting(decoders.load_all(enumerate(paths)), paths)
+            yield from self.predict_batches(
+                by_shape(loaded, batch_size or self.config.batch_size), paths
+            )
 
     def fitting(self, items: Iterable[Item], paths: Sequence[Path]) -> Iterator[Item | Refused]:
         """Refuse images whose patches all lie outside the region, so that no batch holds any.
@@ -234,7 +244,7 @@ class AnomalyDetector:
             image_score=score,
             smoothing=self.config.model.smoothing,
             region=self.region,
-            oddness="" if self.usual is None else self.usual.oddness(look),
+            oddness=look.blank or ("" if self.usual is None else self.usual.oddness(look)),
         )
 
     def verdict(self, prediction: Prediction) -> str:

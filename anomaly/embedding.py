@@ -16,20 +16,13 @@ from torch import Tensor
 
 from anomaly.aligner import Align
 from anomaly.backbones import Normalisation
+from anomaly.decoding import Decoders
 from anomaly.errors import DataError
 from anomaly.features import FeatureExtractor
 from anomaly.freeing import trim
 from anomaly.geometry import Layout
 from anomaly.lanes import side_by_side
-from anomaly.loading import (
-    Loaded,
-    Loading,
-    Refused,
-    by_shape,
-    load_all,
-    refuse_missed,
-    tile_by_tile,
-)
+from anomaly.loading import Loaded, Refused, by_shape, refuse_missed, tile_by_tile
 from anomaly.region import Region, counted
 from anomaly.scorers.base import PatchBatch, Progress
 from anomaly.tensor_file import PieceName, TensorFile
@@ -131,21 +124,19 @@ class TrainingPatches:
     def __init__(
         self,
         paths: Sequence[Path],
-        loading: Loading,
+        decoders: Decoders,
         embedder: Embedder,
         *,
         batch_size: int,
-        workers: int,
         scratch: Path,
         aligned: bool,
         region: Region | None = None,
         progress: Progress,
     ) -> None:
         self._paths = paths
-        self._loading = loading
+        self._decoders = decoders
         self._embedder = embedder
         self._batch_size = batch_size
-        self._workers = workers
         self._scratch = scratch
         self._aligned = aligned
         self._region = region
@@ -197,7 +188,7 @@ class TrainingPatches:
         self.refused, self.hashes, self.looks, self.count = [], {}, {}, 0
         started = time.perf_counter()
         loaded = refuse_missed(
-            load_all(self._paths, self._loading, self._workers),
+            self._decoders.load_all(enumerate(self._paths)),
             self._paths,
             self._embedder.grid,
             self._region,

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample, ground_truth
+from anomaly.decoding import Decoders
 from anomaly.detector import AnomalyDetector, Prediction
 from anomaly.errors import DataError
 from anomaly.loading import Refused
@@ -105,7 +106,7 @@ def evaluate(
         samples: good and defective images; a defective one without a mask counts for the image
             metrics only.
         mask_above: mask values above this are defect.
-        workers: decoding threads.
+        workers: decoding processes, besides one for masks.
         progress: called with (done, total).
         visit: called with every scored image; nothing of it is kept here.
 
@@ -116,23 +117,25 @@ def evaluate(
         raise DataError("the test split is empty: there is nothing to evaluate")
     pixels = PixelAccumulator()
     scored: dict[int, Scored] = {}
-    for result in detector.predict([s.path for s in samples], workers=workers):
-        sample = samples[result.index]
-        if isinstance(result, Refused):
-            scored[result.index] = Scored(sample, None, result.reason)
-        else:
-            scored[result.index] = Scored(
-                sample,
-                result.image_score,
-                result.oddness,
-                result.sha256,
-                odd=bool(result.oddness),
-            )
-            anomaly_map, mask = result.anomaly_map(), _mask(sample, result.view.source, mask_above)
-            if mask is not None:
-                pixels.update(anomaly_map, mask)
-            visit(result, sample, anomaly_map, mask)
-        progress(len(scored), len(samples))
+    with Decoders(1) as masks:
+        for result in detector.predict([s.path for s in samples], workers=workers, whole=True):
+            sample = samples[result.index]
+            if isinstance(result, Refused):
+                scored[result.index] = Scored(sample, None, result.reason)
+            else:
+                scored[result.index] = Scored(
+                    sample,
+                    result.image_score,
+                    result.oddness,
+                    result.sha256,
+                    odd=bool(result.oddness),
+                )
+                mask = _mask(masks, sample, result.view.source, mask_above)
+                anomaly_map = result.anomaly_map()
+                if mask is not None:
+                    pixels.update(anomaly_map, mask)
+                visit(result, sample, anomaly_map, mask)
+            progress(len(scored), len(samples))
     rows = tuple(scored[i] for i in range(len(samples)))
     known = [(r.image_score, r.sample) for r in rows if r.image_score is not None]
     scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]
@@ -146,7 +149,17 @@ def evaluate(
     )
 
 
-def _mask(sample: Sample, size: tuple[int, int], mask_above: int) -> Mask | None:
-    if sample.is_defect and sample.mask_path is None:
-        return None
-    return ground_truth(sample, size, mask_above)
+def _mask(
+    decoders: Decoders, sample: Sample, size: tuple[int, int], mask_above: int
+) -> Mask | None:
+    if sample.mask_path is None:
+        return None if sample.is_defect else ground_truth(sample, size)
+    found = decoders.call(
+        ground_truth,
+        sample,
+        size,
+        mask_above,
+        about=sample.mask_path,
+        pixels=size[0] * size[1],
+    )
+    return np.asarray(found, bool)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,7 +21,7 @@ from anomaly.explain.tiles import Picture
 from anomaly.geometry import Tiling, View
 from anomaly.heatmap import display
 from anomaly.hooks import capture
-from anomaly.loading import Loaded, Refused, load
+from anomaly.loading import Loaded, Refused
 from anomaly.scorers.memory_bank import MemoryBank
 
 
@@ -123,12 +123,18 @@ class GoodImages:
         detector: a trained detector.
         manifest: of its model folder.
         folders: where to look: the data set's folder, one inside it, or a flat one.
+        read: loads one file as the detector wants it, with the decoded image.
     """
 
     def __init__(
-        self, detector: AnomalyDetector, manifest: Mapping[str, Any], folders: Sequence[Path]
+        self,
+        detector: AnomalyDetector,
+        manifest: Mapping[str, Any],
+        folders: Sequence[Path],
+        read: Callable[[Path], Loaded | Refused],
     ) -> None:
         self._detector = detector
+        self._read = read
         self._names = training_names(manifest)
         self._hashes: dict[str, str] = manifest["training_images"]
         self._folders = folders
@@ -189,7 +195,7 @@ class GoodImages:
         for path in (f.joinpath(*parts[i:]) for f in self._folders for i in range(len(parts))):
             if not path.is_file():
                 continue
-            item = load(0, path, self._detector.loading)
+            item = self._read(path)
             if isinstance(item, Refused):
                 reason = "can't be read"
             elif item.sha256 != self._hashes[name]:

@@ -19,6 +19,23 @@ from anomaly.errors import DataError
 
 # How far an image's aspect may be off where all need one grid.
 ASPECT_TOLERANCE = 0.1
+# What the network and the maps cost grows with the square of the longer side: a picture of 1×100000
+# pixels, brought to the area of any other, would take 49 GiB.
+THINNEST = 64
+_LONGEST_INPUT = 8192
+
+
+def check_shape(size: tuple[int, int]) -> None:
+    """See that an image of (H0, W0) isn't a mere line.
+
+    Raises:
+        DataError: one side is more than `THINNEST` times the other.
+    """
+    if max(size) > THINNEST * min(size):
+        raise DataError(
+            f"its {size[1]}×{size[0]} pixels are too thin: one side may be {THINNEST} times as "
+            "long as the other at most; cut it into pieces"
+        )
 
 
 def aspect_error(size: tuple[int, int], aspect: float) -> float:
@@ -160,12 +177,20 @@ class Sizing:
         """The view of an image of (H0, W0) pixels.
 
         Raises:
-            DataError: its aspect isn't that of the others, and has to be.
+            DataError: it is too thin, the network's input would be too long, or its aspect isn't
+                that of the others, and has to be.
         """
+        check_shape(source)
         if self.tile is not None:
             return self._tiling(source, self.tile)
         if self.resize is None:
             rows, columns = self._kept_aspect(self._accepted(source))
+            if max(rows, columns) > _LONGEST_INPUT:
+                raise DataError(
+                    f"its {source[1]}×{source[0]} pixels would be {columns}×{rows} for the "
+                    f"network, of which a side may have {_LONGEST_INPUT} at most; lower "
+                    "image.area, or cut it into pieces"
+                )
             return View(
                 AxisView(source[0], rows, 0, rows), AxisView(source[1], columns, 0, columns)
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,13 +18,14 @@ from anomaly.detector import Prediction
 from anomaly.errors import OutputError
 from anomaly.geometry import Tiling
 from anomaly.journal import Known, Record
-from anomaly.loading import Loaded, Refused, by_shape
+from anomaly.loading import Loaded, Refused, StoppedError, by_shape
 from anomaly.marked import MarkedRegion
 from anomaly.own_outputs import HEATMAPS
 from anomaly.pictures import Shown
 from anomaly.results import Row
 
 _BEHIND = 16  # scored images whose pictures may still be on their way
+_LAST_SECONDS = 5.0  # that their pictures may take once the run is to stop
 
 Progress = Callable[[int, int], None]
 Drawn = Future[tuple[MarkedRegion, ...] | Refused]
@@ -65,17 +66,26 @@ def infer(
         inputs: what is to be scored.
         record: gets each row once its pictures are on disk.
         decoders: begun, with this model's loading.
-        stopped: asked after each image; what is computed is then finished and kept.
+        stopped: asked all the time; what is scored is then drawn and kept, as far as that takes
+            no more than a few seconds.
         progress: called with images done in this run, and how many there are to do.
 
     Raises:
         OutputError: results can't be written.
     """
-    _Run(model, inputs, record, decoders).score(stopped, progress)
+    _Run(model, inputs, record, decoders, stopped).score(progress)
 
 
 class _Run:
-    def __init__(self, model: Model, inputs: Inputs, record: Record, decoders: Decoders) -> None:
+    def __init__(
+        self,
+        model: Model,
+        inputs: Inputs,
+        record: Record,
+        decoders: Decoders,
+        stopped: Callable[[], bool],
+    ) -> None:
+        self._stopped = stopped
         self._model = model
         self._inputs = inputs
         self._record = record
@@ -83,7 +93,7 @@ class _Run:
         self._behind: deque[tuple[Prediction, Shown, Drawn]] = deque()
         self._begun: dict[int, float] = {}
 
-    def score(self, stopped: Callable[[], bool], progress: Progress) -> None:
+    def score(self, progress: Progress) -> None:
         total = len(self._inputs.paths) - len(self._record.known)
         done = 0
         detector = self._model.detector
@@ -97,8 +107,10 @@ class _Run:
                 self._take(result)
                 done += 1
                 progress(done, total)
-                if stopped():
+                if self._stopped():
                     break
+        except StoppedError:
+            pass
         finally:
             self._settle_all()
 
@@ -106,7 +118,7 @@ class _Run:
         """Every file in order: known, or loaded ahead."""
         known, paths = self._record.known, self._inputs.paths
         new = (i for i in range(len(paths)) if i not in known)
-        loaded = self._decoders.load_all((i, self._begin(i)) for i in new)
+        loaded = self._decoders.load_all(((i, self._begin(i)) for i in new), self._stopped)
         for index in range(len(paths)):
             if index not in known:
                 yield next(loaded)
@@ -128,7 +140,8 @@ class _Run:
             again = [item.index for item in batch if isinstance(item, Known)]
             if len(again) == len(batch):
                 continue
-            found = self._decoders.load_all((i, self._inputs.paths[i]) for i in again)
+            wanted = ((i, self._inputs.paths[i]) for i in again)
+            found = self._decoders.load_all(wanted, self._stopped)
             whole = []
             for item in batch:
                 one = next(found) if isinstance(item, Known) else item
@@ -151,7 +164,10 @@ class _Run:
     def _settle_all(self) -> None:
         """What is computed isn't thrown away because another one's picture had no room."""
         failure: OutputError | None = None
+        end = time.monotonic() + _LAST_SECONDS
         while self._behind:
+            if self._stopped() and not wait([self._behind[0][2]], end - time.monotonic()).done:
+                break  # the run will score it again when it goes on
             try:
                 self._settle()
             except OutputError as error:

@@ -43,6 +43,6 @@ def side_by_side(
     torch.set_num_threads(1)  # holds for this thread, and for threads that don't exist yet
     try:
         with ThreadPoolExecutor(threads, "lane", torch.set_num_threads, (1,)) as pool:
-            yield from ahead(task, chain(first, source), pool, threads)
+            yield from ahead(lambda item: pool.submit(task, item), chain(first, source), threads)
     finally:
         torch.set_num_threads(threads)

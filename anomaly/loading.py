@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,24 @@ from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
 from anomaly.geometry import Layout, Sizing, Tiling, View, render
-from anomaly.images import Image, read_image
+from anomaly.images import MAX_PIXELS, Image, read_header, read_image
 from anomaly.region import Region
 
 # What a large image has instead of pixels for the network: its tiles have them.
 NO_PIXELS: NDArray[np.float32] = np.empty((0, 0, 3), np.float32)
 
+# An image of up to so many pixels is read within the limits of every image; a larger one says so
+# first, and gets more time and memory in proportion.
+MODEST_PIXELS = 25_000_000
+_ASKED_SECONDS = 0.2
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Member = TypeVar("Member", bound="Shaped")
+
+
+class StoppedError(Exception):
+    """What is waited for isn't wanted any more: a signal has come."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +124,66 @@ class Refused:
     reason: str
 
 
-def load(index: int, path: Path, loading: Loading) -> Loaded | Refused:
-    """Decode and render one file. Whatever happens on the way, it is this file's alone."""
+def size_of(path: Path) -> tuple[int, int] | None:
+    """(H0, W0) of an image as its file says; None where it can't be used."""
     try:
-        return _load(index, path, loading)
+        return read_header(path).size
+    except ImageError:  # loading will say so
+        return None
+
+
+def nothing_said(pixels: int) -> None:
+    """Stands in where nobody limits what an image may take."""
+
+
+def read(
+    path: Path,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    bit_depth: int | None = None,
+    say_pixels: Callable[[int], None] = nothing_said,
+) -> Image:
+    """Read one image, and say before it is decoded that it is a large one.
+
+    Args:
+        path: the file.
+        max_pixels: as for `anomaly.images.read_image`, and so is `bit_depth`.
+        bit_depth: likewise.
+        say_pixels: called with the number of pixels of an image that has more than
+            `MODEST_PIXELS`. Such a file is opened twice.
+
+    Raises:
+        ImageError: as `read_image`.
+    """
+    try:
+        return read_image(path, max_pixels=min(max_pixels, MODEST_PIXELS), bit_depth=bit_depth)
+    except ImageError:
+        if max_pixels <= MODEST_PIXELS:
+            raise
+        height, width = read_header(path).size
+        if height * width <= MODEST_PIXELS:
+            raise
+    if height * width <= max_pixels:
+        say_pixels(height * width)
+    return read_image(path, max_pixels=max_pixels, bit_depth=bit_depth)
+
+
+def load(
+    index: int,
+    path: Path,
+    loading: Loading,
+    say_pixels: Callable[[int], None] = nothing_said,
+) -> Loaded | Refused:
+    """Decode and render one file. Whatever happens on the way, it is this file's alone.
+
+    Args:
+        index: its place in the list of files.
+        path: the file.
+        loading: how.
+        say_pixels: as for `read`.
+    """
+    try:
+        return _load(index, path, loading, say_pixels)
     except Exception as error:  # a shift mustn't end because of one file
         return refusal(index, path, error)
 
@@ -133,8 +198,13 @@ def refusal(index: int, path: Path, error: Exception) -> Refused:
     return Refused(index, "failed", f"{path}: {what}")
 
 
-def _load(index: int, path: Path, loading: Loading) -> Loaded:
-    image = read_image(path, max_pixels=loading.max_pixels, bit_depth=loading.bit_depth)
+def _load(index: int, path: Path, loading: Loading, say_pixels: Callable[[int], None]) -> Loaded:
+    image = read(
+        path,
+        max_pixels=loading.max_pixels,
+        bit_depth=loading.bit_depth,
+        say_pixels=say_pixels,
+    )
     view = loading.sizing.view(image.size)
     if loading.region is not None:
         loading.region.inside(image.size, slice(0, 1))
@@ -188,37 +258,38 @@ def refuse_missed(
         yield item
 
 
-def load_all(paths: Sequence[Path], loading: Loading, workers: int) -> Iterator[Loaded | Refused]:
-    """Load files in order, a bounded number ahead of the one asked for.
-
-    Decoders and OpenCV release the interpreter lock, so threads decode in parallel.
+def ahead(
+    submit: Callable[[Item], Future[Result]],
+    items: Iterable[Item],
+    count: int,
+    stopped: Callable[[], bool] | None = None,
+) -> Iterator[Result]:
+    """What is made of each item, in order, begun up to `count` items ahead.
 
     Args:
-        paths: the files.
-        loading: how.
-        workers: threads; 0 loads in the caller's.
+        submit: begins to work on an item.
+        items: read no further ahead than that.
+        count: how many results may be on their way besides the one that is waited for.
+        stopped: asked now and then while a result is waited for.
+
+    Raises:
+        StoppedError: `stopped` has said so.
     """
-    if workers == 0:
-        yield from (load(i, p, loading) for i, p in enumerate(paths))
-        return
-    with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
-        # An image that is worth tiling is too large to have many of it waiting.
-        most = 2 * workers + 2 if loading.sizing.tile is None else 0
-        yield from ahead(lambda item: load(*item, loading), enumerate(paths), pool, most)
-
-
-def ahead(
-    task: Callable[[Item], Result], items: Iterable[Item], pool: Executor, count: int
-) -> Iterator[Result]:
-    """`map(task, items)` in order, worked out in a pool up to `count` items ahead."""
     waiting: deque[Future[Result]] = deque()
+
+    def first() -> Result:
+        while stopped is not None and not wait([waiting[0]], _ASKED_SECONDS).done:
+            if stopped():
+                raise StoppedError
+        return waiting.popleft().result()
+
     try:
         for item in items:
-            waiting.append(pool.submit(task, item))
+            waiting.append(submit(item))
             if len(waiting) > count:
-                yield waiting.popleft().result()
+                yield first()
         while waiting:
-            yield waiting.popleft().result()
+            yield first()
     finally:
         for future in waiting:
             future.cancel()

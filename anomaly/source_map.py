@@ -93,7 +93,7 @@ def upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[np
         (size, patches), rows sum to 1.
     """
     centres = np.arange(size, dtype=np.float64) + 0.5
-    bilinear = _interpolation(centres * (patches / size), patches)
+    bilinear = _interpolated(centres * (patches / size), np.eye(patches))
     return (_gaussian(size, smoothing) @ bilinear).astype(np.float32)
 
 
@@ -106,7 +106,7 @@ def _source_operator(patches: int, pieces: Axis, smoothing: float) -> NDArray[np
     for i, (axis, share) in enumerate(zip(pieces, shares, strict=True)):
         positions = axis.to_network(np.arange(axis.start, axis.stop, dtype=np.float64) + 0.5)
         smooth = upsample_and_smooth(each, axis.size, smoothing).astype(np.float64)
-        piece = _interpolation(positions, axis.size) @ smooth
+        piece = _interpolated(positions, smooth)
         hidden = np.ones(axis.stop, dtype=bool)
         hidden[axis.visible()] = False
         piece[hidden[axis.start :]] = np.nan
@@ -132,19 +132,19 @@ def _shares(pieces: Axis) -> list[NDArray[np.float64]]:
     return [f / total[p.start : p.stop] for f, p in zip(fades, pieces, strict=True)]
 
 
-def _interpolation(positions: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """Linear interpolation between `count` samples at k + 0.5, constant beyond the outer ones.
+def _interpolated(
+    positions: NDArray[np.float64], values: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Linear interpolation between rows of `values` at k + 0.5, constant beyond the outer ones.
 
     Returns:
-        (len(positions), count), rows sum to 1.
+        (len(positions), values.shape[1]).
     """
+    count = len(values)
     place = np.clip(positions - 0.5, 0, count - 1)
     low = np.minimum(place.astype(np.int64), max(count - 2, 0))
-    matrix = np.zeros((len(positions), count))
-    every = np.arange(len(positions))
-    matrix[every, low] = 1 - (place - low)
-    matrix[every, np.minimum(low + 1, count - 1)] += place - low
-    return matrix
+    share = (place - low)[:, None]
+    return np.asarray((1 - share) * values[low] + share * values[np.minimum(low + 1, count - 1)])
 
 
 def _gaussian(size: int, sigma: float) -> NDArray[np.float64]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,12 +16,12 @@ from anomaly.config import Config
 from anomaly.config_files import region_of
 from anomaly.cross_fitting import cross_fit
 from anomaly.datasets import Sample
+from anomaly.decoding import Decoders, read_mask
+from anomaly.decoding_process import Task
 from anomaly.detector import AnomalyDetector
 from anomaly.embedding import TrainingPatches
-from anomaly.errors import ImageError
 from anomaly.features import FeatureExtractor
-from anomaly.images import read_header
-from anomaly.loading import Loaded, Loading, load
+from anomaly.loading import Loaded, size_of
 from anomaly.precision import settle
 from anomaly.scorers.base import Progress, Scorer
 from anomaly.scorers.gaussian import GaussianFitter
@@ -88,19 +87,32 @@ def fit(
         samples: good images.
         device: where the network and the scorer run.
         scratch: an existing folder for temporary files.
-        workers: decoding threads.
+        workers: decoding processes.
         calibrate: whether to find thresholds.
         progress: called with (stage, done, total).
 
     Raises:
         AnomalyError: weights, layers or images can't be used as configured.
     """
+    with Decoders(min(workers, len(samples))) as decoders:
+        return _fit(config, samples, decoders, device, scratch, calibrate, progress)
+
+
+def _fit(
+    config: Config,
+    samples: Sequence[Sample],
+    decoders: Decoders,
+    device: torch.device,
+    scratch: Path,
+    calibrate: bool,
+    progress: StageProgress,
+) -> Training:
     clock = _Clock()
     extractor, weights_sha256 = backbone(config, device)
     normalise = normalisation(config.backbone.name)
-    region, aspect = region_of(config.image, Path()), _aspect(config, samples)
-    loading = loading_of(config, extractor, region, aspect)
-    extractor = _settle(config, extractor, normalise, samples, loading, device)
+    region, aspect = region_of(config.image, Path(), read_mask), _aspect(config, samples, decoders)
+    decoders.begin(Task(loading_of(config, extractor, region, aspect)))
+    extractor = _settle(config, extractor, normalise, samples, decoders, device)
     config = config.model_copy(update={"precision": extractor.precision})
     fitter = fitter_of(config)
     projection = None
@@ -110,10 +122,9 @@ def fit(
 
     patches = TrainingPatches(
         [s.path for s in samples],
-        loading,
+        decoders,
         embedder_of(config, extractor, normalise, device, projection),
         batch_size=config.batch_size,
-        workers=workers,
         scratch=scratch,
         aligned=projection is not None,
         region=region,
@@ -171,14 +182,12 @@ def _patch_pixels(patches: TrainingPatches, stride: int) -> tuple[float, float]:
     return height, width
 
 
-def _aspect(config: Config, samples: Sequence[Sample]) -> float | None:
+def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> float | None:
     """H/W of most training images, where the model needs one for all."""
     if config.model.kind != "padim" or config.image.resize is not None:
         return None
-    sizes = []
-    for sample in samples:
-        with suppress(ImageError):  # loading will say so
-            sizes.append(read_header(sample.path).size)
+    found = decoders.map(size_of, [s.path for s in samples])
+    sizes = [size for size in found if isinstance(size, tuple)]
     return statistics.median(height / width for height, width in sizes) if sizes else None
 
 
@@ -193,23 +202,23 @@ def _settle(
     extractor: FeatureExtractor,
     normalise: Normalisation,
     samples: Sequence[Sample],
-    loading: Loading,
+    decoders: Decoders,
     device: torch.device,
 ) -> FeatureExtractor:
     """The extractor in the precision that the model will have."""
     precision: str = config.precision
     if precision == "auto":
         embedder = embedder_of(config, extractor, normalise, device, None)
-        trial = _trial(samples, loading)
+        trial = _trial(samples, decoders)
         precision = settle(extractor, embedder.images(trial)) if trial else "fp32"
     return extractor.to(device, precision)
 
 
-def _trial(samples: Sequence[Sample], loading: Loading) -> list[Loaded]:
+def _trial(samples: Sequence[Sample], decoders: Decoders) -> list[Loaded]:
     """A few usable images of one size, from all over the list."""
     trial: list[Loaded] = []
     for i in range(0, len(samples), max(1, len(samples) // TRIAL_IMAGES)):
-        item = load(i, samples[i].path, loading)
+        item = decoders.load(samples[i].path)
         if isinstance(item, Loaded):
             item = next(item.tiles(1))[0]
         if isinstance(item, Loaded) and (not trial or item.view.size == trial[0].view.size):

@@ -55,7 +55,7 @@ def score_unseen(
         paths: image files.
         learned: sha256 of the images it has learned from, whose scores say too little.
         tested: sha256 of the test split's images, which no threshold may see.
-        workers: decoding threads.
+        workers: decoding processes.
         progress: called with (images done, all of them).
 
     Raises:

@@ -29,6 +29,8 @@ _LEAST_DISTANCE = 0.5
 _FARTHER = 1.25
 _QUIET = 0.02  # contrast, below which a ratio to it means nothing
 _DARK = 0.002  # half a level of 255
+# Brightness that differs less, all over an image, is one value and the rounding of resizing it.
+_BLANK = 1e-4
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Look:
         patches: how many patches counted.
         embedding: (D,) sum of their embeddings.
         squared: sum of the squares of all their values.
+        darkest: the lowest brightness of a pixel.
+        brightest: the highest.
     """
 
     pixels: float
@@ -52,6 +56,8 @@ class Look:
     patches: int
     embedding: Floats
     squared: float
+    darkest: float
+    brightest: float
 
     def __add__(self, other: Look) -> Look:
         return Look(
@@ -62,6 +68,18 @@ class Look:
             self.patches + other.patches,
             self.embedding + other.embedding,
             self.squared + other.squared,
+            min(self.darkest, other.darkest),
+            max(self.brightest, other.brightest),
+        )
+
+    @property
+    def blank(self) -> str:
+        """That all pixels have one value, for a person; empty where they don't."""
+        if self.brightest - self.darkest > _BLANK:
+            return ""
+        return (
+            f"all its pixels are {self.brightest:.3g} of full scale: a blank image "
+            "(written while it was read, or from a camera without a picture?)"
         )
 
     def figures(self) -> dict[str, float]:
@@ -113,6 +131,9 @@ def look(
         patches,
         embedding,
         squared,
+        # A tile may have no pixel that counts.
+        float(light.min(initial=np.inf)),
+        float(light.max(initial=-np.inf)),
     )
 
 
@@ -213,10 +234,11 @@ def odd_among(looks: Sequence[Look]) -> list[int]:
     """Places of the images that would be odd to a look learned from all the others.
 
     How often good parts are taken for another product, hence. Only images at an end of a range, or
-    farther away than all others, can be.
+    farther away than all others, can be; and blank ones are odd anyhow.
     """
+    blank = [place for place, one in enumerate(looks) if one.blank]
     if len(looks) <= LEAST_IMAGES:
-        return []
+        return blank
     figures = [list(one.figures().values()) for one in looks]
     embeddings = np.stack([one.mean_embedding() for one in looks])
     distances = _root_mean_square(embeddings - embeddings.mean(axis=0))
@@ -227,7 +249,7 @@ def odd_among(looks: Sequence[Look]) -> list[int]:
         assert usual is not None
         if usual.oddness(looks[place]):
             odd.append(place)
-    return odd
+    return sorted({*odd, *blank})
 
 
 _CAUSES = {

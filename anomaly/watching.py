@@ -18,7 +18,6 @@ from anomaly.journal import Known
 from anomaly.pictures import picture_exists
 from anomaly.watch_log import WatchLog
 
-# A file that nobody has written to for so long is fully written.
 _POLL_SECONDS = 0.5
 # Looking into the folders takes at most this share of the time.
 _POLL_SHARE = 0.2
@@ -31,6 +30,7 @@ def watch(
     log: WatchLog,
     decoders: Decoders,
     *,
+    settle: float = 0.5,
     stopped: Callable[[], bool],
     heatmaps: Literal["none", "reject", "all"] = "all",
     seen: Callable[[Known], None] = lambda known: None,
@@ -47,7 +47,8 @@ def watch(
         output: where the pictures are, so that none is written over.
         log: open; gets each row once its pictures are on disk.
         decoders: begun, with this model's loading.
-        stopped: asked after each image and at each poll.
+        settle: seconds after which a file that nobody has written to is fully written.
+        stopped: asked all the time.
         heatmaps: which images have one, as for `Inputs`.
         seen: called with each row.
         trouble: called with what is wrong with the folders, once for each spell of it.
@@ -55,12 +56,12 @@ def watch(
     Raises:
         OutputError: results can't be written.
     """
-    arrivals = Arrivals(folders, log.done)
+    arrivals = Arrivals(folders, log.done, settle)
     complaint = told = ""
     while not stopped():
         begun = time.monotonic()
         try:
-            ready = arrivals.poll()
+            ready = arrivals.poll(begun)
             before, complaint = complaint, ""
         except DataError as error:
             ready = {}

@@ -28,10 +28,12 @@ from anomaly.calibration import GoodScores, Threshold, beta_binomial_interval, t
 from anomaly.config_files import load_config
 from anomaly.cross_fitting import cross_fit, scores_of, split
 from anomaly.datasets import open_dataset
+from anomaly.decoding import Decoders
+from anomaly.decoding_process import Task
 from anomaly.detector import AnomalyDetector
 from anomaly.embedding import inside_of
 from anomaly.geometry import Layout
-from anomaly.loading import Refused, by_shape, load_all, tile_by_tile
+from anomaly.loading import Refused, by_shape, tile_by_tile
 from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.gaussian import GaussianFitter
 from anomaly.scorers.memory_bank import MemoryBankFitter
@@ -112,14 +114,15 @@ def prepare(args: argparse.Namespace) -> Bench:
     detector = trained.detector
     batches: list[PatchBatch] = []
     views: dict[int, Layout] = {}
-    loaded = load_all([s.path for s in samples], detector.loading, 2)
-    for batch in tile_by_tile(by_shape(loaded, config.batch_size), config.batch_size):
-        if isinstance(batch, Refused):
-            continue
-        embeddings = detector.embedder(batch)
-        inside = inside_of(batch, embeddings, detector.region)
-        batches.append(PatchBatch(embeddings, tuple(i.index for i in batch), None, inside))
-        views.update((i.index, i.layout) for i in batch)
+    with Decoders(2, Task(detector.loading)) as decoders:
+        loaded = decoders.load_all(enumerate(s.path for s in samples))
+        for batch in tile_by_tile(by_shape(loaded, config.batch_size), config.batch_size):
+            if isinstance(batch, Refused):
+                continue
+            embeddings = detector.embedder(batch)
+            inside = inside_of(batch, embeddings, detector.region)
+            batches.append(PatchBatch(embeddings, tuple(i.index for i in batch), None, inside))
+            views.update((i.index, i.layout) for i in batch)
     patches = Patches(batches, views)
     return Bench(detector, fitter_of(detector.config), patches, config.calibration.folds)
 

@@ -14,7 +14,9 @@ import torch
 from anomaly.backbones import normalisation
 from anomaly.config import parse_config
 from anomaly.datasets import open_dataset
-from anomaly.loading import by_shape, load_all
+from anomaly.decoding import Decoders
+from anomaly.decoding_process import Task
+from anomaly.loading import by_shape
 from anomaly.stages import backbone, embedder_of, loading_of
 
 
@@ -33,8 +35,9 @@ def main() -> None:
     extractor, _ = backbone(config, device)
     embedder = embedder_of(config, extractor, normalisation("resnet50_v1"), device, None)
     paths = [sample.path for sample in open_dataset("folder", args.images, None).train]
-    loaded = load_all(paths, loading_of(config, extractor, None, None), args.threads)
-    rows = [embedder(b).flatten(0, 2).float() for b in by_shape(loaded, 8) if isinstance(b, list)]
+    with Decoders(args.threads, Task(loading_of(config, extractor, None, None))) as decoders:
+        batches = by_shape(decoders.load_all(enumerate(paths)), 8)
+        rows = [embedder(b).flatten(0, 2).float() for b in batches if isinstance(b, list)]
     np.save(args.output, torch.cat(rows).numpy())
 
 

@@ -17,6 +17,8 @@ from anomaly.checkpoint import load, save
 from anomaly.cli import main
 from anomaly.config import parse_config
 from anomaly.datasets import open_dataset
+from anomaly.decoding import Decoders
+from anomaly.decoding_process import Task
 from anomaly.detector import AnomalyDetector
 from anomaly.training import fit
 
@@ -72,11 +74,13 @@ def infer(args: argparse.Namespace) -> dict[str, Any]:
 def latency(detector: AnomalyDetector, files: list[Path]) -> dict[str, float]:
     """From file to score and map, an image at a time."""
     times = []
-    for file in files:
-        start = time.perf_counter()
-        for result in detector.predict([file], workers=0):
-            result.anomaly_map()  # type: ignore[union-attr]
-        times.append(time.perf_counter() - start)
+    with Decoders(1, Task(detector.loading)) as decoders:
+        for file in files:
+            start = time.perf_counter()
+            item = decoders.load(file)
+            for result in detector.predict_batches([[item]], [file]):  # type: ignore[list-item]
+                result.anomaly_map()  # type: ignore[union-attr]
+            times.append(time.perf_counter() - start)
     times = sorted(times[2:])
     return {"p50": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1))]}
 

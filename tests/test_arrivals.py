@@ -34,6 +34,15 @@ def test_once_and_when_fully_written(tmp_path: Path) -> None:
     assert _poll(arrivals, tmp_path) == []
 
 
+def test_the_wait_is_a_setting(tmp_path: Path) -> None:
+    arrivals = Arrivals([tmp_path], {}, settle=5.0)
+    file = tmp_path / "a.png"
+    file.write_bytes(bytes(100))  # room for what is still to be written
+    assert [len(arrivals.poll(float(now))) for now in range(5)] == [0] * 5
+    file.write_bytes(b"1" * 101)
+    assert [len(arrivals.poll(float(now))) for now in range(5, 12)] == [0] * 5 + [1, 0]
+
+
 def test_the_oldest_first_and_from_every_folder(tmp_path: Path) -> None:
     for folder, name, time in (
         ("one", "b.png", 30),

