@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from anomaly.errors import LayerError
@@ -92,8 +92,16 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
     return table
 
 
-def show(network: nn.Module, height: int, width: int) -> Any:
+def show(
+    network: nn.Module, height: int, width: int, run: Callable[[Tensor], Any] | None = None
+) -> Any:
     """Show a network a black image, to see how its layers behave.
+
+    Args:
+        network: the network.
+        height: of the image.
+        width: of the image.
+        run: what passes the image through it; the network itself by default.
 
     Returns:
         The network's output.
@@ -104,7 +112,7 @@ def show(network: nn.Module, height: int, width: int) -> Any:
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     try:
         with torch.no_grad():
-            return network(torch.zeros(1, 3, height, width, device=device))
+            return (run or network)(torch.zeros(1, 3, height, width, device=device))
     except (RuntimeError, AssertionError, ValueError):
         raise LayerError(
             f"{type(network).__name__} doesn't take images of {height}×{width}; give another size, "
@@ -120,8 +128,8 @@ def takes_oblong(network: nn.Module, layers: Sequence[str] = ()) -> bool:
         layers: whether it gets as far as the last of these; all the way if there are none.
     """
     try:
-        with capture(network, list(layers) or "", stop=True):
-            show(network, 224, 256)
+        with capture(network, list(layers) or "", stop=True) as captured:
+            show(network, 224, 256, captured.run)
     except LayerError:
         return False
     return True

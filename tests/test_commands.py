@@ -101,7 +101,9 @@ def test_what_one_patch_covers(
     said = json.loads((tmp_path / "run" / "train.json").read_text())["patch_size"]
     assert said == {"pixels": pixels, "mm": pytest.approx([0.05 * side for side in pixels])}
     assert f"one patch covers {pixels[0]:.0f} × {pixels[1]:.0f} original pixels, " in out
-    remedy = "image.resize above" if any("resize" in s for s in settings) else "image.area above"
+    remedy = "image.area above"
+    for key, says in (("resize", "image.resize above"), ("tile", "image.tile below")):
+        remedy = says if any(f"image.{key}" in s for s in settings) else remedy
     assert f"smaller defects may not be seen\n  {remedy} " in out
 
 
@@ -393,7 +395,7 @@ def test_broken_training_images_are_skipped_and_listed(
         (lambda m: (m / "config.yaml").write_text("seed: 5\n"), "another size"),
         (lambda m: _flip(m / "scorer.safetensors"), "changed since"),
         (lambda m: (m / "notes.txt").write_text("hello"), "isn't part of the model"),
-        (lambda m: (m / "manifest.json").write_text("{"), "can't be read"),
+        (lambda m: (m / "manifest.json").write_text("{"), "isn't JSON"),
         (lambda m: (m / "manifest.json").write_text('{"format": "other/3"}'), "isn't a manifest"),
         (lambda m: (m / "manifest.json").unlink(), "holds no model"),
         (lambda m: shutil.rmtree(m.parent), "there is nothing of that name"),

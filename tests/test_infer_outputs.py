@@ -168,7 +168,8 @@ def test_what_is_said_where_nothing_could_be_scored(
     base = ["--model", run_folder, "--input", tmp_path / "broken.png"]
     code, out, _ = command("infer", [*base, "--output", tmp_path / "out"])
     assert (code, out.splitlines()[0]) == (2, "0 of 1 images scored")
-    assert out.splitlines()[-1] == f"rows in {tmp_path / 'out' / 'results.csv'}"
+    said = f"rows in {tmp_path / 'out' / 'results.csv'}, all on one page in "
+    assert out.splitlines()[-1] == said + str(tmp_path / "out" / "results.html")
 
 
 def test_another_set_of_outputs_isnt_resumed(

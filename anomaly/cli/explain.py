@@ -75,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    from anomaly.decoding import Decoders
     from anomaly.files import as_json, claim, write
     from anomaly.heatmap import encode_png
 

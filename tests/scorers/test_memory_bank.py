@@ -217,7 +217,7 @@ def test_foreign_tensors() -> None:
     tensors = bank_of(images(), size=5).tensors()
     with pytest.raises(ModelError, match="origins"):
         MemoryBank.from_tensors({k: v for k, v in tensors.items() if k != "origins"})
-    with pytest.raises(ModelError, match="belong together"):
+    with pytest.raises(ModelError, match="doesn't go with the others"):
         MemoryBank.from_tensors({**tensors, "origins": tensors["origins"][:3]})
 
 

@@ -7,8 +7,13 @@ function figure(image, title, ...rest) {
   const frame = element("span", { class: "frame" }, stackOf(image, ...rest));
   frame.addEventListener("click", (event) => setFullSize(!fullSize, event));
   frame.addEventListener("scroll", () => { // both show the same place
+    const follows = frame.placed === `${frame.scrollLeft} ${frame.scrollTop}`;
+    frame.placed = null;
+    if (follows) return; // an event of the other one's, which may have gone on since
     for (const other of byId("viewer-pictures").querySelectorAll(".frame")) {
-      if (other !== frame) other.scrollTo(frame.scrollLeft, frame.scrollTop);
+      if (other === frame) continue;
+      other.scrollTo(frame.scrollLeft, frame.scrollTop);
+      other.placed = `${other.scrollLeft} ${other.scrollTop}`;
     }
   });
   return element("figure", {}, frame, element("figcaption", {}, title));
