@@ -170,8 +170,8 @@ def test_each_value_of_the_thresholds(model: Path, name: str) -> None:
         assert after.review <= after.image
         after.lines()
         assert way[-1] in {"statement", "source", "label", "groups", "pixel", "value", "confidence",
-                           "target", "count", "images", "expected", "low", "high", "at_most", "left_out",
-                           0, 1}, (way, mutant)  # fmt: skip
+                           "target", "count", "images", "expected", "low", "high", "at_most",
+                           "left_out", 0, 1}, (way, mutant)  # fmt: skip
 
 
 @pytest.mark.slow
