@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from anomaly.checkpoint import load, save
-    from anomaly.config import Config
-    from anomaly.config_files import load_config
+    from anomaly.config.files import load_config
+    from anomaly.config.schema import Config
     from anomaly.datasets import open_dataset
-    from anomaly.detector import AnomalyDetector, Prediction
     from anomaly.errors import AnomalyError
-    from anomaly.evaluation import evaluate
-    from anomaly.training import fit
+    from anomaly.evaluation.evaluate import evaluate
+    from anomaly.model.checkpoint import load, save
+    from anomaly.model.detector import AnomalyDetector, Prediction
+    from anomaly.model.training import fit
 
 _HOME = {
-    "AnomalyDetector": "detector",
+    "AnomalyDetector": "model.detector",
     "AnomalyError": "errors",
-    "Config": "config",
-    "Prediction": "detector",
-    "evaluate": "evaluation",
-    "fit": "training",
-    "load": "checkpoint",
-    "load_config": "config_files",
+    "Config": "config.schema",
+    "Prediction": "model.detector",
+    "evaluate": "evaluation.evaluate",
+    "fit": "model.training",
+    "load": "model.checkpoint",
+    "load_config": "config.files",
     "open_dataset": "datasets",
-    "save": "checkpoint",
+    "save": "model.checkpoint",
 }
 
 __all__ = [

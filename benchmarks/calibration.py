@@ -25,20 +25,20 @@ import numpy as np
 import torch
 
 from anomaly.calibration import GoodScores, Threshold, beta_binomial_interval, thresholds_from
-from anomaly.config_files import load_config
-from anomaly.cross_fitting import cross_fit, scores_of, split
+from anomaly.config.files import load_config
 from anomaly.datasets import open_dataset
-from anomaly.decoding import Decoders
-from anomaly.decoding_process import Task
-from anomaly.detector import AnomalyDetector
-from anomaly.embedding import inside_of
-from anomaly.geometry import Layout
-from anomaly.loading import Refused, by_shape, tile_by_tile
+from anomaly.features.embedder import inside_of
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.geometry import Layout
+from anomaly.imaging.preprocessing import Refused, by_shape, tile_by_tile
+from anomaly.model.build import fitter_of
+from anomaly.model.cross_fitting import cross_fit, scores_of, split
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.training import fit
 from anomaly.scorers.base import PatchBatch
-from anomaly.scorers.gaussian import GaussianFitter
-from anomaly.scorers.memory_bank import MemoryBankFitter
-from anomaly.stages import fitter_of
-from anomaly.training import fit
+from anomaly.scorers.padim.gaussian import GaussianFitter
+from anomaly.scorers.patchcore.memory_bank import MemoryBankFitter
 from benchmarks.inputs import machine
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anomaly.scorers.coreset import covering_radius, random_projection, select
+from anomaly.scorers.patchcore.coreset import covering_radius, random_projection, select
 from benchmarks.inputs import embeddings, machine
 
 # Prints the seconds that the given numbers of steps take, its random projection included.

@@ -25,7 +25,7 @@ from anomaly.calibration import (
     threshold_at,
     threshold_for_false_reject_rate,
 )
-from anomaly.metrics import curves, image_intervals
+from anomaly.evaluation.metrics import curves, image_intervals
 
 Floats = NDArray[np.float64]
 COSTS = Costs(false_reject=5.0, escape=200.0, defect_share=0.01)

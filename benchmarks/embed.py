@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from anomaly.backbones import normalisation
-from anomaly.config import parse_config
+from anomaly.config.schema import parse_config
 from anomaly.datasets import open_dataset
-from anomaly.decoding import Decoders
-from anomaly.decoding_process import Task
-from anomaly.loading import by_shape
-from anomaly.stages import backbone, embedder_of, loading_of
+from anomaly.features.backbones import normalisation
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.preprocessing import by_shape
+from anomaly.model.build import backbone, embedder_of, loading_of
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import torch
 from scipy.spatial.distance import mahalanobis
 
 from anomaly.scorers.base import PatchBatch
-from anomaly.scorers.gaussian import GaussianFitter, PatchGaussian
+from anomaly.scorers.padim.gaussian import GaussianFitter, PatchGaussian
 
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -13,14 +13,14 @@ from typing import Any
 import cv2
 import torch
 
-from anomaly.checkpoint import load, save
 from anomaly.cli import main
-from anomaly.config import parse_config
+from anomaly.config.schema import parse_config
 from anomaly.datasets import open_dataset
-from anomaly.decoding import Decoders
-from anomaly.decoding_process import Task
-from anomaly.detector import AnomalyDetector
-from anomaly.training import fit
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.model.checkpoint import load, save
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.training import fit
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from anomaly.scorers.coreset import greedy_k_center, random_projection
-from anomaly.scorers.neighbors import NearestNeighbors
+from anomaly.scorers.patchcore.coreset import greedy_k_center, random_projection
+from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 from benchmarks.inputs import PATCHES_AN_IMAGE, embeddings, generated, machine, whole_images
 
 

@@ -57,12 +57,12 @@ def write_product(root: Path, n_train: int = 12) -> Path:
 
 def result_files(folder: Path) -> dict[str, bytes]:
     """What `infer` has written, but for when it did so and how long that took."""
-    from anomaly.csv_tables import csv_rows, csv_text
+    from anomaly.files.csv_tables import csv_rows, csv_text
 
     files = {
         f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()
     }
-    files.pop("results.html", None)  # it says when and of what: tests/test_infer_page.py
+    files.pop("results.html", None)  # it says when and of what: tests/inference/test_infer_page.py
     if rows := csv_rows(files.get("results.csv", b"").decode()):
         kept = [i for i, name in enumerate(rows[0]) if name not in _TIMES]
         assert len(kept) == len(rows[0]) - len(_TIMES)

@@ -11,7 +11,7 @@ from pyaupro import PerRegionOverlap
 from scipy.ndimage import gaussian_filter
 from scipy.ndimage import label as scipy_label
 
-from anomaly.metrics import PixelAccumulator
+from anomaly.evaluation.metrics import PixelAccumulator
 
 NAMES = {
     "pixel_auroc",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anomaly.weights import search_folders
+from anomaly.features.weights import search_folders
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPTS = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.glob("*/*.py"))

@@ -14,7 +14,7 @@ from conftest import Command, train_arguments
 from portable import LEVELS, environment
 from threadpoolctl import threadpool_info
 
-from anomaly.bf16 import has_bf16
+from anomaly.runtime import has_bf16
 
 X86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 settings")
 # Relative; a tenth of the noise that thresholds leave room for.
@@ -55,7 +55,9 @@ def test_every_library_obeys() -> None:
 @X86
 def test_bf16_needs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that has it, held down to AVX2 by ONEDNN_MAX_CPU_ISA, computes in fp32."""
-    code = "import torch; from anomaly.bf16 import has_bf16; print(has_bf16(torch.device('cpu')))"
+    code = (
+        "import torch; from anomaly.runtime import has_bf16; print(has_bf16(torch.device('cpu')))"
+    )
     found = subprocess.run(
         [sys.executable, "-c", code], env=environment("avx2", 1), capture_output=True, text=True
     )

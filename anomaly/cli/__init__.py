@@ -78,10 +78,10 @@ def _check_paths(options: argparse.Namespace) -> None:
     if isinstance(model, list):
         model = model[0] if len(model) == 1 else None
     if model is not None:
-        importlib.import_module("anomaly.model_folder").find_model(model)
+        importlib.import_module("anomaly.model.folder").find_model(model)
     if isinstance(config, list) and len(config) == 1:
         folders = importlib.import_module("anomaly.cli.train").CONFIG_FOLDERS
-        load_config = importlib.import_module("anomaly.config_files").load_config
+        load_config = importlib.import_module("anomaly.config.files").load_config
         load_config(config[0], options.overrides, folders)
 
 

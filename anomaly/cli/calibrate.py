@@ -19,8 +19,8 @@ from anomaly.errors import AnomalyError, DataError
 
 if TYPE_CHECKING:
     from anomaly.calibration import Choice, GoodScores, Thresholds
-    from anomaly.checkpoint import Model
-    from anomaly.unseen import Unseen
+    from anomaly.evaluation.held_out import Unseen
+    from anomaly.model.checkpoint import Model
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Choose thresholds and write them into the model folder."""
-    from anomaly.model_folder import find_model
-    from anomaly.output_lock import locked
+    from anomaly.files.output_lock import locked
+    from anomaly.model.folder import find_model
 
     _check(options)
     model = find_model(options.model).resolve()
@@ -85,8 +85,8 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     import torch
 
-    from anomaly.checkpoint import load
-    from anomaly.threshold_files import replace_thresholds
+    from anomaly.model.checkpoint import load
+    from anomaly.model.threshold_files import replace_thresholds
 
     device, threads = machine.settle(options)
     assert isinstance(device, torch.device)
@@ -146,8 +146,8 @@ def _within(
 def _score(options: argparse.Namespace, model: Model, threads: int) -> dict[str, Unseen]:
     """The scores of the images that were given, by option."""
     from anomaly.datasets import check_good_inputs
-    from anomaly.inputs import find_inputs
-    from anomaly.unseen import score_unseen
+    from anomaly.datasets.inputs import find_inputs
+    from anomaly.evaluation.held_out import score_unseen
 
     given = {name: getattr(options, name) for name in ("good", "defects")}
     given = {name: inputs for name, inputs in given.items() if inputs is not None}

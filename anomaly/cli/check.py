@@ -12,7 +12,7 @@ from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from anomaly.data_report import DataReport, Fault, SplitSummary
+    from anomaly.datasets.faults import DataReport, Fault, SplitSummary
 
 _SHOWN = 5
 _HEADINGS = {
@@ -38,11 +38,12 @@ def run(options: argparse.Namespace) -> int:
         0 all fine, 3 some files can't be used, 2 training or evaluation would be wrong.
     """
     from anomaly.cli.train import CONFIG_FOLDERS
-    from anomaly.config_files import load_config, region_of
-    from anomaly.data_check import Reading, check
-    from anomaly.data_report import Severity
+    from anomaly.config.files import load_config
     from anomaly.datasets import open_dataset
-    from anomaly.decoding import read_mask
+    from anomaly.datasets.check import Reading, check
+    from anomaly.datasets.faults import Severity
+    from anomaly.imaging.decoder_pool import read_mask
+    from anomaly.model.region_setting import region_of
 
     config = load_config(options.config, options.overrides, CONFIG_FOLDERS)
     data, image = config.data, config.image

@@ -19,8 +19,8 @@ from anomaly.errors import AnomalyError, ConfigError, DataError, why
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from anomaly.checkpoint import Model
     from anomaly.datasets import Dataset, Sample
+    from anomaly.model.checkpoint import Model
     from anomaly.report.category import Category, Failure
     from anomaly.report.files import EvaluationFolder
 
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--masks needs --defects, the images that the masks are of")
     if (options.good or options.defects) and options.data_root:
         raise ConfigError("--data-root names a data set to test with, --good and --defects images")
-    from anomaly.output_lock import locked
+    from anomaly.files.output_lock import locked
 
     with locked(options.output):
         if options.compare:
@@ -150,8 +150,8 @@ def _attempt(
 
 
 def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: int) -> Category:
-    from anomaly.checkpoint import load, portable
-    from anomaly.evaluation import evaluate
+    from anomaly.evaluation.evaluate import evaluate
+    from anomaly.model.checkpoint import load, portable
     from anomaly.report.category import Category
     from anomaly.report.page import utc_now
     from anomaly.report.tiles import Tiles
@@ -291,7 +291,7 @@ def _say(categories: Sequence[Category], failures: Sequence[Failure], output: Pa
 
 
 def _compare(first: Path, second: Path, output: Path, overwrite: bool) -> int:
-    from anomaly.files import claim, write
+    from anomaly.files.writing import claim, write
     from anomaly.report.comparison import compare, comparison_csv, summary
     from anomaly.report.comparison_page import comparison_html
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from anomaly.checkpoint import Model
-    from anomaly.decoding import Decoders
-    from anomaly.detector import Prediction
+    from anomaly.explain.explanation import GoodImages, GoodPatch
     from anomaly.explain.tiles import Picture
-    from anomaly.explanation import GoodImages, GoodPatch
-    from anomaly.loading import Loaded, Loading
+    from anomaly.imaging.decoder_pool import Decoders
+    from anomaly.imaging.preprocessing import Loaded, Loading
+    from anomaly.model.checkpoint import Model
+    from anomaly.model.detector import Prediction
 
 OUTPUTS = ("explanation.json", "evidence.png", "score_gradient.png", "grad_cam.png")
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw everything that can be shown about one image."""
-    from anomaly.output_lock import locked
+    from anomaly.files.output_lock import locked
 
     if options.model is None and options.backbone is None:
         raise AnomalyError("give --model, --backbone, or both")
@@ -75,9 +75,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from anomaly.decoding import Decoders
-    from anomaly.files import as_json, claim, write
-    from anomaly.heatmap import encode_png
+    from anomaly.files.writing import as_json, claim, write
+    from anomaly.imaging.decoder_pool import Decoders
+    from anomaly.maps.heatmap import encode_png
 
     device, _ = machine.settle(options)
     ours = (f"{before}feature_maps_*.png" for before in ("", "classifier_"))
@@ -117,14 +117,14 @@ def _explain_score(
     """Feature maps of the hooked layers, the patches that were flagged, the score's gradient."""
     import numpy as np
 
-    from anomaly.checkpoint import load
+    from anomaly.explain.explanation import GoodImages, score_gradient, tile_of, worst_patches
     from anomaly.explain.overlays import glowing
     from anomaly.explain.patches import marked
     from anomaly.explain.saliency import saliency_map
     from anomaly.explain.tiles import beside
-    from anomaly.explanation import GoodImages, score_gradient, tile_of, worst_patches
-    from anomaly.heatmap import display, overlay
-    from anomaly.loading import Refused
+    from anomaly.imaging.preprocessing import Refused
+    from anomaly.maps.heatmap import display, overlay
+    from anomaly.model.checkpoint import load
 
     model = load(options.model, device)
     detector = model.detector
@@ -178,7 +178,7 @@ def _draw_evidence(
     """Which patches were flagged, and the good ones that they were compared with."""
     from anomaly.explain.patches import comparison, marked, patch_box, patch_crop
     from anomaly.explain.tiles import beside, stacked
-    from anomaly.heatmap import display
+    from anomaly.maps.heatmap import display
 
     thresholds = model.detector.thresholds
     picture = display(item.decoded)
@@ -237,12 +237,12 @@ def _explain_class(
     import numpy as np
     import torch
 
-    from anomaly.backbones import build, normalisation, whole
     from anomaly.explain.classes import can_be_guided, class_evidence
-    from anomaly.geometry import Sizing
-    from anomaly.images import MAX_PIXELS
-    from anomaly.layers import last_map, layer_table, stages, takes_oblong
-    from anomaly.loading import Loading
+    from anomaly.features.backbones import build, normalisation, whole
+    from anomaly.features.layer_table import last_map, layer_table, stages, takes_oblong
+    from anomaly.imaging.geometry import Sizing
+    from anomaly.imaging.image import MAX_PIXELS
+    from anomaly.imaging.preprocessing import Loading
 
     name, size = options.backbone, options.input_size
     table = layer_table(build(name), size)
@@ -283,7 +283,7 @@ def _check_classes(classes: Sequence[int], count: int, name: str) -> None:
 
 
 def _class_name(network: str, index: int) -> str:
-    from anomaly.backbones import official_weights
+    from anomaly.features.backbones import official_weights
 
     official = official_weights(network)
     names = [] if official is None else official.meta["categories"]
@@ -300,8 +300,8 @@ def _draw_maps(
 
 
 def _read(path: Path, loading: Loading, decoders: Decoders) -> Loaded:
-    from anomaly.decoding_process import Task
-    from anomaly.loading import Refused
+    from anomaly.imaging.decoder_worker import Task
+    from anomaly.imaging.preprocessing import Refused
 
     decoders.begin(Task(loading, whole=True))
     item = decoders.load(path)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from anomaly.backbones import Normalisation
-    from anomaly.feature_writer import FeatureWriter
-    from anomaly.loading import Loading
+    from anomaly.export.feature_writer import FeatureWriter
+    from anomaly.features.backbones import Normalisation
+    from anomaly.imaging.preprocessing import Loading
 
 _STRIDE = 32  # a side that is a multiple of it suits every network of torchvision
 
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Save features; a second run goes on where the first one ended."""
-    from anomaly.output_lock import locked
+    from anomaly.files.output_lock import locked
 
     for name in ("input_size", "batch_size", "shard_size"):
         if getattr(options, name) < 1:
@@ -84,8 +84,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from anomaly.feature_writer import FeatureWriter
-    from anomaly.inputs import find_inputs
+    from anomaly.datasets.inputs import find_inputs
+    from anomaly.export.feature_writer import FeatureWriter
 
     paths = find_inputs(options.input).paths
     device, threads = machine.settle(options)
@@ -129,9 +129,9 @@ class _Source:
 def _from_model(options: argparse.Namespace) -> _Source:
     import torch
 
-    from anomaly.backbones import build, fill
-    from anomaly.checkpoint import load
-    from anomaly.features import trim
+    from anomaly.features.backbones import build, fill
+    from anomaly.features.extractor import trim
+    from anomaly.model.checkpoint import load
 
     model = load(options.model, torch.device("cpu"))
     detector = model.detector
@@ -159,12 +159,12 @@ def _from_model(options: argparse.Namespace) -> _Source:
 
 
 def _from_backbone(options: argparse.Namespace) -> _Source:
-    from anomaly.backbones import build, fill, normalisation, read_weights
-    from anomaly.features import trim
-    from anomaly.geometry import Sizing
-    from anomaly.images import MAX_PIXELS
-    from anomaly.layers import takes_oblong
-    from anomaly.loading import Loading
+    from anomaly.features.backbones import build, fill, normalisation, read_weights
+    from anomaly.features.extractor import trim
+    from anomaly.features.layer_table import takes_oblong
+    from anomaly.imaging.geometry import Sizing
+    from anomaly.imaging.image import MAX_PIXELS
+    from anomaly.imaging.preprocessing import Loading
 
     name, size = options.backbone, options.input_size
     layers = options.layers or _default_layers(name)
@@ -189,7 +189,7 @@ def _from_backbone(options: argparse.Namespace) -> _Source:
 
 
 def _default_layers(name: str) -> Sequence[str]:
-    from anomaly.backbones import build, default_layers
+    from anomaly.features.backbones import build, default_layers
 
     try:
         return default_layers(name, build(name), "padim")
@@ -201,7 +201,7 @@ def _default_layers(name: str) -> Sequence[str]:
 
 
 def _channel_axes(outputs: dict[str, Tensor]) -> dict[str, int]:
-    from anomaly.pooling import channel_axis
+    from anomaly.features.pooling import channel_axis
 
     return {layer: channel_axis(output.shape) for layer, output in outputs.items()}
 
@@ -243,11 +243,11 @@ def _save(
     import numpy as np
     import torch
 
-    from anomaly.decoding import Decoders
-    from anomaly.decoding_process import Task
+    from anomaly.features.pooling import pooled
     from anomaly.hooks import capture
-    from anomaly.loading import Refused, by_shape
-    from anomaly.pooling import pooled
+    from anomaly.imaging.decoder_pool import Decoders
+    from anomaly.imaging.decoder_worker import Task
+    from anomaly.imaging.preprocessing import Refused, by_shape
 
     network = source.network.to(device).to(memory_format=torch.channels_last)
     refused: list[Refused] = []

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from anomaly.cli import infer_outputs, machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.stopping import Stopping
-from anomaly.own_outputs import DONE, HEATMAPS, INFER, JOURNAL, WATCHED
+from anomaly.files.own_outputs import DONE, HEATMAPS, INFER, JOURNAL, WATCHED
 
 if TYPE_CHECKING:
+    from anomaly.datasets.inputs import Found
     from anomaly.errors import OutputError
-    from anomaly.inputs import Found
-    from anomaly.results import Row
+    from anomaly.inference.rows import Row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Score images."""
-    from anomaly.output_lock import locked
+    from anomaly.files.output_lock import locked
 
     with locked(options.output):
         if options.watch:
@@ -71,11 +71,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from anomaly.decoding import Decoders
-    from anomaly.decoding_process import Task
+    from anomaly.datasets.inputs import find_inputs, picture_names, say_passed_over
     from anomaly.errors import OutputError
-    from anomaly.files import claim, remove_drafts
-    from anomaly.inputs import find_inputs, picture_names, say_passed_over
+    from anomaly.files.writing import claim, remove_drafts
+    from anomaly.imaging.decoder_pool import Decoders
+    from anomaly.imaging.decoder_worker import Task
 
     begun = time.perf_counter()
     infer_outputs.check(options)
@@ -88,9 +88,9 @@ def _run(options: argparse.Namespace) -> int:
     remove_drafts(options.output)
     # The decoding processes start while this one imports torch.
     with Decoders(min(machine.wanted_threads(options), len(paths))) as decoders, Stopping() as stop:
-        from anomaly.checkpoint import load
-        from anomaly.inference import Inputs, infer
-        from anomaly.journal import Journal, finished
+        from anomaly.inference.journal import Journal, finished
+        from anomaly.inference.run import Inputs, infer
+        from anomaly.model.checkpoint import load
 
         device, _ = machine.settle(options)
         model = load(options.model, device, options.precision)

@@ -14,11 +14,11 @@ from anomaly.cli import machine
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.checkpoint import Model
     from anomaly.errors import OutputError
-    from anomaly.journal import Journal
-    from anomaly.pictures import Pictures
-    from anomaly.results import Row
+    from anomaly.inference.artifacts import Pictures
+    from anomaly.inference.journal import Journal
+    from anomaly.inference.rows import Row
+    from anomaly.model.checkpoint import Model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def pictures(options: argparse.Namespace, model: Model) -> Pictures:
         OutputError: the model has no thresholds, which some of it needs.
     """
     from anomaly.errors import OutputError
-    from anomaly.pictures import Pictures
+    from anomaly.inference.artifacts import Pictures
 
     thresholds = model.detector.thresholds
     asked = {
@@ -106,10 +106,10 @@ def write_scale(options: argparse.Namespace, model: Model) -> None:
     Raises:
         OutputError: no room, no permission.
     """
-    from anomaly.colour_bar import colour_bar
-    from anomaly.files import write
-    from anomaly.heatmap import encode_png
-    from anomaly.own_outputs import SCALE
+    from anomaly.files.own_outputs import SCALE
+    from anomaly.files.writing import write
+    from anomaly.maps.colour_bar import colour_bar
+    from anomaly.maps.heatmap import encode_png
 
     thresholds = model.detector.thresholds
     if thresholds is not None and options.heatmap != "none":
@@ -137,9 +137,9 @@ def write_page(
     Raises:
         OutputError: no room, no permission.
     """
-    from anomaly.checkpoint import portable
-    from anomaly.files import write
-    from anomaly.own_outputs import PAGE
+    from anomaly.files.own_outputs import PAGE
+    from anomaly.files.writing import write
+    from anomaly.model.checkpoint import portable
     from anomaly.report.gallery import Run, gallery_html
 
     if options.no_page:
@@ -168,9 +168,9 @@ def write_tables(
 ) -> OutputError | None:
     """Write the tables of a run; what was in the way, if anything."""
     from anomaly.errors import OutputError
-    from anomaly.files import write
-    from anomaly.parts import Part, judge_parts
-    from anomaly.results import RegionRow, Row, as_csv, as_jsonl, as_parquet, region_rows
+    from anomaly.files.writing import write
+    from anomaly.inference.parts import Part, judge_parts
+    from anomaly.inference.rows import RegionRow, Row, as_csv, as_jsonl, as_parquet, region_rows
 
     rows, output = journal.rows(), Path(options.output)
     if not rows:

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import infer_outputs, machine
 from anomaly.cli.stopping import Stopping
-from anomaly.own_outputs import INFER, JOURNAL, WATCHED
+from anomaly.files.own_outputs import INFER, JOURNAL, WATCHED
 
 if TYPE_CHECKING:
-    from anomaly.journal import Known
-    from anomaly.results import Row
+    from anomaly.inference.journal import Known
+    from anomaly.inference.rows import Row
 
 
 def run(options: argparse.Namespace) -> int:
     """Score what arrives until a signal comes."""
-    from anomaly.decoding import Decoders
-    from anomaly.decoding_process import Task
     from anomaly.errors import OutputError
-    from anomaly.files import claim, remove_drafts
+    from anomaly.files.writing import claim, remove_drafts
+    from anomaly.imaging.decoder_pool import Decoders
+    from anomaly.imaging.decoder_worker import Task
 
     _check(options)
     resume = options.resume and (options.output / WATCHED).exists()
@@ -32,10 +32,10 @@ def run(options: argparse.Namespace) -> int:
     remove_drafts(options.output)
     _say_passed_over(options)
     with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
-        from anomaly.checkpoint import load
-        from anomaly.results import Row
-        from anomaly.watch_log import WatchLog
-        from anomaly.watching import watch
+        from anomaly.inference.rows import Row
+        from anomaly.inference.watch import watch
+        from anomaly.inference.watch_log import WatchLog
+        from anomaly.model.checkpoint import load
 
         device, _ = machine.settle(options)
         model = load(options.model, device, options.precision)
@@ -84,8 +84,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _say_passed_over(options: argparse.Namespace) -> None:
+    from anomaly.datasets.inputs import passed_over, say_passed_over
     from anomaly.errors import DataError
-    from anomaly.inputs import passed_over, say_passed_over
 
     with suppress(DataError):  # a folder that can't be listed now is tried again
         if count := sum(passed_over(folder) for folder in options.input):
@@ -111,7 +111,7 @@ def _warn(message: str) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     from anomaly.errors import DataError, OutputError
-    from anomaly.images import is_folder
+    from anomaly.imaging.image import is_folder
 
     if not 0 <= options.settle < math.inf:
         raise DataError(f"--settle is {options.settle:g}; it must be 0 or more seconds")

@@ -13,7 +13,7 @@ from anomaly.errors import AnomalyError, ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-    from anomaly.layers import Layer
+    from anomaly.features.layer_table import Layer
 
 _COLUMNS = ("layer", "type", "output", "stride", "parameters", "compute", "hooked")
 
@@ -34,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the table."""
-    from anomaly.backbones import build
-    from anomaly.layers import layer_table
-    from anomaly.manifest import read_manifest
-    from anomaly.model_folder import find_model
+    from anomaly.features.backbones import build
+    from anomaly.features.layer_table import layer_table
+    from anomaly.model.folder import find_model
+    from anomaly.model.manifest import read_manifest
 
     for name, value in (("--input-size", options.input_size), ("--depth", options.depth)):
         if value is not None and value < 1:
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _hooked_by_default(name: str, network: nn.Module) -> dict[str, str]:
     """Which kinds of model hook a layer when the config names none."""
-    from anomaly.backbones import default_layers
+    from anomaly.features.backbones import default_layers
 
     hooked: dict[str, str] = {}
     try:

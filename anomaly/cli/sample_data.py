@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Generate the data set."""
-    from anomaly.output_lock import locked
+    from anomaly.files.output_lock import locked
     from anomaly.sample_data import PRODUCTS, write_sample_data
 
     with locked(options.output), ProgressLine() as progress:

@@ -12,9 +12,9 @@ from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from anomaly.checkpoint import Model
-    from anomaly.detector import Prediction
-    from anomaly.loading import Refused
+    from anomaly.imaging.preprocessing import Refused
+    from anomaly.model.checkpoint import Model
+    from anomaly.model.detector import Prediction
 
 RECORD = "golden.json"
 
@@ -47,9 +47,9 @@ def run(options: argparse.Namespace) -> int:
         0 nothing has moved (or all is recorded), 1 a score or a verdict has, or an image is
         missing or new.
     """
+    from anomaly.datasets.inputs import find_inputs
     from anomaly.errors import AnomalyError
-    from anomaly.inputs import find_inputs
-    from anomaly.output_lock import locked
+    from anomaly.files.output_lock import locked
 
     if not options.tolerance >= 0:
         raise AnomalyError(f"--tolerance is {options.tolerance}; it must be 0 or more")
@@ -61,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, paths: list[Path]) -> int:
     recorded = None if options.record else _read(options.golden / RECORD)
 
-    from anomaly.checkpoint import load
-    from anomaly.files import as_json, write
+    from anomaly.files.writing import as_json, write
+    from anomaly.model.checkpoint import load
 
     device, threads = machine.settle(options)
     model = load(options.model, device)
@@ -96,7 +96,7 @@ def _score(
 
 
 def _said(model: Model, result: Prediction | Refused) -> dict[str, Any]:
-    from anomaly.loading import Refused
+    from anomaly.imaging.preprocessing import Refused
 
     if isinstance(result, Refused):
         return {"image_score": None, "verdict": result.status}

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
-from anomaly.own_outputs import TRAIN
+from anomaly.files.own_outputs import TRAIN
 
 if TYPE_CHECKING:
     from anomaly.calibration import Thresholds
-    from anomaly.config import Config
+    from anomaly.config.schema import Config
     from anomaly.datasets import Sample
-    from anomaly.training import Training
+    from anomaly.model.training import Training
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train one model."""
-    from anomaly.config_files import load_config
-    from anomaly.output_lock import locked
+    from anomaly.config.files import load_config
+    from anomaly.files.output_lock import locked
 
     config = load_config(options.config, options.overrides, CONFIG_FOLDERS)
     output: Path = options.output or Path("runs") / config.name
@@ -72,9 +72,9 @@ def _run(options: argparse.Namespace, config: Config, output: Path) -> int:
     started = time.perf_counter()
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)
 
-    from anomaly.checkpoint import save
-    from anomaly.files import as_json, claim, write
-    from anomaly.training import fit
+    from anomaly.files.writing import as_json, claim, write
+    from anomaly.model.checkpoint import save
+    from anomaly.model.training import fit
 
     device, threads = machine.settle(options)
     claim(output, () if options.overwrite else TRAIN, overwrite=False)
@@ -143,12 +143,12 @@ def _draw_suspects(
     training: Training, samples: Sequence[Sample], output: Path
 ) -> list[dict[str, Any]]:
     """Heatmaps of the training images that look least like the others; what train.json says."""
-    from anomaly.decoding import Decoders
-    from anomaly.decoding_process import Task
-    from anomaly.files import short_name, write
-    from anomaly.heatmap import encode_png, heatmap
-    from anomaly.loading import Loaded
-    from anomaly.source_map import SourceMap
+    from anomaly.files.writing import short_name, write
+    from anomaly.imaging.decoder_pool import Decoders
+    from anomaly.imaging.decoder_worker import Task
+    from anomaly.imaging.preprocessing import Loaded
+    from anomaly.maps.anomaly_map import SourceMap
+    from anomaly.maps.heatmap import encode_png, heatmap
 
     detector = training.detector
     thresholds = detector.thresholds
@@ -180,7 +180,7 @@ def _patch_size(training: Training) -> dict[str, list[float] | None]:
 
 
 def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -> None:
-    from anomaly.usual import LEAST_IMAGES
+    from anomaly.model.appearance import LEAST_IMAGES
 
     images, vectors = summary["images"], summary["bank_vectors"]
     learned = f"{images['learned']} images, {summary['patches']:,} patches"

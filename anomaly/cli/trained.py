@@ -10,7 +10,7 @@ from typing import Any
 
 from anomaly.cli import train
 from anomaly.errors import AnomalyError, ConfigError, why
-from anomaly.output_lock import locked
+from anomaly.files.output_lock import locked
 
 
 def trained_run(
@@ -28,7 +28,7 @@ def trained_run(
         ConfigError: a run of this name was trained with other settings.
         AnomalyError: training failed.
     """
-    from anomaly.config_files import load_config
+    from anomaly.config.files import load_config
 
     config = load_config(config_file, overrides, train.CONFIG_FOLDERS)
     run = runs / config.name
@@ -52,8 +52,8 @@ def _train(config_file: str, overrides: Sequence[str], run: Path, machine: Seque
 def _check_same(run: Path, config: Any) -> None:
     import yaml
 
-    from anomaly.checkpoint import flat, portable
     from anomaly.datasets import open_dataset
+    from anomaly.model.checkpoint import flat, portable
 
     file, summary = run / "model" / "config.yaml", run / "train.json"
     try:

@@ -9,8 +9,8 @@ from anomaly.datasets.folders import FOLDERS, check_good_inputs, folders_in, ope
 from anomaly.datasets.lists import open_list, open_visa
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
-from anomaly.files import like
-from anomaly.images import is_folder
+from anomaly.files.writing import like
+from anomaly.imaging.image import is_folder
 
 __all__ = [
     "FORMATS",

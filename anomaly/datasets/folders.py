@@ -19,9 +19,9 @@ from anomaly.datasets.samples import (
     set_apart,
 )
 from anomaly.errors import DataError
-from anomaly.files import like
-from anomaly.images import is_folder
-from anomaly.own_outputs import own_outputs
+from anomaly.files.own_outputs import own_outputs
+from anomaly.files.writing import like
+from anomaly.imaging.image import is_folder
 
 # A folder inside that each of these has, beside that of its good images.
 _TELLING = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from anomaly.csv_lists import Rows, read_rows
 from anomaly.datasets.samples import GOOD, Dataset, Sample, no_training_images, set_apart
 from anomaly.errors import DataError, nearest
-from anomaly.files import like
+from anomaly.files.csv_lists import Rows, read_rows
+from anomaly.files.writing import like
 
 COLUMNS = ("path", "label", "mask", "split", "group")
 _GOOD_LABELS = frozenset({"", GOOD, "ok", "normal", "0"})

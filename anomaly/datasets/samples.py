@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError
-from anomaly.images import is_folder, list_images, read_mask
+from anomaly.imaging.image import is_folder, list_images, read_mask
 
 GOOD = "good"
 _TEST_SHARE = 5  # one good image in five

@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 
 from anomaly.explain.tiles import Picture, captioned, grid, shortened, stacked
-from anomaly.geometry import AxisView, Layout
+from anomaly.imaging.geometry import AxisView, Layout
 
 MARK = (255, 64, 32)
 _NUMBERED = 48

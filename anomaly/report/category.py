@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anomaly.calibration import Thresholds
-from anomaly.evaluation import Evaluation
-from anomaly.metrics import Confusion, confusion
+from anomaly.evaluation.evaluate import Evaluation
+from anomaly.evaluation.metrics import Confusion, confusion
 from anomaly.report.tiles import Tile
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anomaly.csv_tables import csv_rows, csv_text
 from anomaly.errors import DataError, why
+from anomaly.files.csv_tables import csv_rows, csv_text
 
 _HEADER = (
     *("category", "path", "defect_type", "score_a", "score_b", "difference"),

@@ -13,12 +13,12 @@ from typing import Any
 
 from anomaly import __version__
 from anomaly.calibration import Thresholds
-from anomaly.checkpoint import flat
 from anomaly.datasets import GOOD
-from anomaly.evaluation import Scored
-from anomaly.heatmap import OPACITY, colour_stops
-from anomaly.metrics import pr_curve, roc_curve
-from anomaly.metrics.curves import Curve
+from anomaly.evaluation.evaluate import Scored
+from anomaly.evaluation.metrics import pr_curve, roc_curve
+from anomaly.evaluation.metrics.curves import Curve
+from anomaly.maps.heatmap import OPACITY, colour_stops
+from anomaly.model.checkpoint import flat
 from anomaly.report.category import Category
 from anomaly.report.glossary import GLOSSARY
 from anomaly.report.page import asset, page

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from anomaly.files import claim, write
+from anomaly.files.writing import claim, write
 from anomaly.report.category import Category, Failure, folder_name
 from anomaly.report.document import report_html
 from anomaly.report.index import index_html

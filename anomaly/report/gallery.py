@@ -20,12 +20,12 @@ import cv2
 import numpy as np
 
 from anomaly.calibration import Thresholds
-from anomaly.checkpoint import flat
-from anomaly.heatmap import OPACITY, colour_stops
+from anomaly.inference.rows import Row
+from anomaly.maps.heatmap import OPACITY, colour_stops
+from anomaly.model.checkpoint import flat
 from anomaly.report.document import SCRIPTS, STYLES, command, limits, subtitle, tables
 from anomaly.report.page import asset, page, utc_now
 from anomaly.report.tiles import fitting, jpeg, pixels_for
-from anomaly.results import Row
 
 SHOWN, NAMED = 200, 200  # images with a picture, and images named that couldn't be scored
 _PIXELS = 25_000_000

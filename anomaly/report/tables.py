@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from anomaly.calibration import Thresholds, rate_of
-from anomaly.csv_tables import csv_text
-from anomaly.evaluation import Evaluation
-from anomaly.files import as_json
-from anomaly.metrics import Confusion
+from anomaly.evaluation.evaluate import Evaluation
+from anomaly.evaluation.metrics import Confusion
+from anomaly.files.csv_tables import csv_text
+from anomaly.files.writing import as_json
 
 COLUMNS = (
     ("image AUROC", "image_auroc"),

@@ -10,9 +10,9 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.detector import Prediction
-from anomaly.evaluation import Map, Mask
-from anomaly.heatmap import display, layer, outlines
+from anomaly.evaluation.evaluate import Map, Mask
+from anomaly.maps.heatmap import display, layer, outlines
+from anomaly.model.detector import Prediction
 
 # All pictures of a page together, for about 30 MB at most: 190 images of 500 x 1254 are whole.
 _PIXELS = 120_000_000

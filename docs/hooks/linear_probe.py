@@ -8,7 +8,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from anomaly.cli import main
-from anomaly.feature_files import read_features
+from anomaly.export.feature_files import read_features
 from anomaly.sample_data import write_sample_data
 
 fabric = Path("data/sample/woven_fabric")  # what `anomaly sample-data` makes

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anomaly.explain.patches import MARK, Box, absent, comparison, marked, patch_box, patch_crop
-from anomaly.geometry import AxisView, View
+from anomaly.imaging.geometry import AxisView, View
 
 VIEW = View(AxisView(300, 100, 10, 80), AxisView(200, 100, 10, 80))
 

@@ -14,8 +14,8 @@ import pytest
 from browser import Browser, running_browser
 from report_cases import HOSTILE, limits
 
+from anomaly.inference.rows import Row
 from anomaly.report.gallery import SHOWN, Run, gallery_html
-from anomaly.results import Row
 
 REVIEW, REJECT = 8.5, 10.0
 

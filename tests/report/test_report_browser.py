@@ -16,9 +16,9 @@ from browser import Browser, running_browser
 from report_cases import HOSTILE, LIMIT, case, limits, picture, with_odd
 
 from anomaly.datasets import Sample
-from anomaly.evaluation import Scored
-from anomaly.images import Image
-from anomaly.metrics import confusion
+from anomaly.evaluation.evaluate import Scored
+from anomaly.evaluation.metrics import confusion
+from anomaly.imaging.image import Image
 from anomaly.report.category import Category
 from anomaly.report.comparison import Change, Comparison
 from anomaly.report.comparison_page import comparison_html

@@ -7,8 +7,8 @@ import cv2
 import numpy as np
 import pytest
 
-from anomaly.heatmap import outlines
-from anomaly.images import Image
+from anomaly.imaging.image import Image
+from anomaly.maps.heatmap import outlines
 from anomaly.report.tiles import Tile, Tiles, pixels_for, svg_path
 
 

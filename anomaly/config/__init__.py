@@ -1,0 +1,1 @@
+"""Settings: their types and defaults, and the files that they come from."""

@@ -1,0 +1,116 @@
+"""Settings from YAML files, their bases and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from anomaly.config.schema import Config, parse_config
+from anomaly.errors import ConfigError, nearest, why
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), folders: Sequence[Path] = ()
+) -> Config:
+    """Read a YAML config, its bases and the command line's overrides.
+
+    Args:
+        path: a file, or a bare name that is looked up in `folders`. A file may name another one
+            that it builds on (`base: other.yaml`, relative to itself).
+        overrides: `key=value` with dotted keys; the value is read as YAML.
+        folders: where a bare name is looked for after the working directory.
+
+    Raises:
+        ConfigError: no such file, no YAML, an unknown key, a wrong type or range.
+    """
+    file = find_config(path, folders)
+    values = _read_with_base(file, seen=())
+    values.setdefault("name", file.stem)
+    sources = {_apply(values, override): f"--set {override}" for override in overrides}
+    return parse_config(values, str(file), sources)
+
+
+def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
+    """The config file meant by `path`: itself, or a bare name inside one of `folders`."""
+    given = Path(path).expanduser()
+    names = [given] if given.suffix else [given, given.with_suffix(".yaml")]
+    folders = [folder for folder in folders if folder.is_dir()]
+    places = [Path(), *([] if len(given.parts) > 1 else folders)]
+    for place in places:
+        for name in names:
+            if (place / name).is_file():
+                return place / name
+    if given.is_dir():
+        raise ConfigError(f"{given} is a folder; --config takes one YAML file")
+    known = [f.name for folder in folders for f in folder.glob("*.yaml")]
+    looked = ", ".join(str(p) for p in places[1:]) or "nowhere else"
+    hint = f"; {nearest(given.name, known)}" if known else ""
+    raise ConfigError(f"no config {given} (also looked in: {looked}){hint}")
+
+
+def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if file.resolve() in seen:
+        raise ConfigError(
+            f"{file}: its `base` leads back to itself; remove one of the `base` lines"
+        )
+    values = _read_yaml(file)
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    base_file = file.parent / str(base)
+    if not base_file.is_file():
+        raise ConfigError(f"{file}: its base {base_file} doesn't exist; correct the `base` line")
+    return _merge(_read_with_base(base_file, (*seen, file.resolve())), values)
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} can't be read: {why(error)}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(
+            f"{file}{place} isn't valid YAML: write `key: value` lines, indented by blanks, and "
+            "put values that hold `: ` or brackets in quotes"
+        ) from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} must hold `key: value` lines, not a {type(values).__name__}")
+    return values
+
+
+def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        lower = merged.get(key)
+        both = isinstance(lower, dict) and isinstance(value, dict)
+        merged[key] = _merge(lower, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _apply(values: dict[str, Any], override: str) -> str:
+    """Set what an override says; returns its dotted key."""
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(
+            f"--set {override}: must look like key=value, e.g. --set model.kind=padim"
+        )
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: {text!r} isn't a YAML value") from None
+    *sections, last = key.strip().split(".")
+    inner = values
+    for section in sections:
+        child = inner.get(section)
+        # The shared parts of a parsed YAML file must not change under another reader.
+        inner[section] = dict(child) if isinstance(child, dict) else {}
+        inner = inner[section]
+    inner[last] = value
+    return key.strip()

@@ -1,0 +1,180 @@
+"""What `infer` is to score: files, folders of them, lists."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from anomaly.errors import DataError
+from anomaly.files.csv_lists import header_of, marked_encoding, read_rows, text_of
+from anomaly.files.writing import like, short_name
+from anomaly.imaging.image import is_folder, is_image, list_files
+
+_COLUMNS = ("path", "group")
+
+_OURS = (".png", ".tiff")  # suffixes of our pictures
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is to be scored.
+
+    Attributes:
+        paths: the image files, each once, in order of their names.
+        groups: the part that an image shows, by its path; those that a list says nothing of are
+            missing.
+        passed_over: how many other files there are in the folders, whose names aren't pictures'.
+    """
+
+    paths: list[Path]
+    groups: dict[str, str]
+    passed_over: int = 0
+
+
+def find_inputs(
+    inputs: Sequence[Path],
+    list_file: str | None = None,
+    option: str = "--input",
+) -> Found:
+    """The image files that are meant.
+
+    Args:
+        inputs: files, and folders that are searched.
+        list_file: a text file with a path on each line, or a CSV file with a header and the
+            columns `path` and `group`, or `path` alone; `-` for standard input. A file that it
+            names needn't exist, and will be reported as unreadable.
+        option: where the inputs were given, for messages.
+
+    Raises:
+        DataError: an input or the list doesn't exist or may not be looked at, there is no image at
+            all, or the list gives an image no part or two.
+    """
+    found: dict[Path, None] = {}
+    others: set[Path] = set()
+    for given in inputs:
+        if is_folder(given):
+            files = list_files(given)
+            found.update(dict.fromkeys(filter(is_image, files)))
+            others.update(itertools.filterfalse(is_image, files))
+        elif given.exists():
+            found[given] = None
+        else:
+            raise DataError(f"{option} {given} doesn't exist (looked in {Path.cwd()}{like(given)})")
+    groups: dict[str, str] = {}
+    if list_file is not None:
+        listed, groups = _listed(list_file)
+        found.update(dict.fromkeys(listed))
+    if not found:
+        wanted = [*map(str, inputs), *([f"--list {list_file}"] if list_file else [])]
+        if not wanted:
+            raise DataError("give --input, --list, or both")
+        there = f" ({say_passed_over(len(others))})" if others else ""
+        raise DataError(f"no images in {', '.join(wanted)}{there}")
+    return Found(sorted(found), groups, len(others))
+
+
+def passed_over(folder: Path) -> int:
+    """How many files in a folder aren't images by their names.
+
+    Raises:
+        DataError: the folder, or one inside it, can't be listed.
+    """
+    return sum(not is_image(file) for file in list_files(folder))
+
+
+def say_passed_over(count: int) -> str:
+    """What is said of files in folders whose names aren't pictures'."""
+    files = "1 file is" if count == 1 else f"{count} files are"
+    return f"{files} passed over, without a picture's suffix (.png, .jpg, .bmp, .tif, .webp …)"
+
+
+def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
+    """The images that a list names, and the part of each, by its path, where the list says it."""
+    try:
+        data = sys.stdin.buffer.read() if list_file == "-" else Path(list_file).read_bytes()
+    except OSError as error:
+        raise DataError(f"--list {list_file} can't be read: {error.strerror}") from None
+    name = f"--list {list_file}"
+    encoding, rest = marked_encoding(data) or ("utf-8", data)
+    # File names are bytes; whatever isn't UTF-8 in them survives.
+    text = os.fsdecode(rest) if encoding == "utf-8" else text_of(data, name)
+    lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+    header, _ = header_of(lines[0], _COLUMNS) if lines else ([], "")
+    if not _is_table(header, list_file):
+        return [Path(line) for line in lines], {}
+    if len(header) == 1:
+        rows = read_rows(data, name, _COLUMNS, ("path",))
+        return [Path(row["path"]) for _, row in rows if row["path"]], {}
+    groups = _grouped(data, name)
+    return [Path(path) for path in groups], groups
+
+
+def _is_table(header: Sequence[str], list_file: str) -> bool:
+    """Whether a list is a CSV file with a header, not a path on each line."""
+    if set(header) & set(_COLUMNS):
+        return True
+    is_path = len(header) == 1 and is_image(Path(header[0]))
+    return Path(list_file).suffix.lower() in (".csv", ".tsv") and bool(header) and not is_path
+
+
+def _grouped(data: bytes, name: str) -> dict[str, str]:
+    """The part of each image, by its path."""
+    groups: dict[str, str] = {}
+    for line, row in read_rows(data, name, _COLUMNS, _COLUMNS):
+        path, group = str(Path(row["path"])), row["group"]
+        if not row["path"] or not group:
+            raise DataError(f"{name}, line {line}: path and group mustn't be empty")
+        if groups.setdefault(path, group) != group:
+            raise DataError(
+                f"{name}, line {line}: {path} is in group {group!r}, and was in "
+                f"{groups[path]!r} above; an image shows one part"
+            )
+    if not groups:
+        raise DataError(f"{name} names no image")
+    return groups
+
+
+def picture_names(
+    paths: Sequence[Path],
+    inputs: Sequence[Path],
+    exists: Callable[[str], bool] = lambda name: False,
+) -> list[str]:
+    """A heatmap's path for each image, mirroring the inputs' folders; no two are equal.
+
+    Names that are too long for a file system once they have a suffix are shortened. A folder whose
+    name ends like a picture's has a `~` behind it: `x.jpg.png/` is beside `x.jpg`.
+
+    Args:
+        paths: the image files.
+        inputs: the files and folders that they were found through; none stands for the files
+            themselves.
+        exists: whether a name is taken by a picture already.
+    """
+    folders = [p if os.path.isdir(p) else p.parent for p in inputs]  # noqa: PTH112, never raises
+    common = os.path.commonpath(map(_plain, folders or [p.parent for p in paths]))
+    taken: set[str] = set()
+    names = []
+    for path in paths:
+        mirrored = _plain(path).relative_to(common)
+        last = mirrored.stem if mirrored.suffix.lower() == ".png" else mirrored.name
+        folder = [f"{p}~" if p.lower().endswith(_OURS) else p for p in mirrored.parts[:-1]]
+        plain = "/".join(map(short_name, (*folder, last)))
+        name = f"{plain}.png"
+        # Names that differ in case alone are one name on Windows and macOS.
+        number = 1
+        while name.casefold() in taken or exists(name):
+            number += 1
+            name = f"{plain}~{number}.png"
+        taken.add(name.casefold())
+        names.append(name)
+    return names
+
+
+def _plain(path: Path) -> Path:
+    """Absolute, and without `..`, which would lead out of the pictures' folder."""
+    return Path(os.path.normpath(path.absolute()))

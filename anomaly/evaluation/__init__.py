@@ -1,0 +1,1 @@
+"""Detector x images with labels -> figures."""

@@ -1,0 +1,165 @@
+"""Detector × test split -> Evaluation. Only measures: nothing here ever sets a threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.calibration import Thresholds
+from anomaly.datasets import Sample, ground_truth
+from anomaly.errors import DataError
+from anomaly.evaluation.metrics import (
+    Metrics,
+    PixelAccumulator,
+    image_intervals,
+    image_metrics,
+    metrics_by_type,
+    recall_at_false_reject_rates,
+)
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.preprocessing import Refused
+from anomaly.model.detector import AnomalyDetector, Prediction
+from anomaly.scorers.base import Progress
+
+Map = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+# What else to do with an image while it is at hand: (prediction, sample, anomaly map, mask). The
+# mask is None for a defective image without one.
+Visit = Callable[[Prediction, Sample, Map, Mask | None], None]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One test image and what the detector said.
+
+    Attributes:
+        sample: the image.
+        image_score: None where it couldn't be scored.
+        reason: why it couldn't be scored, or why a person has to look whatever the score.
+        image_sha256: of the file's bytes.
+        odd: whether the image isn't like the training images at all.
+    """
+
+    sample: Sample
+    image_score: float | None
+    reason: str = ""
+    image_sha256: str = ""
+    odd: bool = False
+
+    def verdict(self, thresholds: Thresholds | None) -> str:
+        """`good`, `review` or `reject`, as `infer` says; empty without a score.
+
+        Without thresholds there is only `review`, for what isn't our part.
+        """
+        if self.image_score is None:
+            return ""
+        if self.odd:
+            return "review"
+        return "" if thresholds is None else thresholds.verdict(self.image_score)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How good a detector's scores are on a test split.
+
+    Attributes:
+        name: of the model.
+        scored: every test image, in the data set's order.
+        metrics: image and pixel figures; a None has its reason.
+        intervals: of the image figures, by name, each with at least 95 % confidence.
+        by_type: each type of defect's figures against all good images.
+    """
+
+    name: str
+    scored: tuple[Scored, ...]
+    metrics: Metrics
+    intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
+    by_type: dict[str, Metrics] = field(default_factory=dict)
+
+    @property
+    def n_good(self) -> int:
+        """Good images that were scored."""
+        return sum(s.image_score is not None and not s.sample.is_defect for s in self.scored)
+
+    @property
+    def n_defect(self) -> int:
+        """Defective images that were scored."""
+        return sum(s.image_score is not None and s.sample.is_defect for s in self.scored)
+
+
+def evaluate(
+    detector: AnomalyDetector,
+    samples: Sequence[Sample],
+    *,
+    mask_above: int = 0,
+    workers: int = 2,
+    progress: Progress = lambda done, total: None,
+    visit: Visit = lambda prediction, sample, anomaly_map, mask: None,
+) -> Evaluation:
+    """Score a test split and compare with the ground truth, pixels at the images' own resolution.
+
+    Args:
+        detector: trained.
+        samples: good and defective images; a defective one without a mask counts for the image
+            metrics only.
+        mask_above: mask values above this are defect.
+        workers: decoding processes, besides one for masks.
+        progress: called with (done, total).
+        visit: called with every scored image; nothing of it is kept here.
+
+    Raises:
+        DataError: no images at all, or a mask that doesn't fit its image.
+    """
+    if not samples:
+        raise DataError("the test split is empty: there is nothing to evaluate")
+    pixels = PixelAccumulator()
+    scored: dict[int, Scored] = {}
+    with Decoders(1) as masks:
+        for result in detector.predict([s.path for s in samples], workers=workers, whole=True):
+            sample = samples[result.index]
+            if isinstance(result, Refused):
+                scored[result.index] = Scored(sample, None, result.reason)
+            else:
+                scored[result.index] = Scored(
+                    sample,
+                    result.image_score,
+                    result.oddness,
+                    result.sha256,
+                    odd=bool(result.oddness),
+                )
+                mask = _mask(masks, sample, result.view.source, mask_above)
+                anomaly_map = result.anomaly_map()
+                if mask is not None:
+                    pixels.update(anomaly_map, mask)
+                visit(result, sample, anomaly_map, mask)
+            progress(len(scored), len(samples))
+    rows = tuple(scored[i] for i in range(len(samples)))
+    known = [(r.image_score, r.sample) for r in rows if r.image_score is not None]
+    scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]
+    figures = image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)
+    return Evaluation(
+        detector.config.name,
+        rows,
+        figures | pixels.result(),
+        image_intervals(scores, labels),
+        metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
+    )
+
+
+def _mask(
+    decoders: Decoders, sample: Sample, size: tuple[int, int], mask_above: int
+) -> Mask | None:
+    if sample.mask_path is None:
+        return None if sample.is_defect else ground_truth(sample, size)
+    found = decoders.call(
+        ground_truth,
+        sample,
+        size,
+        mask_above,
+        about=sample.mask_path,
+        pixels=size[0] * size[1],
+    )
+    return np.asarray(found, bool)

@@ -1,0 +1,101 @@
+"""Scores of images that a model hasn't learned from and isn't judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from anomaly.errors import DataError
+from anomaly.imaging.preprocessing import Refused
+from anomaly.model.detector import AnomalyDetector, Prediction
+from anomaly.scorers.base import Progress
+
+_STRIP = 2048  # rows of an anomaly map at once; a large image's whole map may not fit into memory
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """Images with their scores, in the order of their files.
+
+    Attributes:
+        paths: of the images that were scored.
+        image: their image scores.
+        peak: the highest value of each one's anomaly map.
+        hashes: sha256 of each file.
+        learned: images left out because the model has learned from them.
+        repeated: images left out because another one has the same bytes.
+        refused: why others can't be used.
+    """
+
+    paths: tuple[Path, ...]
+    image: tuple[float, ...]
+    peak: tuple[float, ...]
+    hashes: tuple[str, ...]
+    learned: int
+    repeated: int
+    refused: tuple[str, ...]
+
+
+def score_unseen(
+    detector: AnomalyDetector,
+    paths: Sequence[Path],
+    *,
+    learned: Collection[str],
+    tested: Collection[str],
+    workers: int = 2,
+    progress: Progress = lambda done, total: None,
+) -> Unseen:
+    """Score images that thresholds may hang on.
+
+    Args:
+        detector: trained.
+        paths: image files.
+        learned: sha256 of the images it has learned from, whose scores say too little.
+        tested: sha256 of the test split's images, which no threshold may see.
+        workers: decoding processes.
+        progress: called with (images done, all of them).
+
+    Raises:
+        DataError: an image belongs to the test split, or none is left.
+    """
+    rows: dict[int, tuple[float, float, str]] = {}
+    refused: list[str] = []
+    met: set[str] = set()
+    known = repeated = 0
+    for done, result in enumerate(detector.predict(paths, workers=workers), 1):
+        progress(done, len(paths))
+        if isinstance(result, Refused):
+            refused.append(result.reason)
+            continue
+        sha256 = result.sha256
+        if sha256 in tested:
+            raise DataError(
+                f"{paths[result.index]} belongs to the test split that the model is evaluated on, "
+                "which no threshold may see; give other images"
+            )
+        if sha256 in learned:
+            known += 1
+        elif sha256 in met:
+            repeated += 1
+        else:
+            rows[result.index] = (result.image_score, _peak(result), sha256)
+        met.add(sha256)
+    if not rows:
+        reasons = [f"{known} the model has learned from"] if known else []
+        reasons += refused[:3]
+        raise DataError(f"none of {len(paths)} images can be used: {'; '.join(reasons)}")
+    order = sorted(rows)
+    image, peak, hashes = zip(*(rows[i] for i in order), strict=True)
+    files = tuple(paths[i] for i in order)
+    return Unseen(files, image, peak, hashes, known, repeated, tuple(refused))
+
+
+def _peak(result: Prediction) -> float:
+    height = result.view.source[0]
+    strips = (slice(top, min(top + _STRIP, height)) for top in range(0, height, _STRIP))
+    # Rows outside the region to look at are NaN all along.
+    peaks = (np.fmax.reduce(result.anomaly_map(strip), axis=None) for strip in strips)
+    return float(np.fmax.reduce(list(peaks)))

@@ -1,0 +1,225 @@
+"""Metrics of pixels at the masks' own resolution, one image at a time.
+
+Whatever the number of images, all a pixel metric needs is how much weight lies at each score, and
+five kinds of weight serve them all. They are kept in bins so narrow that the figures hardly
+differ from exact ones; how much they can differ is reported beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import cv2
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from anomaly.errors import DataError
+from anomaly.evaluation.metrics import curves
+from anomaly.evaluation.metrics.curves import Curve
+from anomaly.evaluation.metrics.histogram import ExactScores, ScoreHistogram
+from anomaly.evaluation.metrics.result import Metrics
+from anomaly.evaluation.metrics.tally import Floats, Tally
+
+AUPRO_LIMITS = {"aupro_30": 0.30, "aupro_05": 0.05}
+AUPIMO_RANGE = (1e-5, 1e-4)
+_CLASSIFIED = ("pixel_auroc", "pixel_ap", "pixel_f1_max", "pixel_f1_max_threshold")
+
+NO_MASKS = "no image with a ground-truth mask"
+NO_DEFECT_PIXELS = "no defect pixels where the anomaly maps have values"
+NO_GOOD_PIXELS = "no defect-free pixels where the anomaly maps have values"
+NO_GOOD_IMAGES = "no good images with a ground-truth mask"
+
+
+class Weight(IntEnum):
+    """The rows of the histogram: what one pixel adds at its score."""
+
+    GOOD = 0  # 1 for a defect-free pixel
+    DEFECT = 1  # 1 for a defect pixel
+    REGION = 2  # 1 / size of its defect region, for a defect pixel
+    GOOD_IMAGE = 3  # 1 / size of its image, for a pixel of a good image
+    DEFECT_IMAGE = 4  # 1 / defect pixels of its image, for a defect pixel
+
+
+class PixelAccumulator:
+    """Pixel AUROC, average precision and best F1, AUPRO and AUPIMO, streamed.
+
+    Args:
+        max_bins: the most bins of scores to keep; memory is 40 bytes a bin. None keeps every
+            pixel instead, for exact figures of sets that fit into memory.
+    """
+
+    def __init__(self, max_bins: int | None = 1 << 20) -> None:
+        rows = len(Weight)
+        self._scores = ExactScores(rows) if max_bins is None else ScoreHistogram(rows, max_bins)
+        self._images = 0
+        self._good_image_pixels = 0
+        self._defect_pixels = 0
+        self._lost_defect_pixels = 0
+
+    def update(self, anomaly_map: ArrayLike, mask: ArrayLike) -> None:
+        """Add one image.
+
+        An image counts as good when its mask is empty: leave out defective images without one.
+
+        Args:
+            anomaly_map: (H, W), compared as float32; NaN where nothing was inspected, which
+                leaves the pixel out of every metric but `lost_defect_share`.
+            mask: (H, W) bool, True on defects.
+
+        Raises:
+            DataError: the mask and the map differ in size.
+            ValueError: a score is infinite.
+        """
+        scores, defect = np.asarray(anomaly_map, dtype=np.float32), np.asarray(mask, dtype=bool)
+        if scores.shape != defect.shape or scores.ndim != 2:
+            raise DataError(
+                f"a mask of {defect.shape} (height, width) doesn't fit its image of "
+                f"{scores.shape}: masks must have the size of the original image"
+            )
+        if np.isinf(scores).any():
+            raise ValueError("an anomaly map holds an infinite score")
+        self._images += 1
+        if defect.any():
+            self._add_defective(scores, defect)
+        else:
+            self._add_good(scores)
+
+    def _add_good(self, scores: NDArray[np.float32]) -> None:
+        seen = scores[~np.isnan(scores)]
+        self._good_image_pixels += len(seen)
+        self._scores.add(seen, {Weight.GOOD: 1.0, Weight.GOOD_IMAGE: 1.0 / max(len(seen), 1)})
+
+    def _add_defective(self, scores: NDArray[np.float32], defect: NDArray[np.bool_]) -> None:
+        seen = ~np.isnan(scores)
+        self._scores.add(scores[seen & ~defect], {Weight.GOOD: 1.0})
+        found = seen & defect
+        n_found = int(found.sum())
+        self._defect_pixels += int(defect.sum())
+        self._lost_defect_pixels += int(defect.sum()) - n_found
+        # 8-connected, over the whole mask: a region cut in two by a crop is still one region.
+        _, regions = cv2.connectedComponents(defect.astype(np.uint8), connectivity=8)
+        region = regions[found]
+        weights: dict[int, float | Floats] = {
+            Weight.DEFECT: 1.0,
+            Weight.REGION: 1.0 / np.bincount(region)[region],
+            Weight.DEFECT_IMAGE: 1.0 / max(n_found, 1),
+        }
+        self._scores.add(scores[found], weights)
+
+    def result(self) -> Metrics:
+        """The figures over all images added so far.
+
+        Returns:
+            `pixel_auroc`, `pixel_ap`, `pixel_f1_max`, `pixel_f1_max_threshold`; `aupro_30` and
+            `aupro_05`; `aupimo`; `lost_defect_share`, the share of defect pixels that lie where
+            nothing was inspected. All but the threshold are in [0, 1].
+        """
+        tally = self._scores.tally()
+        metrics = _classification(tally) | _aupro(tally) | self._aupimo(tally) | self._lost()
+        if self._images:
+            return metrics
+        return Metrics.undefined(tuple(metrics.values), NO_MASKS)
+
+    def roc_curve(self, points: int = 500) -> Curve | None:
+        """Recall over false-positive rate of pixels, for a plot; None without both classes."""
+        tally = self._scores.tally()
+        good, defect = tally.weights[Weight.GOOD], tally.weights[Weight.DEFECT]
+        if not (good.any() and defect.any()):
+            return None
+        return curves.roc(good, defect, tally.thresholds()).thinned(points)
+
+    def pr_curve(self, points: int = 500) -> Curve | None:
+        """Precision over recall of pixels, for a plot; None without defect pixels."""
+        tally = self._scores.tally()
+        good, defect = tally.weights[Weight.GOOD], tally.weights[Weight.DEFECT]
+        if not defect.any():
+            return None
+        return curves.precision_recall(good, defect, tally.thresholds()).thinned(points)
+
+    def _aupimo(self, tally: Tally) -> Metrics:
+        if not self._good_image_pixels:
+            return Metrics.undefined(("aupimo",), NO_GOOD_IMAGES)
+        if not tally.weights[Weight.DEFECT].any():
+            return Metrics.undefined(("aupimo",), NO_DEFECT_PIXELS)
+        if self._good_image_pixels < 1 / AUPIMO_RANGE[0]:
+            reason = (
+                f"the good images have {self._good_image_pixels:,} pixels; a false-positive rate "
+                f"of {AUPIMO_RANGE[0]:g} needs {1 / AUPIMO_RANGE[0]:,.0f}"
+            )
+            return Metrics.undefined(("aupimo",), reason)
+        return _aupimo(tally)
+
+    def _lost(self) -> Metrics:
+        if not self._defect_pixels:
+            return Metrics.undefined(("lost_defect_share",), "no defect pixels")
+        return Metrics({"lost_defect_share": self._lost_defect_pixels / self._defect_pixels})
+
+
+def _classification(tally: Tally) -> Metrics:
+    """AUROC, average precision and F1 of defect pixels against all others."""
+    good, defect = tally.weights[Weight.GOOD], tally.weights[Weight.DEFECT]
+    if not defect.any():
+        return Metrics.undefined(_CLASSIFIED, NO_DEFECT_PIXELS)
+    f1 = curves.f1_scores(good, defect)
+    best = int(np.argmax(f1))
+    values: dict[str, float | None] = {
+        "pixel_ap": float(curves.average_precision(good, defect)),
+        "pixel_f1_max": float(f1[best]),
+        "pixel_f1_max_threshold": float(tally.thresholds()[best]),
+    }
+    errors = {
+        "pixel_ap": curves.average_precision_error(good, defect),
+        "pixel_f1_max": curves.f1_max_error(good, defect),
+    }
+    metrics = Metrics(values, {}, {} if tally.exact else errors)
+    return _area("pixel_auroc", tally, defect, 1.0) | metrics
+
+
+def _aupro(tally: Tally) -> Metrics:
+    """Area under the per-region overlap curve up to a false-positive rate, divided by that rate.
+
+    Bergmann et al., "The MVTec Anomaly Detection Dataset", IJCV 2021, section 4.3.2: the mean
+    recall over all defect regions against the false-positive rate over all defect-free pixels.
+    """
+    overlap = tally.weights[Weight.REGION]
+    if not overlap.any():
+        return Metrics.undefined(tuple(AUPRO_LIMITS), NO_DEFECT_PIXELS)
+    parts = [_area(name, tally, overlap, limit) for name, limit in AUPRO_LIMITS.items()]
+    return parts[0] | parts[1]
+
+
+def _area(name: str, tally: Tally, recalled: Floats, limit: float) -> Metrics:
+    """Mean of a recall over false-positive rates up to `limit`."""
+    good = tally.weights[Weight.GOOD]
+    if not good.any():
+        return Metrics.undefined((name,), NO_GOOD_PIXELS)
+    x, y = curves.cumulative_share(good), curves.cumulative_share(recalled)
+    error = {} if tally.exact else {name: curves.area_error(x, y, 0.0, limit) / limit}
+    return Metrics({name: float(curves.area(x, y, 0.0, limit)) / limit}, {}, error)
+
+
+def _aupimo(tally: Tally) -> Metrics:
+    """Mean per-image recall over the logarithm of the good images' false-positive rate.
+
+    Bertoldo et al., "AUPIMO: Redefining Anomaly Localization Benchmarks", 2024, equations 4–6,
+    averaged over the defective images. The area is linear in the recalls, so the mean of the
+    images' areas is the area under the mean recall, and no image's own curve has to be kept.
+    Where one score alone passes the lower bound, the recall short of it is the one without any
+    false positive: a logarithmic axis offers nothing to interpolate from.
+    """
+    low, high = map(math.log, AUPIMO_RANGE)
+    rate = curves.cumulative_share(tally.weights[Weight.GOOD_IMAGE])
+    recall = curves.cumulative_share(tally.weights[Weight.DEFECT_IMAGE])
+    some = int(np.searchsorted(rate, 0.0, side="right"))
+    log_rate = np.log(rate[some:])
+    start = min(low, float(log_rate[0]))
+    x = np.concatenate([[start, log_rate[0]], log_rate])
+    y = np.concatenate([[recall[some - 1]] * 2, recall[some:]])
+    value = float(curves.area(x, y, low, high)) / (high - low)
+    if tally.exact:
+        return Metrics({"aupimo": value})
+    # The first group of good scores may hold any path, up to its own recall.
+    jump = (min(float(log_rate[0]), high) - start) * float(recall[some] - recall[some - 1])
+    error = (curves.area_error(x, y, low, high) + max(jump, 0.0)) / (high - low)
+    return Metrics({"aupimo": value}, {}, {"aupimo": error})

@@ -1,0 +1,222 @@
+"""Why a detector says so: which patches, unlike which good ones, because of which pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import ndimage
+from torch import Tensor
+
+from anomaly.explain.patches import absent, patch_box, patch_crop
+from anomaly.explain.saliency import image_gradient
+from anomaly.explain.tiles import Picture
+from anomaly.features.embedder import inside_of
+from anomaly.hooks import capture
+from anomaly.imaging.geometry import Tiling, View
+from anomaly.imaging.preprocessing import Loaded, Refused
+from anomaly.maps.heatmap import display
+from anomaly.model.detector import AnomalyDetector
+from anomaly.scorers.patchcore.memory_bank import MemoryBank
+
+
+@dataclass(frozen=True)
+class GoodPatch:
+    """A patch of a training image.
+
+    Attributes:
+        image: the training image's name.
+        row: of the patch grid.
+        column: of the patch grid.
+        distance: to the patch that it is compared with; None where only places are compared.
+    """
+
+    image: str
+    row: int
+    column: int
+    distance: float | None
+
+
+def worst_patches(
+    scores: NDArray[np.float32], limit: float, most: int = 4
+) -> list[tuple[int, int]]:
+    """The patch that speaks loudest in each flaw.
+
+    Args:
+        scores: patch scores (h, w); NaN doesn't count.
+        limit: patches above it that touch each other, corners included, are one flaw; where there
+            are none, the highest of all patches is returned alone.
+        most: at most so many.
+
+    Returns:
+        (row, column) of each, highest score first.
+    """
+    flaws, count = ndimage.label(scores > limit, np.ones((3, 3)))
+    if not count:
+        counted = np.nan_to_num(scores, nan=-np.inf)
+        row, column = np.unravel_index(counted.argmax(), scores.shape)
+        return [(int(row), int(column))]
+    peaks = ndimage.maximum_position(scores, flaws, range(1, count + 1))
+    peaks.sort(key=lambda peak: -scores[peak])
+    return [(int(row), int(column)) for row, column in peaks[:most]]
+
+
+def tile_of(item: Loaded, grid: tuple[int, int], patch: tuple[int, int]) -> Loaded:
+    """What the network sees of an image at a patch: one tile, or all of it where it has no tiles.
+
+    Args:
+        item: one loaded image.
+        grid: (h, w) of its patch grid; with tiles, of their mosaic.
+        patch: (row, column) in that grid.
+    """
+    if not isinstance(item.view, Tiling):
+        return item
+    rows, columns = item.view.axes
+    row, column = patch[0] * len(rows) // grid[0], patch[1] * len(columns) // grid[1]
+    view = View(rows[row], columns[column])
+    pixels = item.render(view)
+    return replace(item, view=view, pixels=pixels, tile=(row, column), whole=item.view)
+
+
+def score_gradient(detector: AnomalyDetector, item: Loaded) -> Tensor:
+    """The gradient of an image's anomaly score with respect to its pixels.
+
+    Args:
+        detector: of either kind, with any image score.
+        item: one loaded image, or one tile of it.
+
+    Returns:
+        (3, H, W) at the network's size, in score units per unit of a colour in [0, 1].
+    """
+    network, layers = detector.extractor.network, detector.extractor.layers
+
+    def score(images: Tensor) -> Tensor:
+        with capture(network, layers, stop=True, grad=True) as captured:
+            captured.run(detector.normalise(images))
+            maps = captured.pop()
+        embeddings = detector.embedder.align([maps[layer] for layer in layers])
+        inside = inside_of([item], embeddings, detector.region)
+        return detector.score_patches(embeddings, item.view.size, inside)[1]
+
+    pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
+    return image_gradient(score, pixels)
+
+
+def training_names(manifest: Mapping[str, Any]) -> list[str]:
+    """The names of the training images, each at the index that the memory bank knows it by."""
+    names = list(manifest["training_images"])
+    refused: dict[str, int] = manifest["refused_images"] or {}
+    for name, index in sorted(refused.items(), key=lambda at: at[1]):
+        names.insert(index, name)
+    return names
+
+
+class GoodImages:
+    """The good images that a detector has learned from, as far as they are still to be found.
+
+    Args:
+        detector: a trained detector.
+        manifest: of its model folder.
+        folders: where to look: the data set's folder, one inside it, or a flat one.
+        read: loads one file as the detector wants it, with the decoded image.
+    """
+
+    def __init__(
+        self,
+        detector: AnomalyDetector,
+        manifest: Mapping[str, Any],
+        folders: Sequence[Path],
+        read: Callable[[Path], Loaded | Refused],
+    ) -> None:
+        self._detector = detector
+        self._read = read
+        self._names = training_names(manifest)
+        self._hashes: dict[str, str] = manifest["training_images"]
+        self._folders = folders
+        self._found: dict[str, Loaded | str] = {}
+        self._grids: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def nearest(
+        self, item: Loaded, patches: Sequence[tuple[int, int]], count: int = 5
+    ) -> list[list[GoodPatch]]:
+        """What patches were compared with, nearest first.
+
+        A memory bank names its nearest vectors. PaDiM compares a patch with the mean of the same
+        place on all good images and keeps none of them, so `count` of these are taken evenly.
+
+        Args:
+            item: the image that the patches are of.
+            patches: (row, column) of each.
+            count: how many good patches for each.
+        """
+        bank = self._detector.scorer
+        if not isinstance(bank, MemoryBank):
+            learned = list(self._hashes)
+            picked = [learned[i * len(learned) // count] for i in range(min(count, len(learned)))]
+            return [
+                [GoodPatch(name, *patch, distance=None) for name in picked] for patch in patches
+            ]
+        with torch.inference_mode():
+            wanted = torch.stack([self._embedding(item, patch) for patch in patches])
+            distances, found = bank.neighbours(wanted, count)
+        return [
+            [
+                GoodPatch(self._names[image], row, column, distance)
+                for (image, row, column), distance in zip(origins, near, strict=True)
+            ]
+            for origins, near in zip(bank.origins[found].tolist(), distances.tolist(), strict=True)
+        ]
+
+    def crop(self, patch: GoodPatch) -> Picture:
+        """The patch in its surroundings, or a grey tile that says why it can't be shown."""
+        item = self._image(patch.image)
+        if isinstance(item, str):
+            return absent(item)
+        box = patch_box(item.view, self._grid(item), patch.row, patch.column)
+        return patch_crop(display(item.decoded), box)
+
+    def missing(self) -> dict[str, str]:
+        """Images that were wanted but couldn't be shown, and why."""
+        return {name: item for name, item in self._found.items() if isinstance(item, str)}
+
+    def _image(self, name: str) -> Loaded | str:
+        if name not in self._found:
+            self._found[name] = self._look_for(name)
+        return self._found[name]
+
+    def _look_for(self, name: str) -> Loaded | str:
+        reason = "not found"
+        parts = PurePosixPath(name).parts
+        for path in (f.joinpath(*parts[i:]) for f in self._folders for i in range(len(parts))):
+            if not path.is_file():
+                continue
+            item = self._read(path)
+            if isinstance(item, Refused):
+                reason = "can't be read"
+            elif item.sha256 != self._hashes[name]:
+                reason = "changed since training"
+            else:
+                return item
+        return reason
+
+    def _embedding(self, item: Loaded, patch: tuple[int, int]) -> Tensor:
+        tile = tile_of(item, self._grid(item), patch)
+        embeddings = self._detector.embedder([tile])[0]
+        height, width = embeddings.shape[:2]
+        return embeddings[patch[0] % height, patch[1] % width]
+
+    def _grid(self, item: Loaded) -> tuple[int, int]:
+        """(h, w) of the patch grid, of the mosaic where there are tiles."""
+        rows, columns = item.view.axes
+        size = item.view.size
+        if size not in self._grids:
+            tile = next(item.tiles(1))
+            height, width = max(m.shape[2:] for m in self._detector.embedder.maps(tile))
+            self._grids[size] = int(height), int(width)
+        height, width = self._grids[size]
+        return height * len(rows), width * len(columns)

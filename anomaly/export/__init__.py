@@ -1,0 +1,1 @@
+"""Features and models as files for other programs."""

@@ -1,0 +1,1 @@
+"""Network input -> patch embeddings: backbones, hooked layers, alignment."""

@@ -1,0 +1,101 @@
+"""Feature maps of several layers -> one grid of patch embeddings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Align: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
+
+ADAPTIVE_DIMENSIONS = 1024
+
+
+def patchcore_concat(maps: Sequence[Tensor]) -> Tensor:
+    """PatchCore's locally aware patches, the layers side by side.
+
+    Each map is averaged over 3×3 positions (zeros beyond the border, as in the reference), brought
+    to the finest grid bilinearly, and the channels are joined.
+
+    Args:
+        maps: (B, C_i, h_i, w_i) each, any order of grids.
+
+    Returns:
+        (B, h, w, ΣC_i) float32 on the finest grid.
+    """
+    return _join([F.avg_pool2d(m, 3, stride=1, padding=1) for m in maps])
+
+
+def patchcore_adaptive(maps: Sequence[Tensor]) -> Tensor:
+    """The reference implementation's embedding: each layer pooled to 1024, then all to 1024.
+
+    The reference unfolds 3×3 neighbourhoods, averages each layer's 9·C numbers in 1024 bins,
+    stacks the layers and averages again in 1024 bins. All of that is linear, so it is one grouped
+    3×3 convolution for each layer here, at the layer's own resolution.
+
+    Args:
+        maps: (B, C_i, h_i, w_i) each.
+
+    Returns:
+        (B, h, w, 1024) float32 on the finest grid.
+    """
+    count, dimensions = len(maps), ADAPTIVE_DIMENSIONS
+    # Bins of the second averaging stay inside one layer when the layers divide 1024.
+    inner = count if dimensions % count == 0 else 1
+    pooled = []
+    for m in maps:
+        weight, groups = _bin_averages(m.shape[1], dimensions, inner)
+        pooled.append(F.conv2d(m, weight.to(m), padding=1, groups=groups))
+    joined = _join(pooled)
+    if inner == count:
+        return joined
+    flat = joined.reshape(-1, 1, joined.shape[-1])
+    return F.adaptive_avg_pool1d(flat, dimensions).reshape(*joined.shape[:-1], dimensions)
+
+
+# By model.embedding. PaDiM aligns what it has projected: `anomaly.scorers.padim.projection`.
+PATCHCORE_ALIGNERS: dict[str, Align] = {
+    "concat": patchcore_concat,
+    "adaptive": patchcore_adaptive,
+}
+
+
+def _join(maps: Sequence[Tensor]) -> Tensor:
+    finest = max((m.shape[-2:] for m in maps), key=lambda size: size[0] * size[1])
+    first = maps[0]
+    channels = sum(m.shape[1] for m in maps)
+    joined = first.new_empty((first.shape[0], *finest, channels), dtype=torch.float32)
+    # Each map is written into its place as it is made, so that no layer is held twice.
+    start = 0
+    for m in maps:
+        if m.shape[-2:] != finest:
+            m = F.interpolate(m, size=finest, mode="bilinear", align_corners=False)
+        joined[..., start : start + m.shape[1]] = m.permute(0, 2, 3, 1)
+        start += m.shape[1]
+    return joined
+
+
+@lru_cache(maxsize=16)
+def _bin_averages(channels: int, dimensions: int, inner: int) -> tuple[Tensor, int]:
+    """The 3×3 convolution that averages unfolded channels in bins.
+
+    The unfolded order is channel-major, so the bins of one block of channels never touch another
+    block: a grouped convolution whose groups all share these weights.
+
+    Returns:
+        Weights (dimensions / inner, channels / groups, 3, 3), and the number of groups.
+    """
+    outputs = dimensions // inner
+    groups = math.gcd(channels, outputs)
+    block = channels // groups
+    with torch.inference_mode(False):  # kept, and wanted again where gradients are
+        unit = torch.eye(9 * block, dtype=torch.float64)[None]
+        bins = F.adaptive_avg_pool1d(unit, dimensions // groups)[0]  # (9·block, dimensions/groups)
+        bins = bins.reshape(9 * block, -1, inner).mean(dim=-1)
+        weight = bins.T.reshape(-1, block, 3, 3).repeat(groups, 1, 1, 1)
+        return weight.float(), groups

@@ -1,0 +1,245 @@
+"""Name -> torchvision network, its weights, normalisation and default layers."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from anomaly.errors import ConfigError, WeightsError, nearest
+from anomaly.features.weights import file_state, official_state
+
+log = logging.getLogger(__name__)
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+# Layers at strides 4, 8 and 16, by the family's class in torchvision. PatchCore takes the last
+# two, PaDiM all three. MobileNetV3 differs by size and VGG by depth: see `_stages`.
+_STAGES: dict[str, tuple[str, str, str]] = {
+    "ResNet": ("layer1", "layer2", "layer3"),
+    "MobileNetV2": ("features.3", "features.6", "features.13"),
+    "EfficientNet": ("features.2", "features.3", "features.5"),
+    "ConvNeXt": ("features.1", "features.3", "features.5"),
+    "DenseNet": ("features.denseblock1", "features.denseblock2", "features.denseblock3"),
+}
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """What is subtracted from and divided out of RGB in [0, 1], per channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Normalise images (B, 3, H, W)."""
+        mean = torch.tensor(self.mean, device=images.device).view(3, 1, 1)
+        std = torch.tensor(self.std, device=images.device).view(3, 1, 1)
+        return (images - mean) / std
+
+
+def known_backbones() -> list[str]:
+    """The names that `build` takes."""
+    return sorted([*torchvision.models.list_models(module=torchvision.models), "resnet50_v1"])
+
+
+def build(name: str) -> nn.Module:
+    """A network without weights: its tensors lie on the meta device and take no memory.
+
+    Raises:
+        ConfigError: no such network.
+    """
+    if name not in known_backbones():
+        raise ConfigError(
+            f"backbone.name {name!r} isn't a network; {nearest(name, known_backbones())}"
+        )
+    # GoogLeNet and Inception carry training-only heads, and would change their input by default.
+    extra: dict[str, Any] = {}
+    if name in ("googlenet", "inception_v3"):
+        extra = {"aux_logits": True, "transform_input": False, "init_weights": False}
+    try:
+        with torch.device("meta"):
+            network = torchvision.models.get_model(_torchvision_name(name), weights=None, **extra)
+    except NotImplementedError:  # RegNet computes its widths with tensors
+        network = torchvision.models.get_model(_torchvision_name(name), weights=None).to("meta")
+    if name == "resnet50_v1":
+        _stride_in_first_convolution(network)
+    network.eval()
+    return cast(nn.Module, network)
+
+
+def _torchvision_name(name: str) -> str:
+    return "resnet50" if name == "resnet50_v1" else name
+
+
+def _stride_in_first_convolution(network: nn.Module) -> None:
+    """He et al.'s original bottleneck: the stride sits on the first 1×1, not on the 3×3."""
+    for stage in ("layer2", "layer3", "layer4"):
+        block = network.get_submodule(f"{stage}.0")
+        first, second = block.get_submodule("conv1"), block.get_submodule("conv2")
+        assert isinstance(first, nn.Conv2d)
+        assert isinstance(second, nn.Conv2d)
+        first.stride, second.stride = second.stride, first.stride
+
+
+def default_layers(name: str, network: nn.Module, kind: str) -> tuple[str, ...]:
+    """The layers that a kind of model reads when the config names none.
+
+    Raises:
+        ConfigError: the family has no defaults; the message lists the network's layers.
+    """
+    stages = _stages(name, network)
+    if stages is None:
+        inside = [f"{n}.{m}" for n, child in network.named_children() for m in child._modules]
+        listed = ", ".join([n for n, _ in network.named_children()] + inside[:12])
+        raise ConfigError(
+            f"{name} has no default layers; name them, e.g. --set 'backbone.layers=[a, b]'. "
+            f"Its layers: {listed}, …"
+        )
+    return stages if kind == "padim" else stages[1:]
+
+
+def _stages(name: str, network: nn.Module) -> tuple[str, str, str] | None:
+    if name == "mobilenet_v3_large":
+        return "features.3", "features.6", "features.12"
+    if name == "mobilenet_v3_small":
+        return "features.1", "features.3", "features.8"
+    if type(network).__name__ == "VGG":
+        pools = [
+            i
+            for i, layer in enumerate(network.get_submodule("features").children())
+            if isinstance(layer, nn.MaxPool2d)
+        ]
+        third, fourth, fifth = (f"features.{i - 1}" for i in pools[2:5])
+        return third, fourth, fifth
+    return _STAGES.get(type(network).__name__)
+
+
+def normalisation(name: str) -> Normalisation:
+    """The normalisation that the network's official weights were trained with."""
+    weights = official_weights(name)
+    if weights is None:
+        return Normalisation(IMAGENET_MEAN, IMAGENET_STD)
+    preset = weights.transforms()
+    return Normalisation(tuple(preset.mean), tuple(preset.std))
+
+
+def official_weights(name: str) -> Any | None:
+    """Torchvision's enum member for `imagenet`: the first release, the one the papers used."""
+    if name == "resnet50_v1":
+        return None
+    members = list(torchvision.models.get_model_weights(name))
+    return next((m for m in members if m.name == "IMAGENET1K_V1"), members[0])
+
+
+def read_weights(name: str, weights: str, seed: int) -> tuple[dict[str, Tensor], str | None]:
+    """A network's tensors by name, and the sha256 of the file that they came from.
+
+    Args:
+        name: the network.
+        weights: `imagenet`, `random`, or the path of a `.safetensors` or `.pth` file.
+        seed: for random weights, which have no file.
+
+    Raises:
+        WeightsError: see `anomaly.features.weights`.
+    """
+    if weights == "random":
+        return _random_state(name, seed), None
+    if weights != "imagenet":
+        return file_state(Path(weights))
+    official = official_weights(name)
+    if official is None:
+        raise WeightsError(
+            f"torchvision publishes no weights for {name}; give a file: "
+            "--set backbone.weights=/path/to/file.safetensors"
+        )
+    return official_state(official.url)
+
+
+def whole(name: str, weights: str, seed: int = 0) -> nn.Module:
+    """A network with all of its weights, nothing cut away; arguments as for `read_weights`."""
+    network = build(name)
+    state, _ = read_weights(name, weights, seed)
+    fill(network, state, build(name), f"the weights file for {name}")
+    return network
+
+
+def fill(network: nn.Module, state: Mapping[str, Tensor], full: nn.Module, where: str) -> None:
+    """Give a truncated network its weights, in place.
+
+    Args:
+        network: what is left of `full` after truncation, on the meta device.
+        state: tensors by torchvision's key names; those of dropped layers may be there or not.
+            Half-precision values are widened to the network's own type.
+        full: the whole network, which says which keys belong to it.
+        where: the source of `state`, for error messages.
+
+    Raises:
+        WeightsError: keys are missing or foreign, shapes differ, or values can't be weights.
+    """
+    wanted, whole = network.state_dict(), full.state_dict()
+    missing = [k for k in wanted if k not in state and not k.endswith("num_batches_tracked")]
+    foreign = [k for k in state if k not in whole]
+    shapes = [
+        f"{k} is {tuple(state[k].shape)} instead of {tuple(v.shape)}"
+        for k, v in wanted.items()
+        if k in state and state[k].shape != v.shape
+    ]
+    if missing or foreign or shapes:
+        problems = _some("without", missing) + _some("with unknown", foreign) + shapes[:3]
+        raise WeightsError(
+            f"{where} belongs to another network than {type(full).__name__}: "
+            f"{'; '.join(problems)}. Check backbone.name against the file"
+        )
+    for key in wanted:
+        if key in state and not _is_usable(key, state[key]):
+            raise WeightsError(
+                f"{where}: {key} holds NaN, infinite or impossible values; get the file again"
+            )
+    filled = {
+        k: state[k].to(v.dtype).contiguous() if k in state else torch.zeros((), dtype=v.dtype)
+        for k, v in wanted.items()
+    }
+    # Some networks (MNASNet) ask which version of their keys this is.
+    versioned = OrderedDict(filled)
+    versioned._metadata = wanted._metadata  # type: ignore[attr-defined]
+    network.load_state_dict(versioned, assign=True)
+
+
+def _is_usable(key: str, values: Tensor) -> bool:
+    if not values.is_floating_point():
+        return key.endswith("num_batches_tracked")
+    if not values.numel():
+        return True
+    low, high = values.aminmax()
+    # A variance below 0 makes NaN of every image.
+    return bool(low.isfinite() and high.isfinite()) and not (
+        key.endswith("running_var") and low < 0
+    )
+
+
+def _some(label: str, keys: list[str]) -> list[str]:
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return [f"{label} {', '.join(keys[:3])}{more}"] if keys else []
+
+
+def _random_state(name: str, seed: int) -> dict[str, Tensor]:
+    """Seeded random weights. Warns: a network that was never trained sees nothing."""
+    log.warning(
+        "backbone.weights is 'random': %s has never seen an image, scores mean NOTHING. "
+        "Use this to try out speed and plumbing only.",
+        name,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        extra = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
+        network = torchvision.models.get_model(_torchvision_name(name), weights=None, **extra)
+    return dict(network.state_dict())

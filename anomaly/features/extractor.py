@@ -1,0 +1,227 @@
+"""Hook the wanted layers of a network and run nothing behind the last of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from anomaly.errors import LayerError
+from anomaly.features.folding import Pair, Reads, foldable, folded
+from anomaly.hooks import HookSet, capture, resolve
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class FeatureMap:
+    """What one layer makes of a batch.
+
+    Attributes:
+        layer: its path, as PyTorch prints it.
+        values: (B, C, h, w).
+        stride: network pixels between neighbouring positions.
+    """
+
+    layer: str
+    values: Tensor
+    stride: int
+
+
+class FeatureExtractor:
+    """The part of a network up to the last wanted layer, read through forward hooks.
+
+    Threads may share one.
+
+    Args:
+        network: an already truncated network (see `truncate`), with its weights in float32. It
+            stays as it is; what runs is a copy with its batch norms folded.
+        layers: canonical paths, in the order in which they run.
+        channels: C of each layer.
+        strides: stride of each layer.
+        copies: whether a later layer overwrites a wanted one in place.
+        pairs: convolutions and batch norms to fold, see `anomaly.features.folding`.
+        precision: `fp32` or `bf16`, the number format that the network runs in.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        layers: Sequence[str],
+        channels: Sequence[int],
+        strides: Sequence[int],
+        copies: bool,
+        pairs: Sequence[Pair],
+        precision: str = "fp32",
+    ) -> None:
+        self.network = network.eval().requires_grad_(False)
+        self.layers = tuple(layers)
+        self.channels = tuple(channels)
+        self.strides = tuple(strides)
+        self.precision = precision
+        self._copies = copies
+        self._pairs = tuple(pairs)
+
+    @property
+    def coarsest_stride(self) -> int:
+        """The largest stride of the hooked layers."""
+        return max(self.strides)
+
+    def to(self, device: torch.device | str, precision: str) -> FeatureExtractor:
+        """The same extractor, on a device and in a number format."""
+        return FeatureExtractor(
+            self.network.to(device),
+            self.layers,
+            self.channels,
+            self.strides,
+            self._copies,
+            self._pairs,
+            precision,
+        )
+
+    @cached_property
+    def _engine(self) -> nn.Module:
+        return folded(self.network, self._pairs, DTYPES[self.precision])
+
+    def __call__(self, images: Tensor) -> list[FeatureMap]:
+        """Run the network as far as needed.
+
+        Args:
+            images: (B, 3, H, W), normalised.
+
+        Returns:
+            One map for each layer, in the order of `layers`, in the extractor's number format.
+        """
+        engine = self._engine
+        images = images.to(DTYPES[self.precision], memory_format=torch.channels_last)
+        with (
+            torch.inference_mode(),
+            capture(engine, self.layers, stop=True, clone=self._copies) as captured,
+        ):
+            captured.run(images)
+            maps = captured.pop()
+        return [
+            FeatureMap(layer, maps[layer], s)
+            for layer, s in zip(self.layers, self.strides, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """A network cut behind its last wanted layer, still without weights.
+
+    Attributes:
+        network: on the meta device; what doesn't run before the last layer is gone.
+        layers: canonical paths, in the order in which they run.
+        channels: C of each layer.
+        strides: stride of each layer.
+        copies: whether a later layer overwrites a wanted one in place.
+        pairs: convolutions and batch norms that inference may fold.
+    """
+
+    network: nn.Module
+    layers: tuple[str, ...]
+    channels: tuple[int, ...]
+    strides: tuple[int, ...]
+    copies: bool
+    pairs: tuple[Pair, ...]
+
+    def extractor(self) -> FeatureExtractor:
+        """The extractor, once the network has its weights."""
+        return FeatureExtractor(
+            self.network, self.layers, self.channels, self.strides, self.copies, self.pairs
+        )
+
+
+def truncate(network: nn.Module, layers: Sequence[str], probe: int = 256) -> Truncated:
+    """Drop every part of a network that isn't needed to compute `layers`, in place.
+
+    A dry run on the meta device, which computes nothing, shows which parameters are touched before
+    the last wanted layer has run; modules none of whose parameters are touched are replaced.
+
+    Args:
+        network: on the meta device.
+        layers: paths in any form that `anomaly.hooks.resolve` takes.
+        probe: side of the square dry-run image; any size that the network accepts.
+
+    Raises:
+        LayerError: a layer doesn't exist, never runs, or gives no (B, C, h, w) map.
+    """
+    outputs = trim(network, layers, probe)
+    for path, output in outputs.items():
+        # A square image must give a square grid; Swin's (B, h, w, C) doesn't.
+        if output.ndim != 4 or output.shape[2] != output.shape[3]:
+            raise LayerError(
+                f"layer {path!r} gives {tuple(output.shape)}, not a feature map (B, C, h, w); "
+                "choose another layer"
+            )
+    image = torch.empty(1, 3, probe, probe, device="meta")
+    return Truncated(
+        network,
+        tuple(outputs),
+        tuple(int(output.shape[1]) for output in outputs.values()),
+        tuple(max(1, round(probe / int(output.shape[3]))) for output in outputs.values()),
+        _overwritten(network, list(outputs), image),
+        foldable(network, list(outputs), image),
+    )
+
+
+def trim(network: nn.Module, layers: Sequence[str], probe: int) -> dict[str, Tensor]:
+    """Drop every part of a network that isn't needed to compute `layers`, in place.
+
+    Args:
+        network: on the meta device.
+        layers: paths in any form that `anomaly.hooks.resolve` takes.
+        probe: side of the square dry-run image.
+
+    Returns:
+        What each layer puts out for one such image, on the meta device, by canonical path, in the
+        order in which they run.
+
+    Raises:
+        LayerError: a layer doesn't exist, never runs, or puts out several tensors; or the network
+            doesn't take images of this size.
+    """
+    paths = list(dict.fromkeys(resolve(network, layer)[0] for layer in layers))
+    order: list[str] = []
+    used = Reads()
+    try:
+        with torch.no_grad(), used, HookSet(network) as hooks:
+            for path in paths:
+                hooks.forward(path, lambda *_, path: order.append(path), path=path)
+            with capture(network, paths, stop=True) as captured:
+                captured.run(torch.empty(1, 3, probe, probe, device="meta"))
+                outputs = captured.pop()
+    except (RuntimeError, AssertionError, ValueError):
+        raise LayerError(
+            f"{type(network).__name__} doesn't take images of {probe}×{probe}; choose another "
+            "network or size"
+        ) from None
+    if several := [path for path in paths if path not in outputs]:
+        raise LayerError(f"layer {several[0]!r} gives several tensors; choose another layer")
+    _drop_unused(network, set(used.count), keep=paths)
+    return {path: outputs[path] for path in dict.fromkeys(order)}
+
+
+def _overwritten(network: nn.Module, paths: Sequence[str], image: Tensor) -> bool:
+    with torch.no_grad(), capture(network, paths, stop=True, clone=False) as captured:
+        captured.run(image)
+        try:
+            captured.pop()
+        except LayerError:
+            return True
+    return False
+
+
+def _drop_unused(module: nn.Module, used: set[int], keep: Sequence[str], path: str = "") -> None:
+    for name, child in list(module.named_children()):
+        inner = f"{path}.{name}" if path else name
+        tensors = [*child.parameters(), *child.buffers()]
+        wanted = any(p == inner or p.startswith(inner + ".") for p in keep)
+        if tensors and not wanted and not any(id(t) in used for t in tensors):
+            module.register_module(name, nn.Identity())
+        else:
+            _drop_unused(child, used, keep, inner)

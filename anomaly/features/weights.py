@@ -1,0 +1,165 @@
+"""Where backbone weights are looked for, and how each way of not having them is told apart."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import urllib.error
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from anomaly.errors import WeightsError, why
+from anomaly.files.writing import like
+
+_HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")
+
+
+def search_folders() -> list[Path]:
+    """Where official files are looked for, first match wins.
+
+    `$ANOMALY_WEIGHTS`, `weights/` in the working directory, and torch's own download cache.
+    """
+    named = os.environ.get("ANOMALY_WEIGHTS")
+    cache = Path(torch.hub.get_dir()) / "checkpoints"
+    return [*([Path(named).expanduser()] if named else []), Path("weights"), cache]
+
+
+def official_state(url: str) -> tuple[dict[str, Tensor], str]:
+    """An official torchvision file: one already on disk, else a download. Its hash is checked.
+
+    Args:
+        url: the file's official address; its name carries the first digits of its sha256.
+
+    Returns:
+        The tensors by name, and the file's sha256.
+
+    Raises:
+        WeightsError: the file is damaged, isn't the official one, or can't be downloaded.
+    """
+    name = url.rsplit("/", 1)[-1]
+    match = _HASH_IN_NAME.search(name)
+    prefix = match.group(1) if match else ""
+    file = next((f / name for f in search_folders() if (f / name).is_file()), None)
+    if file is None:
+        file = _download(url, name, prefix)
+    sha256 = _sha256(file)
+    if not sha256.startswith(prefix):
+        _refuse(file, sha256, prefix)
+    return _read(file), sha256
+
+
+def file_state(path: Path) -> tuple[dict[str, Tensor], str]:
+    """Weights from a user's `.safetensors` or `.pth` file, and the file's sha256.
+
+    Raises:
+        WeightsError: no such file, another suffix, or damaged.
+    """
+    path = path.expanduser()
+    if not path.is_file():
+        missing = f"doesn't exist (looked in {Path.cwd()}{like(path)})"
+        kind = "is a folder" if path.is_dir() else missing
+        raise WeightsError(
+            f"backbone.weights: {path} {kind}. Give `imagenet`, `random`, "
+            "or the path of a .safetensors or .pth file"
+        )
+    if path.suffix not in (".safetensors", ".pth", ".pt"):
+        raise WeightsError(
+            f"backbone.weights: {path} is neither a .safetensors nor a .pth file; convert it first"
+        )
+    return _read(path), _sha256(path)
+
+
+def _download(url: str, name: str, prefix: str) -> Path:
+    folder = Path(torch.hub.get_dir()) / "checkpoints"
+    target = folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Writes to a temporary file beside the target and renames it after the hash check.
+        torch.hub.download_url_to_file(url, str(target), hash_prefix=prefix or None, progress=False)
+    except urllib.error.HTTPError as error:
+        raise WeightsError(
+            f"{url} answered {error.code} {error.reason}. {_where_to_put(name)}"
+        ) from None
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        inner = getattr(error, "reason", error)
+        reason = why(inner) if isinstance(inner, OSError) else "no answer"
+        raise WeightsError(
+            f"the weights {name} are missing and there is no network to get them from {url} "
+            f"({reason}). {_where_to_put(name)}"
+        ) from None
+    except RuntimeError:  # torch's way to report a wrong hash
+        raise WeightsError(
+            f"{url} sent a file with a wrong hash (its sha256 should start with {prefix}): the "
+            f"download was damaged or changed on the way. Try again. {_where_to_put(name)}"
+        ) from None
+    except OSError as error:
+        raise WeightsError(f"{name} can't be saved in {folder}: {why(error)}") from None
+    return target
+
+
+def _where_to_put(name: str) -> str:
+    folders = ", ".join(str(f) for f in search_folders())
+    return f"Put the official file {name} into one of: {folders} (or set ANOMALY_WEIGHTS)"
+
+
+def _refuse(file: Path, sha256: str, prefix: str) -> None:
+    """Say whether a file with the wrong hash is damaged or simply another file."""
+    try:
+        _read(file)
+    except WeightsError as error:
+        raise WeightsError(
+            f"{error}. It should be {file.name} with a sha256 that starts with {prefix}"
+        ) from None
+    raise WeightsError(
+        f"{file} isn't the official file: its sha256 starts with {sha256[: len(prefix)]} instead "
+        f"of {prefix}. Replace it with the official {file.name}, or, if it is meant, rename it "
+        "and give its path as backbone.weights"
+    )
+
+
+def _sha256(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise WeightsError(f"{file} can't be read: {why(error)}") from None
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except SafetensorError:
+        raise WeightsError(_damaged(file)) from None
+    except Exception as error:
+        # torch.load raises half a dozen types, by the place where the file breaks off.
+        if "weights_only" in str(error) and zipfile.is_zipfile(file):
+            raise WeightsError(
+                f"{file} holds more than tensors (a whole pickled model?), which could run code; "
+                "save its state_dict() and give that"
+            ) from None
+        raise WeightsError(_damaged(file)) from None
+    return _tensors_of(loaded, file)
+
+
+def _damaged(file: Path) -> str:
+    return (
+        f"{file} is cut short or damaged ({file.stat().st_size:,} bytes); download or copy it again"
+    )
+
+
+def _tensors_of(loaded: Any, file: Path) -> dict[str, Tensor]:
+    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
+        loaded = loaded["state_dict"]
+    if not isinstance(loaded, Mapping) or not all(isinstance(v, Tensor) for v in loaded.values()):
+        raise WeightsError(f"{file} holds no state_dict (tensors by name); save model.state_dict()")
+    return {str(name): tensor for name, tensor in loaded.items()}

@@ -1,0 +1,1 @@
+"""Image file -> network input: decoding, geometry, regions, batches. Imports no torch."""

@@ -1,0 +1,219 @@
+"""Processes that decode images and write their pictures, beside the one with the network.
+
+Every image goes through here, whatever the command. A damaged file can take a decoder down, and
+with it its process: then the file is tried once more in a new one, and after that it is `failed`.
+So it is, at once, when it takes too long or too much (`guarded_process`); the run goes on. The
+processes import no torch (45 MB each, not 700), and are told what to do in pickled messages through
+their standard input.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.errors import ImageError
+from anomaly.imaging import image as images
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.geometry import View
+from anomaly.imaging.guarded_process import DRAWING, EndedError, GuardedProcess
+from anomaly.imaging.preprocessing import Loaded, Refused, paint
+from anomaly.prefetch import StoppedError, ahead
+
+_AHEAD = 4  # images that each process may be ahead of the network
+_WATCHED_SECONDS = 0.05
+
+Item = TypeVar("Item")
+
+
+class Decoders:
+    """Decoding processes. Used in a `with` statement, which ends them, whatever they are at.
+
+    Args:
+        count: how many; they start at once, so that they are there when they are needed.
+        task: what to say to them before anything else; see `begin`.
+    """
+
+    def __init__(self, count: int, task: Task | None = None) -> None:
+        self._processes = [GuardedProcess() for _ in range(max(1, count))]
+        self._of: dict[int, GuardedProcess] = {}
+        self._ahead = _AHEAD * len(self._processes)
+        self._closing = threading.Event()
+        threading.Thread(target=self._watch, name="watch decoders", daemon=True).start()
+        if task is not None:
+            self.begin(task)
+
+    def __enter__(self) -> Decoders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        for process in self._processes:
+            process.close()
+
+    def begin(self, task: Task) -> None:
+        """Say what the task is, before images are loaded."""
+        for process in self._processes:
+            process.task = task
+        # An image that is worth tiling is too large to have many of it waiting.
+        self._ahead = 0 if task.loading.sizing.tile else _AHEAD * len(self._processes)
+
+    def load_all(
+        self, items: Iterable[tuple[int, Path]], stopped: Callable[[], bool] | None = None
+    ) -> Iterator[Loaded | Refused]:
+        """Load files in order, a bounded number ahead of the one asked for.
+
+        Args:
+            items: index and path of each file.
+            stopped: asked now and then whether they are still wanted.
+
+        Raises:
+            StoppedError: they aren't; a process that is at one of them is ended.
+        """
+        try:
+            yield from ahead(lambda item: self._load(*item), items, self._ahead, stopped)
+        except StoppedError:
+            for process in self._processes:
+                process.drop()
+            raise
+
+    def load(self, path: Path) -> Loaded | Refused:
+        """Load one file."""
+        return self._load(0, path).result()
+
+    def map(self, function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:
+        """What a function that reads files makes of each item, in order, as with `load_all`.
+
+        Args:
+            function: of a module, and its items, what it makes and what it raises can be pickled.
+            items: what it is called with.
+
+        Yields:
+            Its results; an ImageError (`failed`) where an item took too long or too much, or took
+            its process down.
+
+        Raises:
+            Exception: what the function raises.
+        """
+        return ahead(lambda item: self._call(function, item), items, self._ahead)
+
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, about: Path, pixels: int = 0
+    ) -> Any:
+        """What a function that reads files returns; see `map`.
+
+        Args:
+            function: what to do.
+            arguments: with what.
+            about: the file, for messages.
+            pixels: of the image that it is about, where they are known to be many.
+
+        Raises:
+            ImageError: `failed`: it took too long or too much, or took its process down.
+        """
+        found = self._call(partial(_spread, function), arguments, pixels).result()
+        if isinstance(found, ImageError):
+            raise ImageError(f"{about}: {found}", found.status)
+        return found
+
+    def finish(self, index: int, path: Path, *what: Any) -> Future[Any]:
+        """Write the pictures of an image that `load_all` has given and that is now scored.
+
+        Args:
+            index: of the image.
+            path: of the image.
+            what: for `Task.pictures.write`, behind the image.
+
+        Returns:
+            What that returns, once the pictures are on disk; `Refused` when the file can't be read
+            any more, can't be drawn, or takes its process down. The future raises OutputError when
+            they can't be written.
+        """
+        process = self._of.pop(index)
+        return process.submit(_finish, process, index, path, *what)
+
+    def forget(self, index: int) -> None:
+        """An image that `load_all` has given needs no pictures."""
+        self._of.pop(index, None)
+
+    def _load(self, index: int, path: Path) -> Future[Loaded | Refused]:
+        process = self._idlest()
+        self._of[index] = process
+        return process.submit(_load, process, index, path)
+
+    def _call(self, function: Callable[[Item], Any], item: Item, pixels: int = 0) -> Future[Any]:
+        process = self._idlest()
+        return process.submit(_call, process, function, item, pixels)
+
+    def _idlest(self) -> GuardedProcess:
+        return min(self._processes, key=lambda p: p.waiting)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(_WATCHED_SECONDS):
+            for process in self._processes:
+                process.watch()
+
+
+def read_mask(path: Path) -> NDArray[np.bool_]:
+    """Read a mask as `anomaly.imaging.image.read_mask` does, in a process of its own.
+
+    Raises:
+        ImageError: as there, or `failed`: it took too long or too much.
+    """
+    with Decoders(1) as decoders:
+        return np.asarray(decoders.call(images.read_mask, path, about=path), bool)
+
+
+def _load(process: GuardedProcess, index: int, path: Path) -> Loaded | Refused:
+    try:
+        answer = process.ask("load", index, path, droppable=True)
+    except EndedError as ended:
+        return _failed(index, path, "decoding", ended)
+    if isinstance(answer, Loaded):
+        if answer.image is not None:
+            return replace(answer, render=partial(paint, path, answer.image))
+        return replace(answer, render=partial(_render, process, index, path))
+    assert isinstance(answer, Refused)
+    return answer
+
+
+def _finish(process: GuardedProcess, index: int, path: Path, *what: Any) -> Any:
+    try:
+        return process.ask("finish", index, path, *what, patience=DRAWING)
+    except EndedError as ended:
+        return _failed(index, path, "drawing", ended)
+
+
+def _render(process: GuardedProcess, index: int, path: Path, view: View) -> NDArray[np.float32]:
+    """Of a large image: asked for by the network's thread while loads may be waiting."""
+    try:
+        answer = process.submit(process.ask, "render", index, path, view).result()
+    except EndedError as ended:
+        answer = _failed(index, path, "rendering", ended)
+    if isinstance(answer, Refused):
+        raise ImageError(answer.reason, answer.status)
+    assert isinstance(answer, np.ndarray)
+    return answer
+
+
+def _call(process: GuardedProcess, function: Callable[[Any], Any], item: Any, pixels: int) -> Any:
+    try:
+        return process.ask("call", function, item, pixels=pixels, droppable=True)
+    except EndedError as ended:
+        return ImageError(f"reading it {ended}", "failed")
+
+
+def _spread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return function(*arguments)
+
+
+def _failed(index: int, path: Path, doing: str, ended: EndedError) -> Refused:
+    return Refused(index, "failed", f"{path}: {doing} it {ended}")

@@ -1,0 +1,196 @@
+"""What a decoding process does: the other end of `anomaly.imaging.decoder_pool`. Imports no torch.
+
+A process keeps the images that it has decoded, within `_KEPT_BYTES`, where they are to be drawn or
+are worth tiling; those that didn't fit it reads again. It ends with the one that has started it,
+whatever it is at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.errors import ImageError, OutputError
+from anomaly.imaging.geometry import Tiling, View
+from anomaly.imaging.image import Image
+from anomaly.imaging.preprocessing import (
+    MODEST_PIXELS,
+    Loaded,
+    Loading,
+    Refused,
+    load,
+    nothing_said,
+    paint,
+    refusal,
+)
+
+_KEPT_BYTES = 256 * 1024**2
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Drawing(Protocol):
+    """What is drawn of each image; it travels to the processes, pickled."""
+
+    def write(self, image: Image, /, *what: Any) -> Any:
+        """Draw an image that was decoded, and write that."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the processes have to know once.
+
+    Attributes:
+        loading: how files become network inputs.
+        pictures: what to write for each image; None for nothing.
+        whole: whether the decoded image is handed over with the network's input.
+    """
+
+    loading: Loading
+    pictures: Drawing | None = None
+    whole: bool = False
+
+
+def send(stream: IO[bytes] | None, message: object) -> None:
+    """Hand a message to the other end of a pipe."""
+    assert stream is not None
+    pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.flush()
+
+
+def receive(stream: IO[bytes] | None) -> Any:
+    """Wait for the next message from the other end of a pipe; EOFError when it has gone."""
+    assert stream is not None
+    return pickle.load(stream)  # from our own child
+
+
+def serve(parent: int) -> None:
+    """What a decoding process does until its standard input ends.
+
+    Args:
+        parent: id of the process that has started it.
+    """
+    import cv2
+
+    _end_with(parent)
+    cv2.setNumThreads(1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when it is over
+    # Whatever a library may print mustn't get between the answers.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
+    server: _Server | None = None
+    with suppress(BrokenPipeError):
+        while True:
+            name, *arguments = requests.get()
+            try:
+                if name == "begin":
+                    server = _Server(arguments[0], lambda pixels: send(answers, ("pixels", pixels)))
+                    send(answers, ("done", True))
+                elif name == "call":
+                    function, *arguments = arguments
+                    send(answers, ("done", function(*arguments)))
+                else:
+                    send(answers, ("done", getattr(server, name)(*arguments)))
+            except BrokenPipeError:
+                raise
+            except Exception as error:  # of no image alone: a full disk, a mistake of ours
+                send(answers, ("error", error))
+
+
+def _end_with(parent: int) -> None:
+    """Have the system end this process with the thread that has started it, where it can."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.name == "posix" and os.getppid() != parent:
+        os._exit(1)
+
+
+def _listen(requests: queue.SimpleQueue[Any]) -> None:
+    """Take requests while others are worked on, so that the parent's end is noticed meanwhile."""
+    with suppress(EOFError, OSError, pickle.UnpicklingError):
+        while True:
+            requests.put(receive(sys.stdin.buffer))
+    os._exit(0)
+
+
+class _Server:
+    """What a process does when it is asked.
+
+    Args:
+        task: what it has to know.
+        say_pixels: told of images that have more than `MODEST_PIXELS`, before they are worked on.
+    """
+
+    def __init__(self, task: Task, say_pixels: Callable[[int], None] = nothing_said) -> None:
+        self._task = task
+        self._say_pixels = say_pixels
+        self._kept: OrderedDict[int, Image] = OrderedDict()
+
+    def load(self, index: int, path: Path) -> Loaded | Refused:
+        loaded = load(index, path, self._task.loading, self._say_pixels)
+        if isinstance(loaded, Refused):
+            return loaded
+        if self._task.whole:
+            return replace(loaded, render=_elsewhere)
+        if self._task.pictures is not None or isinstance(loaded.view, Tiling):
+            self._keep(index, loaded.decoded)
+        return replace(loaded, image=None, render=_elsewhere)
+
+    def render(self, index: int, path: Path, view: View) -> NDArray[np.float32] | Refused:
+        image = self._image(index, path)
+        if isinstance(image, Refused):
+            return image
+        self._keep(index, image)
+        try:
+            return paint(path, image, view)
+        except ImageError as error:
+            return refusal(index, path, error)
+
+    def finish(self, index: int, path: Path, *what: Any) -> Any:
+        assert self._task.pictures is not None
+        image = self._image(index, path)
+        if isinstance(image, Refused):
+            return image
+        try:
+            return self._task.pictures.write(image, *what)
+        except OutputError:  # of every image to come, too
+            raise
+        except Exception as error:
+            return refusal(index, path, error)
+
+    def _keep(self, index: int, image: Image) -> None:
+        self._kept[index] = image
+        held = sum(kept.pixels.nbytes for kept in self._kept.values())
+        while held > _KEPT_BYTES and len(self._kept) > 1:
+            held -= self._kept.popitem(last=False)[1].pixels.nbytes
+
+    def _image(self, index: int, path: Path) -> Image | Refused:
+        image = self._kept.pop(index, None)
+        if image is None:
+            loaded = load(index, path, self._task.loading, self._say_pixels)
+            return loaded if isinstance(loaded, Refused) else loaded.decoded
+        height, width = image.size
+        if height * width > MODEST_PIXELS:
+            self._say_pixels(height * width)
+        return image
+
+
+def _elsewhere(view: View) -> NDArray[np.float32]:
+    raise ValueError(f"{view} is to be rendered where the image is")

@@ -1,0 +1,253 @@
+"""A process that does what untrusted files make it do, within limits of time and memory.
+
+What a parser does with a damaged file nobody knows. It does it in a process of its own, which is
+ended when it takes too long or too much, and replaced. Imports no torch.
+
+Time is what the process computes, so that neither a slow network folder nor a busy machine ends
+it; for files that never come there is a longer limit on the clock. Where the system doesn't say
+what a process uses (other systems than Linux), the limit on the clock is the only one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anomaly.imaging.decoder_worker import receive, send
+from anomaly.imaging.preprocessing import MODEST_PIXELS
+
+# For an image of up to `MODEST_PIXELS`; a larger one gets more in proportion. Decoding that many
+# takes 4 s and 0.7 GB at most, all that can be drawn of them 8 s and 1.2 GB.
+COMPUTING_SECONDS = 9.0
+CLOCK_SECONDS = 60.0
+MEMORY_BYTES = 1_500_000_000
+# Drawing follows no file's orders.
+DRAWING = 3
+
+_ATTEMPTS = 2
+
+
+class EndedError(Exception):
+    """The process was ended, or has ended, while it was at something; the message says why."""
+
+
+@dataclass
+class _Request:
+    """What a process is at.
+
+    Attributes:
+        share: of the limits, what it may take.
+        begun: on the clock.
+        seconds: that the process had computed before.
+        resident: bytes that it held before.
+        droppable: nothing is lost when it isn't finished.
+        over: why it was ended.
+    """
+
+    share: float
+    begun: float
+    seconds: float
+    resident: int
+    droppable: bool
+    over: str = ""
+
+
+class GuardedProcess:
+    """One process, asked one thing at a time by a thread of its own.
+
+    Attributes:
+        task: what it is told before anything else, as often as it starts.
+    """
+
+    def __init__(self) -> None:
+        self.task: object = None
+        self._told: object = None
+        self._asked = self._answered = 0
+        self._lock = threading.Lock()
+        self._request: _Request | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        # On Linux a child goes when the thread that has started it does: not the caller's.
+        self._thread = ThreadPoolExecutor(1, "decoder")
+        self._thread.submit(self._start)
+
+    @property
+    def waiting(self) -> int:
+        """How much it has still to do."""
+        return self._asked - self._answered
+
+    def submit(self, job: Callable[..., Any], *arguments: object) -> Future[Any]:
+        """Do something in the process's thread once everything before it is done."""
+        self._asked += 1
+        future = self._thread.submit(job, *arguments)
+        future.add_done_callback(lambda _: self._done())
+        return future
+
+    def _done(self) -> None:
+        self._answered += 1
+
+    def ask(
+        self, *request: Any, pixels: int = 0, patience: int = 1, droppable: bool = False
+    ) -> Any:
+        """Its answer; called in its thread.
+
+        Args:
+            request: what to do, and with what.
+            pixels: of the image that this is about, where they are known.
+            patience: how many times the usual limits.
+            droppable: nothing is lost when it isn't finished.
+
+        Raises:
+            EndedError: it took too long or too much, or the process has died of it, twice.
+            Exception: what went wrong there, if that is nothing of the image's own.
+        """
+        over = ""
+        for _ in range(_ATTEMPTS):
+            try:
+                self._begin(pixels, patience, droppable)
+                kind, answer = self._exchange(request, patience)
+            except (OSError, EOFError, pickle.UnpicklingError):
+                over = self._end()
+                self._start()
+                if over:
+                    raise EndedError(over) from None
+                continue
+            self._end()
+            if kind == "error":
+                raise answer
+            return answer
+        raise EndedError(f"has ended {_ATTEMPTS} processes, one after the other")
+
+    def watch(self) -> None:
+        """End it if what it is at takes too long or too much."""
+        with self._lock:
+            if self._request is not None and self._child is not None:
+                over = _over(self._request, self._child.pid)
+                if over:
+                    self._request.over = over
+                    self._child.kill()
+
+    def drop(self) -> None:
+        """End it if what it is at may remain unfinished."""
+        with self._lock:
+            if self._request is not None and self._request.droppable and self._child is not None:
+                self._request.over = "wasn't waited for"
+                self._child.kill()
+
+    def close(self) -> None:
+        """End it, whatever it is at."""
+        with self._lock:
+            self._closed = True
+            if self._child is not None:
+                self._child.kill()
+        self._thread.shutdown(cancel_futures=True)
+        if self._child is not None:
+            _let_go(self._child)
+
+    def _begin(self, pixels: int, patience: int, droppable: bool) -> None:
+        with self._lock:
+            assert self._child is not None
+            seconds, resident = _usage(self._child.pid) or (0.0, 0)
+            share = patience * _share(pixels)
+            self._request = _Request(share, time.monotonic(), seconds, resident, droppable)
+
+    def _exchange(self, request: tuple[Any, ...], patience: int) -> tuple[str, Any]:
+        assert self._child is not None
+        assert self._request is not None
+        if self._told is not self.task:
+            send(self._child.stdin, ("begin", self.task))
+            receive(self._child.stdout)
+            self._told = self.task
+        send(self._child.stdin, request)
+        while True:
+            kind, answer = receive(self._child.stdout)
+            if kind != "pixels":
+                return kind, answer
+            self._request.share = patience * _share(answer)
+
+    def _end(self) -> str:
+        with self._lock:
+            request, self._request = self._request, None
+        return "" if request is None else request.over
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._closed:
+                raise EndedError("wasn't waited for")
+            if self._child is not None:
+                self._child.kill()
+                _let_go(self._child)
+            self._child, self._told = start(), None
+
+
+def _let_go(child: subprocess.Popen[bytes]) -> None:
+    """Forget a process that was killed."""
+    child.wait()
+    for stream in (child.stdin, child.stdout):
+        if stream is not None:
+            with suppress(OSError):  # what it wasn't told any more
+                stream.close()
+
+
+def _share(pixels: int) -> float:
+    return max(1.0, pixels / MODEST_PIXELS)
+
+
+def _over(request: _Request, pid: int) -> str:
+    """What a request has too much of; empty while it is within the limits."""
+    share = request.share
+    if time.monotonic() - request.begun > CLOCK_SECONDS * share:
+        return f"took more than {CLOCK_SECONDS * share:.0f} s, the limit for an image of its size"
+    used = _usage(pid)
+    if used is None:
+        return ""
+    seconds, resident = used
+    if seconds - request.seconds > COMPUTING_SECONDS * share:
+        return (
+            f"took more than {COMPUTING_SECONDS * share:.0f} s of computing, the limit for an "
+            "image of its size"
+        )
+    if resident - request.resident > MEMORY_BYTES * share:
+        return (
+            f"took more than {MEMORY_BYTES * share / 1e9:.1f} GB of memory, the limit for an "
+            "image of its size"
+        )
+    return ""
+
+
+def _usage(pid: int) -> tuple[float, int] | None:
+    """Seconds that a process has computed and bytes that it holds; None where nothing says so."""
+    try:
+        # proc(5): utime, stime and rss are fields 14, 15 and 24; the second one may hold spaces.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def start() -> subprocess.Popen[bytes]:
+    """A fresh interpreter that serves: works alike on every system, whatever threads there are."""
+    # The same modules as here, wherever they were found.
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"from anomaly.imaging.decoder_worker import serve; serve({os.getpid()})"
+    )  # fmt: skip
+    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | threads,
+    )

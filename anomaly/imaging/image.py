@@ -1,0 +1,286 @@
+"""An image file -> an RGB array, or an error that says why not.
+
+The only place where files are decoded, for training, scoring and evaluation alike. What a pixel
+value means is the same for every image of a kind:
+
+- Full scale is the full range of the file's declared depth: 255, 65535, 4095 for 12-bit TIFF, 1.0
+  for floats. Values are never clipped, and never stretched by what the single image happens to
+  hold.
+- Cameras often put 10, 12 or 14 bits into a 16-bit file that can't say so. `bit_depth` says it:
+  full scale becomes 2**bit_depth - 1. It can only narrow the range, so 8-bit files keep theirs.
+- A pixel above full scale, a negative one and one that isn't a number make the image
+  `unsupported`: the depth is then not what it is said to be.
+
+Alpha is composited over black, CMYK is turned into light as (1 - C)(1 - K), and EXIF orientation
+is applied. Colour profiles are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.errors import DataError, ImageError
+from anomaly.files.own_outputs import is_model, own_outputs
+from anomaly.imaging.codecs import HEAD_BYTES, Format, ImageHeader, Pixels, identify
+from anomaly.imaging.codecs.exif import turned_upright
+from anomaly.imaging.codecs.header import damaged, unsupported
+
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "MAX_PIXELS",
+    "Image",
+    "ImageHeader",
+    "is_folder",
+    "is_image",
+    "list_files",
+    "list_images",
+    "read_header",
+    "read_image",
+    "read_mask",
+]
+
+log = logging.getLogger(__name__)
+
+MAX_PIXELS = 250_000_000
+_LONGEST_SIDE = 1_000_000  # libpng goes no further
+# A file may be this long: 16 bits for each of four samples, and metadata.
+_BYTES_A_PIXEL = 8
+_BYTES_BESIDES = 64 * 1024**2
+
+_READABLE = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".tif", ".tiff", ".webp")
+# Pictures that can't be read are listed too, so that they get a row that says why.
+_OTHERS = (".gif", ".heic", ".heif", ".avif", ".jp2", ".j2k", ".jxl", ".psd", ".exr", ".tga")
+IMAGE_SUFFIXES = frozenset(_READABLE + _OTHERS)
+
+
+@dataclass(frozen=True)
+class Image:
+    """One decoded image.
+
+    Attributes:
+        pixels: (H0, W0, 3) RGB, uint8, uint16 or float32, C-contiguous; upright, at the depth of
+            the file.
+        full_scale: the pixel value that means 1.0.
+        mode: colour kind and bits a sample as stored: "grey8", "rgb16", "palette8", "cmyk8",
+            "rgba8", "greyfloat32".
+        format: "png", "jpeg", "bmp", "tiff" or "webp".
+        sha256: hex digest of the file's bytes.
+    """
+
+    pixels: Pixels
+    full_scale: float
+    mode: str
+    format: str
+    sha256: str
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(H0, W0)."""
+        return self.pixels.shape[0], self.pixels.shape[1]
+
+
+def read_image(path: Path, *, max_pixels: int = MAX_PIXELS, bit_depth: int | None = None) -> Image:
+    """Read one image of any supported format, told by its content.
+
+    Args:
+        path: the file.
+        max_pixels: images of more pixels are refused before they are decoded, and files far too
+            long for so many before they are read.
+        bit_depth: significant bits of files that can't say so themselves, such as 12-bit camera
+            data in a 16-bit file; None takes the full range of each file's type.
+
+    Raises:
+        ImageError: its `status` is `unreadable` or `unsupported`; the message names the file.
+    """
+    try:
+        kind, data = _read_file(path, max_pixels)
+        header = kind.read_header(data)
+        _check_size(header, max_pixels)
+        pixels = turned_upright(kind.decode(data), header.orientation)
+        full_scale = header.full_scale
+        if bit_depth is not None:
+            full_scale = min(full_scale, 2.0**bit_depth - 1)
+        _check_range(pixels, full_scale)
+    except ImageError as error:
+        raise ImageError(f"{path}: {error}", error.status) from None
+    except MemoryError:
+        raise ImageError(f"{path}: there isn't enough memory to decode it", "unsupported") from None
+    sha256 = hashlib.sha256(data).hexdigest()
+    return Image(np.ascontiguousarray(pixels), full_scale, header.mode, header.format, sha256)
+
+
+def read_header(path: Path) -> ImageHeader:
+    """Read what a file says about its picture, without decoding it.
+
+    Raises:
+        ImageError: as `read_image`, but damage inside the pixels may go unnoticed.
+    """
+    try:
+        kind, data = _read_file(path, MAX_PIXELS)
+        return kind.read_header(data)
+    except ImageError as error:
+        raise ImageError(f"{path}: {error}", error.status) from None
+
+
+def read_mask(path: Path, *, above: int = 0) -> NDArray[np.bool_]:
+    """Read a mask as (H, W): True where any channel is above a value, in the file's own scale.
+
+    Raises:
+        ImageError: as `read_image`.
+    """
+    return np.asarray((read_image(path).pixels > above).any(axis=2))
+
+
+def list_images(folder: Path) -> list[Path]:
+    """List the pictures in a folder and its subfolders, sorted by path.
+
+    Raises:
+        DataError: as `list_files`.
+    """
+    return [path for path in list_files(folder) if is_image(path)]
+
+
+def is_image(path: Path) -> bool:
+    """Whether a file's name is a picture's, by its suffix."""
+    return path.suffix.lower() in IMAGE_SUFFIXES
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder of this name.
+
+    Raises:
+        DataError: that can't be told: no permission, or a name that is too long.
+    """
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} can't be looked at ({_reason(error)})") from None
+
+
+def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
+    """List the files in a folder and its subfolders, sorted by path.
+
+    Files and folders whose names start with a dot are skipped, and so is what this program has
+    written itself. Links are followed, except to a folder that the link lies in.
+
+    Args:
+        folder: where to look.
+        tell: log a warning that names outputs of this program which are skipped.
+
+    Raises:
+        DataError: the folder, or one inside it, can't be listed.
+    """
+    found: list[Path] = []
+    own: list[Path] = []
+    _collect(folder, (), found, own)
+    if own and tell:
+        names = ", ".join(path.relative_to(folder).as_posix() for path in own[:6])
+        more = f" and {len(own) - 6} more" if len(own) > 6 else ""
+        log.warning("%s: passed over this program's own outputs: %s%s", folder, names, more)
+    return sorted(found, key=lambda path: path.parts)
+
+
+def _collect(
+    folder: Path, above: tuple[tuple[int, int], ...], found: list[Path], own: list[Path]
+) -> None:
+    try:
+        status = folder.stat()
+        with os.scandir(folder) as scan:
+            entries = list(scan)
+    except OSError as error:
+        raise DataError(f"{folder}: can't list this folder ({_reason(error)})") from None
+    identity = (status.st_dev, status.st_ino)
+    if identity in above:
+        return
+    names = [entry.name for entry in entries]
+    if above and is_model(folder, names):
+        own.append(folder)
+        return
+    outputs = own_outputs(folder, names)
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        path = folder / entry.name
+        if entry.name.startswith("."):
+            continue
+        if entry.name in outputs:
+            if _is_folder(entry) or is_image(path):  # tables and notes aren't worth a word
+                own.append(path)
+        elif _is_folder(entry):
+            _collect(path, (*above, identity), found, own)
+        else:
+            found.append(path)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself; reading it as an image will say so
+        return False
+
+
+def _read_file(path: Path, max_pixels: int) -> tuple[Format, bytes]:
+    """Read a whole file, once its first bytes and its length look like a picture's."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+            what = "a folder" if path.is_dir() else "a device or pipe"
+            raise damaged(f"it is {what}, not a file")
+        with path.open("rb") as file:
+            kind = identify(file.read(HEAD_BYTES))
+            length = os.fstat(file.fileno()).st_size
+            _check_length(length, max_pixels)
+            file.seek(0)
+            return kind, file.read(length)
+    except (OSError, ValueError) as error:  # ValueError: a path that holds a null character
+        raise damaged(f"it can't be read ({_reason(error)})") from None
+
+
+def _check_length(length: int, max_pixels: int) -> None:
+    most = _BYTES_BESIDES + _BYTES_A_PIXEL * max_pixels
+    if length > most:
+        raise unsupported(
+            f"its file has {length / 1e6:.1f} MB, more than the {most / 1e6:.1f} MB that a picture "
+            f"of {max_pixels / 1e6:.1f} million pixels needs; if it is a picture, raise "
+            "image.max_pixels"
+        )
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _check_size(header: ImageHeader, max_pixels: int) -> None:
+    height, width = header.size
+    if height * width > max_pixels:
+        raise unsupported(
+            f"it has {width} × {height} = {height * width / 1e6:.1f} million pixels, more than "
+            f"image.max_pixels allows ({max_pixels / 1e6:.1f} million)"
+        )
+    if max(height, width) > _LONGEST_SIDE:
+        raise unsupported(f"its longest side is over {_LONGEST_SIDE} pixels: {width} × {height}")
+
+
+def _check_range(pixels: Pixels, full_scale: float) -> None:
+    if pixels.dtype.kind == "f":
+        lowest, highest = float(pixels.min()), float(pixels.max())
+        if not np.isfinite((lowest, highest)).all():
+            raise unsupported("some of its pixels are not a number or infinite")
+        if lowest < 0 or highest > full_scale:
+            raise unsupported(
+                f"its float values run from {lowest:g} to {highest:g}, but 0 to 1 is what floats "
+                "have to mean; divide by the camera's full scale before saving"
+            )
+    elif full_scale < np.iinfo(pixels.dtype).max and pixels.max() > full_scale:
+        bits = int(full_scale).bit_length()
+        raise unsupported(
+            f"its brightest value is {pixels.max()}, above {full_scale:.0f}, the full scale of "
+            f"{bits} bits; set image.bit_depth to the depth of the camera"
+        )

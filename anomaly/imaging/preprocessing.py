@@ -1,0 +1,293 @@
+"""Image files -> batches of network inputs, decoded ahead of the network. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.errors import DataError, ImageError
+from anomaly.imaging.geometry import Layout, Sizing, Tiling, View, render
+from anomaly.imaging.image import MAX_PIXELS, Image, read_header, read_image
+from anomaly.imaging.region import Region
+
+# What a large image has instead of pixels for the network: its tiles have them.
+NO_PIXELS: NDArray[np.float32] = np.empty((0, 0, 3), np.float32)
+
+# An image of up to so many pixels is read within the limits of every image; a larger one says so
+# first, and gets more time and memory in proportion.
+MODEST_PIXELS = 25_000_000
+
+Item = TypeVar("Item")
+Member = TypeVar("Member", bound="Shaped")
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How files become network inputs; travels with the model.
+
+    Attributes:
+        sizing: gives each image its view.
+        bit_depth: declared depth of 16-bit files; None for the full range of their type.
+        max_pixels: larger images are refused before they are decoded.
+        region: what of each image counts; one that it doesn't fit is refused. None for all of it.
+    """
+
+    sizing: Sizing
+    bit_depth: int | None
+    max_pixels: int
+    region: Region | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """One image, ready for the network.
+
+    Attributes:
+        index: its place in the list of files.
+        sha256: of the file's bytes.
+        view: how `pixels` was made from it; a large image's tiles are still to be made.
+        pixels: (H, W, 3) float32 RGB in [0, 1]; empty where `view` is a tiling.
+        render: makes one more view of it.
+        image: the decoded file; None where another process has it.
+        tile: row and column of this tile; (0, 0) for a whole image.
+        whole: the tiling that this tile belongs to; None for a whole image.
+    """
+
+    index: int
+    sha256: str
+    view: Layout
+    pixels: NDArray[np.float32]
+    render: Callable[[View], NDArray[np.float32]]
+    image: Image | None = None
+    tile: tuple[int, int] = (0, 0)
+    whole: Tiling | None = None
+
+    @property
+    def decoded(self) -> Image:
+        """The decoded file, of an image that was loaded in this process."""
+        if self.image is None:
+            raise ValueError(f"image {self.index} was decoded in another process")
+        return self.image
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """(H, W) that it shares a batch with; None goes alone, as a large image does."""
+        return None if isinstance(self.view, Tiling) else self.view.size
+
+    @property
+    def layout(self) -> Layout:
+        """How the image, not just this tile, was turned into the network's input."""
+        return self.whole or self.view
+
+    def tiles(self, batch_size: int) -> Iterator[list[Loaded]]:
+        """The tiles of a large image, rendered a batch at a time; itself where it has none."""
+        if not isinstance(self.view, Tiling):
+            yield [self]
+            return
+        whole = self.view
+        every = list(whole.tiles())
+        for start in range(0, len(every), batch_size):
+            yield [
+                replace(self, view=view, pixels=self.render(view), tile=(row, column), whole=whole)
+                for row, column, view in every[start : start + batch_size]
+            ]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """One file that couldn't be used.
+
+    Attributes:
+        index: its place in the list of files.
+        status: `unreadable`, `unsupported`, or `failed` when it took decoding processes down,
+            met a mistake of this program, or got a score that isn't a finite number.
+        reason: what is wrong, for a person.
+    """
+
+    index: int
+    status: str
+    reason: str
+
+
+def size_of(path: Path) -> tuple[int, int] | None:
+    """(H0, W0) of an image as its file says; None where it can't be used."""
+    try:
+        return read_header(path).size
+    except ImageError:  # loading will say so
+        return None
+
+
+def nothing_said(pixels: int) -> None:
+    """Stands in where nobody limits what an image may take."""
+
+
+def read(
+    path: Path,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    bit_depth: int | None = None,
+    say_pixels: Callable[[int], None] = nothing_said,
+) -> Image:
+    """Read one image, and say before it is decoded that it is a large one.
+
+    Args:
+        path: the file.
+        max_pixels: as for `anomaly.imaging.image.read_image`, and so is `bit_depth`.
+        bit_depth: likewise.
+        say_pixels: called with the number of pixels of an image that has more than
+            `MODEST_PIXELS`. Such a file is opened twice.
+
+    Raises:
+        ImageError: as `read_image`.
+    """
+    try:
+        return read_image(path, max_pixels=min(max_pixels, MODEST_PIXELS), bit_depth=bit_depth)
+    except ImageError:
+        if max_pixels <= MODEST_PIXELS:
+            raise
+        height, width = read_header(path).size
+        if height * width <= MODEST_PIXELS:
+            raise
+    if height * width <= max_pixels:
+        say_pixels(height * width)
+    return read_image(path, max_pixels=max_pixels, bit_depth=bit_depth)
+
+
+def load(
+    index: int,
+    path: Path,
+    loading: Loading,
+    say_pixels: Callable[[int], None] = nothing_said,
+) -> Loaded | Refused:
+    """Decode and render one file. Whatever happens on the way, it is this file's alone.
+
+    Args:
+        index: its place in the list of files.
+        path: the file.
+        loading: how.
+        say_pixels: as for `read`.
+    """
+    try:
+        return _load(index, path, loading, say_pixels)
+    except Exception as error:  # a shift mustn't end because of one file
+        return refusal(index, path, error)
+
+
+def refusal(index: int, path: Path, error: Exception) -> Refused:
+    """What becomes of an image that has led to an error; `failed` where nobody has foreseen it."""
+    if isinstance(error, ImageError):
+        return Refused(index, error.status, str(error))
+    if isinstance(error, DataError):
+        return Refused(index, "unsupported", f"{path}: {error}")
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    return Refused(index, "failed", f"{path}: {what}")
+
+
+def _load(index: int, path: Path, loading: Loading, say_pixels: Callable[[int], None]) -> Loaded:
+    image = read(
+        path,
+        max_pixels=loading.max_pixels,
+        bit_depth=loading.bit_depth,
+        say_pixels=say_pixels,
+    )
+    view = loading.sizing.view(image.size)
+    if loading.region is not None:
+        loading.region.inside(image.size, slice(0, 1))
+    render = partial(paint, path, image)
+    pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
+    return Loaded(index, image.sha256, view, pixels, render, image)
+
+
+def paint(path: Path, image: Image, view: View) -> NDArray[np.float32]:
+    """Render a view of an image.
+
+    Raises:
+        ImageError: `unsupported`: the image is too large for the memory, or for OpenCV.
+    """
+    try:
+        return render(image.pixels, image.full_scale, view)
+    except (MemoryError, cv2.error) as error:
+        height, width = image.size
+        why = " ".join(str(error).split()) or "there isn't enough memory"
+        raise ImageError(
+            f"{path}: its {width}×{height} pixels can't be brought to the network's size ({why}); "
+            "train with image.tile, which takes large images piece by piece",
+            "unsupported",
+        ) from None
+
+
+def refuse_missed(
+    items: Iterable[Item],
+    paths: Sequence[Path],
+    grid: Callable[[tuple[int, int]], tuple[int, int]],
+    region: Region | None,
+) -> Iterator[Item | Refused]:
+    """Refuse images none of whose patches lie inside a region, each before it joins a batch.
+
+    Args:
+        items: loaded images among others, which pass through.
+        paths: all image files, for messages.
+        grid: gives (h, w) of the patches for (H, W) of a network input.
+        region: what of each image counts; None lets all pass.
+    """
+    grids: dict[tuple[int, int], tuple[int, int]] = {}
+    for item in items:
+        if region is not None and isinstance(item, Loaded):
+            size = item.view.size
+            grids[size] = grids.get(size) or grid(size)
+            try:
+                region.patches(item.layout, grids[size])
+            except DataError as error:
+                yield refusal(item.index, paths[item.index], error)
+                continue
+        yield item
+
+
+class Shaped(Protocol):
+    """What batches are gathered from."""
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """(H, W) that it shares a batch with; None goes alone."""
+
+
+def by_shape(
+    items: Iterable[Member | Refused], batch_size: int
+) -> Iterator[list[Member] | Refused]:
+    """Gather images of equal network size into batches; refusals pass through.
+
+    The split depends on the list of files alone. At most four batches' worth of images wait; then
+    the largest group goes, full or not. An image in tiles goes alone and at once.
+    """
+    waiting: dict[tuple[int, int], list[Member]] = {}
+    for item in items:
+        if isinstance(item, Refused):
+            yield item
+            continue
+        if item.shape is None:
+            yield [item]
+            continue
+        group = waiting.setdefault(item.shape, [])
+        group.append(item)
+        held = sum(map(len, waiting.values()))
+        if len(group) == batch_size or held >= 4 * batch_size:
+            yield waiting.pop(max(waiting, key=lambda size: len(waiting[size])))
+    yield from waiting.values()
+
+
+def tile_by_tile(
+    batches: Iterable[list[Loaded] | Refused], batch_size: int
+) -> Iterator[list[Loaded] | Refused]:
+    """Batches with large images replaced by batches of their tiles."""
+    for batch in batches:
+        if isinstance(batch, Refused) or len(batch) > 1:
+            yield batch
+        else:
+            yield from batch[0].tiles(batch_size)

@@ -1,0 +1,208 @@
+"""Where to look: which original pixels of an image count, and which patches. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.errors import DataError
+from anomaly.imaging.geometry import Axis, AxisView, Layout, aspect_error
+
+Mask = NDArray[np.bool_]
+Polygon = tuple[tuple[float, float], ...]
+
+# A patch counts when at least this share of it is inside.
+COUNTS = 0.5
+_PICTURE_TOLERANCE = 0.02
+_STRIP = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Polygons:
+    """A shape drawn by its corners.
+
+    Attributes:
+        corners: of each polygon, (x, y) with (0, 0) at the image's upper left corner; what is
+            inside an odd number of a polygon's lines is inside it, and polygons add up.
+        relative: corners are shares of the image's width and height, not original pixels.
+    """
+
+    corners: tuple[Polygon, ...]
+    relative: bool
+
+    def inside(self, size: tuple[int, int], strip: slice) -> Mask:
+        """Which pixel centres lie inside, in some rows of an image of (H0, W0) pixels.
+
+        Raises:
+            DataError: a corner in pixels lies outside the image.
+        """
+        top, bottom, _ = strip.indices(size[0])
+        found = np.zeros((bottom - top, size[1]), dtype=bool)
+        scale = np.array((size[1], size[0]) if self.relative else (1, 1), dtype=np.float64)
+        for polygon in self.corners:
+            points = np.asarray(polygon, dtype=np.float64) * scale
+            self._check(points, size)
+            found |= _filled(points, slice(top, bottom), size[1])
+        return found
+
+    @staticmethod
+    def _check(points: NDArray[np.float64], size: tuple[int, int]) -> None:
+        x, y = points.max(axis=0)
+        if x > size[1] + 1 or y > size[0] + 1:
+            raise DataError(
+                f"its {size[1]}×{size[0]} pixels don't hold a polygon that reaches to ({x:.0f}, "
+                f"{y:.0f}); draw it on an image of this size, or in relative units"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A shape drawn as a picture; images of another size but its aspect are covered by it, too.
+
+    Attributes:
+        pixels: (H, W), True inside.
+    """
+
+    pixels: Mask
+
+    def inside(self, size: tuple[int, int], strip: slice) -> Mask:
+        """Which pixels lie inside, in some rows of an image of (H0, W0) pixels.
+
+        Raises:
+            DataError: the image has another aspect.
+        """
+        height, width = self.pixels.shape
+        if aspect_error(size, height / width) > _PICTURE_TOLERANCE:
+            raise DataError(
+                f"its {size[1]}×{size[0]} pixels have another shape than the mask of "
+                f"{width}×{height} that says where to look"
+            )
+        rows = np.arange(*strip.indices(size[0])) * height // size[0]
+        columns = np.arange(size[1]) * width // size[1]
+        return np.asarray(self.pixels[rows[:, None], columns])
+
+
+Shape = Polygons | Picture
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """What of an image counts.
+
+    Attributes:
+        look: only what is in here; None for all of the image.
+        ignore: but for what is in here; None for nothing.
+    """
+
+    look: Shape | None
+    ignore: Shape | None
+
+    def inside(self, size: tuple[int, int], strip: slice = slice(None)) -> Mask:
+        """Which original pixels count.
+
+        Args:
+            size: (H0, W0) of the image.
+            strip: only these rows.
+
+        Returns:
+            (rows, W0).
+
+        Raises:
+            DataError: the shapes don't fit an image of this size.
+        """
+        top, bottom, _ = strip.indices(size[0])
+        if self.look is None:
+            found = np.ones((bottom - top, size[1]), dtype=bool)
+        else:
+            found = self.look.inside(size, strip)
+        return found if self.ignore is None else found & ~self.ignore.inside(size, strip)
+
+    def patches(self, layout: Layout, grid: tuple[int, int]) -> Mask:
+        """Which patches count: those at least half of whose original pixels do.
+
+        Args:
+            layout: how the image was turned into the network's input.
+            grid: (h, w) of the network's patches; of each tile, where there are several.
+
+        Returns:
+            (h, w), of the whole mosaic where the image is tiled.
+
+        Raises:
+            DataError: the shapes don't fit such an image, or no patch counts.
+        """
+        return _patches(self, layout, grid)
+
+
+def counted(region: Region, layout: Layout, tile: tuple[int, int], grid: tuple[int, int]) -> Mask:
+    """Which patches (h, w) of one tile count; of the whole image where there are no tiles."""
+    top, left = tile[0] * grid[0], tile[1] * grid[1]
+    return region.patches(layout, grid)[top : top + grid[0], left : left + grid[1]]
+
+
+@lru_cache(maxsize=32)
+def _patches(region: Region, layout: Layout, grid: tuple[int, int]) -> Mask:
+    size = layout.source
+    (above, below), (left, right) = (
+        _edges(pieces, count) for pieces, count in zip(layout.axes, grid, strict=True)
+    )
+    covered = np.zeros((len(above), len(left)))
+    for start in range(0, size[0], _STRIP):
+        strip = slice(start, min(start + _STRIP, size[0]))
+        inside = region.inside(size, strip)
+        across = _sums(inside, left, right)  # (rows, w)
+        within = [np.clip(edge - start, 0, len(inside)) for edge in (above, below)]
+        covered += _sums(across.T, *within).T
+    counts = covered >= COUNTS * np.outer(below - above, right - left) - 1e-6
+    if not counts.any():
+        raise DataError(
+            f"in its {size[1]}×{size[0]} pixels, no patch lies at least half inside the region to "
+            "look at; enlarge the region, or raise image.area"
+        )
+    return counts
+
+
+def _edges(pieces: Axis, patches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Where each patch starts and ends in original pixels, piece after piece."""
+
+    def edges(piece: AxisView) -> NDArray[np.float64]:
+        return piece.to_source(np.linspace(0.0, piece.size, patches + 1))
+
+    every = [edges(piece) for piece in pieces]
+    return np.concatenate([e[:-1] for e in every]), np.concatenate([e[1:] for e in every])
+
+
+def _sums(
+    values: NDArray[np.generic], starts: NDArray[np.float64], stops: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Integrals of each row's values between fractional positions, (rows, len(starts))."""
+    totals = np.zeros((len(values), values.shape[1] + 1))
+    np.cumsum(values, axis=1, out=totals[:, 1:])
+
+    def until(positions: NDArray[np.float64]) -> NDArray[np.float64]:
+        low = np.clip(positions.astype(np.int64), 0, values.shape[1] - 1)
+        part = positions - low
+        return np.asarray(totals[:, low] * (1 - part) + totals[:, low + 1] * part)
+
+    return until(stops) - until(starts)
+
+
+def _filled(points: NDArray[np.float64], rows: slice, width: int) -> Mask:
+    """The pixels of some rows whose centres an odd number of a polygon's lines lies left of."""
+    crossings = np.zeros((rows.stop - rows.start, width + 1), dtype=np.uint8)
+    for (x0, y0), (x1, y1) in zip(points, np.roll(points, -1, axis=0), strict=True):
+        if y0 == y1:
+            continue
+        (x0, y0), (x1, y1) = sorted(((x0, y0), (x1, y1)), key=lambda point: point[1])
+        first = max(int(np.ceil(y0 - 0.5)), rows.start)
+        last = min(int(np.ceil(y1 - 0.5)), rows.stop)
+        if first >= last:
+            continue
+        y = np.arange(first, last)
+        x = x0 + (y + 0.5 - y0) * (x1 - x0) / (y1 - y0)
+        column = np.clip(np.ceil(x - 0.5), 0, width).astype(np.int64)
+        np.add.at(crossings, (y - rows.start, column), 1)
+    inside = np.cumsum(crossings[:, :width], axis=1, dtype=np.uint8) & 1
+    return np.asarray(inside, dtype=bool)

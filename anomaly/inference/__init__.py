@@ -1,0 +1,1 @@
+"""Files -> rows and pictures: one run of `infer`, or a folder that is followed."""

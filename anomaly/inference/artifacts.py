@@ -1,0 +1,130 @@
+"""What is written for each scored image, besides its row. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+import numpy as np
+
+from anomaly.files.own_outputs import HEATMAPS, MAPS, MASKS
+from anomaly.files.writing import write
+from anomaly.imaging.image import Image
+from anomaly.maps.anomaly_map import SourceMap
+from anomaly.maps.colour_bar import side_by_side
+from anomaly.maps.heatmap import Picture, display, encode_png, heatmap
+from anomaly.maps.map_files import encode_float32, encode_uint16
+from anomaly.maps.regions import AnomalyMap, MarkedRegion, marked_regions, predicted_mask
+
+_HELD_PIXELS = 8_000_000
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a heatmap says of its image.
+
+    Attributes:
+        heatmap: whether there is to be one.
+        verdict: `good`, `review` or `reject`; empty without thresholds.
+        score: the image score.
+        times: that, in multiples of the reject threshold; None without thresholds.
+    """
+
+    heatmap: bool = True
+    verdict: str = ""
+    score: float = math.nan
+    times: float | None = None
+
+
+PLAIN = Shown()
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What to write, and where.
+
+    Attributes:
+        output: the folder for folders of heatmaps, masks and maps.
+        limit: the anomaly map's value where marking starts; None takes each image's own highest
+            patch score, for models without thresholds: they have no masks, regions or 16-bit maps.
+        review: a lower value, which a heatmap outlines fainter; None for none.
+        beside: what the scores are, to show image, heatmap and colour bar side by side; None for
+            the image under its heatmap alone.
+        masks: whether to write predicted masks.
+        regions: whether to find the masks' regions.
+        maps: how to write anomaly maps, if at all.
+    """
+
+    output: Path
+    limit: float | None
+    review: float | None = None
+    beside: str | None = None
+    masks: bool = False
+    regions: bool = False
+    maps: Literal["float32", "uint16"] | None = None
+
+    def write(
+        self, image: Image, found: SourceMap, name: str, shown: Shown = PLAIN
+    ) -> tuple[MarkedRegion, ...]:
+        """Write one image's files.
+
+        Args:
+            image: the decoded file.
+            found: its anomaly map.
+            name: the heatmap's path in its folder; the others have the same in theirs.
+            shown: what the heatmap says of it.
+
+        Returns:
+            The marked regions, where they are wanted.
+
+        Raises:
+            OutputError: no room, no permission.
+        """
+        if not (shown.heatmap or self.masks or self.regions or self.maps):
+            return ()
+        anomaly_map = _held(found, image.size)
+        limit = float(np.nanmax(found.scores)) if self.limit is None else self.limit
+        if shown.heatmap:
+            picture = self._heatmap(image, anomaly_map, limit, shown)
+            write(self.output / HEATMAPS / name, encode_png(picture))
+        if self.maps == "uint16":
+            write(self.output / MAPS / name, encode_uint16(anomaly_map, image.size, limit))
+        elif self.maps == "float32":
+            file = self.output / MAPS / PurePosixPath(name).with_suffix(".tiff")
+            write(file, encode_float32(anomaly_map, image.size))
+        if not (self.masks or self.regions):
+            return ()
+        mask = predicted_mask(anomaly_map, image.size, limit)
+        if self.masks:
+            write(self.output / MASKS / name, encode_png(mask))
+        return marked_regions(mask, anomaly_map) if self.regions else ()
+
+    def _heatmap(
+        self, image: Image, anomaly_map: AnomalyMap, limit: float, shown: Shown
+    ) -> Picture:
+        picture = heatmap(image, anomaly_map, limit, self.review)
+        if self.beside is None:
+            return picture
+        caption = f"score {shown.score:.4g}"
+        if shown.times is not None:
+            caption += f" = {shown.times:.2f} x the reject threshold"
+        if shown.verdict:
+            caption = f"{shown.verdict}: {caption}"
+        return side_by_side(display(image), picture, limit, self.beside, self.review, caption)
+
+
+def picture_exists(output: Path, name: str) -> bool:
+    """Whether any picture of a name is in an output folder."""
+    map_name = PurePosixPath(name).with_suffix(".tiff")
+    files = (HEATMAPS, name), (MASKS, name), (MAPS, name), (MAPS, map_name)
+    return any((output / folder / file).exists() for folder, file in files)
+
+
+def _held(found: SourceMap, size: tuple[int, int]) -> AnomalyMap:
+    """A map that is read several times, made once unless it is very large."""
+    if size[0] * size[1] > _HELD_PIXELS:
+        return found
+    values = found()
+    return lambda strip: values[strip]

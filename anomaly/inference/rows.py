@@ -1,0 +1,157 @@
+"""Rows of verdicts: what `infer` says about each image."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, get_type_hints
+
+from anomaly.files.csv_tables import csv_text
+from anomaly.maps.regions import MarkedRegion
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+@dataclass(frozen=True)
+class Row:
+    """One image's line in results.csv and results.jsonl; the fields are the columns, in order.
+
+    Attributes:
+        path: the file, as given or found.
+        image_sha256: of the file's bytes; empty where they couldn't be read.
+        status: `ok`, `unreadable`, `unsupported`, or `failed` when the file took the processes down
+            that tried to decode it, or when its score isn't a finite number.
+        image_score: higher is more anomalous; None unless `ok`.
+        calibrated_score: how rare such a score is among good parts, in powers of ten; None
+            without a score or a threshold.
+        review_threshold: a higher score needs a second look; None where the model has none.
+        threshold: a higher score is rejected; None where the model has none.
+        verdict: `good`, `review` (a person has to look) or `reject`; empty without a score or a
+            threshold.
+        heatmap: picture, relative to the output folder; empty where there is none.
+        model_id: which model said so.
+        software_version: of this program.
+        threshold_label: how the thresholds were found: `calibrated`, `by cost` or `by hand`.
+        reason: why there is no score, or why a person has to look.
+        model_name: the model's name in its config.
+        time: when that was said, in UTC (ISO 8601).
+        milliseconds: from when the file began to be read until its pictures were on disk; it shares
+            a batch, and so it waits for others in between.
+    """
+
+    path: str
+    image_sha256: str
+    status: str
+    image_score: float | None
+    calibrated_score: float | None
+    review_threshold: float | None
+    threshold: float | None
+    verdict: str
+    heatmap: str
+    model_id: str
+    software_version: str
+    threshold_label: str
+    reason: str
+    model_name: str = ""
+    time: str = ""
+    milliseconds: float | None = None
+
+
+@dataclass(frozen=True)
+class RegionRow:
+    """A marked region's line in regions.csv; the fields are the columns, in order.
+
+    Attributes:
+        path: the image, as in results.csv.
+        region: 1 for the one with the image's highest peak, and so on.
+        x: the bounding box's first column in original pixels.
+        y: its first row.
+        width: of the bounding box, in original pixels.
+        height: of it.
+        area: marked pixels.
+        peak_score: the anomaly map's highest value in it.
+        peak_x: where that is.
+        peak_y: where that is.
+        width_mm: of the bounding box; None where the model doesn't know `image.mm_per_pixel`.
+        height_mm: likewise.
+        area_mm2: of what is marked, likewise.
+    """
+
+    path: str
+    region: int
+    x: int
+    y: int
+    width: int
+    height: int
+    area: int
+    peak_score: float
+    peak_x: int
+    peak_y: int
+    width_mm: float | None
+    height_mm: float | None
+    area_mm2: float | None
+
+
+def region_rows(
+    path: str, regions: Iterable[MarkedRegion], mm_per_pixel: float | None
+) -> list[RegionRow]:
+    """The lines of one image."""
+    mm = mm_per_pixel
+    return [
+        RegionRow(
+            path,
+            number,
+            **asdict(region),
+            width_mm=None if mm is None else region.width * mm,
+            height_mm=None if mm is None else region.height * mm,
+            area_mm2=None if mm is None else region.area * mm * mm,
+        )
+        for number, region in enumerate(regions, 1)
+    ]
+
+
+def as_csv(rows: Iterable[DataclassInstance], kind: type[DataclassInstance]) -> str:
+    """Rows of one kind as CSV with a header; floats have all their digits."""
+    return csv_header(kind) + csv_lines(rows)
+
+
+def csv_header(kind: type[DataclassInstance]) -> str:
+    """The first line, of the columns' names."""
+    return csv_text([[field.name for field in fields(kind)]])
+
+
+def csv_lines(rows: Iterable[DataclassInstance]) -> str:
+    """The other lines."""
+    return csv_text(asdict(row).values() for row in rows)
+
+
+def as_jsonl(rows: Iterable[Row]) -> str:
+    """Rows as one JSON object a line."""
+    lines = (json.dumps(asdict(row), ensure_ascii=False, allow_nan=False) for row in rows)
+    text = "".join(line + "\n" for line in lines)
+    # A file name that isn't UTF-8 becomes JSON's own escapes.
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def as_parquet(rows: Iterable[Row]) -> bytes:
+    """Rows as a Parquet file; needs pyarrow."""
+    import pyarrow
+    import pyarrow.parquet
+
+    hints = get_type_hints(Row)
+    plain = {str: pyarrow.string(), float | None: pyarrow.float64()}
+    schema = pyarrow.schema([(f.name, plain[hints[f.name]]) for f in fields(Row)])
+    values = [{k: _text(v) for k, v in asdict(row).items()} for row in rows]
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values, schema), buffer)
+    return buffer.getvalue()
+
+
+def _text(value: object) -> object:
+    """File names are bytes; what isn't UTF-8 in them can't be in a Parquet string."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return value

@@ -1,0 +1,243 @@
+"""Model x files -> rows and pictures: one run of `infer`, which survives what happens on a line."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from anomaly import __version__
+from anomaly.errors import OutputError
+from anomaly.files.own_outputs import HEATMAPS
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.geometry import Tiling
+from anomaly.imaging.preprocessing import Loaded, Refused, by_shape
+from anomaly.inference.artifacts import Shown
+from anomaly.inference.journal import Known, Record
+from anomaly.inference.rows import Row
+from anomaly.maps.regions import MarkedRegion
+from anomaly.model.checkpoint import Model
+from anomaly.model.detector import Prediction
+from anomaly.prefetch import StoppedError
+
+_BEHIND = 16  # scored images whose pictures may still be on their way
+_LAST_SECONDS = 5.0  # that their pictures may take once the run is to stop
+
+Progress = Callable[[int, int], None]
+Drawn = Future[tuple[MarkedRegion, ...] | Refused]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is to be scored.
+
+    Attributes:
+        paths: image files, sorted.
+        pictures: a name for each one's heatmap, and for its other pictures.
+        heatmaps: which images have a heatmap: none, those that aren't called good, or all.
+    """
+
+    paths: Sequence[Path]
+    pictures: Sequence[str]
+    heatmaps: Literal["none", "reject", "all"] = "all"
+
+
+def infer(
+    model: Model,
+    inputs: Inputs,
+    record: Record,
+    decoders: Decoders,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Score the images that the record doesn't know yet.
+
+    Batches are cut from the whole list, known images included, and one that isn't complete is
+    scored whole again: a number's last digits may hang on what it shares a batch with, and a run
+    that was broken off has to end with the same bytes as one that wasn't.
+
+    Args:
+        model: says what is good.
+        inputs: what is to be scored.
+        record: gets each row once its pictures are on disk.
+        decoders: begun, with this model's loading.
+        stopped: asked all the time; what is scored is then drawn and kept, as far as that takes
+            no more than a few seconds.
+        progress: called with images done in this run, and how many there are to do.
+
+    Raises:
+        OutputError: results can't be written.
+    """
+    _Run(model, inputs, record, decoders, stopped).score(progress)
+
+
+class _Run:
+    def __init__(
+        self,
+        model: Model,
+        inputs: Inputs,
+        record: Record,
+        decoders: Decoders,
+        stopped: Callable[[], bool],
+    ) -> None:
+        self._stopped = stopped
+        self._model = model
+        self._inputs = inputs
+        self._record = record
+        self._decoders = decoders
+        self._behind: deque[tuple[Prediction, Shown, Drawn]] = deque()
+        self._begun: dict[int, float] = {}
+
+    def score(self, progress: Progress) -> None:
+        total = len(self._inputs.paths) - len(self._record.known)
+        done = 0
+        detector = self._model.detector
+        items = detector.fitting(self._items(), self._inputs.paths)
+        batches = self._unfinished(by_shape(items, detector.config.batch_size))
+        try:
+            for result in detector.predict_batches(batches, self._inputs.paths):
+                if result.index in self._record.known:
+                    self._decoders.forget(result.index)
+                    continue
+                self._take(result)
+                done += 1
+                progress(done, total)
+                if self._stopped():
+                    break
+        except StoppedError:
+            pass
+        finally:
+            self._settle_all()
+
+    def _items(self) -> Iterator[Loaded | Known | Refused]:
+        """Every file in order: known, or loaded ahead."""
+        known, paths = self._record.known, self._inputs.paths
+        new = (i for i in range(len(paths)) if i not in known)
+        loaded = self._decoders.load_all(((i, self._begin(i)) for i in new), self._stopped)
+        for index in range(len(paths)):
+            if index not in known:
+                yield next(loaded)
+            elif known[index].shape is not None:  # others were alone
+                yield known[index]
+
+    def _begin(self, index: int) -> Path:
+        self._begun[index] = time.perf_counter()
+        return self._inputs.paths[index]
+
+    def _unfinished(
+        self, batches: Iterable[list[Loaded | Known] | Refused]
+    ) -> Iterator[list[Loaded] | Refused]:
+        """Batches that hold anything new, whole."""
+        for batch in batches:
+            if isinstance(batch, Refused):
+                yield batch
+                continue
+            again = [item.index for item in batch if isinstance(item, Known)]
+            if len(again) == len(batch):
+                continue
+            wanted = ((i, self._inputs.paths[i]) for i in again)
+            found = self._decoders.load_all(wanted, self._stopped)
+            whole = []
+            for item in batch:
+                one = next(found) if isinstance(item, Known) else item
+                if isinstance(one, Loaded):  # a known one may have vanished since
+                    whole.append(one)
+            yield whole
+
+    def _take(self, result: Prediction | Refused) -> None:
+        if isinstance(result, Refused):
+            self._decoders.forget(result.index)
+            self._record.add(Known(result.index, None, self._refused(result)))
+            return
+        i = result.index
+        picture, shown = self._inputs.pictures[i], self._shown(result)
+        future = self._decoders.finish(i, self._inputs.paths[i], result.anomaly_map, picture, shown)
+        self._behind.append((result, shown, future))
+        if len(self._behind) > _BEHIND:
+            self._settle()
+
+    def _settle_all(self) -> None:
+        """What is computed isn't thrown away because another one's picture had no room."""
+        failure: OutputError | None = None
+        end = time.monotonic() + _LAST_SECONDS
+        while self._behind:
+            if self._stopped() and not wait([self._behind[0][2]], end - time.monotonic()).done:
+                break  # the run will score it again when it goes on
+            try:
+                self._settle()
+            except OutputError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _settle(self) -> None:
+        """A row counts once its picture is on disk."""
+        result, shown, future = self._behind.popleft()
+        drawn = future.result()
+        shape = None if isinstance(result.view, Tiling) else result.view.size
+        if isinstance(drawn, Refused):
+            self._record.add(Known(result.index, shape, self._refused(drawn)))
+        else:
+            self._record.add(Known(result.index, shape, self._scored(result, shown), drawn))
+
+    def _shown(self, result: Prediction) -> Shown:
+        thresholds = self._model.detector.thresholds
+        verdict, wanted = self._model.detector.verdict(result), self._inputs.heatmaps
+        drawn = wanted == "all" or (wanted == "reject" and verdict != "good")
+        times = result.image_score / thresholds.image if thresholds and thresholds.image else None
+        return Shown(drawn, verdict, result.image_score, times)
+
+    def _scored(self, result: Prediction, shown: Shown) -> Row:
+        thresholds = self._model.detector.thresholds
+        score = result.image_score
+        return self._row(
+            result.index,
+            image_sha256=result.sha256,
+            status="ok",
+            image_score=score,
+            calibrated_score=None if thresholds is None else thresholds.calibrated(score),
+            verdict=shown.verdict,
+            heatmap=f"{HEATMAPS}/{self._inputs.pictures[result.index]}" if shown.heatmap else "",
+            reason=result.oddness,
+        )
+
+    def _refused(self, result: Refused) -> Row:
+        return self._row(result.index, status=result.status, reason=result.reason)
+
+    def _row(
+        self,
+        index: int,
+        *,
+        status: str,
+        image_sha256: str = "",
+        image_score: float | None = None,
+        calibrated_score: float | None = None,
+        verdict: str = "",
+        heatmap: str = "",
+        reason: str = "",
+    ) -> Row:
+        thresholds = self._model.detector.thresholds
+        return Row(
+            path=str(self._inputs.paths[index]),
+            image_sha256=image_sha256,
+            status=status,
+            image_score=image_score,
+            calibrated_score=calibrated_score,
+            review_threshold=None if thresholds is None else thresholds.review,
+            threshold=None if thresholds is None else thresholds.image,
+            verdict=verdict,
+            heatmap=heatmap,
+            model_id=self._model.model_id,
+            software_version=__version__,
+            threshold_label="" if thresholds is None else thresholds.label,
+            reason=reason,
+            model_name=self._model.detector.config.name,
+            time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            milliseconds=round(1000 * (time.perf_counter() - self._begun.pop(index)), 1),
+        )

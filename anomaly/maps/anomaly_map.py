@@ -1,0 +1,170 @@
+"""Patch scores -> the anomaly map in an image's own pixels. Imports no torch.
+
+Bilinear up-sampling, Gaussian smoothing and the way back through resize and crop are all linear
+and act on rows and columns apart. Together they are one small matrix for each axis, so a map is
+`rows @ scores @ columns.T`: exact, without padding artefacts, and any strip of it can be had alone.
+
+Blending overlapping tiles is linear and acts on each axis apart as well: an axis cut into pieces
+has the pieces' matrices side by side, each fading out where the next one takes over.
+
+Patches that don't count (NaN) take no part: what is left is averaged over those that do, so that
+nothing bleeds in from outside a region and its rim isn't dimmed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.imaging.geometry import Axis, Layout
+from anomaly.imaging.region import Region
+
+# Farther than the blur reaches from every patch that counts, there is nothing to show.
+_LEAST_WEIGHT = 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class SourceMap:
+    """The anomaly map of one image in its own pixels, made when it is asked for.
+
+    Attributes:
+        scores: patch scores (h, w), of the whole mosaic where there are tiles; NaN doesn't count.
+        view: how the image was turned into the network's input.
+        smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
+        region: what of the image counts; None for all of it.
+    """
+
+    scores: NDArray[np.float32]
+    view: Layout
+    smoothing: float
+    region: Region | None
+
+    def __call__(self, strip: slice | None = None) -> NDArray[np.float32]:
+        """The map, or some rows of it: a large image's whole map may not fit into memory.
+
+        Returns:
+            (H0, W0) float32; NaN where a crop hid the image from the network and outside the
+            region to look at.
+        """
+        found = source_map(self.scores, self.view, self.smoothing, strip)
+        if self.region is not None:
+            found[~self.region.inside(self.view.source, strip or slice(None))] = np.nan
+        return found
+
+
+def source_map(
+    scores: NDArray[np.float32], view: Layout, smoothing: float, strip: slice | None = None
+) -> NDArray[np.float32]:
+    """The anomaly map of one image in its own pixels.
+
+    Args:
+        scores: patch scores (h, w), of the whole mosaic where there are tiles; NaN doesn't count.
+        view: how the image was turned into the network's input.
+        smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
+        strip: only these rows of the original image.
+
+    Returns:
+        (H0, W0) float32 in score units; NaN where a crop hid the image from the network, and where
+        no patch near by counts.
+    """
+    rows, columns = (
+        _source_operator(patches, pieces, smoothing)
+        for patches, pieces in zip(scores.shape, view.axes, strict=True)
+    )
+    if strip is not None:
+        rows = rows[strip]
+    missing = np.isnan(scores)
+    if not missing.any():
+        return np.asarray(rows @ scores @ columns.T, np.float32)
+    weights = rows @ (~missing).astype(np.float32) @ columns.T
+    summed = rows @ np.where(missing, 0, scores) @ columns.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(weights > _LEAST_WEIGHT, summed / weights, np.nan).astype(np.float32)
+
+
+@lru_cache(maxsize=64)
+def upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[np.float32]:
+    """One axis of a network map from one axis of the patch grid.
+
+    Returns:
+        (size, patches), rows sum to 1.
+    """
+    centres = np.arange(size, dtype=np.float64) + 0.5
+    bilinear = _interpolated(centres * (patches / size), np.eye(patches))
+    return (_gaussian(size, smoothing) @ bilinear).astype(np.float32)
+
+
+@lru_cache(maxsize=64)
+def _source_operator(patches: int, pieces: Axis, smoothing: float) -> NDArray[np.float32]:
+    """(source, patches) for an axis, `patches` counted over all its pieces; NaN outside a crop."""
+    each = patches // len(pieces)
+    shares = _shares(pieces)
+    operator = np.zeros((pieces[-1].stop, patches), np.float32)
+    for i, (axis, share) in enumerate(zip(pieces, shares, strict=True)):
+        positions = axis.to_network(np.arange(axis.start, axis.stop, dtype=np.float64) + 0.5)
+        smooth = upsample_and_smooth(each, axis.size, smoothing).astype(np.float64)
+        piece = _interpolated(positions, smooth)
+        hidden = np.ones(axis.stop, dtype=bool)
+        hidden[axis.visible()] = False
+        piece[hidden[axis.start :]] = np.nan
+        operator[axis.start : axis.stop, i * each : (i + 1) * each] = share[:, None] * piece
+    return operator
+
+
+def _shares(pieces: Axis) -> list[NDArray[np.float64]]:
+    """How much of each original pixel is each piece's; they sum to 1 and fade linearly."""
+    total = np.zeros(pieces[-1].stop)
+    fades = []
+    for i, piece in enumerate(pieces):
+        centres = np.arange(piece.start, piece.stop) + 0.5
+        fade = np.ones(piece.source)
+        if i > 0 and pieces[i - 1].stop > piece.start:
+            fade = (centres - piece.start) / (pieces[i - 1].stop - piece.start)
+        if i + 1 < len(pieces) and piece.stop > pieces[i + 1].start:
+            out = (piece.stop - centres) / (piece.stop - pieces[i + 1].start)
+            fade = np.minimum(fade, out)
+        fade = np.minimum(fade, 1)
+        total[piece.start : piece.stop] += fade
+        fades.append(fade)
+    return [f / total[p.start : p.stop] for f, p in zip(fades, pieces, strict=True)]
+
+
+def _interpolated(
+    positions: NDArray[np.float64], values: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Linear interpolation between rows of `values` at k + 0.5, constant beyond the outer ones.
+
+    Returns:
+        (len(positions), values.shape[1]).
+    """
+    count = len(values)
+    place = np.clip(positions - 0.5, 0, count - 1)
+    low = np.minimum(place.astype(np.int64), max(count - 2, 0))
+    share = (place - low)[:, None]
+    return np.asarray((1 - share) * values[low] + share * values[np.minimum(low + 1, count - 1)])
+
+
+def _gaussian(size: int, sigma: float) -> NDArray[np.float64]:
+    """Gaussian smoothing along one axis, mirrored at the borders (SciPy's `reflect`).
+
+    The kernel ends at 4σ, like SciPy's.
+
+    Returns:
+        (size, size), rows sum to 1.
+    """
+    radius = int(4 * sigma + 0.5)
+    if radius == 0:
+        return np.eye(size)
+    offsets = np.arange(-radius, radius + 1)
+    kernel = np.exp(-0.5 * (offsets / sigma) ** 2)
+    kernel /= kernel.sum()
+    matrix = np.zeros((size, size))
+    every = np.arange(size)
+    for offset, weight in zip(offsets, kernel, strict=True):
+        mirrored = (every + offset) % (2 * size)
+        mirrored = np.where(mirrored < size, mirrored, 2 * size - 1 - mirrored)
+        np.add.at(matrix, (every, mirrored), weight)
+    return matrix

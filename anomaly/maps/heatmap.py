@@ -1,0 +1,212 @@
+"""Anomaly map + image -> a picture for a person.
+
+Colours have one meaning for all images of a model: nothing below three quarters of the threshold,
+full colour from 5/4 on, brightest at twice the threshold. They are those of inferno, in which
+equal steps of the score look equal, also in grey and to the colour-blind. A line follows the
+threshold, and a fainter one the threshold of review.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from itertools import chain
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from zlib_ng import zlib_ng
+
+from anomaly.imaging.image import Image
+
+Picture = NDArray[np.uint8]
+
+CONTOUR = (255, 255, 255)
+OPACITY = 0.65
+_FAINT = 0.5
+# Levels 0 to 255 reach up to twice the threshold.
+_AT_THRESHOLD = 127.5
+_STRIP_PIXELS = 8_000_000
+
+
+def display(image: Image, rows: slice = slice(None)) -> Picture:
+    """Some rows of the image as a screen shows them.
+
+    Returns:
+        (rows, W0, 3) uint8 RGB; deeper images are scaled by their declared full scale.
+    """
+    pixels = image.pixels[rows]
+    if pixels.dtype == np.uint8:
+        return np.asarray(pixels, dtype=np.uint8)
+    scaled = pixels.astype(np.float32) * np.float32(255 / image.full_scale)
+    return np.asarray(np.clip(np.rint(scaled), 0, 255), dtype=np.uint8)
+
+
+def heatmap(
+    image: Image,
+    anomaly_map: Callable[[slice], NDArray[np.float32]],
+    threshold: float,
+    review: float | None = None,
+) -> Picture:
+    """Lay an anomaly map over its image, a strip at a time: large maps needn't fit into memory.
+
+    Args:
+        image: the decoded file.
+        anomaly_map: gives some rows of the map, (rows, W0).
+        threshold: see `overlay`.
+        review: see there.
+
+    Returns:
+        (H0, W0, 3) RGB.
+    """
+    height, width = image.size
+    line = _line_width(image.size)
+    rows = max(_STRIP_PIXELS // width, 4 * line)
+    result = np.empty((height, width, 3), np.uint8)
+    for top in range(0, height, rows):
+        bottom = min(top + rows, height)
+        # Lines along the cut itself fall into the margin and go with it.
+        wide = slice(max(0, top - 2 * line), min(height, bottom + 2 * line))
+        strip = overlay(display(image, wide), anomaly_map(wide), threshold, line, review)
+        result[top:bottom] = strip[top - wide.start : bottom - wide.start]
+    return result
+
+
+def overlay(
+    picture: Picture,
+    anomaly_map: NDArray[np.float32],
+    threshold: float,
+    line: int | None = None,
+    review: float | None = None,
+) -> Picture:
+    """Lay a heatmap over a picture.
+
+    Args:
+        picture: (H0, W0, 3) RGB.
+        anomaly_map: (H0, W0) in score units; NaN where the network didn't look, shown darkened.
+        threshold: the map's value where marking starts, above 0.
+        line: width in pixels; by the picture's size unless given.
+        review: a lower value, which a fainter line follows; None for none.
+
+    Returns:
+        (H0, W0, 3) RGB.
+    """
+    hidden = np.isnan(anomaly_map)
+    level = _levels(anomaly_map, threshold)
+    tint, veil = _tables()
+    levels = cv2.merge([level, level, level])
+    # Look-ups and 8-bit arithmetic: ten times as fast as blending in floats.
+    dimmed = cv2.multiply(picture, cv2.LUT(levels, veil), scale=1 / 255)
+    result = np.asarray(cv2.add(dimmed, cv2.LUT(levels, tint)), np.uint8)
+    result[hidden] = result[hidden] // 2
+    width = line or _line_width(picture.shape[:2])
+    if review is not None and review < threshold:
+        outlined = _outlined(result.copy(), anomaly_map, review, width)
+        cv2.addWeighted(outlined, _FAINT, result, 1 - _FAINT, 0, dst=result)
+    return _outlined(result, anomaly_map, threshold, width)
+
+
+def _outlined(
+    picture: Picture, anomaly_map: NDArray[np.float32], limit: float, width: int
+) -> Picture:
+    lines = outlines(anomaly_map > max(limit, 1e-12))
+    cv2.drawContours(picture, lines, -1, CONTOUR, width, cv2.LINE_AA)
+    return picture
+
+
+def _line_width(size: tuple[int, ...]) -> int:
+    return max(1, round(min(size) / 300))
+
+
+def layer(anomaly_map: NDArray[np.float32], threshold: float) -> Picture:
+    """The heatmap alone, to be laid over a picture at any opacity (`OPACITY` for `overlay`'s look).
+
+    Args:
+        anomaly_map: (H, W) in score units; NaN where the network didn't look, half black.
+        threshold: as for `overlay`.
+
+    Returns:
+        (H, W, 4) RGBA, not premultiplied.
+    """
+    level = _levels(anomaly_map, threshold)
+    colours, alpha = _ramp()
+    result = np.dstack([colours[level], np.rint(255 * alpha[level]).astype(np.uint8)])
+    result[np.isnan(anomaly_map)] = (0, 0, 0, 128)
+    return result
+
+
+def outlines(area: NDArray[np.bool_]) -> list[NDArray[np.int32]]:
+    """Closed lines around the True parts of (H, W), holes too: (n, 1, 2) of (x, y) each."""
+    lines, _ = cv2.findContours(area.astype(np.uint8), cv2.RETR_LIST, cv2.CHAIN_APPROX_NONE)
+    return [np.asarray(line, np.int32) for line in lines]
+
+
+def colour_stops(count: int = 17) -> list[tuple[int, int, int, float]]:
+    """(red, green, blue, opacity) evenly from a score of 0 up to twice the threshold."""
+    colours, alpha = _ramp()
+    at = np.rint(np.linspace(0, 255, count)).astype(int)
+    return [(*map(int, colours[i]), round(float(alpha[i]), 4)) for i in at]  # type: ignore[misc]
+
+
+def encode_png(picture: NDArray[np.generic], text: Mapping[str, str] | None = None) -> bytes:
+    """A picture as a PNG file's bytes.
+
+    Every row is stored as its difference from the one above and compressed by zlib-ng's fastest
+    level: a fifth of the time that OpenCV's encoder takes, for files that are a quarter larger.
+
+    Args:
+        picture: (H, W, 3) RGB or (H, W) grey, 8 or 16 bits.
+        text: notes by keyword, both in Latin-1.
+    """
+    height, width = picture.shape[:2]
+    bits, colour = 8 * picture.dtype.itemsize, 2 if picture.ndim == 3 else 0
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    notes = [(b"tEXt", f"{k}\0{v}".encode("latin-1")) for k, v in (text or {}).items()]
+    data = ((b"IDAT", part) for part in _deflated(picture.reshape(height, -1), width))
+    pieces = [b"\x89PNG\r\n\x1a\n"]
+    for kind, body in chain([(b"IHDR", header)], notes, data, [(b"IEND", b"")]):
+        checked = zlib_ng.crc32(body, zlib_ng.crc32(kind))
+        pieces += struct.pack(">I", len(body)) + kind, body, struct.pack(">I", checked)
+    return b"".join(pieces)
+
+
+def _deflated(flat: NDArray[np.generic], width: int) -> Iterator[bytes]:
+    """The compressed rows (H, samples) of a PNG file, a strip of the picture at a time."""
+    stream = zlib_ng.compressobj(1)
+    high_first = flat.dtype.newbyteorder(">")
+    above: NDArray[np.uint8] | None = None
+    step = max(1, _STRIP_PIXELS // width)
+    for top in range(0, len(flat), step):
+        strip = np.ascontiguousarray(flat[top : top + step].astype(high_first, copy=False))
+        values = strip.view(np.uint8)
+        rows = np.empty((len(values), 1 + values.shape[1]), np.uint8)
+        rows[:, 0] = 2  # the filter "up" (PNG specification, section 9.2)
+        rows[0, 1:] = values[0] if above is None else values[0] - above
+        np.subtract(values[1:], values[:-1], out=rows[1:, 1:])
+        above = values[-1]
+        part = stream.compress(rows)
+        yield part + stream.flush() if top + step >= len(flat) else part
+
+
+def _levels(anomaly_map: NDArray[np.float32], threshold: float) -> NDArray[np.uint8]:
+    steps = np.nan_to_num(anomaly_map) * np.float32(_AT_THRESHOLD / max(threshold, 1e-12))
+    return np.asarray(np.clip(steps, 0, 255), np.uint8)
+
+
+@lru_cache(maxsize=1)
+def _ramp() -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """Each level's colour (256, 3) RGB and its opacity (256,) from 0 to 1."""
+    levels = np.arange(256, dtype=np.uint8)
+    colours = np.asarray(cv2.applyColorMap(levels[:, None], cv2.COLORMAP_INFERNO), np.uint8)
+    return colours[:, 0, ::-1], np.clip((levels / _AT_THRESHOLD - 0.75) * 2, 0, 1)
+
+
+@lru_cache(maxsize=1)
+def _tables() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """What each level adds to a picture and what it leaves of it, (256, 1, 3) RGB each."""
+    colours, alpha = _ramp()
+    opacity = (alpha * OPACITY)[:, None, None]
+    tint = np.rint(colours[:, None] * opacity).astype(np.uint8)
+    veil = np.rint(255 * (1 - opacity)).astype(np.uint8).repeat(3, axis=2)
+    return np.ascontiguousarray(tint), veil

@@ -1,0 +1,1 @@
+"""Learn, keep, ask: good images -> a detector -> a model folder, and predictions."""

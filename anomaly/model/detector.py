@@ -1,0 +1,321 @@
+"""AnomalyDetector: wires the stages from files to scores. `anomaly.model.training` makes one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anomaly.calibration import Thresholds
+from anomaly.config.schema import Config
+from anomaly.errors import DataError, ImageError
+from anomaly.features.backbones import Normalisation
+from anomaly.features.embedder import Embedder, inside_of
+from anomaly.features.extractor import FeatureExtractor
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.geometry import Layout, Tiling
+from anomaly.imaging.image import Image
+from anomaly.imaging.preprocessing import Item, Loaded, Loading, Refused, by_shape, refuse_missed
+from anomaly.imaging.region import Region
+from anomaly.maps.anomaly_map import SourceMap
+from anomaly.model.appearance import Look, UsualLook, looks_of
+from anomaly.model.build import embedder_of, loading_of
+from anomaly.model.image_score import image_scores, network_map
+from anomaly.runtime import side_by_side
+from anomaly.scorers.base import PatchScores, Scorer
+from anomaly.scorers.padim.gaussian import PatchGaussian
+from anomaly.scorers.patchcore.memory_bank import MemoryBank
+
+_TILES_AT_ONCE = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What a detector makes of one image.
+
+    Attributes:
+        index: the image's place in the list of files.
+        sha256: of the file's bytes.
+        image: the decoded file; None where it wasn't asked for.
+        view: how the network saw it.
+        patch_scores: (h, w) float32, distances; higher is more anomalous. NaN doesn't count. With
+            tiles, the mosaic of their patches.
+        nearest: (h, w) int64, the nearest bank vector of each patch; None without a bank.
+        image_score: in the same unit; with tiles, the highest of theirs.
+        smoothing: of the anomaly map, in network pixels.
+        region: what of the image counts; None for all of it.
+        oddness: why the image isn't like the training images at all, so that its score means
+            little, or that it is blank; empty where it is.
+    """
+
+    index: int
+    sha256: str
+    image: Image | None
+    view: Layout
+    patch_scores: NDArray[np.float32]
+    nearest: NDArray[np.int64] | None
+    image_score: float
+    smoothing: float
+    region: Region | None = None
+    oddness: str = ""
+
+    @property
+    def anomaly_map(self) -> SourceMap:
+        """The anomaly map in the image's own pixels: call it, for all rows or some."""
+        return SourceMap(self.patch_scores, self.view, self.smoothing, self.region)
+
+
+@dataclass(frozen=True, eq=False)
+class AnomalyDetector:
+    """A trained detector, made by `model.training.fit` or `model.checkpoint.load`. Immutable.
+
+    Attributes:
+        config: all settings; `config.data` isn't read.
+        extractor: the truncated backbone.
+        normalise: what the backbone expects of its input.
+        scorer: what good patches look like.
+        thresholds: None where there were no good images to find them with.
+        device: where the network and the scorer are.
+        region: what of each image counts; None for all of it.
+        aspect: H/W that images have to have; None for any.
+        usual: what images look like as a whole; None where there were too few to tell.
+    """
+
+    config: Config
+    extractor: FeatureExtractor
+    normalise: Normalisation
+    scorer: Scorer
+    thresholds: Thresholds | None
+    device: torch.device
+    region: Region | None = None
+    aspect: float | None = None
+    usual: UsualLook | None = None
+
+    @property
+    def unit(self) -> str:
+        """What the scores are, for people."""
+        return "Mahalanobis distance" if isinstance(self.scorer, PatchGaussian) else "distance"
+
+    @property
+    def loading(self) -> Loading:
+        """How files become network inputs."""
+        return loading_of(self.config, self.extractor, self.region, self.aspect)
+
+    @property
+    def embedder(self) -> Embedder:
+        """How network inputs become patch embeddings."""
+        projection = self.scorer.projection if isinstance(self.scorer, PatchGaussian) else None
+        return embedder_of(self.config, self.extractor, self.normalise, self.device, projection)
+
+    def predict(
+        self,
+        paths: Sequence[Path],
+        *,
+        batch_size: int | None = None,
+        workers: int = 2,
+        whole: bool = False,
+    ) -> Iterator[Prediction | Refused]:
+        """Score image files.
+
+        Args:
+            paths: image files.
+            batch_size: images at once; the config's by default.
+            workers: decoding processes.
+            whole: whether the predictions are to have the decoded images.
+
+        Yields:
+            One result for each file, `Refused` for those that can't be used. With images of
+            several shapes the order isn't that of `paths`; `index` tells.
+        """
+        task = Task(self.loading, whole=whole)
+        with Decoders(min(workers, len(paths)), task) as decoders:
+            loaded = self.fitting(decoders.load_all(enumerate(paths)), paths)
+            yield from self.predict_batches(
+                by_shape(loaded, batch_size or self.config.batch_size), paths
+            )
+
+    def fitting(self, items: Iterable[Item], paths: Sequence[Path]) -> Iterator[Item | Refused]:
+        """Refuse images whose patches all lie outside the region, so that no batch holds any.
+
+        Args:
+            items: loaded images among others, which pass through.
+            paths: all image files, for messages.
+        """
+        return refuse_missed(items, paths, self.embedder.grid, self.region)
+
+    def predict_batches(
+        self, batches: Iterable[list[Loaded] | Refused], paths: Sequence[Path]
+    ) -> Iterator[Prediction | Refused]:
+        """Score loaded images, as `anomaly.imaging.preprocessing.by_shape` gathers them.
+
+        Args:
+            batches: images of one network size each, gathered from what `fitting` lets pass.
+            paths: all image files, for messages.
+
+        Yields:
+            One result for each image, in the batches' order.
+        """
+        tiled = self.config.image.tile is not None
+        # A large image's tiles go side by side already.
+        together = map if tiled else partial(side_by_side, device=self.device)
+        for results in together(lambda batch: self._attempt(batch, paths), batches):
+            yield from results
+
+    def _attempt(
+        self, batch: list[Loaded] | Refused, paths: Sequence[Path]
+    ) -> Sequence[Prediction | Refused]:
+        if isinstance(batch, Refused):
+            return [batch]
+        try:
+            scored = self.score(batch)
+        except ImageError as error:  # of a large image that has vanished between two tiles
+            return [Refused(item.index, error.status, str(error)) for item in batch]
+        except DataError as error:  # another grid than PaDiM has learned, say
+            return [
+                Refused(item.index, "unsupported", f"{paths[item.index]}: {error}")
+                for item in batch
+            ]
+        return [
+            one if math.isfinite(one.image_score) else _unscored(one.index, paths[one.index])
+            for one in scored
+        ]
+
+    def score(self, batch: Sequence[Loaded]) -> list[Prediction]:
+        """Score loaded images of one network size, or large images in tiles.
+
+        Raises:
+            DataError: the region to look at holds none of an image's patches, or the scorer
+                doesn't take its grid.
+        """
+        if isinstance(batch[0].view, Tiling):
+            return [self._score_tiles(item) for item in batch]
+        every = zip(batch, *self._scored(batch), strict=True)
+        return [self._prediction(*image) for image in every]
+
+    def _score_tiles(self, item: Loaded) -> Prediction:
+        """Score one large image; only a few batches of tiles are in memory beside it."""
+        rows, columns = (len(pieces) for pieces in item.view.axes)
+        mosaic: _Patches | None = None
+        whole: Look | None = None
+        best = -math.inf
+        # Tiles are many and large: smaller batches keep what is in memory small.
+        tiles = item.tiles(min(self.config.batch_size, _TILES_AT_ONCE))
+        done = side_by_side(lambda batch: (batch, *self._scored(batch)), tiles, self.device)
+        for batch, patches, scores, looks in done:
+            best = float(np.max([best, *scores]))  # NaN stays NaN
+            for tile, part, one in zip(batch, patches, looks, strict=True):
+                mosaic = mosaic or part.tiled(rows, columns)
+                mosaic.put(tile.tile, part)
+                whole = one if whole is None else whole + one
+        assert mosaic is not None
+        assert whole is not None
+        return self._prediction(item, mosaic, best, whole)
+
+    def _scored(self, batch: Sequence[Loaded]) -> tuple[list[_Patches], list[float], list[Look]]:
+        """Patches, image scores and looks of images or tiles."""
+        with torch.inference_mode():
+            embeddings = self.embedder(batch)
+            inside = inside_of(batch, embeddings, self.region)
+            looks = looks_of(batch, embeddings, inside)
+            found, scores = self.score_patches(embeddings, batch[0].view.size, inside)
+        nearest = None if found.nearest is None else found.nearest.cpu().numpy()
+        patches = [
+            _Patches(p, None if nearest is None else nearest[i])
+            for i, p in enumerate(found.scores.cpu().numpy())
+        ]
+        return patches, scores.tolist(), looks
+
+    def _prediction(self, item: Loaded, patches: _Patches, score: float, look: Look) -> Prediction:
+        return Prediction(
+            index=item.index,
+            sha256=item.sha256,
+            image=item.image,
+            view=item.view,
+            patch_scores=patches.scores,
+            nearest=patches.nearest,
+            image_score=score,
+            smoothing=self.config.model.smoothing,
+            region=self.region,
+            oddness=look.blank or ("" if self.usual is None else self.usual.oddness(look)),
+        )
+
+    def verdict(self, prediction: Prediction) -> str:
+        """`good`, `review` or `reject`; `review` for what isn't our part, whatever its score.
+
+        Empty where there are no thresholds and nothing is odd.
+        """
+        if prediction.oddness:
+            return "review"
+        return "" if self.thresholds is None else self.thresholds.verdict(prediction.image_score)
+
+    def score_patches(
+        self, embeddings: Tensor, size: tuple[int, int], inside: Tensor | None = None
+    ) -> tuple[PatchScores, Tensor]:
+        """Score patch embeddings.
+
+        Args:
+            embeddings: (B, h, w, D), as `embedder` makes them.
+            size: (H, W) of the network's input that they come from.
+            inside: (B, h, w) bool, the patches that count; None for all.
+
+        Returns:
+            The patch scores, NaN where they don't count, and the image scores (B,) float32 on the
+            CPU; -inf where no patch counts, which only a tile can have, and NaN where the score of
+            one that counts isn't a finite number.
+        """
+        model = self.config.model
+        how = self.config.image_score_in_force
+        patches = self.scorer.score(embeddings)
+        shown, broken = patches, ~patches.scores.isfinite()
+        if inside is not None:
+            shown = replace(patches, scores=patches.scores.masked_fill(~inside, math.nan))
+            broken &= inside
+        if how == "reweighted" and isinstance(self.scorer, MemoryBank):
+            if inside is not None:
+                patches = replace(patches, scores=patches.scores.masked_fill(~inside, -math.inf))
+            scores = self.scorer.reweighted(embeddings, patches, model.neighbours)
+        else:
+            maps = network_map(patches.scores, size, model.smoothing, inside)
+            scores = image_scores(shown.scores, maps, how)
+        return shown, scores.masked_fill(broken.flatten(1).any(1), math.nan).cpu()
+
+
+def _unscored(index: int, path: Path) -> Refused:
+    return Refused(
+        index,
+        "failed",
+        f"{path}: its score isn't a finite number, so the model is damaged or numbers overflow in "
+        "its network; try another image, --precision fp32, or train again",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Patches:
+    """Scores and nearest bank vectors of an image's patches, (h, w) each."""
+
+    scores: NDArray[np.float32]
+    nearest: NDArray[np.int64] | None
+
+    def tiled(self, rows: int, columns: int) -> _Patches:
+        """Room for so many grids like this one."""
+        times = (rows, columns)
+        nearest = None if self.nearest is None else np.tile(self.nearest, times)
+        return _Patches(np.tile(self.scores, times), nearest)
+
+    def put(self, tile: tuple[int, int], part: _Patches) -> None:
+        """Fill in one tile."""
+        height, width = part.scores.shape
+        here = np.s_[
+            tile[0] * height : (tile[0] + 1) * height, tile[1] * width : (tile[1] + 1) * width
+        ]
+        self.scores[here] = part.scores
+        if self.nearest is not None and part.nearest is not None:
+            self.nearest[here] = part.nearest

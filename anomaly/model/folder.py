@@ -1,0 +1,116 @@
+"""The folder that a model lives in: where it is, whether its files are whole, and its id.
+
+Knows files and hashes; what is in them is `anomaly.model.checkpoint`'s business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from anomaly.errors import ModelError, OutputError
+from anomaly.files.writing import draft_of, like
+from anomaly.model.manifest import AGAIN, MANIFEST
+
+HISTORY = "history.jsonl"
+
+
+def find_model(folder: str | Path) -> Path:
+    """The model folder meant by itself, or by the run that holds it as `model/`.
+
+    Raises:
+        ModelError: there is none.
+    """
+    folder = Path(folder)
+    for candidate in (folder / "model", folder):
+        if (candidate / MANIFEST).is_file():
+            return candidate
+    if not folder.exists():
+        raise ModelError(
+            f"no model at {folder}: there is nothing of that name{like(folder)}; train one first"
+        )
+    raise ModelError(
+        f"{folder} holds no model (no {MANIFEST} in it or in its model/); "
+        "give the folder that `train` wrote"
+    )
+
+
+def check_files(folder: Path, manifest: dict[str, Any]) -> None:
+    """Compare every file of a model folder with what its manifest says.
+
+    Raises:
+        ModelError: a file is missing, was changed or doesn't belong.
+    """
+    expected: dict[str, dict[str, Any]] = manifest["files"]
+    # Finder and Explorer leave their own files in every folder they show.
+    present = {f.name for f in folder.iterdir() if not f.name.startswith(".")} - {
+        MANIFEST,
+        HISTORY,
+        "Thumbs.db",
+        "desktop.ini",
+    }
+    if missing := sorted(set(expected) - present):
+        raise ModelError(f"{folder} lacks {', '.join(missing)}; {AGAIN}")
+    if foreign := sorted(present - set(expected)):
+        raise ModelError(
+            f"{folder} holds {', '.join(foreign)}, which isn't part of the model; remove it there"
+        )
+    for name, record in expected.items():
+        try:
+            if (folder / name).stat().st_size != record["bytes"]:
+                raise ModelError(
+                    f"{folder / name} has another size than when it was written; {AGAIN}"
+                )
+            if _sha256(folder / name) != record["sha256"]:
+                raise ModelError(f"{folder / name} was changed since it was written; {AGAIN}")
+        except OSError as error:
+            raise ModelError(f"{folder / name} can't be read: {error.strerror}; {AGAIN}") from None
+
+
+def model_id(folder: Path) -> str:
+    """The first 16 digits of the manifest's sha256; the manifest vouches for all the rest."""
+    return _sha256(folder / MANIFEST)[:16]
+
+
+def vouch(file: Path) -> dict[str, Any]:
+    """What a manifest says about a file."""
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def link(file: Path, to: Path) -> None:
+    """The same file under a second name, or a copy where the file system has no links."""
+    try:
+        to.hardlink_to(file)
+    except OSError:
+        shutil.copy2(file, to)
+
+
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A draft beside `folder` that takes its name at the end, or vanishes on an error."""
+    draft, old = draft_of(folder), draft_of(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir()
+        yield draft
+        if folder.exists():
+            folder.rename(old)
+            draft.rename(folder)
+            shutil.rmtree(old)
+        else:
+            draft.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"{folder} can't be written: {error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -1,0 +1,182 @@
+"""The manifest of a model folder: what it says, in which form, and that it vouches for itself.
+
+`manifest.json` holds the sha256 of each other file, and `manifest_sha256`, that of its own text
+without this entry. A model without it, as the first format was, still loads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from anomaly.errors import ModelError
+from anomaly.files.writing import as_json
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = "anomaly-model/2"
+_UNSEALED = "anomaly-model/1"
+_SEAL = "manifest_sha256"
+AGAIN = "copy the model folder again, or train again"
+
+_T = TypeVar("_T")
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+_Index = Annotated[int, Field(ge=0, lt=2**63)]
+_Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_Mean = Annotated[float, Field(ge=0, le=1)]  # of values in [0, 1]
+_ABSENT: Any = None  # a file that not every model has; where it is named, it isn't null
+_Deviation = Annotated[float, Field(ge=1e-3, le=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _Backbone(_Part):
+    name: str
+    layers: Annotated[tuple[str, ...], Field(min_length=1)]
+    channels: tuple[_Count, ...]
+    strides: tuple[_Count, ...]
+    mean: tuple[_Mean, _Mean, _Mean]
+    std: tuple[_Deviation, _Deviation, _Deviation]
+    weights: str
+    weights_sha256: _Sha256 | None
+
+
+class _MadeWith(_Part):
+    packages: dict[str, str | None]
+    python: str
+    machine: str
+    device: str
+    threads: _Count
+    batch_size: _Count
+    precision: Literal["fp32", "bf16"]
+
+
+class _File(_Part):
+    bytes: _Index
+    sha256: _Sha256
+
+
+class _Files(_Part):
+    backbone: _File = Field(alias="backbone.safetensors")
+    scorer: _File = Field(alias="scorer.safetensors")
+    config: _File = Field(alias="config.yaml")
+    thresholds: _File = Field(alias="thresholds.json")
+    calibration: _File = Field(alias="calibration.json")
+    usual: _File = Field(alias="usual.safetensors", default=_ABSENT)
+    region: _File = Field(alias="region.png", default=_ABSENT)
+    ignore: _File = Field(alias="ignore.png", default=_ABSENT)
+
+
+class _Manifest(_Part):
+    format: Literal["anomaly-model/1", "anomaly-model/2"]
+    software_version: str
+    name: str
+    seed: _Index
+    aspect: Annotated[float, Field(ge=1e-4, le=1e4)] | None
+    backbone: _Backbone
+    made_with: _MadeWith
+    files: _Files
+    training_images: Annotated[dict[str, _Sha256], Field(min_length=1)]
+    refused_images: dict[str, _Index]
+
+
+def read_json(file: Path) -> Any:
+    """The values in a JSON file of a model folder, numbers all finite.
+
+    Raises:
+        ModelError: it can't be read, or isn't JSON.
+    """
+    try:
+        return json.loads(file.read_text("utf-8"), parse_constant=_infinite, parse_float=_finite)
+    except OSError as error:
+        raise ModelError(f"{file} can't be read ({error.strerror}); {AGAIN}") from None
+    except (ValueError, RecursionError):
+        raise ModelError(f"{file} isn't JSON as this program writes it; {AGAIN}") from None
+
+
+def checked(values: Any, kind: type[_T], file: Path) -> _T:
+    """JSON values as a dataclass or a model of their schema.
+
+    Raises:
+        ModelError: something in them is missing, unknown, or of another type or range.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "its content"
+        wrong = {
+            "missing": "is missing",
+            "extra_forbidden": "isn't known to this version",
+        }.get(first["type"], f"can't be {str(first['input'])[:40]}")
+        raise ModelError(f"{file}: {where} {wrong}; {AGAIN}") from None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a model folder says about itself, without reading or checking its other files.
+
+    Args:
+        folder: the model folder.
+
+    Raises:
+        ModelError: it is damaged, was changed, or was made by something else.
+    """
+    file = folder / MANIFEST
+    values = read_json(file)
+    if not isinstance(values, dict) or values.get("format") not in (FORMAT, _UNSEALED):
+        found = values.get("format") if isinstance(values, dict) else None
+        raise ModelError(
+            f"{file} isn't a manifest of this program's models (format {str(found)[:40]!r}, "
+            f"expected {FORMAT!r}); give a folder that this version's `train` wrote"
+        )
+    if values["format"] == _UNSEALED:
+        log.warning(
+            "%s is of the first format, which doesn't show whether it was changed; train again, "
+            "or set thresholds with `anomaly calibrate`, to have one that does",
+            file,
+        )
+    else:
+        seal = values.pop(_SEAL, None)
+        if file.read_bytes() != as_json(_sealed(values)).encode() or seal != _hash(values):
+            raise ModelError(f"{file} was changed since it was written; {AGAIN}")
+    checked(values, _Manifest, file)
+    return values
+
+
+def write_manifest(folder: Path, values: dict[str, Any]) -> None:
+    """Write what a model folder says about itself, sealed.
+
+    Args:
+        folder: the model folder.
+        values: all but `format` and the seal.
+    """
+    content = as_json(_sealed({"format": FORMAT} | values | {"format": FORMAT}))
+    (folder / MANIFEST).write_text(content, "utf-8")
+
+
+def _sealed(values: dict[str, Any]) -> dict[str, Any]:
+    return values | {_SEAL: _hash(values)}
+
+
+def _hash(values: dict[str, Any]) -> str:
+    return hashlib.sha256(as_json(values).encode()).hexdigest()
+
+
+def _infinite(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value

@@ -1,0 +1,110 @@
+"""The thresholds in a model folder, which alone may change after training, each time on record."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from anomaly.calibration import GoodScores, Threshold, Thresholds
+from anomaly.errors import ModelError
+from anomaly.files.writing import as_json
+from anomaly.model.folder import HISTORY, appearing, find_model, link, model_id, vouch
+from anomaly.model.manifest import (
+    AGAIN,
+    MANIFEST,
+    checked,
+    read_json,
+    read_manifest,
+    write_manifest,
+)
+
+_FILES = ("thresholds.json", "calibration.json")
+
+
+def write_thresholds(folder: Path, thresholds: Thresholds | None) -> None:
+    """Write the thresholds, and the scores of good images behind them."""
+    both: tuple[Any, Any] = None, None
+    if thresholds is not None:
+        both = thresholds.to_json(), asdict(thresholds.good)
+    for name, values in zip(_FILES, both, strict=True):
+        (folder / name).write_text(as_json(values), "utf-8")
+
+
+def read_thresholds(folder: Path) -> Thresholds | None:
+    """The way back; None where a model has none.
+
+    Raises:
+        ModelError: they are damaged, or don't belong together.
+    """
+    files = [folder / name for name in _FILES]
+    values, scores = (read_json(file) for file in files)
+    if values is None and scores is None:
+        return None
+    written, good = checked(values, _Written, files[0]), checked(scores, GoodScores, files[1])
+    sizes = {len(good.names), len(good.image), len(good.peak)}
+    if len(sizes) > 1 or 0 in sizes or (good.groups is not None and good.groups < 1):
+        raise ModelError(f"{files[1]}: its names and scores don't belong together; {AGAIN}")
+    try:
+        if not (_possible(written.review) and _possible(written.reject)):
+            raise ValueError("a rate lies outside 0 to 1")
+        return Thresholds.from_json(values, GoodScores.from_json(scores))
+    except (ValueError, TypeError, KeyError):
+        raise ModelError(
+            f"{files[0]}: its thresholds and rates don't belong together; {AGAIN}"
+        ) from None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What thresholds.json has to hold."""
+
+    label: str
+    source: str
+    review: Threshold
+    reject: Threshold
+    pixel: float
+
+
+def _possible(threshold: Threshold) -> bool:
+    rate = threshold.false_rejects
+    shares = [rate.expected, rate.low, rate.high, rate.at_most]
+    inner = [threshold.confidence, 0.5 if threshold.target is None else threshold.target]
+    return (
+        0 <= rate.count <= rate.images
+        and all(0 <= share <= 1 for share in shares)
+        and all(0 < share < 1 for share in inner)
+    )
+
+
+def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, Any]) -> str:
+    """Give a model other thresholds; everything else in the folder stays as it is.
+
+    Args:
+        folder: the model folder, or the run that holds it as `model/`.
+        thresholds: the new ones.
+        record: what its history shall say; the ids before and after are added.
+
+    Returns:
+        The id of the model with these thresholds.
+
+    Raises:
+        ModelError: no model there.
+        OutputError: the folder can't be written.
+    """
+    folder = find_model(folder)
+    manifest = read_manifest(folder)
+    before = model_id(folder)
+    with appearing(folder) as draft:
+        for file in folder.iterdir():
+            if file.is_file() and file.name not in (*_FILES, MANIFEST, HISTORY):
+                link(file, draft / file.name)
+        write_thresholds(draft, thresholds)
+        manifest["files"] |= {name: vouch(draft / name) for name in _FILES}
+        write_manifest(draft, manifest)
+        after = model_id(draft)
+        line = json.dumps(record | {"model_before": before, "model_after": after}, allow_nan=False)
+        earlier = (folder / HISTORY).read_bytes() if (folder / HISTORY).exists() else b""
+        (draft / HISTORY).write_bytes(earlier + line.encode() + b"\n")
+    return after

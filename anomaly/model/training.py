@@ -1,0 +1,254 @@
+"""Good images -> a fitted detector."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from anomaly.calibration import thresholds_from
+from anomaly.config.schema import Config
+from anomaly.datasets import Sample
+from anomaly.features.backbones import Normalisation, normalisation
+from anomaly.features.extractor import FeatureExtractor
+from anomaly.features.precision import settle
+from anomaly.imaging.decoder_pool import Decoders, read_mask
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.preprocessing import Loaded, size_of
+from anomaly.model.appearance import UsualLook, odd_among
+from anomaly.model.build import backbone, embedder_of, fitter_of, loading_of
+from anomaly.model.cross_fitting import cross_fit
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.region_setting import region_of
+from anomaly.model.suspects import Suspect, Suspects
+from anomaly.model.training_patches import TrainingPatches
+from anomaly.scorers.base import Progress, Scorer
+from anomaly.scorers.padim.gaussian import GaussianFitter
+from anomaly.scorers.padim.projection import Projection
+from anomaly.scorers.patchcore.memory_bank import MemoryBankFitter
+
+TRIAL_IMAGES = 4  # that show whether bf16 is safe
+
+StageProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """A fitted detector and what is worth knowing about how it came to be.
+
+    Attributes:
+        detector: ready to predict.
+        weights_sha256: of the backbone's weights file; None for random weights.
+        hashes: sha256 of every training image learned from, by name, in order.
+        refused: why a training image couldn't be used, by name.
+        refused_at: its index among all training images, by name.
+        patches: how many patches were learned from.
+        seconds: by stage.
+        patch_pixels: height and width of one patch in original pixels, in the median.
+        odd: training images that would be `review` for not being our part, had they not been
+            learned from, by name.
+        suspects: training images that look least like the others, the worst first; found on the
+            way to the thresholds.
+    """
+
+    detector: AnomalyDetector
+    weights_sha256: str | None
+    hashes: dict[str, str]
+    refused: dict[str, str]
+    refused_at: dict[str, int]
+    patches: int
+    seconds: dict[str, float]
+    patch_pixels: tuple[float, float]
+    odd: tuple[str, ...]
+    suspects: tuple[Suspect, ...]
+
+
+def fit(
+    config: Config,
+    samples: Sequence[Sample],
+    *,
+    device: torch.device,
+    scratch: Path,
+    workers: int = 2,
+    calibrate: bool = True,
+    progress: StageProgress = lambda stage, done, total: None,
+) -> Training:
+    """Learn what good looks like.
+
+    The thresholds come from cross-fitted scores of the same images (`anomaly.model.cross_fitting`);
+    the detector itself learns from all of them.
+
+    Args:
+        config: all settings; `config.data` isn't read.
+        samples: good images.
+        device: where the network and the scorer run.
+        scratch: an existing folder for temporary files.
+        workers: decoding processes.
+        calibrate: whether to find thresholds.
+        progress: called with (stage, done, total).
+
+    Raises:
+        AnomalyError: weights, layers or images can't be used as configured.
+    """
+    with Decoders(min(workers, len(samples))) as decoders:
+        return _fit(config, samples, decoders, device, scratch, calibrate, progress)
+
+
+def _fit(
+    config: Config,
+    samples: Sequence[Sample],
+    decoders: Decoders,
+    device: torch.device,
+    scratch: Path,
+    calibrate: bool,
+    progress: StageProgress,
+) -> Training:
+    clock = _Clock()
+    extractor, weights_sha256 = backbone(config, device)
+    normalise = normalisation(config.backbone.name)
+    region, aspect = region_of(config.image, Path(), read_mask), _aspect(config, samples, decoders)
+    decoders.begin(Task(loading_of(config, extractor, region, aspect)))
+    extractor = _settle(config, extractor, normalise, samples, decoders, device)
+    config = config.model_copy(update={"precision": extractor.precision})
+    fitter = fitter_of(config)
+    projection = None
+    if isinstance(fitter, GaussianFitter):
+        projection = fitter.draw(sum(extractor.channels)).to(device)
+    clock.lap("backbone")
+
+    patches = TrainingPatches(
+        [s.path for s in samples],
+        decoders,
+        embedder_of(config, extractor, normalise, device, projection),
+        batch_size=config.batch_size,
+        scratch=scratch,
+        aligned=projection is not None,
+        region=region,
+        progress=lambda done, total: progress("features", done, total),
+    )
+
+    thresholds = None
+    suspects = Suspects(patches.views)
+    try:
+        scorer = _learn(fitter, patches, projection, lambda i, n: progress("scorer", i, n))
+        detector = AnomalyDetector(
+            config, extractor, normalise, scorer, None, device, region, aspect
+        )
+        clock.lap("scorer")
+        clock.move("scorer", "features", patches.seconds)
+        if calibrate:
+            good = cross_fit(
+                detector,
+                patches,
+                fitter,
+                {i: samples[i].name for i in patches.hashes},
+                folds=config.calibration.folds,
+                groups=_groups(samples, patches.hashes),
+                suspects=suspects,
+                progress=lambda i, n: progress("calibration", i, n),
+            )
+            rates = config.calibration
+            thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
+            clock.lap("calibration")
+    finally:
+        patches.close()
+    used = sorted(patches.looks)
+    looks = [patches.looks[i] for i in used]
+    return Training(
+        detector=replace(detector, thresholds=thresholds, usual=UsualLook.of(looks)),
+        weights_sha256=weights_sha256,
+        hashes={samples[i].name: patches.hashes[i] for i in sorted(patches.hashes)},
+        refused={samples[r.index].name: r.reason for r in patches.refused},
+        refused_at={samples[i].name: i for i in sorted(r.index for r in patches.refused)},
+        patches=patches.count,
+        seconds=clock.seconds,
+        patch_pixels=_patch_pixels(patches, min(extractor.strides)),
+        odd=tuple(samples[used[place]].name for place in odd_among(looks)),
+        suspects=suspects.worst(),
+    )
+
+
+def _patch_pixels(patches: TrainingPatches, stride: int) -> tuple[float, float]:
+    """Original pixels that one patch is high and wide."""
+    axes = [[pieces[0] for pieces in view.axes] for view in patches.views.values()]
+    height, width = (
+        statistics.median(stride * axis.source / axis.resized for axis in one)
+        for one in zip(*axes, strict=True)
+    )
+    return height, width
+
+
+def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> float | None:
+    """H/W of most training images, where the model needs one for all."""
+    if config.model.kind != "padim" or config.image.resize is not None:
+        return None
+    found = decoders.map(size_of, [s.path for s in samples])
+    sizes = [size for size in found if isinstance(size, tuple)]
+    return statistics.median(height / width for height, width in sizes) if sizes else None
+
+
+def _groups(samples: Sequence[Sample], used: Collection[int]) -> dict[int, str]:
+    """The group of each image used that has one."""
+    groups = {i: samples[i].group for i in sorted(used)}
+    return {i: group for i, group in groups.items() if group}
+
+
+def _settle(
+    config: Config,
+    extractor: FeatureExtractor,
+    normalise: Normalisation,
+    samples: Sequence[Sample],
+    decoders: Decoders,
+    device: torch.device,
+) -> FeatureExtractor:
+    """The extractor in the precision that the model will have."""
+    precision: str = config.precision
+    if precision == "auto":
+        embedder = embedder_of(config, extractor, normalise, device, None)
+        trial = _trial(samples, decoders)
+        precision = settle(extractor, embedder.images(trial)) if trial else "fp32"
+    return extractor.to(device, precision)
+
+
+def _trial(samples: Sequence[Sample], decoders: Decoders) -> list[Loaded]:
+    """A few usable images of one size, from all over the list."""
+    trial: list[Loaded] = []
+    for i in range(0, len(samples), max(1, len(samples) // TRIAL_IMAGES)):
+        item = decoders.load(samples[i].path)
+        if isinstance(item, Loaded):
+            item = next(item.tiles(1))[0]
+        if isinstance(item, Loaded) and (not trial or item.view.size == trial[0].view.size):
+            trial.append(item)
+    return trial[:TRIAL_IMAGES]
+
+
+def _learn(
+    fitter: GaussianFitter | MemoryBankFitter,
+    patches: TrainingPatches,
+    projection: Projection | None,
+    progress: Progress,
+) -> Scorer:
+    if isinstance(fitter, GaussianFitter):
+        return fitter.fit(patches, progress, projection)
+    return fitter.fit(patches, progress)
+
+
+class _Clock:
+    """Seconds by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = now - self._last
+        self._last = now
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        self.seconds[source] -= seconds
+        self.seconds[target] = seconds

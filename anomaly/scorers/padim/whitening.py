@@ -1,0 +1,250 @@
+"""Inverse covariances of P positions, in the form that suits the number of samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from anomaly.errors import ConfigError, DataError, ModelError
+from anomaly.scorers.base import leading
+from anomaly.scorers.padim.covariance import (
+    GaussianStatistics,
+    Triangle,
+    pack_triangle,
+    panel_rows,
+    unpack_triangle,
+)
+
+Wanted: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+_INT16_MAX = 32767.0
+# The least regularisation, as a share of the summed variances; see `_least_regularisation`.
+_SHARE = 8 * 2.0**-24
+
+
+@dataclass(frozen=True, eq=False)
+class CholeskyWhitening:
+    """W = L⁻¹ of Σ + ε·I = L·Lᵀ, for more samples than dimensions: M = ‖W·r‖.
+
+    Inverting the triangular factor is as stable as solving with it (measured: the same 3e-6
+    against float64), unlike inverting Σ, and turns scoring into matrix products.
+
+    Attributes:
+        factor: W in 16 bits, each row divided by its scale; see `rounded`.
+        scale: (P, d) float32, the rows' scales.
+    """
+
+    factor: Triangle
+    scale: Tensor
+
+    @classmethod
+    def empty(cls, positions: int, dimensions: int, device: torch.device) -> CholeskyWhitening:
+        """Room for all positions, to be filled block by block."""
+        factor = tuple(
+            torch.empty(positions, r.stop - r.start, r.stop, dtype=torch.int16, device=device)
+            for r in panel_rows(dimensions)
+        )
+        return cls(factor, torch.empty(positions, dimensions, device=device))
+
+    @classmethod
+    def of(cls, statistics: GaussianStatistics, regularisation: float) -> CholeskyWhitening:
+        """Factorise covariance + `regularisation`·I.
+
+        Raises:
+            ConfigError: `regularisation` vanishes in float32 beside the variances.
+            DataError: samples were NaN or infinite.
+        """
+        covariance = unpack_triangle(statistics.scatter).div_(statistics.count - 1)
+        least = _least_regularisation(covariance)
+        if not math.isfinite(least):
+            raise DataError("training patches hold NaN or infinite values; check the backbone")
+        if regularisation < least:
+            raise ConfigError(
+                f"model.regularisation {regularisation:g} is too small: beside variances that sum "
+                f"to {least / _SHARE:.3g} single precision can't tell it from rounding; raise it "
+                f"to {least * 1.1:.2g} or more"
+            )
+        covariance.diagonal(dim1=1, dim2=2).add_(regularisation)
+        lower = torch.linalg.cholesky(covariance)
+        identity = torch.eye(lower.shape[1], device=lower.device).expand_as(lower)
+        factor, scale = rounded(torch.linalg.solve_triangular(lower, identity, upper=False))
+        return cls(pack_triangle(factor), scale)
+
+    def __setitem__(self, positions: slice, part: CholeskyWhitening) -> None:
+        """Fill in some of the positions."""
+        for whole, panel in zip(self.factor, part.factor, strict=True):
+            whole[positions] = panel
+        self.scale[positions] = part.scale
+
+    @property
+    def numbers(self) -> int:
+        """What one position works on."""
+        return sum(panel[0].numel() for panel in self.factor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What has to be saved, by name."""
+        factor = {f"factor.{i}": panel for i, panel in enumerate(self.factor)}
+        return {**factor, "scale": self.scale}
+
+    @staticmethod
+    def wanted(_: Mapping[str, Tensor], positions: int, dimensions: int) -> Wanted:
+        """Dtype and shape of what `tensors` gives, for `check_tensors`."""
+        panels = {
+            f"factor.{i}": (torch.int16, (positions, rows.stop - rows.start, rows.stop))
+            for i, rows in enumerate(panel_rows(max(dimensions, 1)))
+        }
+        return {**panels, "scale": (torch.float32, (positions, dimensions))}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> CholeskyWhitening:
+        """The way back from `tensors`."""
+        count = sum(name.startswith("factor.") for name in tensors)
+        return cls(tuple(tensors[f"factor.{i}"] for i in range(count)), tensors["scale"])
+
+    def squared_distances(self, residuals: Tensor, positions: slice) -> Tensor:
+        """Squared Mahalanobis norms (p, B) of residuals (p, B, d) at a slice of the positions."""
+        squared = residuals.new_zeros(residuals.shape[:2])
+        for rows, panel in zip(panel_rows(self.scale.shape[1]), self.factor, strict=True):
+            # The panel on the left: for a single image, a product by a vector at twice the speed.
+            whitened = torch.bmm(panel[positions].float(), residuals[..., : rows.stop].mT)
+            squared += (whitened.square_() * self.scale[positions, rows, None].square()).sum(dim=1)
+        return squared
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankWhitening:
+    """The same distance from the N − 1 directions in which N ≤ d samples vary.
+
+    With Σ = U·Λ·Uᵀ the textbook form M² = (‖r‖² − ‖G·r‖²)/ε, G = Λ^½(Λ+ε)^−½·Uᵀ, loses its
+    digits where r lies within the samples' span. Split into what G explains and what it doesn't,
+    it is a sum of squares,
+
+        M² = ‖r − Gᵀ·G·r‖²/ε + Σᵢ (G·r)ᵢ²/(λᵢ+ε),
+
+    and well conditioned.
+
+    Attributes:
+        basis: (P, k, d) int16, G with each row divided by its scale; see `rounded`.
+        scale: (P, k) float32, the rows' scales.
+        precision: (P, k) float32, 1/(λ+ε).
+        regularisation: ε.
+    """
+
+    basis: Tensor
+    scale: Tensor
+    precision: Tensor
+    regularisation: float
+
+    @classmethod
+    def of(cls, centred: Tensor, regularisation: float) -> LowRankWhitening:
+        """From centred samples (P, N, d) with 2 ≤ N."""
+        degrees = centred.shape[1] - 1
+        variances, vectors = torch.linalg.eigh(centred @ centred.mT / degrees)
+        # Centring leaves one direction without variance.
+        precision = 1 / (variances[:, 1:].clamp_min(0) + regularisation)
+        directions = vectors[:, :, 1:] * (precision / degrees).sqrt()[:, None]
+        basis = directions.mT @ centred
+        return cls(*rounded(basis), precision, regularisation)
+
+    def __setitem__(self, positions: slice, part: LowRankWhitening) -> None:
+        """Fill in some of the positions."""
+        self.basis[positions] = part.basis
+        self.scale[positions] = part.scale
+        self.precision[positions] = part.precision
+
+    @classmethod
+    def empty(
+        cls,
+        positions: int,
+        dimensions: int,
+        rank: int,
+        *,
+        regularisation: float,
+        device: torch.device,
+    ) -> LowRankWhitening:
+        """Room for all positions, to be filled block by block."""
+        return cls(
+            torch.empty(positions, rank, dimensions, dtype=torch.int16, device=device),
+            torch.empty(positions, rank, device=device),
+            torch.empty(positions, rank, device=device),
+            regularisation,
+        )
+
+    @property
+    def numbers(self) -> int:
+        """What one position works on."""
+        return self.basis.shape[1] * self.basis.shape[2]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What has to be saved, by name."""
+        regularisation = torch.tensor(self.regularisation, dtype=torch.float64)
+        return {
+            "basis": self.basis,
+            "scale": self.scale,
+            "precision": self.precision,
+            "regularisation": regularisation,
+        }
+
+    @staticmethod
+    def wanted(tensors: Mapping[str, Tensor], positions: int, dimensions: int) -> Wanted:
+        """Dtype and shape of what `tensors` gives, for `check_tensors`."""
+        rank = leading(tensors, "basis", 1)
+        return {
+            "basis": (torch.int16, (positions, rank, dimensions)),
+            "scale": (torch.float32, (positions, rank)),
+            "precision": (torch.float32, (positions, rank)),
+            "regularisation": (torch.float64, ()),
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> LowRankWhitening:
+        """The way back from `tensors`.
+
+        Raises:
+            ModelError: a variance isn't above 0.
+        """
+        regularisation = float(tensors["regularisation"])
+        if not (regularisation > 0 and bool((tensors["precision"] > 0).all())):
+            raise ModelError("the scorer's tensors hold a variance that isn't above 0")
+        return cls(tensors["basis"], tensors["scale"], tensors["precision"], regularisation)
+
+    def squared_distances(self, residuals: Tensor, positions: slice) -> Tensor:
+        """Squared Mahalanobis norms (p, B) of residuals (p, B, d) at a slice of the positions."""
+        basis = self.basis[positions].float()
+        scale = self.scale[positions, None]
+        explained = torch.bmm(residuals, basis.mT).mul_(scale)
+        inside = (explained.square() * self.precision[positions, None]).sum(dim=2)
+        unexplained = torch.baddbmm(residuals, explained * scale, basis, alpha=-1)
+        return inside + unexplained.square().sum(dim=2) / self.regularisation
+
+
+def _least_regularisation(covariances: Tensor) -> float:
+    """The least ε at which float32 can factorise Σ + ε·I for certain, whatever the processor.
+
+    Rounding makes the factorisation that of Σ + ε·I + E, with ‖E‖ a small multiple of u·‖Σ‖,
+    u = 2⁻²⁴ (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 10.1). Below
+    ‖E‖ it is luck whether it succeeds, and what the distances are. tr(Σ) bounds ‖Σ‖; singular
+    covariances of 4 to 550 dimensions, with equal, repeated or mixed channels, failed up to
+    ε = 4.2·u·tr(Σ), with SSE4.2 and with AVX-512 alike. Twice that is asked for.
+
+    Args:
+        covariances: (P, d, d), of which the diagonal is read.
+    """
+    trace = covariances.diagonal(dim1=1, dim2=2).sum(1).amax()
+    return _SHARE * float(trace)
+
+
+def rounded(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices (P, n, d) as 16-bit integers, and a scale (P, n) for each row.
+
+    Halves the model, and the memory traffic that scoring consists of. Distances agree with float64
+    within 1e-4 (1e-5 for half of them) on ResNet-50 features, four times closer than with 16-bit
+    floats; the error grows with the root of the largest variance over ε, which is 3000 there.
+    """
+    scale = matrices.abs().amax(dim=2).clamp_min(1e-30) / _INT16_MAX
+    return (matrices / scale[..., None]).round_().to(torch.int16), scale

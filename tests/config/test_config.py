@@ -1,0 +1,160 @@
+"""Settings: defaults, bases, overrides, and messages for every mistake."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from pydantic import BaseModel
+
+from anomaly.config.files import load_config
+from anomaly.config.schema import Config
+from anomaly.errors import ConfigError
+
+CONFIGS = REPOSITORY / "configs"
+
+
+def _write(folder: Path, text: str, name: str = "part.yaml") -> Path:
+    file = folder / name
+    file.write_text(text, "utf-8")
+    return file
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda f: f.stem)
+def test_every_shipped_config_is_valid(file: Path) -> None:
+    for kind in ("patchcore", "padim"):
+        config = load_config(file, [f"model.kind={kind}"])
+        assert config.name == file.stem
+        assert config.model.kind == kind
+
+
+def test_mvtec_configs_carry_the_papers_setting() -> None:
+    files = sorted(CONFIGS.glob("mvtec_*.yaml"))
+    assert len(files) == 15
+    for file in files:
+        config = load_config(file.name, folders=[CONFIGS])
+        assert config.data.category == file.stem.removeprefix("mvtec_")
+        assert config.backbone.name == "wide_resnet50_2"
+        assert (config.image.resize, config.image.crop) == (256, 224)
+        assert config.model.coreset_ratio == 0.1
+        assert config.model.image_score == "max"
+
+
+def test_overrides_win_over_file_over_base(tmp_path: Path) -> None:
+    _write(tmp_path, "seed: 1\nmodel: {coreset_ratio: 0.5, neighbours: 9}", "base.yaml")
+    file = _write(tmp_path, "base: base.yaml\nmodel: {coreset_ratio: 0.25}")
+    config = load_config(file, ["model.kind=padim", "backbone.layers=[layer1, layer2]"])
+    assert config.seed == 1
+    assert config.model.coreset_ratio == 0.25
+    assert config.model.neighbours == 9
+    assert config.model.kind == "padim"
+    assert config.backbone.layers == ("layer1", "layer2")
+    assert load_config(file, ["image.resize=64", "image.crop=null"]).image.crop is None
+    assert load_config(file, ["model.coreset_ratio=1e-2"]).model.coreset_ratio == 0.01
+
+
+@pytest.mark.parametrize("kind", ["patchcore", "padim"])
+@pytest.mark.parametrize("image", [{}, {"resize": 256}, {"resize": 256, "crop": 224}])
+def test_the_image_score_does_not_hang_on_how_images_are_sized(
+    kind: str, image: dict[str, int]
+) -> None:
+    values = {"model": {"kind": kind}, "image": image}
+    assert Config.model_validate(values).image_score_in_force == "map_max"
+    chosen = {"model": {"kind": kind, "image_score": "max"}, "image": image}
+    assert Config.model_validate(chosen).image_score_in_force == "max"
+
+
+def test_reweighting_needs_a_bank() -> None:
+    both = Config.model_validate({"model": {"kind": "padim", "image_score": "reweighted"}})
+    assert both.image_score_in_force == "map_max"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("sede: 3", "unknown key 'sede'; did you mean 'seed'?"),
+        ("model: {coreset_rato: 0.1}", "unknown key 'model.coreset_rato'; did you mean"),
+        ("model: {coreset_ratio: 2}", "model.coreset_ratio is 2: must be 1 or less"),
+        ("model: {coreset_ratio: much}", "model.coreset_ratio is 'much'"),
+        ("model: {kind: patchcor}", "model.kind is 'patchcor'"),
+        ("model: 3", "model is 3"),
+        ("image: {crop: 224}", "image.crop needs image.resize"),
+        ("image: {resize: 64, crop: 224}", "image.crop is 224, larger than image.resize (64)"),
+        ("name: a/b", "name is 'a/b'"),
+        ("seed: -1", "seed is -1"),
+        ("- a\n- b", "must hold `key: value` lines"),
+        ("a: [1", "line 1, column 6 isn't valid YAML"),
+        ("base: nowhere.yaml", "doesn't exist; correct the `base` line"),
+        ("base: part.yaml", "leads back to itself"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, says: str) -> None:
+    file = _write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert says in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.kind", "must look like key=value"),
+        ("=3", "must look like key=value"),
+        ("model.kind=[", "isn't a YAML value"),
+        ("model.knd=padim", "did you mean 'kind'?"),
+        ("modle.kind=padim", "did you mean 'model'?"),
+    ],
+)
+def test_mistakes_in_an_override_are_named(tmp_path: Path, override: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(_write(tmp_path, ""), [override])
+    assert says in str(caught.value)
+    assert str(caught.value).startswith(f"--set {override}")
+
+
+def _leaves(section: type[BaseModel], above: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield above + name
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _leaves(inner, f"{above}{name}.")
+
+
+@pytest.mark.parametrize("key", [*_leaves(Config), "image.region.polygons", "image.ignore.png"])
+def test_no_message_is_pydantics(tmp_path: Path, key: str) -> None:
+    file, told = _write(tmp_path, ""), []
+    values = ("null", "x/y", "-1", "1e400", ".nan", "[[1]]", "{}", "{a: 1}", "[]", "'" + "9" * 200)
+    for value in values:
+        override = f"{key}={value.replace(chr(39), '')}"
+        try:
+            load_config(file, [override])
+        except ConfigError as error:
+            told.append((override, str(error)))
+    assert told
+    for override, message in told:
+        assert all(li.strip().startswith(f"--set {override}: ") for li in message.splitlines())
+        assert not re.search("nput should|pydantic|tuple|dict|valid|can't be used", message)
+
+
+def test_a_mistake_is_told_where_it_is(tmp_path: Path) -> None:
+    file = _write(tmp_path, "model: {coreset_ratio: 2}\nimage: {crop: 64}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["seed=x", "image.resize=32", "backbone.name=resnet18"])
+    assert sorted(line.strip() for line in str(caught.value).splitlines()) == [
+        "--set image.resize=32: image.crop is 64, larger than image.resize (32); make it equal or "
+        "smaller, or leave it out",
+        "--set seed=x: seed is 'x': must be a whole number",
+        f"{file}: model.coreset_ratio is 2: must be 1 or less",
+    ]
+
+
+def test_a_missing_config_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'mvtec_bottle\.yaml'"):
+        load_config("mvtec_botle.yaml", folders=[CONFIGS])
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_config(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_config(tmp_path / "binary.yaml")

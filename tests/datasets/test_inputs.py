@@ -1,0 +1,139 @@
+"""What is to be scored, and what its pictures are called."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anomaly.datasets.inputs import find_inputs, picture_names
+from anomaly.errors import DataError
+
+JAPANESE = "検査画像" * 20 + "不良品"  # 83 characters, 249 bytes
+
+_NAMES = st.text(st.characters(blacklist_characters="/\0", codec="utf-8"), min_size=1, max_size=90)
+_FILES = st.lists(st.lists(_NAMES, min_size=1, max_size=3), min_size=1, max_size=6)
+
+
+def _fits(name: str) -> bool:
+    return all(len(os.fsencode(part)) <= 255 for part in name.split("/"))
+
+
+@given(_FILES)
+def test_pictures_have_names_of_their_own_that_fit(files: list[list[str]]) -> None:
+    paths = [Path("/data", *(part.strip(".") or "x" for part in parts)) for parts in files]
+    names = picture_names(paths, [])
+    assert len({name.casefold() for name in names}) == len(names)
+    assert all(name.endswith(".png") and _fits(f"{name}.tiff") for name in names)
+
+
+def test_short_names_are_kept_and_long_ones_told_apart() -> None:
+    same = "ä" * 120
+    paths = [Path("/in", n) for n in ("a.png", "b.PNG", "c.tif", f"{same}1.png", f"{same}2.png")]
+    names = picture_names(paths, [])
+    assert names[:3] == ["a.png", "b.png", "c.tif.png"]
+    assert len(set(names)) == 5
+    assert all(name.startswith("ä" * 100) and _fits(name) for name in names[3:])
+    assert picture_names(paths[3:], []) == names[3:]  # whatever else there is
+    names = picture_names([Path("/in", JAPANESE, f"{JAPANESE}.bmp")], [Path("/in")])
+    assert names[0].startswith("in/検査画像")
+    assert _fits(names[0])
+
+
+def test_a_folder_with_a_pictures_name(tmp_path: Path) -> None:
+    """No picture has the name of a folder of pictures, in whatever order they come."""
+    inputs = ["x.jpg", "x.jpg.png/y.bmp", "x.jpg.tiff/y.bmp", "X.JPG.PNG/z.png", "a.tiff/b/c.png"]
+    for order in (inputs, inputs[::-1]):
+        names = picture_names([tmp_path / name for name in order], [tmp_path])
+        files = {name.casefold() for name in names}
+        files |= {str(Path(name).with_suffix(".tiff")).casefold() for name in names}
+        folders = {str(folder).casefold() for name in names for folder in Path(name).parents}
+        assert len(files) == 2 * len(inputs)
+        assert files.isdisjoint(folders)
+
+
+def test_a_name_that_is_taken_gets_a_number() -> None:
+    taken = {"a.png", "a~2.png"}
+    paths = [Path("/in/a.png"), Path("/in/A.png"), Path("/in/b.png")]
+    names = picture_names(paths, [], taken.__contains__)
+    assert names == ["a~3.png", "A.png", "b.png"]
+    assert picture_names([Path("/in/x.png"), Path("/in/X.PNG")], []) == ["x.png", "X~2.png"]
+
+
+def test_pictures_stay_in_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    names = picture_names([Path("../there/a.png"), Path("b.png"), Path("../../c.png")], [])
+    assert not any(".." in Path(name).parts for name in names)
+    assert [Path(name).name for name in names] == ["a.png", "b.png", "c.png"]
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_a_list_may_start_with_a_byte_order_mark(tmp_path: Path, mark: bytes) -> None:
+    file = tmp_path / "list.txt"
+    file.write_bytes(mark + b"b.png\r\na.png\r\n")
+    assert find_inputs([], str(file)).paths == [Path("a.png"), Path("b.png")]
+    file.write_bytes(mark + b"path,group\r\nb.png,1\r\n")
+    assert find_inputs([], str(file)).groups == {"b.png": "1"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "cp1252", "utf-16"])
+def test_lists_as_spreadsheets_save_them(tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "list.csv"
+    file.write_bytes("path;group\r\nKühler, 1.png;Los 5\r\n\r\n".encode(encoding))
+    found = find_inputs([], str(file))
+    assert (found.paths, found.groups) == (
+        [Path("Kühler, 1.png")],
+        {"Kühler, 1.png": "Los 5"},
+    )
+    file.write_bytes("path\r\nä.png\r\n".encode(encoding))
+    assert find_inputs([], str(file)).paths == [Path("ä.png")]
+    if encoding != "cp1252":  # a plain list's paths may be any bytes
+        file.write_bytes("ä.png\r\nb, c.png\r\n".encode(encoding))
+        assert find_inputs([], str(file)).paths == [Path("b, c.png"), Path("ä.png")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("bad.csv", "file,part\na.png,1\n", "lacks the column 'path': its first line is 'file', "),
+        ("bad.csv", "file\na.png\n", "must name the columns path, group"),
+        ("bad.csv", "a.png;1\nb.png;1\n", "first line is 'a.png', '1'"),
+        ("bad.csv", "path;part\na.png;1\n", "lacks the column 'group'"),
+        ("bad.txt", "path,grop\na.png,1\n", "did you mean 'group'"),
+        ("bad.csv", "path;group\na;b.png;1\n", "line 2 has more cells than the header; put paths "),
+    ],
+)
+def test_a_list_with_wrong_columns_names_those_needed(
+    tmp_path: Path, name: str, text: str, says: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError) as caught:
+        find_inputs([], str(tmp_path / name))
+    assert says in str(caught.value)
+    assert str(caught.value).startswith(f"--list {tmp_path / name}")
+
+
+def test_what_is_passed_over_is_counted(tmp_path: Path) -> None:
+    for name in ("in/a.png", "in/b", "in/notes.txt", "in/.hidden", "in/sub/c.x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    folder = tmp_path / "in"
+    inputs = [folder, folder / "sub", folder / "b"]
+    found = find_inputs(inputs)
+    assert found.paths == [folder / "a.png", folder / "b"]
+    assert found.passed_over == 3  # b, notes.txt and c.x, each once
+    with pytest.raises(DataError, match=r"no images in .*sub \(1 file is passed over"):
+        find_inputs([folder / "sub"])
+
+
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    long = "x" * 300 + ".png"
+    (tmp_path / "list.txt").write_text(f"{long}\n{'y/' * 3000}z.png\n")
+    found = find_inputs([], str(tmp_path / "list.txt")).paths
+    assert len(found) == len(picture_names(found, [])) == 2
+    with pytest.raises(DataError, match="File name too long"):
+        find_inputs([Path(long)])
+    with pytest.raises(DataError, match=r"--golden .* doesn't exist"):
+        find_inputs([tmp_path / "nowhere"], option="--golden")

@@ -1,0 +1,110 @@
+"""Evaluation against scikit-learn on the same scores, and what the tables say of it."""
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import write_product
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from anomaly.datasets import Sample, open_dataset
+from anomaly.errors import DataError
+from anomaly.evaluation.evaluate import Evaluation, Scored, evaluate
+from anomaly.evaluation.metrics import Metrics
+from anomaly.imaging.image import read_mask
+from anomaly.model.checkpoint import load
+from anomaly.model.detector import Prediction
+from anomaly.report.tables import metrics_json, scores_csv, table
+
+
+def test_figures_agree_with_scikit_learn(run_folder: Path, product: Path) -> None:
+    detector = load(run_folder, torch.device("cpu")).detector
+    samples = open_dataset("mvtec", product, None).test
+    evaluation = evaluate(detector, samples)
+    scores, pixels, truth = [], [], []
+    for result in detector.predict([s.path for s in samples], whole=True):
+        assert isinstance(result, Prediction)
+        mask_path = samples[result.index].mask_path
+        scores.append(result.image_score)
+        pixels.append(result.anomaly_map().ravel())
+        truth.append(
+            np.zeros(result.image.size, bool).ravel()
+            if mask_path is None
+            else read_mask(mask_path).ravel()
+        )
+    labels = [s.is_defect for s in samples]
+    values = evaluation.metrics.values
+    assert values["image_auroc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-9)
+    assert values["image_ap"] == pytest.approx(average_precision_score(labels, scores), abs=1e-9)
+    flat, marked = np.concatenate(pixels), np.concatenate(truth)
+    bounds = evaluation.metrics.error_bounds
+    assert values["pixel_auroc"] == pytest.approx(
+        roc_auc_score(marked, flat), abs=1e-9 + bounds.get("pixel_auroc", 0)
+    )
+    assert values["pixel_ap"] == pytest.approx(
+        average_precision_score(marked, flat), abs=1e-9 + bounds.get("pixel_ap", 0)
+    )
+
+
+def test_a_mask_of_another_size_is_an_error(run_folder: Path, tmp_path: Path) -> None:
+    product = write_product(tmp_path / "disc", n_train=1)
+    mask = product / "ground_truth" / "spot" / "001_mask.png"
+    cv2.imwrite(str(mask), np.zeros((50, 60), np.uint8))
+    detector = load(run_folder, torch.device("cpu")).detector
+    with pytest.raises(DataError, match=r"001_mask\.png is 60×50 pixels, but its image"):
+        evaluate(detector, open_dataset("mvtec", product, None).test)
+
+
+def test_defects_without_masks_count_for_the_image_only(run_folder: Path, tmp_path: Path) -> None:
+    product = write_product(tmp_path / "disc", n_train=1)
+    shutil.rmtree(product / "ground_truth")
+    detector = load(run_folder, torch.device("cpu")).detector
+    metrics = evaluate(detector, open_dataset("mvtec", product, None).test).metrics
+    assert metrics.values["image_auroc"] == 1.0
+    assert metrics.values["pixel_auroc"] is None
+    assert metrics.reasons["pixel_auroc"]
+
+
+def test_an_unreadable_test_image_is_left_out_and_listed(run_folder: Path, tmp_path: Path) -> None:
+    product = write_product(tmp_path / "disc", n_train=1)
+    (product / "test" / "good" / "001.png").write_text("no image")
+    detector = load(run_folder, torch.device("cpu")).detector
+    evaluation = evaluate(detector, open_dataset("mvtec", product, None).test)
+    assert (evaluation.n_good, evaluation.n_defect) == (2, 3)
+    assert evaluation.scored[1].image_score is None
+    assert "001.png" in evaluation.scored[1].reason
+
+
+def _evaluation(name: str, auroc: float | None) -> Evaluation:
+    sample = Sample(Path("/x/odd, name.png"), "odd, name.png", "scratch")
+    reasons = {} if auroc is not None else {"image_auroc": "no good images"}
+    metrics = Metrics({"image_auroc": auroc, "image_f1_max_threshold": 3.0}, reasons)
+    return Evaluation(name, (Scored(sample, 1.5),), metrics)
+
+
+def test_the_mean_leaves_undefined_figures_out() -> None:
+    evaluations = [_evaluation("a", 0.5), _evaluation("b", 0.9), _evaluation("c", None)]
+    written = json.loads(metrics_json(evaluations))
+    assert written["mean"] == {"image_auroc": pytest.approx(0.7)}
+    assert written["categories"]["c"]["image_auroc"] is None
+    assert written["categories"]["c"]["undefined"] == {
+        "image_auroc": "no good images",
+        "verdicts": "the model has no thresholds",
+    }
+    assert written["categories"]["a"]["n_defect"] == 1
+    shown = table(evaluations).splitlines()
+    assert [line.split()[0] for line in shown[2:]] == ["a", "b", "c", "mean"]
+    assert json.loads(metrics_json([_evaluation("c", None)]))["mean"] == {"image_auroc": None}
+
+
+def test_scores_csv_survives_odd_names() -> None:
+    (row,) = csv.DictReader(io.StringIO(scores_csv([_evaluation("a", 1.0)], [None])))
+    assert row["path"] == "odd, name.png"
+    assert row["image_score"] == "1.5"
+    assert row["threshold"] == row["verdict"] == ""

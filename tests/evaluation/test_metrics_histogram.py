@@ -1,0 +1,110 @@
+"""The bounded-memory form of the pixel metrics: within its stated error, whatever the order."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pixel_references import IMAGES, NAMES, flat, measured, smooth_images
+from sklearn.metrics import f1_score, roc_auc_score
+
+from anomaly.evaluation.metrics import PixelAccumulator
+
+
+@given(IMAGES, st.integers(2, 40), st.randoms(use_true_random=False))
+def test_binned_form_is_within_its_bound_in_any_order(images, max_bins, random):
+    exact, binned = measured(images), measured(images, max_bins)
+    assert exact.reasons == binned.reasons
+    for name, bound in binned.error_bounds.items():
+        assert abs(binned.values[name] - exact.values[name]) <= bound + 1e-12
+    if not binned.error_bounds:
+        assert binned.values == pytest.approx(exact.values, abs=1e-12)
+    shuffled = random.sample(images, len(images))
+    again = measured(shuffled, max_bins)
+    assert again.values == pytest.approx(binned.values, abs=1e-12)
+    assert again.error_bounds == pytest.approx(binned.error_bounds, abs=1e-12)
+
+
+@pytest.mark.parametrize("max_bins", [2, 50, 1000, 1 << 14, 1 << 20])
+def test_binned_form_is_within_its_bound_on_smooth_maps(max_bins):
+    images = smooth_images(np.random.default_rng(7))
+    exact, binned = measured(images).values, measured(images, max_bins)
+    named = NAMES - {"pixel_f1_max_threshold", "lost_defect_share"}
+    assert set(binned.error_bounds) == named
+    for name in named:
+        assert abs(binned.values[name] - exact[name]) <= binned.error_bounds[name] + 1e-12
+    scores, labels = flat(images)
+    flagged = scores > binned.values["pixel_f1_max_threshold"]
+    assert f1_score(labels, flagged) == pytest.approx(binned.values["pixel_f1_max"], abs=1e-9)
+
+
+def test_average_precision_bound_covers_the_best_order_inside_a_bin():
+    # One bin holds everything: 100 defect pixels, all just above 100 good ones.
+    scores = np.arange(200, dtype=np.float32).reshape(10, 20) / 1000 + 1
+    mask = scores > 1.0995
+    got = measured([(scores, mask)], 2)
+    assert measured([(scores, mask)]).values["pixel_ap"] == pytest.approx(1.0)
+    assert 1.0 - got.values["pixel_ap"] <= got.error_bounds["pixel_ap"] + 1e-12
+    assert got.values["pixel_ap"] < 1.0
+
+
+def test_more_images_over_the_same_range_keep_the_bins():
+    images = smooth_images(np.random.default_rng(9), good=1, defective=1)
+    once, often = measured(images, 300), measured(images * 30, 300)
+    once.error_bounds.pop("aupimo", None)
+    for name, bound in once.error_bounds.items():
+        assert often.error_bounds[name] == pytest.approx(bound, rel=1e-2)
+
+
+def test_default_bins_are_fine_enough():
+    images = smooth_images(np.random.default_rng(8))
+    exact, binned = measured(images).values, measured(images, 1 << 20)
+    for name in ("pixel_auroc", "pixel_f1_max", "aupro_30", "aupro_05", "aupimo"):
+        assert binned.error_bounds[name] < 1e-4
+        assert binned.values[name] == pytest.approx(exact[name], abs=1e-5)
+    assert binned.values["pixel_ap"] == pytest.approx(exact["pixel_ap"], abs=1e-5)
+
+
+def test_counts_past_sixteen_million_pixels():
+    # A float32 running sum stops at 16,777,216.
+    scores = np.zeros((4200, 4200), np.float32)
+    mask = np.zeros(scores.shape, bool)
+    mask[0, :2] = True
+    scores[0, 0] = 1.0
+    got = measured([(scores, mask)], 1000).values
+    assert got["pixel_auroc"] == pytest.approx(0.75, abs=1e-12)
+    assert got["pixel_ap"] == pytest.approx(0.5 + 0.5 * 2 / 4200**2, abs=1e-12)
+
+
+def test_memory_stays_bounded():
+    rng = np.random.default_rng(0)
+    accumulator = PixelAccumulator(1 << 12)
+    mask = np.zeros((500, 500), bool)
+    mask[:50, :50] = True
+    images = [rng.gamma(3.0, 10.0 ** rng.integers(-3, 4), (500, 500)) for _ in range(12)]
+    tracemalloc.start()
+    try:
+        for index, scores in enumerate(images):
+            accumulator.update(scores, mask if index % 2 else mask & False)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 40 * (1 << 12) + 50_000
+
+
+@settings(max_examples=30)
+@given(st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1, max_size=30, unique=True))
+def test_scores_in_fine_bins_come_back_in_order(values):
+    # One image, one row of distinct scores: with bins to spare the binned form is exact.
+    scores = np.array([values], np.float32)
+    mask = np.zeros(scores.shape, bool)
+    mask[0, : len(values) // 2 + 1] = True
+    if np.unique(scores).size < 2 or mask.all():
+        return
+    binned = measured([(scores, mask)], 1 << 16)
+    exact = roc_auc_score(mask.ravel(), scores.ravel())
+    assert (
+        abs(binned.values["pixel_auroc"] - exact)
+        <= binned.error_bounds.get("pixel_auroc", 0.0) + 1e-12
+    )

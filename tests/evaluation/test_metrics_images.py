@@ -1,0 +1,268 @@
+"""Image metrics against scikit-learn, brute force and their own promises."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import (
+    average_precision_score,
+    f1_score,
+    precision_recall_curve,
+    roc_auc_score,
+)
+from sklearn.metrics import roc_curve as sklearn_roc_curve
+
+from anomaly.evaluation.metrics import (
+    Metrics,
+    confusion,
+    image_intervals,
+    image_metrics,
+    metrics_by_type,
+    pr_curve,
+    recall_at_false_reject_rates,
+    roc_curve,
+)
+
+# Few distinct values, so that ties are the rule; neighbours in float32, so that a threshold
+# between two of them is hard to find.
+ONE = np.arange(np.float32(1).view(np.int32), np.float32(1).view(np.int32) + 3, dtype=np.int32)
+TIED = st.sampled_from([0.0, -0.0, 0.5, *ONE.view(np.float32).tolist(), 1e-30, 7.25, -3.0])
+LABELLED = st.lists(
+    st.tuples(TIED | st.floats(-(2.0**100), 2.0**100, width=32), st.booleans()),
+    min_size=1,
+    max_size=40,
+)
+
+
+def sklearn_f1_max(labels, scores):
+    precision, recall, _ = precision_recall_curve(labels, scores)
+    both = precision + recall
+    return np.max(np.divide(2 * precision * recall, both, out=np.zeros_like(both), where=both > 0))
+
+
+@given(LABELLED)
+def test_agrees_with_scikit_learn(pairs):
+    scores, labels = (np.array(column) for column in zip(*pairs, strict=True))
+    got = image_metrics(scores, labels).values
+    if not labels.any():
+        assert set(got.values()) == {None}
+        return
+    assert got["image_ap"] == pytest.approx(average_precision_score(labels, scores), abs=1e-9)
+    assert got["image_f1_max"] == pytest.approx(sklearn_f1_max(labels, scores), abs=1e-9)
+    if labels.all():
+        assert got["image_auroc"] is None
+    else:
+        assert got["image_auroc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-9)
+
+
+@given(LABELLED)
+def test_f1_threshold_gives_f1_max_in_either_precision(pairs):
+    scores, labels = (np.array(column) for column in zip(*pairs, strict=True))
+    got = image_metrics(scores, labels).values
+    threshold = got["image_f1_max_threshold"]
+    if threshold is None:
+        return
+    for flagged in (scores > threshold, scores.astype(np.float32) > np.float32(threshold)):
+        assert f1_score(labels, flagged) == pytest.approx(got["image_f1_max"], abs=1e-12)
+
+
+def test_threshold_between_neighbouring_floats():
+    # Their middle rounds to the upper one, which would then not be above the threshold.
+    low, high = ONE.view(np.float32)[1:].tolist()
+    threshold = image_metrics([low, high], [False, True]).values["image_f1_max_threshold"]
+    assert low <= threshold < high
+    assert image_metrics([1.0, 2.0], [False, True]).values["image_f1_max_threshold"] == 1.5
+
+
+def test_many_images_agree_with_scikit_learn():
+    rng = np.random.default_rng(3)
+    labels = rng.random(5000) < 0.3
+    scores = rng.normal(labels * 0.8, 1.0)
+    got = image_metrics(scores, labels).values
+    assert got["image_auroc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+    assert got["image_ap"] == pytest.approx(average_precision_score(labels, scores), abs=1e-12)
+    assert got["image_f1_max"] == pytest.approx(sklearn_f1_max(labels, scores), abs=1e-12)
+
+
+def test_undefined_metrics_have_reasons():
+    no_defects = image_metrics([1.0, 2.0], [False, False])
+    assert set(no_defects.values.values()) == {None}
+    assert set(no_defects.reasons) == set(no_defects.values)
+    assert no_defects.reasons["image_ap"] == "no defective images"
+    no_good = image_metrics([1.0, 2.0], [True, True])
+    assert no_good.reasons == {"image_auroc": "no good images"}
+    assert no_good.values["image_ap"] == 1.0
+    assert image_metrics([], []).values["image_auroc"] is None
+
+
+@pytest.mark.parametrize(
+    ("scores", "labels"),
+    [([1.0, math.nan], [True, False]), ([1.0, math.inf], [True, False]), ([1.0], [True, False])],
+)
+def test_unusable_arrays_are_refused(scores, labels):
+    with pytest.raises(ValueError, match="score"):
+        image_metrics(scores, labels)
+
+
+@given(LABELLED, st.floats(0, 1))
+def test_recall_at_rate_is_the_best_of_all_thresholds(pairs, rate):
+    scores, labels = (np.array(column) for column in zip(*pairs, strict=True))
+    got = recall_at_false_reject_rates(scores, labels, [rate])
+    (value,) = got.values.values()
+    if not labels.any() or labels.all():
+        assert value is None
+        assert got.reasons.keys() == got.values.keys()
+        return
+    allowed = rate * (~labels).sum() + 1e-9
+    candidates = [-np.inf, *scores]
+    within = [t for t in candidates if (scores[~labels] > t).sum() <= allowed]
+    assert value == pytest.approx(max((scores[labels] > t).mean() for t in within))
+
+
+def recall_by_hand(scores, labels, rate):
+    allowed = int(rate * (~labels).sum() + 1e-9)
+    limit = np.sort(scores[~labels])[::-1][allowed]
+    return (scores[labels] > limit).mean()
+
+
+def test_types_are_measured_one_by_one():
+    rng = np.random.default_rng(8)
+    types = np.array(["good", "dent", "stain", "good", "good"] * 30)
+    labels = types != "good"
+    scores = np.round(rng.normal(labels * 1.0 + (types == "dent"), 1.0), 1)
+    got = metrics_by_type(scores, labels, types.tolist())
+    assert list(got) == ["dent", "stain"]
+    for name, figures in got.items():
+        some = (types == "good") | (types == name)
+        wanted = roc_auc_score(labels[some], scores[some])
+        assert figures.values["image_auroc"] == pytest.approx(wanted)
+        for rate in (0.01, 0.05):
+            by_hand = recall_by_hand(scores[some], labels[some], rate)
+            assert figures.values[f"recall_at_frr_{rate}"] == pytest.approx(by_hand)
+    alone = metrics_by_type([1.0], [True], ["dent"])["dent"]
+    assert alone.values["image_auroc"] is None
+    assert set(alone.reasons) == set(alone.values)
+    assert metrics_by_type([1.0], [False], ["good"]) == {}
+
+
+def test_recall_keys_and_rounding():
+    scores = np.concatenate([np.arange(100.0), [70.5], np.arange(91.5, 100.5)])
+    labels = np.arange(110) >= 100
+    # 0.07 · 100 is a hair above 7, 0.29 · 100 a hair below 29.
+    got = recall_at_false_reject_rates(scores, labels, (0.01, 0.07, 0.29)).values
+    assert got == {"recall_at_frr_0.01": 0.2, "recall_at_frr_0.07": 0.8, "recall_at_frr_0.29": 1.0}
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        recall_at_false_reject_rates(scores, labels, (1.5,))
+
+
+def test_intervals_are_those_of_sticks_broken_at_random():
+    """A plain loop: pieces of good parts at the upper ends of their gaps, and the other way."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(70) < 30
+    scores = rng.normal(labels * 1.5, 1.0)
+    good, defects = np.sort(scores[~labels]), np.sort(scores[labels])
+    found = {"low": [], "high": []}
+    for _ in range(120):
+        shares, found_shares = rng.dirichlet(np.ones(41)), rng.dirichlet(np.ones(31))
+        for end, beyond in (("low", (99.0, -99.0)), ("high", (-99.0, 99.0))):
+            s = np.concatenate([good, beyond[:1], defects, beyond[1:]])
+            y = np.arange(72) > 40
+            w = np.concatenate([40 * shares, 30 * found_shares])
+            false, recall, _ = sklearn_roc_curve(y, s, sample_weight=w, drop_intermediate=False)
+            found[end].append(
+                (
+                    roc_auc_score(y, s, sample_weight=w),
+                    average_precision_score(y, s, sample_weight=w),
+                    *(recall[false <= rate].max() for rate in (0.01, 0.05)),
+                )
+            )
+    low, high = np.quantile(found["low"], 0.025, axis=0), np.quantile(found["high"], 0.975, axis=0)
+    got = image_intervals(scores, labels, draws=4000, seed=1)
+    f1 = got.pop("image_f1_max")
+    np.testing.assert_allclose(list(got.values()), np.stack([low, high], 1), atol=0.08)
+    point = (image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)).values
+    for name, (lowest, highest) in (got | {"image_f1_max": f1}).items():
+        assert lowest <= point[name] <= highest
+
+
+@pytest.mark.parametrize(("n_good", "n_defect"), [(20, 20), (20, 63), (209, 63)])
+def test_classes_without_an_overlap_leave_the_figures_open_below(n_good, n_defect):
+    """Whatever the scores: pairs say that AUROC is at least 0.025 ** (1 / fewer images)."""
+    labels = np.arange(n_good + n_defect) >= n_good
+    got = image_intervals(labels * 1.0, labels)
+    low, high = got["image_auroc"]
+    assert 0.3 < low <= 0.025 ** (1 / min(n_good, n_defect)) + 0.005
+    assert high == 1.0
+    # Twenty good images, or 209, can't show what 1 % of them do.
+    assert got["recall_at_frr_0.01"] == (0.0, 1.0)
+    assert (got["recall_at_frr_0.05"][0] > 0) == (n_good == 209)
+
+
+def test_intervals_are_seeded_and_undefined_without_a_class():
+    scores, labels = np.arange(20.0) % 7, np.arange(20) % 3 == 0
+    once = image_intervals(scores, labels, draws=50, seed=5)
+    assert once == image_intervals(scores, labels, draws=50, seed=5)
+    assert once != image_intervals(scores, labels, draws=50, seed=6)
+    assert set(image_intervals(scores, labels & False).values()) == {None}
+    assert set(image_intervals([], []).values()) == {None}
+
+
+def test_intervals_in_several_chunks_keep_every_draw(monkeypatch):
+    scores, labels = np.arange(30.0) % 11, np.arange(30) % 2 == 0
+    whole = image_intervals(scores, labels, draws=2000)
+    monkeypatch.setattr("anomaly.evaluation.metrics.images._DRAWN_AT_ONCE", 64)
+    for name, interval in image_intervals(scores, labels, draws=2000).items():
+        assert interval == pytest.approx(whole[name], abs=0.03)
+
+
+def test_curves_are_scikit_learns():
+    rng = np.random.default_rng(2)
+    labels = rng.random(200) < 0.4
+    scores = np.round(rng.normal(labels * 1.0, 1.0), 1)
+    roc, pr = roc_curve(scores, labels, points=10_000), pr_curve(scores, labels, points=10_000)
+    x, y, _ = sklearn_roc_curve(labels, scores, drop_intermediate=False)
+    np.testing.assert_allclose([roc.x, roc.y], [x, y], atol=1e-12)
+    precision, recall, _ = precision_recall_curve(labels, scores)
+    np.testing.assert_allclose([pr.x, pr.y], [recall[::-1], precision[::-1]], atol=1e-12)
+
+
+def test_thinned_curve_keeps_ends_and_true_points():
+    rng = np.random.default_rng(2)
+    labels = rng.random(3000) < 0.4
+    scores = rng.normal(labels * 1.0, 1.0)
+    roc = roc_curve(scores, labels, points=50)
+    assert 40 <= len(roc.x) <= 50
+    assert (roc.x[0], roc.y[0], roc.x[-1], roc.y[-1]) == (0, 0, 1, 1)
+    assert max(np.abs(np.diff(roc.x)).max(), np.abs(np.diff(roc.y)).max()) < 0.06
+    for x, y, threshold in zip(roc.x, roc.y, roc.thresholds, strict=True):
+        assert x == pytest.approx((scores[~labels] > threshold).mean())
+        assert y == pytest.approx((scores[labels] > threshold).mean())
+
+
+def test_curves_without_a_class_are_none():
+    assert roc_curve([1.0, 2.0], [True, True]) is None
+    assert pr_curve([1.0, 2.0], [False, False]) is None
+    assert pr_curve([1.0, 2.0], [True, True]).y.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_confusion_counts_by_type():
+    verdicts = ["good", "reject", "review", "good", "reject", "good"]
+    types = ["good", "good", "good", "scratch", "scratch", "dent"]
+    labels = [False, False, False, True, True, True]
+    got = confusion(verdicts, labels, types)
+    assert (got.escapes, got.false_rejects) == (2, 1)
+    assert (got.good.review, got.good.total, got.defective.total) == (1, 3, 3)
+    assert list(got.by_type) == ["good", "scratch", "dent"]
+    assert (got.by_type["scratch"].good, got.by_type["scratch"].reject) == (1, 1)
+    assert got.by_type["dent"].total == 1
+    with pytest.raises(ValueError, match="bad"):
+        confusion(["bad"], [True], ["dent"])
+
+
+def test_joined_metrics_keep_one_truth_per_name():
+    first = Metrics({"a": None, "b": 1.0}, {"a": "why"}, {"b": 0.1})
+    second = Metrics({"a": 2.0, "b": None}, {"b": "because"})
+    assert first | second == Metrics({"a": 2.0, "b": None}, {"b": "because"}, {})
+    assert second | first == first

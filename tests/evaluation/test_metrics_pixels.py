@@ -1,0 +1,236 @@
+"""Pixel metrics against scikit-learn and slow, independently written references."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from pixel_references import (
+    IMAGES,
+    NAMES,
+    brute_force_aupimo,
+    brute_force_aupro,
+    flat,
+    measured,
+    published_aupro,
+    smooth_images,
+)
+from sklearn.metrics import (
+    average_precision_score,
+    f1_score,
+    precision_recall_curve,
+    roc_auc_score,
+)
+
+from anomaly.errors import DataError
+from anomaly.evaluation.metrics import PixelAccumulator
+
+
+def assert_classification(got, images):
+    scores, labels = flat(images)
+    assert got["pixel_auroc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-9)
+    assert got["pixel_ap"] == pytest.approx(average_precision_score(labels, scores), abs=1e-9)
+    precision, recall, _ = precision_recall_curve(labels, scores)
+    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-300)
+    assert got["pixel_f1_max"] == pytest.approx(f1.max(), abs=1e-9)
+    flagged = scores > got["pixel_f1_max_threshold"]
+    assert f1_score(labels, flagged) == pytest.approx(f1.max(), abs=1e-9)
+
+
+def test_exact_form_agrees_with_the_references():
+    images = smooth_images(np.random.default_rng(0))
+    got = measured(images)
+    assert set(got.values) == NAMES
+    assert not got.reasons
+    assert not got.error_bounds
+    assert_classification(got.values, images)
+    small = [(m[:45, :45], k[:45, :45]) for m, k in images]
+    exact = measured(small).values
+    assert exact["aupro_30"] == pytest.approx(brute_force_aupro(small, 0.30), abs=1e-9)
+    assert exact["aupro_05"] == pytest.approx(brute_force_aupro(small, 0.05), abs=1e-9)
+    assert got.values["aupimo"] == pytest.approx(brute_force_aupimo(images), abs=1e-9)
+    assert 0.05 < got.values["aupimo"] < 0.95
+
+
+LIMITS = {"aupro_30": 0.30, "aupro_05": 0.05}
+
+
+@pytest.mark.parametrize("levels", [None, 40, 3])
+def test_aupro_agrees_with_the_published_implementation(levels):
+    images = smooth_images(np.random.default_rng(6))
+    if levels:  # ties
+        peak = max(m.max() for m, _ in images)
+        images = [(np.round(m / peak * levels).astype(np.float32), k) for m, k in images]
+    for max_bins in (None, 1 << 20):
+        got = measured(images, max_bins).values
+        for name, limit in LIMITS.items():
+            assert got[name] == pytest.approx(published_aupro(images, limit), abs=1e-6)
+            assert 0.05 < got[name] < 0.99
+
+
+@given(IMAGES)
+def test_aupro_agrees_with_the_published_implementation_on_degenerate_images(images):
+    images = [(np.nan_to_num(m, nan=-5.0), k) for m, k in images]
+    _, labels = flat(images)
+    got = measured(images).values
+    for name, limit in LIMITS.items():
+        if labels.any() and not labels.all():
+            assert got[name] == pytest.approx(published_aupro(images, limit), abs=1e-6)
+        else:
+            assert got[name] is None
+
+
+def test_aupimo_agrees_with_the_published_implementation():
+    # The figure is that of anomalib 2.7.0, aupimo_scores(num_thresholds=300_000), on these
+    # arrays. With a million good pixels both bounds of the rate are met exactly, so its curves,
+    # which start and stop at the nearest threshold, cover the same range.
+    rng = np.random.default_rng(1)
+    maps = -np.log1p(-rng.random((16, 250, 400))).astype(np.float32)
+    masks = np.zeros(maps.shape, bool)
+    for i in range(6):
+        masks[i, 20 * i : 20 * i + 60, 30 * i : 30 * i + 50] = True
+        maps[i][masks[i]] += (-np.log1p(-rng.random((3000, 8)))).sum(axis=1).astype(np.float32)
+    images = list(zip(maps, masks, strict=True))
+    assert measured(images).values["aupimo"] == pytest.approx(0.3320951, abs=1e-4)
+    binned = measured(images, 1 << 20)
+    assert binned.values["aupimo"] == pytest.approx(0.3320951, abs=1e-4)
+
+
+@pytest.mark.parametrize("levels", [3, 40])
+def test_aupimo_with_ties_agrees_with_the_reference(levels):
+    rng = np.random.default_rng(levels)
+    images = smooth_images(rng)
+    peak = max(m.max() for m, _ in images)
+    tied = [(np.round(m / peak * levels).astype(np.float32), k) for m, k in images]
+    assert measured(tied).values["aupimo"] == pytest.approx(brute_force_aupimo(tied), abs=1e-9)
+
+
+def test_aupimo_where_one_tie_passes_the_whole_range():
+    good = np.zeros((400, 400), np.float32)
+    good[:10, :10] = 5.0  # 6e-4 of the image at once
+    defective = np.zeros((400, 400), np.float32)
+    mask = np.zeros((400, 400), bool)
+    mask[0, :4] = True
+    defective[0, 0] = 9.0
+    defective[0, 1:3] = 5.0
+    images = [(good, mask & False), (defective, mask)]
+    assert measured(images).values["aupimo"] == pytest.approx(0.25, abs=1e-12)
+    assert brute_force_aupimo(images) == pytest.approx(0.25, abs=1e-12)
+
+
+# Scores of a few levels over many powers of two, both signs and both zeros.
+
+
+@given(IMAGES)
+def test_exact_form_agrees_on_degenerate_images(images):
+    got = measured(images)
+    _, labels = flat(images)
+    assert set(got.values) == NAMES
+    assert {name for name, value in got.values.items() if value is None} == set(got.reasons)
+    if labels.any() and not labels.all():
+        assert_classification(got.values, images)
+        for name, limit in LIMITS.items():
+            assert got.values[name] == pytest.approx(brute_force_aupro(images, limit), abs=1e-9)
+    else:
+        assert got.values["pixel_auroc"] is None
+        assert got.values["aupro_30"] is None
+    defect_pixels = sum(int(k.sum()) for _, k in images)
+    if defect_pixels:
+        lost = sum(int((k & np.isnan(m)).sum()) for m, k in images)
+        assert got.values["lost_defect_share"] == lost / defect_pixels
+    else:
+        assert got.values["lost_defect_share"] is None
+
+
+@pytest.mark.parametrize("max_bins", [None, 1000])
+def test_one_bad_pixel(max_bins):
+    scores, mask = np.zeros((400, 300), np.float32), np.zeros((400, 300), bool)
+    scores[7, 9], mask[7, 9] = 1.0, True
+    got = measured([(np.zeros_like(scores), mask & False), (scores, mask)], max_bins).values
+    wanted = NAMES - {"pixel_f1_max_threshold", "lost_defect_share"}
+    assert {name: got[name] for name in wanted} == dict.fromkeys(wanted, 1.0)
+
+
+def test_regions_touching_at_a_corner_are_one():
+    # Two diagonal pixels found and a single one missed: as regions 1/2, as pixels 2/3.
+    mask = np.zeros((20, 20), bool)
+    mask[[3, 4, 15], [3, 4, 15]] = True
+    scores = np.where(mask, 5.0, 1.0).astype(np.float32)
+    scores[15, 15] = 0.0
+    got = measured([(scores, mask)]).values
+    assert got["aupro_30"] == pytest.approx(0.5 + 0.5 * 0.0)
+    assert got["pixel_auroc"] == pytest.approx(2 / 3)
+
+
+def test_uninspected_pixels_are_left_out_and_reported():
+    images = smooth_images(np.random.default_rng(4))
+    cropped = []
+    for anomaly_map, mask in images:
+        outside = anomaly_map.copy()
+        outside[:, :30] = np.nan
+        cropped.append((outside, mask))
+    got = measured(cropped).values
+    assert_classification(got, cropped)
+    inner = [(m[:, 30:], k[:, 30:]) for m, k in images]
+    kept = sum(k[:, 30:].sum() for _, k in images)
+    lost = 1 - kept / sum(k.sum() for _, k in images)
+    assert 0 < lost < 1
+    assert got["lost_defect_share"] == pytest.approx(lost)
+    assert got["pixel_auroc"] == pytest.approx(measured(inner).values["pixel_auroc"], abs=1e-12)
+
+
+def test_region_split_by_the_crop_stays_one_region():
+    mask = np.zeros((9, 9), bool)
+    mask[4, 2:7] = True
+    mask[8, 8] = True
+    scores = np.zeros((9, 9), np.float32)
+    scores[4, 2] = 3.0
+    scores[4, 4] = np.nan
+    # The bar is found to a quarter, the dot not at all.
+    assert measured([(scores, mask)]).values["aupro_30"] == pytest.approx(
+        brute_force_aupro([(scores, mask)], 0.30)
+    )
+
+
+def test_undefined_metrics_have_reasons():
+    empty = PixelAccumulator().result()
+    assert set(empty.values) == NAMES == set(empty.reasons)
+    assert set(empty.reasons.values()) == {"no image with a ground-truth mask"}
+    mask = np.zeros((10, 10), bool)
+    all_good = measured([(np.ones((10, 10), np.float32), mask)])
+    assert set(all_good.values.values()) == {None}
+    assert "no defect pixels" in all_good.reasons["pixel_auroc"]
+    mask[3, 3] = True
+    few = measured([(np.ones((10, 10), np.float32), mask)] * 2)
+    assert few.reasons == {"aupimo": "no good images with a ground-truth mask"}
+    few = measured([(np.ones((10, 10), np.float32), m) for m in (mask, mask & False)])
+    assert few.reasons["aupimo"] == (
+        "the good images have 100 pixels; a false-positive rate of 1e-05 needs 100,000"
+    )
+    hidden = measured([(np.where(mask, np.nan, 1.0), mask)])
+    assert hidden.values["lost_defect_share"] == 1.0
+    assert "have values" in hidden.reasons["aupro_30"]
+
+
+def test_unusable_maps_are_refused():
+    accumulator = PixelAccumulator()
+    with pytest.raises(DataError, match=r"\(4, 5\).*\(4, 6\)"):
+        accumulator.update(np.zeros((4, 6)), np.zeros((4, 5), bool))
+    with pytest.raises(ValueError, match="infinite"):
+        accumulator.update(np.full((4, 6), np.inf), np.zeros((4, 6), bool))
+
+
+def test_curves_for_plots():
+    images = smooth_images(np.random.default_rng(5), shape=(160, 160))
+    scores, labels = flat(images)
+    accumulator = PixelAccumulator(1 << 16)
+    assert accumulator.roc_curve() is None
+    assert accumulator.pr_curve() is None
+    for image in images:
+        accumulator.update(*image)
+    roc, pr = accumulator.roc_curve(60), accumulator.pr_curve(60)
+    assert max(len(roc.x), len(pr.x)) <= 60
+    for x, y, threshold in zip(roc.x, roc.y, roc.thresholds, strict=True):
+        assert x == pytest.approx((scores[~labels] > threshold).mean())
+        assert y == pytest.approx((scores[labels] > threshold).mean())
+    for x, y, threshold in list(zip(pr.x, pr.y, pr.thresholds, strict=True))[1:]:
+        assert x == pytest.approx((scores[labels] > threshold).mean())
+        assert y == pytest.approx(labels[scores > threshold].mean())

@@ -1,0 +1,253 @@
+"""What an explanation says, against brute force and finite differences."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Command, train_arguments, write_part
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from anomaly.explain.explanation import (
+    GoodImages,
+    score_gradient,
+    tile_of,
+    training_names,
+    worst_patches,
+)
+from anomaly.explain.patches import patch_box
+from anomaly.hooks import live_hooks
+from anomaly.imaging.preprocessing import Loaded, load
+from anomaly.model.checkpoint import Model
+from anomaly.model.checkpoint import load as load_model
+from anomaly.model.detector import AnomalyDetector
+from anomaly.scorers.patchcore.memory_bank import MemoryBank
+
+
+def opened(folder: Path) -> Model:
+    return load_model(folder, torch.device("cpu"))
+
+
+def loaded(detector: AnomalyDetector, path: Path) -> Loaded:
+    item = load(0, path, detector.loading)
+    assert isinstance(item, Loaded)
+    return item
+
+
+@given(arrays(np.float32, (7, 9), elements=st.floats(0, 9, width=16)), st.floats(0, 10))
+def test_worst_patches_are_the_peaks_of_separate_flaws(scores: np.ndarray, limit: float) -> None:
+    found = worst_patches(scores, limit)
+    left = {(int(r), int(c)) for r, c in zip(*np.nonzero(scores > limit), strict=True)}
+    flaws = []
+    while left:  # flood fill
+        flaw, edge = set(), {left.pop()}
+        while edge:
+            row, column = edge.pop()
+            flaw.add((row, column))
+            around = {(row + i, column + j) for i in (-1, 0, 1) for j in (-1, 0, 1)} & left
+            left -= around
+            edge |= around
+        flaws.append(flaw)
+    peaks = sorted((max(scores[patch] for patch in flaw) for flaw in flaws), reverse=True)
+    assert [scores[patch] for patch in found] == (peaks[:4] or [scores.max()])
+    assert all(sum(patch in flaw for patch in found) <= 1 for flaw in flaws)
+
+
+def test_patches_that_do_not_count_are_never_the_worst() -> None:
+    scores = np.array([[np.nan, 1, 2], [np.nan, 5, np.nan]], np.float32)
+    assert worst_patches(scores, 9.0) == worst_patches(scores, 3.0) == [(1, 1)]
+
+
+SETTINGS: dict[str, list[str]] = {
+    "patchcore": [],
+    "patchcore, reweighted": ["model.image_score=reweighted"],
+    "patchcore, adaptive, top percent": [
+        "model.embedding=adaptive",
+        "model.image_score=top_percent",
+    ],
+    "padim": ["model.kind=padim"],
+    "padim, more images than dimensions": ["model.kind=padim", "model.dimensions=6"],
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_gradient_of_the_score_equals_finite_differences(
+    kind: str, product: Path, tmp_path: Path, command: Command
+) -> None:
+    overrides = ["precision=fp32", "backbone.layers=[layer1, layer2]", *SETTINGS[kind]]
+    assert command("train", train_arguments(product, tmp_path / "run", *overrides))[0] == 0
+    detector = opened(tmp_path / "run").detector
+    item = loaded(detector, product / "test" / "spot" / "001.png")
+    (before,) = detector.score([item])
+    gradient = score_gradient(detector, item)
+    assert gradient.shape == (3, *item.view.size)
+    assert live_hooks(detector.extractor.network) == 0
+    # A step along the gradient raises the score by its squared norm times the step. The network
+    # is piecewise linear, so a step has to be small, and float32 wants it large: the middle.
+    direction = gradient.permute(1, 2, 0).numpy()
+    size = float(np.linalg.norm(direction))
+    steps = []
+    for sign in (1, -1):
+        pixels = item.pixels + np.float32(sign * 0.01 / size) * direction
+        moved = replace(item, pixels=np.ascontiguousarray(pixels))
+        (after,) = detector.score([moved])
+        steps.append(after.image_score)
+    assert (steps[0] - steps[1]) / 0.02 == pytest.approx(size, rel=0.1)
+    assert steps[0] > before.image_score > steps[1]
+
+
+def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
+    run_folder: Path, product: Path
+) -> None:
+    model = opened(run_folder)
+    detector = model.detector
+    item = loaded(detector, product / "test" / "spot" / "000.png")
+    (prediction,) = detector.score([item])
+    patches = [worst_patches(prediction.patch_scores, 0.0)[0], (0, 0), (2, 5)]
+    good = GoodImages(
+        detector, model.manifest, [product], partial(load, 0, loading=detector.loading)
+    )
+    bank = detector.scorer
+    assert isinstance(bank, MemoryBank)
+    embeddings = detector.embedder([item])[0]
+    for patch, near in zip(patches, good.nearest(item, patches), strict=True):
+        distances = torch.linalg.vector_norm(bank.vectors - embeddings[patch], dim=1)
+        expected = distances.sort().values[:5]
+        torch.testing.assert_close(torch.tensor([p.distance for p in near]), expected)
+        assert near[0].distance == pytest.approx(float(prediction.patch_scores[patch]), rel=1e-3)
+        for found in near:
+            source = detector.embedder([loaded(detector, product / found.image)])
+            away = torch.linalg.vector_norm(source[0, found.row, found.column] - embeddings[patch])
+            assert float(away) == pytest.approx(found.distance, rel=1e-3)
+            crop = good.crop(found)
+            assert crop.shape == (150, 150, 3)
+            assert len(np.unique(crop.reshape(-1, 3), axis=0)) > 20  # a photograph
+    assert good.missing() == {}
+
+
+def test_large_images_are_explained_by_their_tiles(
+    product: Path, tmp_path: Path, command: Command
+) -> None:
+    """Patches of a mosaic: the tile they lie in, the good patches nearest to them, the pictures."""
+    settings = ["image.tile=64", "image.overlap=16", "precision=fp32"]
+    assert command("train", train_arguments(product, tmp_path / "run", *settings))[0] == 0
+    model = opened(tmp_path / "run")
+    detector, file = model.detector, product / "test" / "spot" / "000.png"
+    item = loaded(detector, file)
+    (prediction,) = detector.score([item])
+    height, width = prediction.patch_scores.shape
+    good = GoodImages(
+        detector, model.manifest, [product], partial(load, 0, loading=detector.loading)
+    )
+    patches = [worst_patches(prediction.patch_scores, 0.0)[0], (height - 1, 0), (2, width - 1)]
+    for patch, near in zip(patches, good.nearest(item, patches), strict=True):
+        assert near[0].distance == pytest.approx(float(prediction.patch_scores[patch]), rel=1e-3)
+        box = patch_box(item.view, (height, width), *patch)
+        tile = tile_of(item, (height, width), patch)
+        assert tile.view.rows.start <= box.top < box.bottom <= tile.view.rows.stop
+        assert tile.view.columns.start <= box.left < box.right <= tile.view.columns.stop
+        assert good.crop(near[0]).shape == (150, 150, 3)
+    # The worst patch lies on the red square, which reaches from (30, 40) to (40, 50).
+    box = patch_box(item.view, (height, width), *patches[0])
+    assert box.top < 48
+    assert box.bottom > 22
+    assert box.left < 58
+    assert box.right > 32
+    assert good.missing() == {}
+    arguments = ["--model", tmp_path / "run", "--input", file, "--output", tmp_path / "why"]
+    assert command("explain", arguments)[0] == 0
+    assert {"evidence.png", "score_gradient.png"} <= {f.name for f in (tmp_path / "why").iterdir()}
+    code, _, err = command("features", [*arguments[:4], "--output", tmp_path / "features"])
+    assert code == 2
+    assert "cuts its images into tiles" in err
+
+
+def test_padim_compares_with_the_same_place_on_several_good_images(
+    padim_folder: Path, product: Path
+) -> None:
+    model = opened(padim_folder)
+    item = loaded(model.detector, product / "test" / "good" / "000.png")
+    good = GoodImages(
+        model.detector, model.manifest, [product], partial(load, 0, loading=model.detector.loading)
+    )
+    ((*near,),) = good.nearest(item, [(3, 4)])
+    assert len({patch.image for patch in near}) == 5
+    assert {(patch.row, patch.column, patch.distance) for patch in near} == {(3, 4, None)}
+
+
+@pytest.mark.parametrize("inside", ["", "train", "train/good"])
+def test_good_images_are_found_in_any_folder_that_holds_them(
+    inside: str, run_folder: Path, product: Path
+) -> None:
+    model = opened(run_folder)
+    good = GoodImages(
+        model.detector,
+        model.manifest,
+        [product / "absent", product / inside],
+        partial(load, 0, loading=model.detector.loading),
+    )
+    item = loaded(model.detector, product / "test" / "good" / "000.png")
+    ((patch, *_),) = good.nearest(item, [(0, 0)])
+    good.crop(patch)
+    assert not good.missing()
+
+
+def test_images_that_are_gone_or_changed_are_told(
+    run_folder: Path, product: Path, tmp_path: Path
+) -> None:
+    model = opened(run_folder)
+    shutil.copytree(product / "train" / "good", tmp_path / "good")
+    item = loaded(model.detector, product / "test" / "good" / "000.png")
+    here = GoodImages(
+        model.detector,
+        model.manifest,
+        [tmp_path / "good"],
+        partial(load, 0, loading=model.detector.loading),
+    )
+    ((first, *rest),) = here.nearest(item, [(0, 0)], count=40)
+    other = next(patch for patch in rest if patch.image != first.image)
+    write_part(tmp_path / "good" / Path(first.image).name, seed=999)
+    (tmp_path / "good" / Path(other.image).name).unlink()
+    assert here.crop(first).shape == here.crop(other).shape == (150, 150, 3)
+    assert here.missing() == {first.image: "changed since training", other.image: "not found"}
+    assert GoodImages(
+        model.detector, model.manifest, [], partial(load, 0, loading=model.detector.loading)
+    ).crop(first).shape == (150, 150, 3)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.booleans(), min_size=1, max_size=12))
+def test_refused_images_keep_the_indices_of_the_others(refused: list[bool]) -> None:
+    names = [f"train/good/{i:03}.png" for i in range(len(refused))]
+    manifest: dict[str, Any] = {
+        "training_images": {n: "" for n, r in zip(names, refused, strict=True) if not r},
+        "refused_images": {n: i for i, (n, r) in enumerate(zip(names, refused, strict=True)) if r},
+    }
+    assert training_names(manifest) == names
+
+
+def test_a_refused_training_image_does_not_shift_the_others(
+    product: Path, tmp_path: Path, command: Command
+) -> None:
+    root = tmp_path / "disc"
+    shutil.copytree(product, root)
+    (root / "train" / "good" / "002.png").write_bytes(b"no picture")
+    assert command("train", train_arguments(root, tmp_path / "run"))[0] == 3
+    model = opened(tmp_path / "run")
+    assert model.manifest["refused_images"] == {"train/good/002.png": 2}
+    bank = model.detector.scorer
+    assert isinstance(bank, MemoryBank)
+    names = training_names(model.manifest)
+    for i in range(0, len(bank.origins), max(1, len(bank.origins) // 8)):
+        image, row, column = bank.origins[i].tolist()
+        item = loaded(model.detector, root / names[image])
+        patch = model.detector.embedder([item])[0, row, column]
+        torch.testing.assert_close(patch, bank.vectors[i], rtol=2e-2, atol=2e-2)

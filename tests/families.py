@@ -1,0 +1,18 @@
+"""One network of each family whose layers are known by name."""
+
+FAMILIES = [
+    "wide_resnet50_2",
+    "resnet18",
+    "resnet50",
+    "resnet50_v1",
+    "resnext50_32x4d",
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    "mobilenet_v3_large",
+    "efficientnet_b0",
+    "efficientnet_v2_s",
+    "convnext_tiny",
+    "densenet121",
+    "vgg11",
+    "vgg16_bn",
+]

@@ -1,0 +1,106 @@
+"""Networks by name: layers, normalisation, weights that fit."""
+
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from families import FAMILIES
+
+from anomaly.errors import ConfigError, WeightsError
+from anomaly.features import backbones
+from anomaly.features.extractor import truncate
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_default_layers_lie_at_strides_4_8_16(name: str) -> None:
+    network = backbones.build(name)
+    layers = backbones.default_layers(name, network, "padim")
+    assert backbones.default_layers(name, network, "patchcore") == layers[1:]
+    assert truncate(network, layers).strides == (4, 8, 16)
+
+
+def test_networks_take_no_memory_until_they_are_filled() -> None:
+    assert all(p.is_meta for p in backbones.build("wide_resnet50_2").parameters())
+
+
+def test_resnet50_v1_has_its_stride_in_the_first_convolution() -> None:
+    v1, v15 = backbones.build("resnet50_v1"), backbones.build("resnet50")
+    for stage in ("layer2", "layer3", "layer4"):
+        block: Any = v1.get_submodule(f"{stage}.0")
+        other: Any = v15.get_submodule(f"{stage}.0")
+        assert (block.conv1.stride, block.conv2.stride) == ((2, 2), (1, 1))
+        assert (other.conv1.stride, other.conv2.stride) == ((1, 1), (2, 2))
+
+
+def test_official_weights_are_the_papers() -> None:
+    official = backbones.official_weights("wide_resnet50_2")
+    assert official is not None
+    assert official.url.endswith("wide_resnet50_2-95faca4d.pth")
+    assert backbones.official_weights("resnet50_v1") is None
+    with pytest.raises(WeightsError, match="publishes no weights for resnet50_v1"):
+        backbones.read_weights("resnet50_v1", "imagenet", 0)
+
+
+def test_normalisation_is_torchvisions() -> None:
+    images = torch.rand(2, 3, 8, 8)
+    preset = torchvision.transforms.Normalize(backbones.IMAGENET_MEAN, backbones.IMAGENET_STD)
+    torch.testing.assert_close(backbones.normalisation("resnet18")(images), preset(images))
+
+
+def test_unknown_names_are_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'wide_resnet50_2'"):
+        backbones.build("wide_resnet50")
+    network = backbones.build("regnet_y_400mf")
+    with pytest.raises(ConfigError, match=r"no default layers.*trunk_output\.block1"):
+        backbones.default_layers("regnet_y_400mf", network, "padim")
+
+
+def test_random_weights_are_seeded_and_warn(caplog: pytest.LogCaptureFixture) -> None:
+    first, sha256 = backbones.read_weights("resnet18", "random", 3)
+    second, _ = backbones.read_weights("resnet18", "random", 3)
+    other, _ = backbones.read_weights("resnet18", "random", 4)
+    assert sha256 is None
+    assert "NOTHING" in caplog.text
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    assert not torch.equal(first["conv1.weight"], other["conv1.weight"])
+
+
+def test_filled_networks_compute_what_torchvision_computes() -> None:
+    state, _ = backbones.read_weights("resnet18", "random", 0)
+    truncated = truncate(backbones.build("resnet18"), ["layer1", "layer2"])
+    backbones.fill(truncated.network, state, backbones.build("resnet18"), "random")
+    reference = torchvision.models.resnet18()
+    reference.load_state_dict(state)
+    reference.eval()
+    images = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        r: Any = reference
+        layer1 = r.layer1(r.maxpool(r.relu(r.bn1(r.conv1(images)))))
+        layer2 = r.layer2(layer1)
+    first, second = truncated.extractor()(images)
+    torch.testing.assert_close(first.values, layer1)
+    torch.testing.assert_close(second.values, layer2)
+
+
+def test_weights_of_another_network_are_refused() -> None:
+    full = backbones.build("resnet50")
+    state, _ = backbones.read_weights("resnet18", "random", 0)
+    truncated = truncate(backbones.build("resnet50"), ["layer1"])
+    with pytest.raises(WeightsError, match="belongs to another network than ResNet: without"):
+        backbones.fill(truncated.network, state, full, "that file")
+
+
+def test_layers_behind_the_last_one_may_be_absent_and_half_precision_is_widened() -> None:
+    full = backbones.build("resnet18")
+    state, _ = backbones.read_weights("resnet18", "random", 0)
+    short = {
+        k: v.half() if v.is_floating_point() else v
+        for k, v in state.items()
+        if not k.startswith(("layer3", "layer4", "fc"))
+    }
+    truncated = truncate(backbones.build("resnet18"), ["layer2"])
+    backbones.fill(truncated.network, short, full, "that file")
+    assert all(p.dtype == torch.float32 for p in truncated.network.parameters())
+    with pytest.raises(WeightsError, match="unknown extra"):
+        backbones.fill(truncated.network, short | {"extra": torch.ones(1)}, full, "that file")

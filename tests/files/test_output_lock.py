@@ -1,0 +1,222 @@
+"""Two runs in one output folder: one works, the other says so at once and leaves nothing."""
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Command, train_arguments, write_part, write_product
+
+from anomaly.errors import OutputError
+from anomaly.files import output_lock
+from anomaly.files.output_lock import LOCK, locked
+
+_HOLD = """
+import sys
+from pathlib import Path
+from anomaly.files.output_lock import locked
+try:
+    with locked(Path(sys.argv[1])):
+        print("held", flush=True)
+        sys.stdin.read()
+except Exception as error:
+    print(error, flush=True)
+"""
+
+
+def _hold(folder: Path) -> "subprocess.Popen[str]":
+    """Another process that tries to lock a folder, and keeps it until its input ends."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+
+
+def _first_line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.fixture
+def occupied(tmp_path: Path) -> Iterator[Callable[[Path], int]]:
+    """Has another process lock a folder; returns its id."""
+    holders: list[subprocess.Popen[str]] = []
+
+    def occupy(folder: Path) -> int:
+        holders.append(_hold(folder))
+        assert _first_line(holders[-1]) == "held"
+        return holders[-1].pid
+
+    yield occupy
+    for holder in holders:
+        holder.communicate("")
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def test_nothing_is_left_of_a_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "out"
+    with locked(folder):
+        assert (folder / LOCK).exists()
+        with locked(tmp_path / "new" / ".." / "new" / "out"):  # a command within a command
+            pass
+        assert (folder / LOCK).exists()
+    assert list(tmp_path.iterdir()) == []
+    with locked(folder):
+        (folder / "result").touch()
+    assert [f.name for f in folder.iterdir()] == ["result"]
+
+
+def test_exactly_one_of_two_wins(tmp_path: Path) -> None:
+    for turn in range(10):
+        folder = tmp_path / str(turn)
+        pair = [_hold(folder), _hold(folder)]
+        said = {_first_line(process): process for process in pair}
+        winner = said.pop("held")
+        (loser,) = said
+        assert loser.startswith(f"{folder} is in use by another run (process {winner.pid} on ")
+        for process in pair:
+            process.communicate("")
+        assert list(folder.rglob("*")) == []
+
+
+def test_the_lock_of_a_killed_run_is_free_at_once(
+    tmp_path: Path, occupied: Callable[[Path], int]
+) -> None:
+    process = occupied(tmp_path)
+    with pytest.raises(OutputError, match=f"in use by another run .process {process} on "):
+        locked(tmp_path).__enter__()
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    with locked(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file in the temporary folder stands in, which runs of this machine notice."""
+    flock = fcntl.flock
+    lock = tmp_path / "out" / LOCK
+
+    def without(handle: int, operation: int) -> None:
+        if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
+            raise OSError(errno.ENOLCK, "No locks available")
+        flock(handle, operation)
+
+    (tmp_path / "local").mkdir()
+    monkeypatch.setattr(output_lock.tempfile, "tempdir", str(tmp_path / "local"))
+    monkeypatch.setattr(fcntl, "flock", without)
+    with locked(tmp_path / "out"):
+        assert not (tmp_path / "out" / LOCK).exists()
+        assert len(list((tmp_path / "local").iterdir())) == 1
+        monkeypatch.setattr(output_lock, "_held", set())
+        with pytest.raises(OutputError, match=f"process {os.getpid()} on "):
+            locked(tmp_path / "out").__enter__()
+    assert "another machine there goes unnoticed" in caplog.text
+    assert list((tmp_path / "local").iterdir()) == []
+
+
+def test_every_command_that_writes_minds_the_lock(
+    tmp_path: Path,
+    product: Path,
+    run_folder: Path,
+    command: Command,
+    occupied: Callable[[Path], int],
+) -> None:
+    model = tmp_path / "run"
+    shutil.copytree(run_folder, model)
+    golden = tmp_path / "golden"
+    write_part(golden / "a.png", seed=1)
+    out = tmp_path / "out"
+    process = {folder: occupied(folder) for folder in (out, model, golden)}
+    before = _files(tmp_path)
+    for name, arguments, folder in _commands(product, model, golden, out):
+        code, said, err = command(name, arguments)
+        assert (code, said) == (2, ""), name
+        assert f"{folder} is in use by another run (process {process[folder]} on" in err
+        assert err.count("\n") == 1
+    assert _files(tmp_path) == before
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["golden", "out", "run"]
+
+
+def _commands(
+    product: Path, model: Path, golden: Path, out: Path
+) -> list[tuple[str, list[object], Path]]:
+    image = product / "test" / "spot" / "000.png"
+    infer = ["--model", model, "--input", product / "test", "--output", out]
+    features = ["--backbone", "resnet18", "--weights", "random", "--input", image]
+    return [
+        ("train", train_arguments(product, out), out),
+        ("infer", infer, out),
+        ("infer", [*infer, "--resume"], out),
+        ("infer", [*infer, "--watch"], out),
+        ("evaluate", ["--model", model, "--output", out], out),
+        ("evaluate", ["--compare", model, model, "--output", out], out),
+        ("explain", ["--model", model, "--input", image, "--output", out], out),
+        ("features", [*features, "--output", out], out),
+        ("sample-data", ["--output", out], out),
+        ("calibrate", ["--model", model, "--review-rate", 0.2], model),
+        ("calibrate", ["--model", model / "model", "--review-rate", 0.2], model),
+        ("selfcheck", ["--model", model, "--golden", golden, "--record"], golden),
+    ]
+
+
+_UNFIT = (2, 5)  # a resumed run that is complete, and a comparison, are over before one can lose
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [i for i in range(12) if i not in _UNFIT])
+def test_two_processes_of_each_command_twenty_times(
+    index: int, tmp_path: Path, run_folder: Path
+) -> None:
+    """One wins, whichever; the other one leaves before the first has loaded its model."""
+    product = write_product(tmp_path / "disc")
+    for turn in range(20):
+        place = tmp_path / str(turn)
+        shutil.copytree(run_folder, place / "run")
+        write_part(place / "golden" / "a.png", seed=1)
+        name, arguments, folder = _commands(
+            product, place / "run", place / "golden", place / "out"
+        )[index]
+        line = [sys.executable, REPOSITORY / "scripts" / f"{name.replace('-', '_')}.py"]
+        pair = [
+            subprocess.Popen(
+                [*map(str, line + arguments)], stdout=-1, stderr=subprocess.PIPE, text=True
+            )
+            for _ in range(2)
+        ]
+        _finish(name, pair, folder, watching="--watch" in arguments)
+        assert not list(place.rglob(LOCK))
+
+
+def _finish(
+    name: str, pair: "list[subprocess.Popen[str]]", folder: Path, *, watching: bool
+) -> None:
+    """One of two says that the folder is in use, while the other one works on."""
+    while all(process.poll() is None for process in pair):
+        time.sleep(0.01)
+    loser, winner = sorted(pair, key=lambda p: p.poll() is None)
+    said, err = loser.communicate()
+    assert (loser.returncode, said) == (2, ""), err
+    assert f"{folder} is in use by another run (process {winner.pid} on" in err
+    assert winner.poll() is None, "the loser came too late to lose"
+    if watching:
+        assert winner.stdout is not None
+        winner.stdout.readline()  # "watching …"
+        winner.send_signal(signal.SIGTERM)
+    _, err = winner.communicate()
+    assert winner.returncode in ((0, 2) if watching else (0,)), f"{name}: {err}"

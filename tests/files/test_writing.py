@@ -1,0 +1,88 @@
+"""Outputs that appear whole or not at all."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from anomaly.errors import OutputError
+from anomaly.files.writing import as_json, claim, remove_drafts, share, short_name, write
+
+
+def test_write_makes_folders_and_leaves_no_draft(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "b.txt", "größer")
+    write(tmp_path / "a" / "b.txt", b"second")
+    assert (tmp_path / "a" / "b.txt").read_bytes() == b"second"
+    assert os.listdir(tmp_path / "a") == ["b.txt"]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "b.txt", "old")
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OutputError, match=r"b\.txt can't be written: No space left"):
+        write(tmp_path / "b.txt", "new")
+    assert (tmp_path / "b.txt").read_text() == "old"
+    assert os.listdir(tmp_path) == ["b.txt"]
+
+
+def test_only_our_own_drafts_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:  # as if killed before the file had its name
+        patched.setattr(Path, "replace", lambda *_: None)
+        write(tmp_path / "sub" / "a.png", "ours")
+    (draft,) = os.listdir(tmp_path / "sub")
+    foreign = [".camera.png.part", "b.part", ".part", ".anomaly-notes.txt"]
+    for name in foreign:
+        (tmp_path / "sub" / name).write_text("another program's")
+    remove_drafts(tmp_path)
+    assert draft not in foreign
+    assert sorted(os.listdir(tmp_path / "sub")) == sorted(foreign)
+
+
+def test_long_names_are_cut_between_characters() -> None:
+    assert short_name("ä" * 115) == "ä" * 115
+    long = {short_name(prefix + "検" * n) for n in (80, 81) for prefix in ("", "a", "ab")}
+    assert len(long) == 6
+    for name in long:
+        assert 200 < len(os.fsencode(name)) <= 230
+        assert name.encode()  # no half character
+    assert len(os.fsencode(short_name("\udcff" * 255))) <= 230
+
+
+def test_claim_refuses_or_clears_only_its_own_names(tmp_path: Path) -> None:
+    claim(tmp_path / "out", ("rows.csv", "pictures"), overwrite=False)
+    write(tmp_path / "out" / "rows.csv", "x")
+    write(tmp_path / "out" / "pictures" / "1.png", "x")
+    write(tmp_path / "out" / "mine.txt", "x")
+    with pytest.raises(OutputError, match="exists already"):
+        claim(tmp_path / "out", ("rows.csv", "pictures"), overwrite=False)
+    claim(tmp_path / "out", ("rows.csv", "pictures"), overwrite=True)
+    assert os.listdir(tmp_path / "out") == ["mine.txt"]
+    with pytest.raises(OutputError, match="can't be used"):
+        claim(tmp_path / "out" / "mine.txt", (), overwrite=False)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_files_have_the_permissions_that_the_umask_leaves(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        write(tmp_path / "a.json", "{}")
+        made = tmp_path / "b.safetensors"
+        made.touch(0o600)  # as a library that lets nobody else read it
+        share(made)
+    finally:
+        os.umask(before)
+    for name in ("a.json", "b.safetensors"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~mask
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "b.safetensors"]
+
+
+def test_json_has_no_number_that_is_none() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        as_json({"score": float("nan")})
+    name = os.fsdecode(b"\xff.png")
+    assert json.loads(as_json([name])) == [name]

@@ -1,0 +1,217 @@
+"""Decoding processes give what decoding here gives, and outlive files that take them down."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from anomaly.errors import ImageError, OutputError
+from anomaly.imaging import decoder_worker as decoding_process
+from anomaly.imaging import guarded_process
+from anomaly.imaging import preprocessing as loading
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.geometry import Sizing, Tiling
+from anomaly.imaging.preprocessing import Loaded, Loading, Refused, load
+from anomaly.inference.artifacts import Pictures
+from anomaly.maps.anomaly_map import SourceMap
+from anomaly.maps.heatmap import encode_png, heatmap
+
+# A file whose name says so ends its process, or makes a bug of it.
+_DEADLY = """
+import os, sys
+sys.path[:] = {path!r}
+from anomaly.imaging import decoder_worker as decoding_process
+honest = decoding_process.load
+def load(index, file, loading, say_pixels):
+    if "deadly" in file.name:
+        os.kill(os.getpid(), 9)
+    if "once" in file.name and not file.with_suffix(".tried").exists():
+        file.with_suffix(".tried").touch()
+        os.kill(os.getpid(), 9)
+    if "bug" in file.name:
+        raise ZeroDivisionError("a bug")
+    print("a library that prints")
+    return honest(index, file, loading, say_pixels)
+decoding_process.load = load
+decoding_process.serve({parent})
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for i in range(12):
+        picture = rng.integers(0, 256, (60 + 4 * (i % 3), 80, 3), np.uint8)
+        cv2.imwrite(str(tmp_path / f"{i:02}.png"), picture)
+    (tmp_path / "05.png").write_bytes(b"not a picture")
+    return tmp_path
+
+
+def _task(folder: Path, **sizing: object) -> Task:
+    rule = {"resize": None, "crop": None, "area": 32, "multiple": 8, **sizing}
+    return Task(Loading(Sizing(**rule), None, 10**6), Pictures(folder / "out", 1.0))
+
+
+def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = _DEADLY.format(path=sys.path, parent=os.getpid())
+    monkeypatch.setattr(
+        guarded_process,
+        "start",
+        lambda: subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ),
+    )
+
+
+def _map(item: Loaded) -> SourceMap:
+    scores = np.random.default_rng(item.index).random((4, 4), np.float32) * 2
+    return SourceMap(scores, item.view, 1.0, None)
+
+
+def test_the_same_as_here_in_order(folder: Path) -> None:
+    paths = sorted(folder.glob("*.png"))
+    task = _task(folder)
+    with Decoders(2) as decoders:
+        decoders.begin(task)
+        there = list(decoders.load_all(enumerate(paths)))
+        assert [item.index for item in there] == list(range(12))
+        for i, item in enumerate(there):
+            here = load(i, paths[i], task.loading)
+            if isinstance(here, Refused):
+                assert item == here
+                continue
+            assert isinstance(item, Loaded)
+            assert (item.sha256, item.view, item.image) == (here.sha256, here.view, None)
+            np.testing.assert_array_equal(item.pixels, here.pixels)
+            done = decoders.finish(i, paths[i], _map(here), f"sub/{i}.png").result()
+            assert done == ()
+            drawn = encode_png(heatmap(here.decoded, _map(here), 1.0))
+            assert (folder / "out" / "heatmaps" / "sub" / f"{i}.png").read_bytes() == drawn
+            with pytest.raises(ValueError, match="another process"):
+                _ = item.decoded
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 28])
+def test_images_that_are_not_kept_are_read_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    monkeypatch.setattr(decoding_process, "_KEPT_BYTES", kept)
+    server = decoding_process._Server(_task(folder))
+    paths = [folder / "00.png", folder / "01.png"]
+    items = [server.load(i, path) for i, path in enumerate(paths)]
+    for path in paths:
+        path.unlink()
+    assert isinstance(items[0], Loaded)
+    found = server.finish(0, paths[0], _map(items[0]), "0.png")
+    assert isinstance(found, Refused) == (kept == 0)
+
+
+def test_tiles_are_rendered_where_the_image_is(folder: Path) -> None:
+    task = _task(folder, tile=64, overlap=8)
+    path = folder / "00.png"
+    with Decoders(1) as decoders:
+        decoders.begin(task)
+        (there,) = decoders.load_all([(0, path)])
+        here = load(0, path, task.loading)
+        assert isinstance(there, Loaded)
+        assert isinstance(here, Loaded)
+        assert isinstance(there.view, Tiling)
+        for mine, theirs in zip(here.tiles(2), there.tiles(2), strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                np.testing.assert_array_equal(one.pixels, other.pixels)
+
+
+def test_a_deadly_file_is_failed_and_the_rest_go_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _deadly(monkeypatch)
+    paths = sorted(folder.glob("*.png"))
+    (folder / "03.png").rename(folder / "03_deadly.png")
+    (folder / "07.png").rename(folder / "07_once.png")
+    paths = sorted(folder.glob("*.png"))
+    with Decoders(2) as decoders:
+        decoders.begin(_task(folder))
+        found = list(decoders.load_all(enumerate(paths)))
+    statuses = {i: f.status for i, f in enumerate(found) if isinstance(f, Refused)}
+    assert statuses == {3: "failed", 5: "unsupported"}
+    assert "03_deadly.png" in found[3].reason
+    assert isinstance(found[7], Loaded)  # the second time it was read
+
+
+def test_a_killed_process_is_replaced(folder: Path) -> None:
+    paths = sorted(folder.glob("*.png"))[:2]
+    with Decoders(1) as decoders:
+        decoders.begin(_task(folder))
+        (first,) = decoders.load_all([(0, paths[0])])
+        assert isinstance(first, Loaded)
+        decoders._processes[0]._child.send_signal(signal.SIGKILL)
+        assert decoders.finish(0, paths[0], _map(first), "0.png").result() == ()
+        decoders._processes[0]._child.send_signal(signal.SIGKILL)
+        (second,) = decoders.load_all([(1, paths[1])])
+        assert isinstance(second, Loaded)
+    assert decoders._processes[0]._child.returncode is not None
+
+
+def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _deadly(monkeypatch)
+    cv2.imwrite(str(folder / "bug.png"), np.zeros((60, 80, 3), np.uint8))
+    (folder / "out").write_text("a file where the folder should be")
+    with Decoders(1) as decoders:
+        decoders.begin(_task(folder))
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            list(decoders.load_all([(0, folder / "bug.png")]))
+        (item,) = decoders.load_all([(1, folder / "01.png")])
+        with pytest.raises(OutputError, match="can't be written"):
+            decoders.finish(1, folder / "01.png", _map(item), "1.png").result()
+
+
+def test_what_one_image_does_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = decoding_process._Server(_task(folder, tile=64, overlap=8))
+    path = folder / "00.png"
+    item = server.load(0, path)
+    assert isinstance(item, Loaded)
+    assert isinstance(item.view, Tiling)
+    (_, _, tile), *_ = item.view.tiles()
+
+    def fail(*_: object) -> None:
+        raise cv2.error("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loading, "render", fail)
+        found = server.render(0, path, tile)
+        assert isinstance(found, Refused)
+        assert (found.status, "image.tile" in found.reason) == ("unsupported", True)
+    assert isinstance(server.render(0, path, tile), np.ndarray)
+    with monkeypatch.context() as patched:
+        patched.setattr(Pictures, "write", fail)
+        drawn = server.finish(0, path, _map(item), "0.png")
+        assert isinstance(drawn, Refused)
+        assert drawn.status == "failed"
+        assert "no room" in drawn.reason
+
+
+def test_a_large_image_that_vanishes_between_tiles(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "00.png"
+    with Decoders(1) as decoders:
+        decoders.begin(_task(folder, tile=64, overlap=8))
+        (item,) = decoders.load_all([(0, path)])
+        path.unlink()
+        decoders._processes[0]._child.send_signal(signal.SIGKILL)  # and with it what it had read
+        with pytest.raises(ImageError, match=r"00\.png"):
+            list(item.tiles(2))
+
+
+def test_the_processes_load_no_torch() -> None:
+    code = (
+        "import sys, anomaly.imaging.decoder_pool; print(*(m for m in sys.modules if m == 'torch'))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == ""

@@ -1,0 +1,342 @@
+"""Whatever one file makes a parser do, it has its own row, in time, and the others are scored."""
+
+import csv
+import json
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Command, train_arguments, write_part, write_product
+
+from anomaly.cli import stopping
+from anomaly.errors import ImageError
+from anomaly.imaging import guarded_process
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.geometry import Sizing
+from anomaly.imaging.image import read_header
+from anomaly.imaging.preprocessing import MODEST_PIXELS, Loaded, Loading, Refused, read
+
+# A parser that a file's name makes do what no file should make it do.
+_PARSER = """
+import sys, time
+sys.path[:] = {path!r}
+from anomaly.imaging import preprocessing as loading
+honest = loading.read_image
+def read_image(path, **options):
+    if "stuck" in path.name or "asleep" in path.name or "hog" in path.name:
+        path.with_suffix(".tried").touch()
+    held = []
+    while "stuck" in path.name:
+        sum(range(10**5))
+    while "asleep" in path.name:
+        time.sleep(1)
+    while "hog" in path.name:
+        held.append(b"x" * 20_000_000)
+        time.sleep(0.01)
+    return honest(path, **options)
+loading.read_image = read_image
+from anomaly.imaging.decoder_worker import serve
+serve({parent})
+"""
+_START = """
+import os, subprocess, sys
+from anomaly.imaging import guarded_process
+parser = {parser!r}
+def start():
+    code = parser.format(path=sys.path, parent=os.getpid())
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", code], **pipes, stderr=subprocess.DEVNULL)
+guarded_process.start = start
+"""
+_MAIN = """
+from anomaly.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def bad_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser above in every decoding process, and limits that a test can wait for."""
+    monkeypatch.setattr(guarded_process, "start", guarded_process.start)
+    exec(_START.format(parser=_PARSER), {})
+    monkeypatch.setattr(guarded_process, "COMPUTING_SECONDS", 2.0)
+    monkeypatch.setattr(guarded_process, "MEMORY_BYTES", 200_000_000)
+
+
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="nothing says here what a process uses"
+)
+
+
+def _png(width: int, height: int) -> bytes:
+    """A black picture of any shape, in a few bytes."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        checked = kind + body
+        return struct.pack(">I", len(body)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+    data = zlib.compress(bytes((width + 1) * height), 9)
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    parts = [chunk(b"IHDR", header), chunk(b"IDAT", data), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def _attacks(folder: Path) -> list[str]:
+    """Files that would take for ever, or all memory; their names."""
+    names = ["stuck.png", "hog.png"]
+    for name in names:
+        write_part(folder / name, seed=1)
+    for width, height in ((1, 10_000), (100_000, 1)):
+        (folder / f"thin {width}.png").write_bytes(_png(width, height))
+        names.append(f"thin {width}.png")
+    return names
+
+
+def _check_reason(name: str, reason: str) -> None:
+    expected = {"stuck": "s of computing, the limit", "hog": "of memory, the limit"}
+    kind = name.split(".")[0].split(" ")[0]
+    assert name in reason
+    assert expected.get(kind, "pixels are too thin") in reason
+
+
+def _rows(output: Path) -> dict[str, dict[str, str]]:
+    with (output / "results.csv").open(newline="") as stream:
+        return {Path(row["path"]).name: row for row in csv.DictReader(stream)}
+
+
+def _task(**sizing: object) -> Task:
+    rule = {"resize": None, "crop": None, "area": 32, "multiple": 8, **sizing}
+    return Task(Loading(Sizing(**rule), None, 10**6))  # type: ignore[arg-type]
+
+
+@needs_proc
+def test_limits_hold_and_say_which(
+    bad_parser: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded_process, "CLOCK_SECONDS", 15.0)
+    write_part(tmp_path / "asleep.png", seed=1)
+    names = [*_attacks(tmp_path), "asleep.png", "fine.png"]
+    write_part(tmp_path / "fine.png", seed=2)
+    with Decoders(3, _task()) as decoders:
+        found = list(decoders.load_all((i, tmp_path / name) for i, name in enumerate(names)))
+    *refused, asleep, fine = found
+    assert isinstance(fine, Loaded)
+    for name, item in zip(names, refused, strict=False):
+        assert isinstance(item, Refused)
+        assert item.status == ("unsupported" if "thin" in name else "failed")
+        _check_reason(name, item.reason)
+    assert isinstance(asleep, Refused)
+    assert "took more than 15 s, the limit" in asleep.reason
+
+
+@needs_proc
+def test_functions_are_limited_likewise(bad_parser: None, tmp_path: Path) -> None:
+    for name in ("stuck.png", "fine.png"):
+        write_part(tmp_path / name, seed=1)
+    with Decoders(1) as decoders:
+        found = list(decoders.map(read, [tmp_path / "stuck.png", tmp_path / "fine.png"]))
+        assert isinstance(found[0], ImageError)
+        assert (found[0].status, "2 s of computing" in str(found[0])) == ("failed", True)
+        assert found[1].size == (96, 120)
+        with pytest.raises(ImageError, match="No such file"):
+            decoders.call(read_header, tmp_path / "none.png", about=tmp_path)
+
+
+def test_large_images_are_announced(tmp_path: Path) -> None:
+    said: list[int] = []
+    side = int(MODEST_PIXELS**0.5) + 1
+    (tmp_path / "large.png").write_bytes(_png(side, side))
+    assert read(tmp_path / "large.png", say_pixels=said.append).size == (side, side)
+    assert said == [side * side]
+    with pytest.raises(ImageError, match=r"allows \(25\.0 million\)"):
+        read(tmp_path / "large.png", max_pixels=MODEST_PIXELS, say_pixels=said.append)
+    with pytest.raises(ImageError, match=r"allows \(25\.0 million\)"):
+        read(tmp_path / "large.png", max_pixels=MODEST_PIXELS + 1, say_pixels=said.append)
+    write_part(tmp_path / "small.png", seed=1)
+    assert read(tmp_path / "small.png", say_pixels=said.append).size == (96, 120)
+    assert len(said) == 1
+
+
+@needs_proc
+def test_infer_and_check(
+    bad_parser: None, tmp_path: Path, run_folder: Path, command: Command
+) -> None:
+    names = _attacks(tmp_path / "line")
+    for i in range(3):
+        write_part(tmp_path / "line" / f"good {i}.png", seed=700 + i)
+    base = ["--model", run_folder, "--input", tmp_path / "line", "--output", tmp_path / "out"]
+    code, out, _ = command("infer", base)
+    assert (code, "3 of 7 images scored" in out) == (3, True)
+    rows = _rows(tmp_path / "out")
+    for name in names:
+        assert rows[name]["status"] in ("failed", "unsupported")
+        _check_reason(name, rows[name]["reason"])
+    config = ["--config", REPOSITORY / "configs" / "folder.yaml"]
+    code, out, _ = command("check", [*config, "--set", f"data.root={tmp_path / 'line'}", "--json"])
+    report = json.loads(out)
+    assert code == 3
+    faults = {f["name"]: f["detail"] for f in report["faults"] if f["severity"] == "unusable"}
+    assert sorted(faults) == sorted(names)
+    for name in names:
+        _check_reason(name, faults[name])
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["patchcore", "padim"])
+def test_train_and_evaluate(bad_parser: None, tmp_path: Path, command: Command, kind: str) -> None:
+    product = write_product(tmp_path / "disc", n_train=8)
+    names = [*_attacks(product / "train" / "good"), *_attacks(product / "test" / "good")]
+    arguments = train_arguments(product, tmp_path / "run", f"model.kind={kind}")
+    assert command("train", arguments)[0] == 3
+    summary = json.loads((tmp_path / "run" / "train.json").read_text())
+    assert summary["images"]["learned"] == 8
+    for name, reason in summary["refused"].items():
+        _check_reason(Path(name).name, reason)
+    assert len(summary["refused"]) == len(names) / 2
+    base = ["--model", tmp_path / "run", "--output", tmp_path / "evaluation"]
+    assert command("evaluate", base)[0] == 3
+    with (tmp_path / "evaluation" / "scores.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    refused = {Path(row["path"]).name: row["reason"] for row in rows if not row["image_score"]}
+    assert (len(rows), sorted(refused)) == (10, sorted(names[4:]))
+    for name, reason in refused.items():
+        _check_reason(name, reason)
+
+
+def _run(name: str, arguments: Sequence[object]) -> "subprocess.Popen[str]":
+    """A command with the parser above, in a process of its own."""
+    code = _START.format(parser=_PARSER) + _MAIN
+    return subprocess.Popen(
+        [sys.executable, "-c", code, name, *map(str, arguments)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _until(happened: Callable[[], object], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _serving(parent: int) -> list[int]:
+    """Living decoding processes of a parent, also when it is gone."""
+    found = []
+    for place in Path("/proc").iterdir():
+        try:
+            said = (place / "cmdline").read_bytes()
+            state = (place / "stat").read_bytes().rpartition(b")")[2].split()[0]
+        except OSError:
+            continue
+        if f"serve({parent})".encode() in said and state != b"Z":
+            found.append(int(place.name))
+    return found
+
+
+def _commands(tmp_path: Path, run: Path) -> dict[str, tuple[str, list[object]]]:
+    """Every command that reads images, one of which is stuck."""
+    product = write_product(tmp_path / "disc", n_train=6)
+    bad = [product / "train" / "good", product / "test" / "good", tmp_path / "line"]
+    for folder in bad:
+        write_part(folder / "stuck.png", seed=1)
+    config = ["--config", REPOSITORY / "configs" / "folder.yaml", "--set", f"data.root={bad[2]}"]
+    model, line, out = ["--model", run], bad[2], ["--output", tmp_path / "out"]
+    golden = tmp_path / "golden"
+    write_part(golden / "stuck.png", seed=1)
+    return {
+        "infer": ("infer", [*model, "--input", line, *out]),
+        "watch": ("infer", [*model, "--input", line, *out, "--watch"]),
+        "train": ("train", train_arguments(product, tmp_path / "new")),
+        "evaluate": ("evaluate", [*model, "--data-root", product.parent, *out]),
+        "check": ("check", config),
+        "features": (
+            "features",
+            ["--backbone", "resnet18", "--weights", "random", "--input", line, *out],
+        ),
+        "explain": ("explain", [*model, "--input", line / "stuck.png", *out]),
+        "selfcheck": ("selfcheck", [*model, "--golden", golden, "--record"]),
+        "calibrate": ("calibrate", [*model, "--good", line]),
+    }
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    "name",
+    [
+        "infer",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                *("watch", "train", "evaluate", "check", "features"),
+                *("explain", "selfcheck", "calibrate"),
+            )
+        ),
+    ],
+)
+def test_sigterm_ends_a_command_whose_parser_is_stuck(
+    name: str, tmp_path: Path, run_folder: Path
+) -> None:
+    command, arguments = _commands(tmp_path, run_folder)[name]
+    process = _run(command, arguments)
+    try:
+        _until(lambda: list(tmp_path.rglob("stuck.tried")) or process.poll() is not None)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 10
+        assert "Traceback" not in err
+        # With --watch it is the end of a shift: nothing has been scored.
+        assert process.returncode == (2 if name == "watch" else 143)
+        _until(lambda: not _serving(process.pid), 5)
+    finally:
+        process.kill()
+
+
+@needs_proc
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path, run_folder: Path) -> None:
+    command, arguments = _commands(tmp_path, run_folder)["infer"]
+    process = _run(command, arguments)
+    _until(lambda: list(tmp_path.rglob("stuck.tried")) or process.poll() is not None)
+    assert _serving(process.pid)
+    process.kill()
+    process.wait()
+    _until(lambda: not _serving(process.pid), 5)
+
+
+def test_a_second_signal_says_how_to_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+    resume = pytest.raises(stopping.Interrupted, match="go on with --resume")
+    with resume as raised, stopping.Stopping() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+        time.sleep(0.2)
+        signal.raise_signal(signal.SIGINT)
+    assert raised.value.exit_code == 143
+    assert "a second signal ends it at once" in capfd.readouterr().err
+    with pytest.raises(stopping.Interrupted), stopping.Stopping(politely=False):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_command_that_never_returns_ends_all_the_same() -> None:
+    code = (
+        "import ctypes, os, signal, threading, sys\n"
+        "from anomaly.cli import stopping\n"
+        "stopping.PATIENCE_SECONDS = 0.5\n"
+        "with stopping.Stopping():\n"
+        "    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "    ctypes.CDLL(None).sleep(60); ctypes.CDLL(None).sleep(60)\n"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, "go on with --resume" in done.stderr) == (143, True)
+    assert time.monotonic() - began < 30

@@ -1,0 +1,62 @@
+"""Whatever happens to one file on its way to the network is that file's alone."""
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from conftest import write_part
+
+from anomaly.errors import ImageError
+from anomaly.imaging import preprocessing as loading
+from anomaly.imaging.geometry import Sizing, Tiling
+from anomaly.imaging.preprocessing import Loaded, Loading, Refused, load
+
+
+def _loading(tile: int | None = None) -> Loading:
+    return Loading(Sizing(None, None, 32, 8, tile=tile), None, 10**6)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    write_part(tmp_path / "a.png", seed=1)
+    return tmp_path / "a.png"
+
+
+def test_a_mistake_in_a_decoder_is_this_files(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("division\nby zero")
+
+    monkeypatch.setattr(loading, "read_image", decode)
+    found = load(3, file, _loading())
+    assert found == Refused(3, "failed", f"{file}: ZeroDivisionError: division by zero")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), cv2.error("Failed to allocate\n 3 GB")])
+def test_an_image_that_cant_be_resized_points_to_tiles(
+    file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def render(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(loading, "render", render)
+    found = load(0, file, _loading())
+    assert isinstance(found, Refused)
+    assert found.status == "unsupported"
+    assert found.reason.startswith(f"{file}: its 120×96 pixels")
+    assert "image.tile" in found.reason
+    assert "memory" in found.reason or "Failed to allocate 3 GB" in found.reason
+    tiled = load(0, file, _loading(tile=64))  # nothing is rendered yet
+    assert isinstance(tiled, Loaded)
+    with pytest.raises(ImageError, match=r"image\.tile"):
+        next(tiled.tiles(2))
+
+
+def test_tiles_are_views_of_the_same_picture(file: Path) -> None:
+    whole, tiled = load(0, file, _loading()), load(0, file, _loading(tile=64))
+    assert isinstance(whole, Loaded)
+    assert isinstance(tiled, Loaded)
+    assert isinstance(tiled.view, Tiling)
+    assert tiled.pixels.size == 0
+    np.testing.assert_array_equal(whole.decoded.pixels, tiled.decoded.pixels)
+    assert whole.pixels.shape == (*whole.view.size, 3)

@@ -1,0 +1,252 @@
+"""Where to look: shapes against brute force, and what a region does to every stage."""
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import Command, train_arguments, write_part, write_product
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from anomaly.errors import DataError
+from anomaly.imaging.geometry import Sizing, View
+from anomaly.imaging.preprocessing import Refused
+from anomaly.imaging.region import Picture, Polygons, Region
+from anomaly.model.checkpoint import load
+from anomaly.model.detector import Prediction
+
+_NUMBER = st.floats(0, 30, allow_nan=False).map(lambda x: round(x, 2) + 0.003)
+_POLYGON = st.lists(st.tuples(_NUMBER, _NUMBER), min_size=3, max_size=7).map(tuple)
+
+
+@given(st.lists(_POLYGON, min_size=1, max_size=3).map(tuple))
+@settings(max_examples=60)
+def test_polygons_agree_with_opencv_point_by_point(corners: tuple) -> None:
+    found = Polygons(corners, relative=False).inside((31, 32), slice(None))
+    expected = np.zeros((31, 32), bool)
+    clear = np.ones((31, 32), bool)  # on a line itself either answer is right
+    for polygon in corners:
+        contour = np.array(polygon, np.float32)
+        for y in range(31):
+            for x in range(32):
+                depth = cv2.pointPolygonTest(contour, (x + 0.5, y + 0.5), True)
+                expected[y, x] |= depth >= 0
+                clear[y, x] &= abs(depth) > 1e-3
+    np.testing.assert_array_equal(found[clear], expected[clear])
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 59), st.integers(1, 60))
+def test_strips_are_parts_of_the_whole(height: int, width: int, top: int, rows: int) -> None:
+    star = ((0.1, 0.2), (0.9, 0.35), (0.2, 0.95), (0.6, 0.05), (0.7, 0.9))
+    region = Region(Polygons((star,), relative=True), Polygons((star[:3],), relative=True))
+    strip = slice(min(top, height), min(top + rows, height))
+    whole = region.inside((height, width))
+    np.testing.assert_array_equal(region.inside((height, width), strip), whole[strip])
+
+
+def test_a_picture_covers_images_of_its_aspect() -> None:
+    mask = np.random.default_rng(0).random((20, 30)) < 0.5
+    twice = Picture(mask).inside((40, 60), slice(None))
+    np.testing.assert_array_equal(twice, np.kron(mask, np.ones((2, 2), bool)))
+    np.testing.assert_array_equal(Picture(mask).inside((10, 15), slice(None)), mask[::2, ::2])
+    with pytest.raises(DataError, match="another shape than the mask of 30×20"):
+        Picture(mask).inside((30, 20), slice(None))
+
+
+def test_a_polygon_in_pixels_must_fit_the_image() -> None:
+    square = Polygons((((10, 10), (90, 10), (90, 90)),), relative=False)
+    assert square.inside((100, 100), slice(None)).any()
+    with pytest.raises(DataError, match=r"reaches to \(90, 90\)"):
+        square.inside((80, 100), slice(None))
+
+
+@pytest.mark.parametrize("sizing", [Sizing(64, None, 64, 8), Sizing(80, 64, 64, 8)])
+def test_a_patch_counts_when_half_of_it_does(sizing: Sizing) -> None:
+    rng = np.random.default_rng(0)
+    mask = cv2.GaussianBlur(rng.normal(size=(160, 320)), (0, 0), 12) > 0
+    view = sizing.view(mask.shape)
+    assert isinstance(view, View)
+    found = Region(Picture(mask), None).patches(view, (8, 8))
+    # By brute force: every original pixel becomes a block of 8 × 8, and blocks are counted.
+    fine = np.kron(mask, np.ones((8, 8)))
+    edges = [
+        np.rint(axis.to_source(np.linspace(0, axis.size, 9)) * 8).astype(int)
+        for axis in (view.rows, view.columns)
+    ]
+    for i in range(8):
+        for j in range(8):
+            part = fine[edges[0][i] : edges[0][i + 1], edges[1][j] : edges[1][j + 1]].mean()
+            if abs(part - 0.5) > 0.01:
+                assert found[i, j] == (part > 0.5)
+    assert 0 < found.sum() < 64
+
+
+def test_a_patch_that_is_half_inside_counts() -> None:
+    view = Sizing(64, None, 64, 8).view((64, 64))
+    mask = np.zeros((64, 64), bool)
+    mask[:, :20] = True  # two and a half patches
+    counted = Region(Picture(mask), None).patches(view, (8, 8))
+    assert counted[:, :3].all()
+    assert not counted[:, 3:].any()
+    mask[:, 19] = False
+    assert not Region(Picture(mask), None).patches(view, (8, 8))[:, 2:].any()
+
+
+def test_a_region_without_patches_is_an_error() -> None:
+    mask = np.zeros((64, 64), bool)
+    mask[3, 3] = True
+    with pytest.raises(DataError, match="enlarge the region"):
+        Region(Picture(mask), None).patches(Sizing(64, None, 64, 8).view((64, 64)), (8, 8))
+
+
+LEFT = "image.region={polygons: [[[0, 0], [0.5, 0], [0.5, 1], [0, 1]]]}"
+
+
+@pytest.mark.parametrize("kind", ["patchcore", "padim"])
+def test_what_lies_outside_counts_nowhere(
+    kind: str, product: Path, tmp_path: Path, command: Command
+) -> None:
+    run = tmp_path / "run"
+    arguments = train_arguments(product, run, LEFT, f"model.kind={kind}")
+    assert command("train", arguments)[0] == 0
+    detector = load(run, torch.device("cpu")).detector
+    if kind == "patchcore":  # nothing outside is in the bank: the grid has 16 columns
+        columns = detector.scorer.tensors()["origins"][:, 2]
+        assert columns.max() <= 4
+    write_part(tmp_path / "in.png", seed=200, mark=(40, 30))
+    write_part(tmp_path / "out.png", seed=200, mark=(40, 100))
+    write_part(tmp_path / "none.png", seed=200)
+    names = ("in", "out", "none")
+    inside, outside, plain = detector.predict([tmp_path / f"{name}.png" for name in names])
+    for result in (inside, outside, plain):
+        assert isinstance(result, Prediction)
+        found = result.anomaly_map()
+        assert np.isnan(found[:, 60:]).all()
+        assert not np.isnan(found[:, :60]).any()
+        np.testing.assert_array_equal(
+            np.isnan(result.anomaly_map(slice(5, 9))), np.isnan(found[5:9])
+        )
+    assert inside.image_score > 1.3 * plain.image_score
+    assert outside.image_score < inside.image_score / 2  # neighbouring patches see some of it
+    assert inside.image_score > detector.thresholds.image
+
+
+def test_a_drawn_mask_travels_with_the_model(
+    product: Path, tmp_path: Path, command: Command
+) -> None:
+    mask = np.zeros((96, 120), np.uint8)
+    mask[:, 60:] = 255
+    cv2.imwrite(str(tmp_path / "mask.png"), mask)
+    run = tmp_path / "run"
+    setting = f"image.ignore={{png: {tmp_path / 'mask.png'}}}"
+    assert command("train", train_arguments(product, run, setting))[0] == 0
+    (tmp_path / "mask.png").unlink()
+    picture = product / "test" / "spot" / "000.png"
+    (drawn,) = load(run, torch.device("cpu")).detector.predict([picture])
+    assert "ignore.png" in json.loads((run / "model" / "manifest.json").read_text())["files"]
+    assert command("train", train_arguments(product, tmp_path / "other", LEFT))[0] == 0
+    (polygons,) = load(tmp_path / "other", torch.device("cpu")).detector.predict([picture])
+    assert isinstance(drawn, Prediction)
+    np.testing.assert_array_equal(drawn.anomaly_map(), polygons.anomaly_map())
+
+
+def test_figures_leave_out_what_is_outside(product: Path, tmp_path: Path, command: Command) -> None:
+    run = tmp_path / "run"
+    right = "image.ignore={polygons: [[[0, 0], [58, 0], [58, 96], [0, 96]]], unit: pixels}"
+    assert command("train", train_arguments(product, run, right))[0] == 0
+    assert command("evaluate", ["--model", run, "--output", tmp_path / "figures"])[0] == 0
+    figures = json.loads((tmp_path / "figures" / "metrics.json").read_text())["mean"]
+    # The marks take up columns 40-50, 50-60 and 60-70; 58 of 120 are ignored.
+    assert figures["lost_defect_share"] == pytest.approx(18 / 30)
+
+
+def test_an_image_that_the_region_does_not_fit_has_a_row_that_says_so(
+    product: Path, tmp_path: Path, command: Command
+) -> None:
+    run = tmp_path / "run"
+    corner = "image.region={polygons: [[[0, 0], [110, 0], [110, 90]]], unit: pixels}"
+    product = write_product(tmp_path / "disc")
+    cv2.imwrite(str(product / "train" / "good" / "small.png"), np.full((50, 60, 3), 90, np.uint8))
+    assert command("train", train_arguments(product, run, corner))[0] == 3
+    assert list(json.loads((run / "train.json").read_text())["refused"]) == ["train/good/small.png"]
+    detector = load(run, torch.device("cpu")).detector
+    files = [product / "train" / "good" / name for name in ("000.png", "small.png")]
+    results = sorted(detector.predict(files), key=lambda r: r.index)
+    assert isinstance(results[0], Prediction)
+    assert isinstance(results[1], Refused)
+    assert "small.png" in results[1].reason
+    assert "polygon" in results[1].reason
+
+
+def _enlarged(source: Path, target: Path, times: int) -> None:
+    picture = cv2.imread(str(source))
+    cv2.imwrite(str(target), np.kron(picture, np.ones((times, times, 1), np.uint8)))
+
+
+def test_an_image_that_the_region_misses_leaves_its_batch_alone(
+    tmp_path: Path, command: Command
+) -> None:
+    """Images of two sizes that the network sees at one, and a region of so many pixels."""
+    product = write_product(tmp_path / "disc")
+    good = product / "train" / "good"
+    _enlarged(good / "003.png", good / "0035.png", 10)
+    corner = "image.region={polygons: [[[0, 0], [30, 0], [30, 30], [0, 30]]], unit: pixels}"
+    plain, run = tmp_path / "plain", tmp_path / "run"
+    assert command("train", train_arguments(product, run, corner))[0] == 3
+    refused = json.loads((run / "train.json").read_text())["refused"]
+    assert list(refused) == ["train/good/0035.png"]
+    assert "no patch lies at least half inside" in refused["train/good/0035.png"]
+    (good / "0035.png").unlink()
+    assert command("train", train_arguments(product, plain, corner))[0] == 0
+    one, other = (folder / "model" / "scorer.safetensors" for folder in (run, plain))
+    assert sorted(load_file(one)["vectors"].tolist()) == sorted(
+        load_file(other)["vectors"].tolist()
+    )
+
+    inputs = tmp_path / "inputs"
+    write_part(inputs / "0.png", seed=50)
+    _enlarged(inputs / "0.png", inputs / "1.png", 10)
+    write_part(inputs / "2.png", seed=51, mark=(5, 5))
+    files = sorted(inputs.iterdir())
+    detector = load(run, torch.device("cpu")).detector
+    assert len({detector.loading.sizing.view(size).size for size in ((96, 120), (960, 1200))}) == 1
+    found = {result.index: result for result in detector.predict(files)}
+    assert isinstance(found[1], Refused)
+    assert (found[1].status, str(files[1]) in found[1].reason) == ("unsupported", True)
+    alone = list(detector.predict([files[0], files[2]]))
+    assert [found[i].image_score for i in (0, 2)] == [one.image_score for one in alone]
+    output = tmp_path / "out"
+    base = ["--model", run, "--input", inputs, "--output", output]
+    assert command("infer", base)[0] == 3
+    rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["ok", "unsupported", "ok"]
+    assert [rows[i]["image_score"] for i in (0, 2)] == [one.image_score for one in alone]
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("image.region={polygons: [[[0, 0], [1, 1]]]}", "at least 3"),
+        ("image.region={polygons: [[[0, 0], [20, 0], [20, 20]]]}", "unit: pixels"),
+        ("image.region={polygons: [[[0, 0], [-1, 0], [0, 1]]]}", "start at 0"),
+        ("image.region={}", "either `png` or `polygons`"),
+        ("image.region={pgn: a.png}", "did you mean 'png'"),
+        ("image.ignore={png: /nowhere.png}", "/nowhere.png"),
+        ("image.overlap=5", "needs image.tile"),
+        ("image={tile: 128, overlap: 100}", "at most half"),
+        ("image={tile: 128, resize: 64}", "exclude each other"),
+        ("image={tile: 128, area: 64}", ""),
+    ],
+)
+def test_mistakes_in_the_config(
+    product: Path, tmp_path: Path, command: Command, setting: str, says: str
+) -> None:
+    code, _, err = command("train", train_arguments(product, tmp_path / "run", setting))
+    if not says:
+        assert code == 0
+        return
+    assert (code, says in err) == (2, True), err

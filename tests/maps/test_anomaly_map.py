@@ -1,0 +1,91 @@
+"""Maps against SciPy and PyTorch; marks come back where they were planted."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.ndimage import gaussian_filter
+from torch.nn import functional as F
+
+from anomaly.imaging.geometry import Sizing
+from anomaly.maps.anomaly_map import source_map
+from anomaly.model.image_score import image_scores, network_map
+
+
+@pytest.mark.parametrize("grid", [(28, 28), (14, 20), (3, 2), (1, 5)])
+def test_network_map_is_bilinear_and_scipys_gaussian(grid: tuple[int, int]) -> None:
+    scores = torch.rand(2, *grid, generator=torch.Generator().manual_seed(0))
+    size = (grid[0] * 8, grid[1] * 8)
+    up = F.interpolate(scores[:, None], size=size, mode="bilinear", align_corners=False)[:, 0]
+    expected = gaussian_filter(up.double().numpy(), sigma=(0, 4, 4))
+    np.testing.assert_allclose(network_map(scores, size, 4.0), expected, atol=2e-6)
+
+
+def test_without_smoothing_it_is_only_bilinear() -> None:
+    scores = torch.rand(1, 7, 5)
+    up = F.interpolate(scores[:, None], size=(56, 40), mode="bilinear", align_corners=False)[:, 0]
+    torch.testing.assert_close(network_map(scores, (56, 40), 0.0), up, atol=1e-6, rtol=0)
+
+
+def test_source_map_of_an_unresized_image_is_the_network_map() -> None:
+    view = Sizing(64, None, 256, 8).view((64, 64))
+    scores = np.random.default_rng(0).random((8, 8), dtype=np.float32)
+    expected = network_map(torch.from_numpy(scores)[None], (64, 64), 4.0)[0]
+    np.testing.assert_allclose(source_map(scores, view, 4.0), expected, atol=1e-6)
+
+
+@given(
+    height=st.integers(40, 1200),
+    width=st.integers(40, 1200),
+    crop=st.sampled_from([None, 224, 192]),
+    at=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_a_peak_comes_back_to_the_pixel_it_stands_for(
+    height: int, width: int, crop: int | None, at: tuple[float, float]
+) -> None:
+    view = Sizing(256, crop, 256, 8).view((height, width))
+    grid = view.rows.size // 8, view.columns.size // 8
+    row, column = int(at[0] * (grid[0] - 1)), int(at[1] * (grid[1] - 1))
+    scores = np.zeros(grid, dtype=np.float32)
+    scores[row, column] = 1
+    anomaly_map = source_map(scores, view, 0.0)
+    assert anomaly_map.shape == (height, width)
+    found = np.unravel_index(np.nanargmax(anomaly_map), anomaly_map.shape)
+    expected = (
+        view.rows.to_source(np.array([row * 8 + 4.0]))[0],
+        view.columns.to_source(np.array([column * 8 + 4.0]))[0],
+    )
+    # The patch centre lies between pixels, and an outer patch is as high up to its border.
+    for axis, got, want, index, count in zip(
+        (view.rows, view.columns), found, expected, (row, column), grid, strict=True
+    ):
+        pixel = axis.source / axis.resized
+        slack = 5 * pixel if index in (0, count - 1) else max(pixel, 1.0)
+        assert abs(got + 0.5 - want) <= slack
+
+
+def test_outside_the_crop_is_nan_and_nothing_else() -> None:
+    view = Sizing(256, 224, 256, 8).view((512, 1024))
+    anomaly_map = source_map(np.ones((28, 28), dtype=np.float32), view, 4.0)
+    inside = np.zeros((512, 1024), dtype=bool)
+    inside[32:480, 64:960] = True
+    np.testing.assert_array_equal(np.isnan(anomaly_map), ~inside)
+    np.testing.assert_allclose(anomaly_map[inside], 1, atol=1e-5)
+
+
+def test_strips_are_parts_of_the_whole() -> None:
+    view = Sizing(None, None, 256, 8).view((300, 500))
+    scores = np.random.default_rng(0).random((25, 41), dtype=np.float32)
+    whole = source_map(scores, view, 4.0)
+    np.testing.assert_allclose(
+        source_map(scores, view, 4.0, slice(120, 180)), whole[120:180], rtol=1e-6
+    )
+
+
+def test_image_scores() -> None:
+    scores = torch.arange(400.0).reshape(2, 10, 20)
+    maps = network_map(scores, (80, 160), 4.0)
+    assert image_scores(scores, maps, "max").tolist() == [199, 399]
+    assert image_scores(scores, maps, "top_percent").tolist() == [198.5, 398.5]
+    assert image_scores(scores, maps, "map_max").tolist() == maps.amax((1, 2)).tolist()

@@ -1,0 +1,68 @@
+"""Anomaly maps in files: what other programs read is what was written."""
+
+import io
+import struct
+import zlib
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image as Pil
+
+from anomaly.maps import regions as marked
+from anomaly.maps.map_files import encode_float32, encode_uint16
+
+
+def _scores(size: tuple[int, int], seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    scores = cv2.GaussianBlur(rng.random(size).astype(np.float32) * 9, (0, 0), 2).reshape(size)
+    scores[rng.random(size) < 0.05] = np.nan
+    return scores
+
+
+def _by_opencv(data: bytes) -> np.ndarray:
+    return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+
+
+@given(st.tuples(st.integers(1, 60), st.integers(1, 60)), st.integers(1, 1500))
+def test_floats_come_back_bit_by_bit(size: tuple[int, int], strip: int) -> None:
+    scores = _scores(size)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(marked, "_STRIP_PIXELS", strip)
+        data = encode_float32(lambda rows: scores[rows], size)
+    np.testing.assert_array_equal(_by_opencv(data).view(np.uint32), scores.view(np.uint32))
+    with Pil.open(io.BytesIO(data)) as picture:
+        np.testing.assert_array_equal(np.asarray(picture), scores)
+
+
+def test_float_maps_are_smaller_than_floats() -> None:
+    smooth = cv2.GaussianBlur(_scores((300, 400)), (0, 0), 8)
+    smooth = np.nan_to_num(smooth)
+    assert len(encode_float32(lambda rows: smooth[rows], (300, 400))) < 0.75 * smooth.nbytes
+
+
+def test_16_bits_with_a_scale() -> None:
+    scores = _scores((40, 50))
+    scores[0, :3] = 0, 8, 9
+    data = encode_uint16(lambda rows: scores[rows], (40, 50), threshold=1.0)
+    levels = _by_opencv(data)
+    assert levels.dtype == np.uint16
+    with Pil.open(io.BytesIO(data)) as picture:
+        scale = float(picture.text["scale"])
+    hidden = np.isnan(scores)
+    assert (levels[hidden] == 0).all()
+    assert list(levels[0, :3]) == [1, 65535, 65535] or hidden[0, :3].any()
+    fits = ~hidden & (scores > scale) & (scores < 65535 * scale)
+    np.testing.assert_allclose(levels[fits] * scale, scores[fits], atol=scale / 2 * 1.01)
+    assert ((levels > 8192) == (scores > 1.0 + scale / 2))[fits].all()
+
+
+def test_the_scale_is_in_a_chunk_of_its_own() -> None:
+    data = encode_uint16(lambda rows: np.ones((2, 2), np.float32)[rows], (2, 2), threshold=2.0)
+    at = data.index(b"tEXt")
+    (length,) = struct.unpack(">I", data[at - 4 : at])
+    body = data[at : at + 4 + length]
+    assert body == b"tEXtscale\0" + repr(2.0 / 8192).encode()
+    assert struct.unpack(">I", data[at + 4 + length : at + 8 + length])[0] == zlib.crc32(body)

@@ -1,0 +1,68 @@
+"""Neither screen rules out a vector that is within the limit, and both rule out most others."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.distance import cdist
+
+from anomaly.scorers.patchcore.search import screened_index
+from anomaly.scorers.patchcore.search.coarse_screen import BFloat16Screen, Float32Screen
+from anomaly.scorers.patchcore.search.screened_index import ScreenedIndex
+
+SCREENS = [Float32Screen, BFloat16Screen]
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+@given(
+    seed=st.integers(0, 2**31),
+    dim=st.integers(1, 140),
+    scale=st.floats(1e-3, 1e3),
+    offset=st.floats(0, 20),
+    near=st.floats(1e-3, 2),
+)
+@settings(max_examples=60)
+def test_nothing_is_ruled_out_wrongly(
+    screen: type, seed: int, dim: int, scale: float, offset: float, near: float
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    bank = (torch.randn(130, dim, generator=g) + offset) * scale
+    queries = bank[:40] + near * scale * torch.randn(40, dim, generator=g)
+    bank = torch.cat([bank, torch.zeros(2, dim)])
+    norms = torch.cat([bank[:-2].square().sum(1), torch.full((2,), torch.inf)])
+    mine = queries.square().sum(1)
+    tried = screen(bank, norms)
+    exact = torch.from_numpy(cdist(queries.double(), bank[:-2].double(), "sqeuclidean"))
+    bounds = tried.bounds(queries, mine)
+    for rank in (0, 3, 60):
+        limit = exact.sort(1).values[:, rank]
+        passing = bounds <= tried.limits(queries, mine, limit.float())[:, None]
+        assert bool(passing[:, :-2][exact <= limit[:, None]].all())
+        assert not bool(passing[:, -2:].any())  # vectors at infinity
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_most_others_are_ruled_out(screen: type) -> None:
+    g = torch.Generator().manual_seed(0)
+    bank = 3 * torch.randn(2000, 128, generator=g)
+    queries = bank[:200] + torch.randn(200, 128, generator=g)
+    exact = torch.from_numpy(cdist(queries, bank, "sqeuclidean"))
+    norms = queries.square().sum(1)
+    tried = screen(bank, bank.square().sum(1))
+    limits = tried.limits(queries, norms, 1.5 * exact.amin(1).float())
+    passing = tried.bounds(queries, norms) <= limits[:, None]
+    assert int(passing.sum()) < 1.05 * int((exact <= 1.6 * exact.amin(1)[:, None]).sum())
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("fast", [False, True])
+def test_both_find_the_nearest(monkeypatch: pytest.MonkeyPatch, fast: bool, k: int) -> None:
+    monkeypatch.setattr(screened_index, "has_bf16", lambda device: fast)
+    g = torch.Generator().manual_seed(1)
+    mix = torch.randn(40, 300, generator=g)
+    bank = torch.randn(3000, 40, generator=g) @ mix + 0.3 * torch.randn(3000, 300, generator=g) + 9
+    queries = bank[:300] + torch.randn(300, 300, generator=g)
+    found = ScreenedIndex(bank).candidates(queries, k).sort(1).values
+    exact = cdist(queries.double(), bank.double()).argsort(1)[:, :k]
+    np.testing.assert_array_equal(found.numpy(), np.sort(exact, axis=1))

@@ -1,0 +1,83 @@
+"""Banks without some images: nothing of these is left, and what went is made up for."""
+
+import pytest
+import torch
+
+from anomaly.scorers.base import PatchBatch
+from anomaly.scorers.patchcore.held_out import banks_without
+from anomaly.scorers.patchcore.memory_bank import MemoryBank, MemoryBankFitter
+
+FOLDS = [(0, 1), (2, 3, 4), (5,)]
+
+
+def _batches(seed: int = 0, inside: bool = False) -> list[PatchBatch]:
+    """Six images of 6×5 patches, two at a time; neighbours and images are alike."""
+    g = torch.Generator().manual_seed(seed)
+    base = torch.randn(1, 6, 5, 12, generator=g)
+    batches = []
+    for first in (0, 2, 4):
+        embeddings = base + 0.3 * torch.randn(2, 6, 5, 12, generator=g)
+        mask = torch.rand(2, 6, 5, generator=g) < 0.7 if inside else None
+        batches.append(PatchBatch(embeddings, (first, first + 1), inside=mask))
+    return batches
+
+
+def _fit(batches: list[PatchBatch], ratio: float) -> tuple[MemoryBank, torch.Tensor]:
+    fitter = MemoryBankFitter(coreset_ratio=ratio, projection_dim=8)
+    return fitter.fit(batches), fitter.projection(12)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_fold_leaves_nothing_behind_and_the_bank_keeps_its_size(inside: bool) -> None:
+    batches = _batches(inside=inside)
+    bank, projection = _fit(batches, 0.2)
+    for fold, left in zip(
+        FOLDS, banks_without(bank, batches, FOLDS, projection=projection), strict=True
+    ):
+        images = left.origins[:, 0].tolist()
+        assert not set(images) & set(fold)
+        assert len(left.vectors) == len(bank.vectors)
+        assert len(set(map(tuple, left.origins.tolist()))) == len(left.origins)
+        for vector, (image, row, column) in zip(left.vectors, left.origins.tolist(), strict=True):
+            batch = batches[image // 2]
+            torch.testing.assert_close(vector, batch.embeddings[image % 2, row, column])
+            assert batch.inside is None or bool(batch.inside[image % 2, row, column])
+
+
+def test_what_replaces_a_fold_is_what_it_stood_for() -> None:
+    """Each new vector was nearest, when projected, to a vector that went."""
+    batches = _batches(1)
+    bank, projection = _fit(batches, 0.2)
+    for fold, left in zip(
+        FOLDS, banks_without(bank, batches, FOLDS, projection=projection), strict=True
+    ):
+        kept = set(map(tuple, bank.origins.tolist()))
+        new = [i for i, o in enumerate(left.origins.tolist()) if tuple(o) not in kept]
+        assert new
+        nearest = torch.cdist(left.vectors[new] @ projection, bank.vectors @ projection).argmin(1)
+        assert {int(bank.origins[i, 0]) for i in nearest} <= set(fold)
+
+
+def test_a_bank_of_all_patches_just_loses_the_fold() -> None:
+    batches = _batches(2)
+    bank, projection = _fit(batches, 1.0)
+    for fold, left in zip(
+        FOLDS, banks_without(bank, batches, FOLDS, projection=projection), strict=True
+    ):
+        expected = [o for o in bank.origins.tolist() if o[0] not in fold]
+        assert sorted(left.origins.tolist()) == sorted(expected)
+
+
+def test_the_projection_is_that_of_the_selection() -> None:
+    batches = _batches(3)
+    bank, projection = _fit(batches, 0.2)
+    patches = torch.cat([b.embeddings.flatten(0, 2) for b in batches])
+    radius = torch.cdist(patches @ projection, bank.vectors @ projection).amin(1).max()
+    assert float(radius) == pytest.approx(bank.covering_radius, rel=1e-4)
+
+
+def test_one_fold_is_refused() -> None:
+    batches = _batches()
+    bank, projection = _fit(batches, 0.2)
+    with pytest.raises(ValueError, match="two folds"):
+        next(banks_without(bank, batches, [tuple(range(6))], projection=projection))

@@ -1,0 +1,269 @@
+"""PatchCore's bank: selection, origins, scores, and the paper's image score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.distance import cdist
+
+from anomaly.errors import ConfigError, DataError, ModelError
+from anomaly.scorers.base import PatchBatch, PatchScores
+from anomaly.scorers.patchcore.memory_bank import MemoryBank, MemoryBankFitter
+
+GRIDS = [(6, 5), (6, 5), (4, 9), (6, 5), (4, 9), (3, 3), (6, 5)]
+
+
+def images(
+    dim: int = 24, grids: list[tuple[int, int]] = GRIDS, seed: int = 0
+) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    kinds = 4 * torch.randn(9, dim, generator=g)
+    return [
+        kinds[torch.randint(9, (h, w), generator=g)] + torch.randn(h, w, dim, generator=g)
+        for h, w in grids
+    ]
+
+
+class Batches:
+    """Re-iterable batches of given images; those of one grid that follow each other are joined."""
+
+    def __init__(self, maps: list[torch.Tensor], names: list[int], joined: bool = False) -> None:
+        self.maps, self.names, self.joined = maps, names, joined
+        self.readings = 0
+
+    def __iter__(self) -> Iterator[PatchBatch]:
+        self.readings += 1
+        i = 0
+        while i < len(self.maps):
+            j = i + 1
+            while self.joined and j < len(self.maps) and self.maps[j].shape == self.maps[i].shape:
+                j += 1
+            yield PatchBatch(torch.stack(self.maps[i:j]), tuple(self.names[i:j]))
+            i = j
+
+
+def bank_of(
+    maps: list[torch.Tensor], ratio: float | None = None, size: int | None = None, seed: int = 0
+) -> MemoryBank:
+    fitter = MemoryBankFitter(ratio, size, seed=seed)
+    return fitter.fit(Batches(maps, list(range(len(maps)))))
+
+
+def test_origins_lead_back_to_the_vectors() -> None:
+    maps, names = images(), [40, 7, 3, 12, 0, 5, 99]
+    bank = MemoryBankFitter(0.3).fit(Batches(maps, names, joined=True))
+    assert bank.vectors.shape == (math.floor(0.3 * sum(h * w for h, w in GRIDS)), 24)
+    assert bank.origins.dtype == torch.int32
+    for vector, (image, row, column) in zip(bank.vectors, bank.origins.tolist(), strict=True):
+        assert torch.equal(vector, maps[names.index(image)][row, column])
+    assert len({tuple(o) for o in bank.origins.tolist()}) == len(bank.vectors)
+
+
+def test_the_batch_split_changes_nothing() -> None:
+    maps = images(dim=300)
+    one = MemoryBankFitter(0.2).fit(Batches(maps, list(range(7))))
+    other = MemoryBankFitter(0.2).fit(Batches(maps, list(range(7)), joined=True))
+    assert torch.equal(one.vectors, other.vectors)
+    assert torch.equal(one.origins, other.origins)
+
+
+def test_two_readings() -> None:
+    batches = Batches(images(), list(range(7)))
+    MemoryBankFitter(0.2).fit(batches)
+    assert batches.readings == 2
+
+
+def test_small_memory() -> None:
+    """What doesn't fit costs a third reading, and little of the covering."""
+    maps = images(dim=16, grids=[(20, 20)] * 30)
+    batches = Batches(maps, list(range(30)))
+    small = MemoryBankFitter(0.02, memory_limit=4000 * 16 * 4).fit(batches)
+    assert batches.readings == 3
+    assert not small.exact
+    assert len(small.vectors) == 240
+    for vector, (image, row, column) in zip(small.vectors, small.origins.tolist(), strict=True):
+        assert torch.equal(vector, maps[image][row, column])
+    assert small.covering_radius <= 1.1 * bank_of(maps, 0.02).covering_radius
+
+
+class MadeInInferenceMode(Batches):
+    """Batches as a network makes them: the mode is on between them, not after the last."""
+
+    def __iter__(self) -> Iterator[PatchBatch]:
+        with torch.inference_mode():
+            for batch in super().__iter__():
+                yield PatchBatch(batch.embeddings.clone(), batch.images)
+
+
+def test_small_memory_in_inference_mode() -> None:
+    maps = images(dim=16, grids=[(20, 20)] * 60)
+    fitter = MemoryBankFitter(0.02, memory_limit=4000 * 16 * 4)
+    bank = fitter.fit(MadeInInferenceMode(maps, list(range(60))))
+    plain = fitter.fit(Batches(maps, list(range(60))))
+    assert not bank.exact
+    assert torch.equal(bank.vectors, plain.vectors)
+
+
+def test_patches_that_do_not_count_are_not_there() -> None:
+    maps = images(grids=[(6, 5)] * 4)
+    inside = torch.rand(4, 6, 5, generator=torch.Generator().manual_seed(1)) < 0.6
+    corners = ((0, 0), (0, 5), (6, 0), (6, 5))  # four tiles of one image
+    batches = [PatchBatch(torch.stack(maps), (3,) * 4, corners, inside)]
+    bank = MemoryBankFitter(1.0).fit(batches)
+    assert len(bank.vectors) == int(inside.sum())
+    mosaic = torch.stack(maps).view(2, 2, 6, 5, 24).permute(0, 2, 1, 3, 4).reshape(12, 10, 24)
+    counts = inside.view(2, 2, 6, 5).permute(0, 2, 1, 3).reshape(12, 10)
+    for vector, (image, row, column) in zip(bank.vectors, bank.origins.tolist(), strict=True):
+        assert image == 3
+        assert counts[row, column]
+        assert torch.equal(vector, mosaic[row, column])
+
+
+def test_seed_and_repeatability() -> None:
+    maps = images()
+    first, again, other = (bank_of(maps, 0.2, seed=s) for s in (1, 1, 2))
+    assert torch.equal(first.vectors, again.vectors)
+    assert not torch.equal(first.vectors, other.vectors)
+
+
+def test_covering_radius_is_that_of_the_selection() -> None:
+    """With fewer channels than the projection has, the selection space is the embedding's."""
+    maps = images(dim=24)
+    bank = bank_of(maps, size=20)
+    every = torch.cat([m.flatten(0, 1) for m in maps])
+    exact = cdist(every.double(), bank.vectors.double()).min(1).max()
+    assert bank.covering_radius == pytest.approx(exact, rel=1e-5)
+    assert bank.exact
+
+
+def test_scores_are_distances_to_the_nearest_vector() -> None:
+    bank, queries = bank_of(images(), 0.3), torch.stack(images(seed=5)[:2])
+    scored = bank.score(queries)
+    exact = cdist(queries.flatten(0, 2).double(), bank.vectors.double())
+    assert scored.scores.shape == (2, 6, 5)
+    assert scored.nearest is not None
+    assert scored.scores.flatten().numpy() == pytest.approx(exact.min(1), rel=1e-5)
+    assert scored.nearest.flatten().tolist() == exact.argmin(1).tolist()
+
+
+def test_an_image_scores_the_same_alone() -> None:
+    maps = images(dim=64, grids=[(16, 16)] * 24)
+    bank, queries = bank_of(maps, 0.9), torch.stack(images(64, [(16, 16)] * 5, 8))
+    together = bank.score(queries).scores
+    alone = torch.cat([bank.score(q[None]).scores for q in queries])
+    assert float((together - alone).abs().max()) <= 1e-5
+
+
+def literal_reweighting(bank: np.ndarray, patches: np.ndarray, b: int) -> float:
+    """Roth et al. 2022, eq. 6 and 7, as written."""
+    best, s_star, m_star = patches[0], -1.0, 0
+    for patch in patches:
+        distances = [math.dist(patch, m) for m in bank]
+        if min(distances) > s_star:
+            best, s_star, m_star = patch, min(distances), int(np.argmin(distances))
+    order = sorted(range(len(bank)), key=lambda i: math.dist(bank[i], bank[m_star]))
+    total = sum(math.exp(math.dist(best, bank[i])) for i in order[:b])
+    return (1 - math.exp(s_star) / total) * s_star
+
+
+@pytest.mark.parametrize("b", [2, 3, 9, 1000])
+def test_reweighting_as_in_the_paper(b: int) -> None:
+    bank, queries = bank_of(images(), 0.4), torch.stack(images(seed=6)[:2])
+    scored = bank.score(queries)
+    expected = [
+        literal_reweighting(bank.vectors.double().numpy(), q.flatten(0, 1).double().numpy(), b)
+        for q in queries
+    ]
+    assert bank.reweighted(queries, scored, b).tolist() == pytest.approx(expected, rel=1e-4)
+
+
+def test_reweighting_of_large_distances_stays_finite() -> None:
+    """exp(1000) overflows; the weight doesn't need it."""
+    bank = MemoryBank(1000 * torch.randn(50, 4), torch.zeros(50, 3, dtype=torch.int32), 0.0)
+    queries = 5000 * torch.randn(2, 3, 3, 4)
+    weighted = bank.reweighted(queries, bank.score(queries), 5)
+    assert bool(weighted.isfinite().all())
+    assert bool((weighted >= 0).all())
+
+
+def test_reweighting_needs_company() -> None:
+    bank = bank_of(images(), size=1)
+    queries = torch.stack(images()[:2])
+    scored = bank.score(queries)
+    with pytest.raises(ConfigError, match="at least 2"):
+        bank.reweighted(queries, scored, 1)
+    assert torch.equal(bank.reweighted(queries, scored, 3), scored.scores.flatten(1).amax(1))
+    with pytest.raises(ValueError, match="no bank vectors"):
+        bank.reweighted(queries, PatchScores(scored.scores), 3)
+
+
+def test_tensors_and_back() -> None:
+    bank = bank_of(images(), 0.3)
+    back = MemoryBank.from_tensors(bank.tensors())
+    queries = torch.stack(images(seed=7)[:2])
+    assert torch.equal(bank.score(queries).scores, back.score(queries).scores)
+    assert back.covering_radius == bank.covering_radius
+    assert torch.equal(back.origins, bank.origins)
+    assert all(t.is_contiguous() for t in bank.tensors().values())
+
+
+def test_foreign_tensors() -> None:
+    tensors = bank_of(images(), size=5).tensors()
+    with pytest.raises(ModelError, match="origins"):
+        MemoryBank.from_tensors({k: v for k, v in tensors.items() if k != "origins"})
+    with pytest.raises(ModelError, match="doesn't go with the others"):
+        MemoryBank.from_tensors({**tensors, "origins": tensors["origins"][:3]})
+
+
+def test_other_channels_are_refused() -> None:
+    with pytest.raises(DataError, match="25 channels"):
+        bank_of(images(), size=5).score(torch.zeros(1, 2, 2, 25))
+
+
+def test_nothing_to_learn_from() -> None:
+    with pytest.raises(DataError, match="no training patches"):
+        MemoryBankFitter().fit([])
+
+
+def test_more_vectors_than_patches() -> None:
+    with pytest.raises(ConfigError, match="outside 1 to 9"):
+        bank_of(images(grids=[(3, 3)]), size=10)
+
+
+def test_nan_is_refused() -> None:
+    maps = images()
+    maps[3][1, 1, 0] = float("nan")
+    with pytest.raises(DataError, match="NaN"):
+        bank_of(maps, 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_scores_like_the_cpu() -> None:
+    bank, queries = bank_of(images(), 0.3), torch.stack(images(seed=5)[:2])
+    scored = bank.to("cuda").score(queries.cuda())
+    assert torch.allclose(scored.scores.cpu(), bank.score(queries).scores, atol=1e-4)
+    maps = [m.cuda() for m in images()]
+    assert bank_of(maps, 0.3).vectors.device.type == "cuda"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    grids=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=5),
+    ratio=st.floats(0.01, 1),
+    seed=st.integers(0, 1000),
+)
+def test_any_grids(grids: list[tuple[int, int]], ratio: float, seed: int) -> None:
+    """Every vector is where its origin says, and a training patch is within the radius."""
+    maps = images(6, grids, seed)
+    bank = bank_of(maps, ratio, seed=seed)
+    for vector, (image, row, column) in zip(bank.vectors, bank.origins.tolist(), strict=True):
+        assert torch.equal(vector, maps[image][row, column])
+    farthest = max(float(bank.score(m[None]).scores.max()) for m in maps)
+    assert farthest == pytest.approx(bank.covering_radius, rel=1e-4, abs=1e-4)

@@ -1,0 +1,132 @@
+"""What the commands made of fixed data when it was last recorded, and what they make of it now.
+
+On a machine like the one that recorded (processor features, threads, packages) every byte of the
+models, every digit of the rows and of the figures is the same; elsewhere scores agree within
+`SCORES`, and figures within `FIGURES`. Record anew, where a change of bytes is meant:
+
+    python tests/test_golden.py
+"""
+
+import csv
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from conftest import FAST, REPOSITORY, SHARED, write_product
+
+RECORDED = Path(__file__).with_name("golden.json")
+SCORES = 0.02  # relative; which patches a bank holds may turn on the last digit of a distance
+FIGURES = 0.01
+# Of a row, what differs from run to run, and what names the version.
+_PASSING = {"time", "milliseconds", "path", "model_id", "software_version", "image_sha256"}
+_FIGURES = ("image_auroc", "image_ap", "pixel_auroc", "pixel_ap", "aupro")
+BOTTLE = SHARED / "data" / "mvtec_ad" / "bottle"
+WEIGHTS = SHARED / "weights" / "resnet50_v1_imagenet_stem_to_layer3.safetensors"
+_BOTTLE = [
+    "backbone.name=resnet50_v1",
+    f"backbone.weights={WEIGHTS}",
+    "image.area=128",
+    "model.coreset_ratio=0.01",
+]
+_WHOLE: dict[str, tuple[str, list[str]]] = {
+    "disc_patchcore": ("disc", FAST),
+    "disc_padim": ("disc", [*FAST, "model.kind=padim"]),
+    "disc_tiles": ("disc", [*FAST, "image.tile=64", "precision=fp32"]),
+    "bottle_patchcore": ("bottle", _BOTTLE),
+    "bottle_padim": ("bottle", [*_BOTTLE, "model.kind=padim"]),
+}
+
+
+def machine() -> dict[str, str]:
+    """What bytes may hang on besides data, settings and code."""
+    import torch
+
+    packages = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless")
+    return {
+        "processor": platform.machine(),
+        "features": torch.backends.cpu.get_cpu_capability(),
+        "bf16": str(torch.cpu.get_capabilities().get("amx_bf16")),
+        "threads": "2",
+        **{name: version(name) for name in packages},
+    }
+
+
+def walk(data: Path, settings: list[str], folder: Path) -> dict[str, Any]:
+    """Train, infer and evaluate on one category; what there is to compare."""
+    chosen = ["data.format=mvtec", f"data.root={data.parent}", f"data.category={data.name}"]
+    flags = [part for one in [*chosen, *settings] for part in ("--set", one)]
+    common = ["--device", "cpu", "--threads", "2"]
+    config = REPOSITORY / "configs" / "folder.yaml"
+    run, results, figures = folder / "run", folder / "results", folder / "figures"
+    _anomaly("train", "--config", config, *flags, "--output", run, *common)
+    _anomaly("infer", "--model", run, "--input", data / "test", "--output", results, *common)
+    _anomaly("evaluate", "--model", run, "--output", figures, *common)
+    with (results / "results.csv").open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
+    metrics = json.loads((figures / "metrics.json").read_text())["mean"]
+    return {
+        "model": {
+            file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in sorted((run / "model").iterdir())
+            if file.suffix in (".safetensors", ".png") or file.name == "calibration.json"
+        },
+        "rows": {
+            str(Path(row["path"]).relative_to(data)): {
+                key: value for key, value in row.items() if key not in _PASSING
+            }
+            for row in rows
+        },
+        "figures": {key: metrics[key] for key in _FIGURES if metrics.get(key) is not None},
+    }
+
+
+def _anomaly(*arguments: object) -> None:
+    code = "import sys; from anomaly.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True, text=True, check=False, cwd=REPOSITORY,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def _data(name: str, scratch: Path) -> Path:
+    return BOTTLE if name == "bottle" else write_product(scratch / name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n.startswith("bottle") else ()) for n in _WHOLE],
+)
+def test_nothing_has_changed(name: str, tmp_path: Path) -> None:
+    """Models, rows and figures are those that were recorded."""
+    data, settings = _WHOLE[name]
+    if data == "bottle" and not (BOTTLE.exists() and WEIGHTS.exists()):
+        pytest.skip(f"{BOTTLE} or {WEIGHTS} is absent")
+    recorded = json.loads(RECORDED.read_text())
+    now, then = walk(_data(data, tmp_path), settings, tmp_path), recorded[name]
+    if machine() == recorded["machine"]:
+        assert now == then
+        return
+    assert now["rows"].keys() == then["rows"].keys()
+    for path, row in now["rows"].items():
+        score = float(then["rows"][path]["image_score"])
+        assert float(row["image_score"]) == pytest.approx(score, rel=SCORES), path
+    assert now["figures"] == pytest.approx(then["figures"], abs=FIGURES)
+
+
+def _record() -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, (data, settings) in _WHOLE.items():
+        with TemporaryDirectory() as scratch:
+            yield name, walk(_data(data, Path(scratch)), settings, Path(scratch))
+
+
+if __name__ == "__main__":
+    RECORDED.write_text(json.dumps({"machine": machine(), **dict(_record())}, indent=1) + "\n")
