@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import logging
 import math
 from contextlib import suppress
@@ -16,6 +15,7 @@ from anomaly import __version__
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.errors import AnomalyError, DataError
+from anomaly.files.writing import sha256_of
 
 if TYPE_CHECKING:
     from anomaly.calibration import Choice, GoodScores, Thresholds
@@ -198,8 +198,8 @@ def _tested(options: argparse.Namespace, model: Model) -> frozenset[str]:
     hashes = set()
     for sample in test:
         # What can't be read can't be evaluated on either.
-        with suppress(OSError), sample.path.open("rb") as file:
-            hashes.add(hashlib.file_digest(file, "sha256").hexdigest())
+        with suppress(OSError):
+            hashes.add(sha256_of(sample.path))
     return frozenset(hashes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.errors import AnomalyError, ConfigError, DataError, why
+from anomaly.files.writing import sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -235,8 +235,7 @@ def _test_images(
 def _sha256(file: Path) -> str:
     """Of a file's bytes; empty where it can't be read, which scoring will say."""
     try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return sha256_of(file)
     except OSError:
         return ""
 

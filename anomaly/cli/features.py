@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.errors import AnomalyError, ConfigError, ModelError, OutputError
+from anomaly.files.writing import sha256_of
 
 if TYPE_CHECKING:
     import torch
@@ -224,8 +224,7 @@ def _todo(
 
 def _sha256(path: Path) -> str | None:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(path)
     except OSError:
         return None  # saved is saved
 

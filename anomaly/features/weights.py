@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import urllib.error
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from anomaly.errors import WeightsError, why
-from anomaly.files.writing import like
+from anomaly.files.writing import like, sha256_of
 
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")
 
@@ -127,8 +126,7 @@ def _refuse(file: Path, sha256: str, prefix: str) -> None:
 
 def _sha256(file: Path) -> str:
     try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return sha256_of(file)
     except OSError as error:
         raise WeightsError(f"{file} can't be read: {why(error)}") from None
 

@@ -73,6 +73,16 @@ def short_name(name: str) -> str:
     return data[: _LONGEST_NAME - len(mark)].decode("utf-8", "ignore") + mark
 
 
+def sha256_of(file: Path) -> str:
+    """The SHA-256 of a file's bytes, as 64 hexadecimal digits.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def as_json(values: Any) -> str:
     """Values as indented JSON with a newline, the same text each time.
 

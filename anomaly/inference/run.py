@@ -24,11 +24,11 @@ from anomaly.maps.regions import MarkedRegion
 from anomaly.model.checkpoint import Model
 from anomaly.model.detector import Prediction
 from anomaly.prefetch import StoppedError
+from anomaly.scorers.base import Progress
 
 _BEHIND = 16  # scored images whose pictures may still be on their way
 _LAST_SECONDS = 5.0  # that their pictures may take once the run is to stop
 
-Progress = Callable[[int, int], None]
 Drawn = Future[tuple[MarkedRegion, ...] | Refused]
 
 

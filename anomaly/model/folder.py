@@ -5,7 +5,6 @@ Knows files and hashes; what is in them is `anomaly.model.checkpoint`'s business
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from anomaly.errors import ModelError, OutputError
-from anomaly.files.writing import draft_of, like
+from anomaly.files.writing import draft_of, like, sha256_of
 from anomaly.model.manifest import AGAIN, MANIFEST
 
 HISTORY = "history.jsonl"
@@ -67,7 +66,7 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> None:
                 raise ModelError(
                     f"{folder / name} has another size than when it was written; {AGAIN}"
                 )
-            if _sha256(folder / name) != record["sha256"]:
+            if sha256_of(folder / name) != record["sha256"]:
                 raise ModelError(f"{folder / name} was changed since it was written; {AGAIN}")
         except OSError as error:
             raise ModelError(f"{folder / name} can't be read: {error.strerror}; {AGAIN}") from None
@@ -75,17 +74,12 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> None:
 
 def model_id(folder: Path) -> str:
     """The first 16 digits of the manifest's sha256; the manifest vouches for all the rest."""
-    return _sha256(folder / MANIFEST)[:16]
+    return sha256_of(folder / MANIFEST)[:16]
 
 
 def vouch(file: Path) -> dict[str, Any]:
     """What a manifest says about a file."""
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
 def link(file: Path, to: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.runtime import spread
-from anomaly.scorers.base import PatchBatch, PatchScores, check_tensors, leading
+from anomaly.scorers.base import PatchBatch, PatchScores, Progress, check_tensors, leading
 from anomaly.scorers.padim.covariance import GaussianStatistics, centre, flat_width
 from anomaly.scorers.padim.projection import Projection, channel_projection
 from anomaly.scorers.padim.sample_store import SampleStore, StatisticsStore
@@ -18,7 +18,6 @@ from anomaly.scorers.padim.whitening import CholeskyWhitening, LowRankWhitening
 
 __all__ = ["GaussianFitter", "GaussianStatistics", "PatchGaussian", "channel_projection"]
 
-Progress = Callable[[int, int], None]
 
 # Numbers that one block of positions works on. Scoring's should stay in a CPU's cache between two
 # products; fitting's is what each thread holds.

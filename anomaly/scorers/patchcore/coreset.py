@@ -13,7 +13,6 @@ laziness, all exact, because a distance that wasn't brought up to date is an upp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +23,8 @@ from torch import Tensor
 
 from anomaly.errors import ConfigError
 from anomaly.runtime import spreading
+from anomaly.scorers.base import Progress
 from anomaly.scorers.patchcore.cover import Cover
-
-Progress = Callable[[int, int], None]
 
 # A pool's 2048² distances are 16 MiB and stay in cache; a larger one costs more to multiply
 # out than the rounds it saves.

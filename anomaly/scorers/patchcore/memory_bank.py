@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import ConfigError, DataError
-from anomaly.scorers.base import PatchBatch, PatchScores, check_tensors, leading
+from anomaly.scorers.base import PatchBatch, PatchScores, Progress, check_tensors, leading
 from anomaly.scorers.patchcore.coreset import coreset_size, random_projection
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 from anomaly.scorers.patchcore.streamed_coreset import select_streamed
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anomaly.scorers.patchcore.coreset import Progress, distances_to_nearest, select
+from anomaly.scorers.base import Progress
+from anomaly.scorers.patchcore.coreset import distances_to_nearest, select
 
 # Points measured at once in the second reading.
 _CHUNK = 1 << 17
