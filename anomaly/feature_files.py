@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from anomaly.csv_tables import csv_rows, csv_text
+from anomaly.csv_files import csv_rows, csv_text
 from anomaly.errors import DataError, OutputError, why
 from anomaly.files import claim, write
 

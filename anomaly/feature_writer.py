@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from anomaly.csv_tables import csv_text
+from anomaly.csv_files import csv_text
 from anomaly.errors import OutputError
 from anomaly.feature_files import (
     SETTINGS,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, get_type_hints
 
-from anomaly.csv_tables import csv_text
+from anomaly.csv_files import csv_text
 from anomaly.marked import MarkedRegion
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from anomaly.csv_lists import Rows, read_rows
+from anomaly.csv_files import Rows, read_rows
 from anomaly.datasets.samples import GOOD, Dataset, Sample, no_training_images, set_apart
 from anomaly.errors import DataError, nearest
 from anomaly.files import like

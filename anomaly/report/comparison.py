@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anomaly.csv_tables import csv_rows, csv_text
+from anomaly.csv_files import csv_rows, csv_text
 from anomaly.errors import DataError, why
 
 _HEADER = (

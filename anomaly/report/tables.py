@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from anomaly.calibration import Thresholds, rate_of
-from anomaly.csv_tables import csv_text
+from anomaly.csv_files import csv_text
 from anomaly.evaluation import Evaluation
 from anomaly.files import as_json
 from anomaly.metrics import Confusion
