@@ -36,6 +36,9 @@ PLACES = {
 }
 IN_THE_CHECKOUT = ("make ", "source ")
 RUNS_TESTS = ("make test", "make test-slow", "make test-portable")  # this very test among them
+# A run that follows a folder goes on until somebody stops it.
+UNTIL_A_ROW = " & until grep -q ,ok, shift/results.csv; do sleep 0.2; kill -0 $!; done; "
+UNTIL_A_ROW += "kill -TERM $!; wait $!"
 MOBILENET = REPOSITORY / "weights" / "mobilenet_v2-b0353104.pth"
 # WideResNet50-2's file can't be had without a network: its layers have random weights here.
 STAND_IN = """
@@ -108,9 +111,8 @@ def test_the_package_runs_as_a_module(tmp_path: Path) -> None:
 def _own_files(folder: Path) -> Path:
     """The reader's own files, in `folder`/path/to."""
     sample = folder / "sample" / "brushed_plate"
-    write_sample_data(sample.parent, seed=0)
-    for surplus in [f for f in sample.rglob("*.png") if int(f.stem[:3]) >= 10]:
-        surplus.unlink()
+    few = {"n_train": 10, "n_good": 5, "n_defect": 10}
+    write_sample_data(sample.parent, products=["brushed_plate"], **few)
     for place, parts in PLACES.items():
         for name, source in parts.items():
             target = folder / place.lstrip("/") / name
@@ -145,11 +147,13 @@ def _checkout(folder: Path) -> Path:
 def _shell(lines: list[str], cwd: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment |= {"ANOMALY_WEIGHTS": str(MOBILENET.parent), "XDG_CACHE_HOME": str(cwd / "cache")}
-    done = subprocess.run(
-        ["bash", "-exc", "\n".join(lines)],
-        cwd=cwd, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    log = cwd / "log.txt"
+    with log.open("w") as said:
+        done = subprocess.run(
+            ["bash", "-exc", "\n".join(["PS4='+ $SECONDS s: '", *lines])],
+            cwd=cwd, env=environment, stdout=said, stderr=said, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, log.read_text()[-5000:]
 
 
 def _printed(own_files: Path) -> list[str]:
@@ -159,8 +163,7 @@ def _printed(own_files: Path) -> list[str]:
         lines += [f"mkdir {number}", f"cd {number}", *commands(page), "cd .."]
     lines = [line.replace("/path/to/", f"{own_files}/path/to/") for line in lines]
     return [
-        # It follows a folder until somebody stops it.
-        f"timeout --preserve-status --signal=INT 60 {line}" if "--watch" in line else line
+        line + UNTIL_A_ROW if "--watch" in line else line
         for line in lines
         if not line.startswith(IN_THE_CHECKOUT)
     ]

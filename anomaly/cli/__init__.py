@@ -25,7 +25,7 @@ COMMANDS = {
     "layers": "list a network's layers: shapes, strides, parameters, compute",
     "features": "save what layers make of images, for classifiers of your own",
     "explain": "show why an image was flagged, in pictures",
-    "selfcheck": "score known parts before a shift: has anything moved?",
+    "selfcheck": "score known parts before a shift and say what has moved",
     "sample-data": "generate a small data set to try things on",
 }
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--list",
         metavar="FILE",
         help="a text file that names an image on each line, or a CSV file with the columns path "
-        "and group (the part that it shows); - reads it from standard input",
+        "and group (the part that it shows), or a results.csv; - reads it from standard input",
     )
     parser.add_argument(
         "--watch",

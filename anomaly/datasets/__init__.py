@@ -81,6 +81,7 @@ def _missing(layout: str, root: Path, category: str | None) -> str:
     if not is_folder(root):
         text = f"data.root {root} doesn't exist (looked in {Path.cwd()}{like(root)}). "
     else:
-        known = folders_in(root)
-        text = f"{root} has no folder {category!r}; {nearest(str(category), known)} "
+        known = nearest(str(category), folders_in(root))
+        known += "" if known.endswith("?") else "."
+        text = f"{root} has no folder {category!r}; {known} "
     return text + HOW_TO_GET_MVTEC if layout == "mvtec" else text + "Correct data.root."

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anomaly.errors import DataError
-from anomaly.files.csv_lists import header_of, marked_encoding, read_rows, text_of
+from anomaly.files.csv_files import header_of, marked_encoding, read_rows, text_of
 from anomaly.files.writing import like, short_name
 from anomaly.imaging.image import is_folder, is_image, list_files
 
@@ -46,8 +46,8 @@ def find_inputs(
     Args:
         inputs: files, and folders that are searched.
         list_file: a text file with a path on each line, or a CSV file with a header and the
-            columns `path` and `group`, or `path` alone; `-` for standard input. A file that it
-            names needn't exist, and will be reported as unreadable.
+            columns `path` and `group`, or `path` alone, or a `results.csv`; `-` for standard input.
+            A file that it names needn't exist, and will be reported as unreadable.
         option: where the inputs were given, for messages.
 
     Raises:
@@ -107,7 +107,7 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
     header, _ = header_of(lines[0], _COLUMNS) if lines else ([], "")
     if not _is_table(header, list_file):
         return [Path(line) for line in lines], {}
-    if len(header) == 1:
+    if len(header) == 1 or "image_sha256" in header:  # a path a line, or our results
         rows = read_rows(data, name, _COLUMNS, ("path",))
         return [Path(row["path"]) for _, row in rows if row["path"]], {}
     groups = _grouped(data, name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anomaly.datasets.samples import GOOD, Dataset, Sample, no_training_images, set_apart
 from anomaly.errors import DataError, nearest
-from anomaly.files.csv_lists import Rows, read_rows
+from anomaly.files.csv_files import Rows, read_rows
 from anomaly.files.writing import like
 
 COLUMNS = ("path", "label", "mask", "split", "group")

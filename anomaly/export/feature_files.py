@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from anomaly.errors import DataError, OutputError, why
-from anomaly.files.csv_tables import csv_rows, csv_text
+from anomaly.files.csv_files import csv_rows, csv_text
 from anomaly.files.writing import claim, write
 
 Array: TypeAlias = NDArray[np.float32]

@@ -26,7 +26,7 @@ from anomaly.export.feature_files import (
     trusted_index,
     write_index,
 )
-from anomaly.files.csv_tables import csv_text
+from anomaly.files.csv_files import csv_text
 from anomaly.files.writing import as_json, claim, write
 
 # A shard closes before its rows fill more memory than this.

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, get_type_hints
 
-from anomaly.files.csv_tables import csv_text
+from anomaly.files.csv_files import csv_text
 from anomaly.maps.regions import MarkedRegion
 
 if TYPE_CHECKING:

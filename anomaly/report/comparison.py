@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.errors import DataError, why
-from anomaly.files.csv_tables import csv_rows, csv_text
+from anomaly.files.csv_files import csv_rows, csv_text
 
 _HEADER = (
     *("category", "path", "defect_type", "score_a", "score_b", "difference"),

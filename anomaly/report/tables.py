@@ -9,7 +9,7 @@ from typing import Any
 from anomaly.calibration import Thresholds, rate_of
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics import Confusion
-from anomaly.files.csv_tables import csv_text
+from anomaly.files.csv_files import csv_text
 from anomaly.files.writing import as_json
 
 COLUMNS = (

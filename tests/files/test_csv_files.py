@@ -10,7 +10,8 @@ from conftest import Command, write_part
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anomaly.files.csv_tables import csv_rows, csv_text
+from anomaly.datasets.inputs import find_inputs
+from anomaly.files.csv_files import csv_rows, csv_text, read_rows
 
 _NASTY = st.text(st.sampled_from("=+-@'\t\r\n\",; ab1\u2028\x85\udc80é"), max_size=8)
 
@@ -31,6 +32,18 @@ def test_numbers_are_left_alone() -> None:
     assert csv_text([(-0.5, None, 3, "-0.5", "a b")]) == "-0.5,,3,'-0.5,a b\n"
     with pytest.raises(ValueError, match="end of data"):
         csv_rows('a,"b')
+
+
+@given(st.lists(_NASTY.filter(str.isprintable), min_size=1))
+def test_our_tables_are_lists_too(cells: list[str]) -> None:
+    data = csv_text([("path", "row"), *((cell, 0) for cell in cells)]).encode()
+    assert [row["path"] for _, row in read_rows(data, "list", ("path",), ("path",))] == cells
+
+
+def test_an_apostrophe_of_a_lists_own_stays() -> None:
+    data = b"path\n'90s.png\n'=1.png\n''a.png\n"
+    rows = read_rows(data, "list", ("path",), ("path",))
+    assert [row["path"] for _, row in rows] == ["'90s.png", "=1.png", "'a.png"]
 
 
 _NAMES = [*("=1+1.png", "+a.png", "-b.png", "@c.png"), "two\rlines.png", "a\tb.png", "'q.png"]
@@ -55,5 +68,6 @@ def test_names_of_files(
         plain = list(csv.DictReader(io.StringIO(text, newline="")))
         assert len(plain) == len(rows)
         assert not any(row["path"].startswith(("=", "+", "-", "@")) for row in plain)
+    assert {str(path) for path in find_inputs([], "out/results.csv").paths} == set(_NAMES)
     lines = Path("out", "results.jsonl").read_text().splitlines()
     assert {json.loads(line)["path"] for line in lines} == set(_NAMES)

@@ -1,4 +1,10 @@
-"""Lists of images as spreadsheets save them: CSV by comma, semicolon or tab, UTF-8 or not."""
+"""CSV files: the tables that this program writes and reads back, and lists from spreadsheets.
+
+Tables are written by RFC 4180. A spreadsheet takes a cell that begins with `=`, `+`, `-` or `@` for
+a formula and runs it, and file names may begin like that. Such a text gets an apostrophe in front,
+and so does one that begins with an apostrophe, a tab or a line break. Both readers drop the
+apostrophe where such a text follows it, and only there. Numbers stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,8 @@ import codecs
 import csv
 import difflib
 import io
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from anomaly.errors import DataError
 
@@ -18,6 +25,39 @@ _MARKS = {
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+# Spreadsheets skip blanks before a formula; a tab or line break can lead into the next cell.
+_GUARDED = re.compile(r"'|[\t\r\n]|\s*[=+\-@]")
+# Beyond what RFC 4180 demands: whatever some reader takes for the end of a line.
+_QUOTED = re.compile('[,";\t\n\v\f\r\x1c-\x1e\x85\u2028\u2029]|^\\s|\\s$')
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Rows as lines of CSV: None is an empty cell, floats have all their digits."""
+    return "".join(",".join(map(_cell, row)) + "\n" for row in rows)
+
+
+def csv_rows(text: str) -> list[list[str]]:
+    """The cells of such lines.
+
+    Raises:
+        ValueError: these aren't lines of CSV.
+    """
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        return [[_unguarded(cell) for cell in row] for row in rows]
+    except csv.Error as error:
+        raise ValueError(str(error)) from None
+
+
+def _cell(value: object) -> str:
+    if not isinstance(value, str):
+        return "" if value is None else repr(value)
+    text = f"'{value}" if _GUARDED.match(value) else value
+    return '"' + text.replace('"', '""') + '"' if _QUOTED.search(text) else text
+
+
+def _unguarded(cell: str) -> str:
+    return cell[1:] if cell.startswith("'") and _GUARDED.match(cell, 1) else cell
 
 
 def marked_encoding(data: bytes) -> tuple[str, bytes] | None:
@@ -62,7 +102,7 @@ def read_rows(data: bytes, name: str, columns: Sequence[str], needed: Sequence[s
                     f"{name} line {reader.line_num + 1} has more cells than the header; put paths "
                     f"that hold {_DELIMITERS[delimiter]} in quotes"
                 )
-            yield reader.line_num + 1, row
+            yield reader.line_num + 1, {key: _unguarded(cell) for key, cell in row.items()}
     except csv.Error:
         raise DataError(
             f"{name} isn't a CSV file: a quote is never closed, or stands inside a cell"
