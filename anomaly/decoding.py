@@ -26,8 +26,7 @@ from anomaly.errors import ImageError
 from anomaly.geometry import View
 from anomaly.guarded_process import DRAWING, EndedError, GuardedProcess
 from anomaly.loading import Loaded, Refused, StoppedError, ahead, paint
-from anomaly.marked import MarkedRegion
-from anomaly.pictures import PLAIN, Shown
+from anomaly.pictures import PLAIN, Drawn, Shown
 from anomaly.source_map import SourceMap
 
 _AHEAD = 4  # images that each process may be ahead of the network
@@ -128,7 +127,7 @@ class Decoders:
 
     def finish(
         self, index: int, path: Path, found: SourceMap, name: str, shown: Shown = PLAIN
-    ) -> Future[tuple[MarkedRegion, ...] | Refused]:
+    ) -> Future[Drawn | Refused]:
         """Write the pictures of an image that `load_all` has given and that is now scored.
 
         Args:
@@ -139,9 +138,9 @@ class Decoders:
             shown: what its heatmap says of it.
 
         Returns:
-            What is marked, once they are on disk; `Refused` when the file can't be read any more,
-            can't be drawn, or takes its process down. The future raises OutputError when they can't
-            be written.
+            What was found on the way, once they are on disk; `Refused` when the file can't be read
+            any more, can't be drawn, or takes its process down. The future raises OutputError when
+            they can't be written.
         """
         process = self._of.pop(index)
         return process.submit(_finish, process, index, path, found, name, shown)
@@ -193,12 +192,12 @@ def _load(process: GuardedProcess, index: int, path: Path) -> Loaded | Refused:
 
 def _finish(
     process: GuardedProcess, index: int, path: Path, found: SourceMap, name: str, shown: Shown
-) -> tuple[MarkedRegion, ...] | Refused:
+) -> Drawn | Refused:
     try:
         answer = process.ask("finish", index, path, found, name, shown, patience=DRAWING)
     except EndedError as ended:
         return _failed(index, path, "drawing", ended)
-    assert isinstance(answer, tuple | Refused)
+    assert isinstance(answer, Drawn | Refused)
     return answer
 
 

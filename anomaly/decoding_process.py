@@ -37,8 +37,7 @@ from anomaly.loading import (
     paint,
     refusal,
 )
-from anomaly.marked import MarkedRegion
-from anomaly.pictures import PLAIN, Pictures, Shown
+from anomaly.pictures import PLAIN, Drawn, Pictures, Shown
 from anomaly.source_map import SourceMap
 
 _KEPT_BYTES = 256 * 1024**2
@@ -161,7 +160,7 @@ class _Server:
 
     def finish(
         self, index: int, path: Path, found: SourceMap, name: str, shown: Shown = PLAIN
-    ) -> tuple[MarkedRegion, ...] | Refused:
+    ) -> Drawn | Refused:
         assert self._task.pictures is not None
         image = self._image(index, path)
         if isinstance(image, Refused):

@@ -17,7 +17,7 @@ from anomaly.errors import ImageError, OutputError
 from anomaly.geometry import Sizing, Tiling
 from anomaly.heatmap import encode_png, heatmap
 from anomaly.loading import Loaded, Loading, Refused, load
-from anomaly.pictures import Pictures
+from anomaly.pictures import Drawn, Pictures
 from anomaly.source_map import SourceMap
 
 # A file whose name says so ends its process, or makes a bug of it.
@@ -88,7 +88,7 @@ def test_the_same_as_here_in_order(folder: Path) -> None:
             assert (item.sha256, item.view, item.image) == (here.sha256, here.view, None)
             np.testing.assert_array_equal(item.pixels, here.pixels)
             done = decoders.finish(i, paths[i], _map(here), f"sub/{i}.png").result()
-            assert done == ()
+            assert done == Drawn()
             drawn = encode_png(heatmap(here.decoded, _map(here), 1.0))
             assert (folder / "out" / "heatmaps" / "sub" / f"{i}.png").read_bytes() == drawn
             with pytest.raises(ValueError, match="another process"):
@@ -149,7 +149,7 @@ def test_a_killed_process_is_replaced(folder: Path) -> None:
         (first,) = decoders.load_all([(0, paths[0])])
         assert isinstance(first, Loaded)
         decoders._processes[0]._child.send_signal(signal.SIGKILL)
-        assert decoders.finish(0, paths[0], _map(first), "0.png").result() == ()
+        assert decoders.finish(0, paths[0], _map(first), "0.png").result() == Drawn()
         decoders._processes[0]._child.send_signal(signal.SIGKILL)
         (second,) = decoders.load_all([(1, paths[1])])
         assert isinstance(second, Loaded)
