@@ -103,16 +103,18 @@ def overlay(
     result = np.asarray(cv2.add(dimmed, cv2.LUT(levels, tint)), np.uint8)
     result[hidden] = result[hidden] // 2
     width = line or _line_width(picture.shape[:2])
-    if review is not None and review < threshold:
-        outlined = _outlined(result.copy(), anomaly_map, review, width)
+    faint = _lines(anomaly_map, review) if review is not None and review < threshold else []
+    if faint:
+        outlined = _outlined(result.copy(), faint, width)
         cv2.addWeighted(outlined, _FAINT, result, 1 - _FAINT, 0, dst=result)
-    return _outlined(result, anomaly_map, threshold, width)
+    return _outlined(result, _lines(anomaly_map, threshold), width)
 
 
-def _outlined(
-    picture: Picture, anomaly_map: NDArray[np.float32], limit: float, width: int
-) -> Picture:
-    lines = outlines(anomaly_map > max(limit, 1e-12))
+def _lines(anomaly_map: NDArray[np.float32], limit: float) -> list[NDArray[np.int32]]:
+    return outlines(anomaly_map > max(limit, 1e-12))
+
+
+def _outlined(picture: Picture, lines: list[NDArray[np.int32]], width: int) -> Picture:
     edged = width + max(min(width, 2), width // 3)
     cv2.drawContours(picture, lines, -1, _EDGE, edged, cv2.LINE_AA)
     cv2.drawContours(picture, lines, -1, CONTOUR, width, cv2.LINE_AA)
