@@ -90,6 +90,7 @@ def _run(options: argparse.Namespace) -> int:
     with Decoders(min(machine.wanted_threads(options), len(paths))) as decoders, Stopping() as stop:
         from anomaly.inference.journal import Journal, finished
         from anomaly.inference.run import Inputs, infer
+        from anomaly.maps.thumbnails import Thumbnails
         from anomaly.model.checkpoint import load
 
         device, _ = machine.settle(options)
@@ -102,6 +103,7 @@ def _run(options: argparse.Namespace) -> int:
         journal = Journal(options.output / JOURNAL, about)
         names = picture_names(paths, [] if options.list else options.input)
         inputs = Inputs(paths, names, options.heatmap)
+        thumbnails = None if options.no_page else Thumbnails(len(paths))
         decoders.begin(Task(model.detector.loading, infer_outputs.pictures(options, model)))
         mm_per_pixel = model.detector.config.image.mm_per_pixel
         failure: OutputError | None = None
@@ -115,6 +117,7 @@ def _run(options: argparse.Namespace) -> int:
                     decoders,
                     stopped=lambda: stop.signal is not None,
                     progress=lambda done, total: progress("scoring", done, total),
+                    thumbnails=thumbnails,
                 )
         except OutputError as error:
             failure = error
@@ -126,7 +129,7 @@ def _run(options: argparse.Namespace) -> int:
         raise _broken_off(failed, len(rows), len(paths))
     page = ""
     if len(rows) == len(paths):
-        page = infer_outputs.write_page(options, model, rows, about)
+        page = infer_outputs.write_page(options, model, rows, thumbnails, about)
     _say(rows, len(paths), options.output, page)
     if len(rows) < len(paths):
         print("stopped; go on with --resume")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly import __version__
-from anomaly.cli import machine
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from anomaly.inference.artifacts import Pictures
     from anomaly.inference.journal import Journal
     from anomaly.inference.rows import Row
+    from anomaly.maps.thumbnails import Thumbnails
     from anomaly.model.checkpoint import Model
 
 
@@ -130,9 +130,13 @@ def about(options: argparse.Namespace, model: Model, device: torch.device) -> di
 
 
 def write_page(
-    options: argparse.Namespace, model: Model, rows: Iterable[Row], facts: Mapping[str, object]
+    options: argparse.Namespace,
+    model: Model,
+    rows: Iterable[Row],
+    thumbnails: Thumbnails | None,
+    facts: Mapping[str, object],
 ) -> str:
-    """Write results.html, unless it isn't wanted; says so.
+    """Write results.html, unless it isn't wanted: then there are no thumbnails. Says so.
 
     Raises:
         OutputError: no room, no permission.
@@ -142,7 +146,7 @@ def write_page(
     from anomaly.model.checkpoint import portable
     from anomaly.report.gallery import Run, gallery_html
 
-    if options.no_page:
+    if thumbnails is None:
         return ""
     detector = model.detector
     run = Run(
@@ -156,7 +160,7 @@ def write_page(
         facts=facts,
     )
     output = Path(options.output)
-    write(output / PAGE, gallery_html(run, rows, output, machine.wanted_threads(options)))
+    write(output / PAGE, gallery_html(run, rows, output, thumbnails))
     return f", all on one page in {output / PAGE}"
 
 

@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
         from anomaly.inference.rows import Row
         from anomaly.inference.watch import watch
         from anomaly.inference.watch_log import WatchLog
+        from anomaly.maps.thumbnails import Thumbnails
         from anomaly.model.checkpoint import load
 
         device, _ = machine.settle(options)
@@ -50,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
         infer_outputs.write_scale(options, model)
         decoders.begin(Task(model.detector.loading, infer_outputs.pictures(options, model)))
         counts: Counter[str] = Counter()
+        thumbnails = None if options.no_page else Thumbnails()
         print(f"watching {', '.join(map(str, options.input))}; Ctrl-C ends it", flush=True)
         try:
             with log:
@@ -68,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
                     settle=options.settle,
                     stopped=lambda: stop.signal is not None,
                     heatmaps=options.heatmap,
+                    thumbnails=thumbnails,
                     seen=seen,
                     trouble=_warn,
                 )
@@ -77,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
             raise told from None
         with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
             rows = (Row(**json.loads(line)) for line in lines)
-            page = infer_outputs.write_page(options, model, rows, about)
+            page = infer_outputs.write_page(options, model, rows, thumbnails, about)
     remove_drafts(options.output)  # of decoding processes that were killed
     print(f"{_counted(counts)}; rows in {options.output / 'results.csv'}{page}")
     return 0 if counts["ok"] == _total(counts) else 3 if counts["ok"] else 2

@@ -17,6 +17,7 @@ from anomaly.maps.colour_bar import side_by_side
 from anomaly.maps.heatmap import Picture, display, encode_png, heatmap
 from anomaly.maps.map_files import encode_float32, encode_uint16
 from anomaly.maps.regions import AnomalyMap, MarkedRegion, marked_regions, predicted_mask
+from anomaly.maps.thumbnails import Thumbnail, thumbnail
 
 _HELD_PIXELS = 8_000_000
 
@@ -30,15 +31,30 @@ class Shown:
         verdict: `good`, `review` or `reject`; empty without thresholds.
         score: the image score.
         times: that, in multiples of the reject threshold; None without thresholds.
+        small: pixels that a small copy of it may have; 0 for no copy.
     """
 
     heatmap: bool = True
     verdict: str = ""
     score: float = math.nan
     times: float | None = None
+    small: int = 0
 
 
 PLAIN = Shown()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was found on the way.
+
+    Attributes:
+        regions: what is marked, where that is wanted.
+        small: the small copy of the heatmap, where that is wanted.
+    """
+
+    regions: tuple[MarkedRegion, ...] = ()
+    small: Thumbnail | None = None
 
 
 @dataclass(frozen=True)
@@ -65,9 +81,7 @@ class Pictures:
     regions: bool = False
     maps: Literal["float32", "uint16"] | None = None
 
-    def write(
-        self, image: Image, found: SourceMap, name: str, shown: Shown = PLAIN
-    ) -> tuple[MarkedRegion, ...]:
+    def write(self, image: Image, found: SourceMap, name: str, shown: Shown = PLAIN) -> Drawn:
         """Write one image's files.
 
         Args:
@@ -77,29 +91,31 @@ class Pictures:
             shown: what the heatmap says of it.
 
         Returns:
-            The marked regions, where they are wanted.
+            The marked regions and a small heatmap, where they are wanted.
 
         Raises:
             OutputError: no room, no permission.
         """
         if not (shown.heatmap or self.masks or self.regions or self.maps):
-            return ()
+            return Drawn()
+        small = None
         anomaly_map = _held(found, image.size)
         limit = float(np.nanmax(found.scores)) if self.limit is None else self.limit
         if shown.heatmap:
             picture = self._heatmap(image, anomaly_map, limit, shown)
             write(self.output / HEATMAPS / name, encode_png(picture))
+            small = thumbnail(picture, shown.small) if shown.small else None
         if self.maps == "uint16":
             write(self.output / MAPS / name, encode_uint16(anomaly_map, image.size, limit))
         elif self.maps == "float32":
             file = self.output / MAPS / PurePosixPath(name).with_suffix(".tiff")
             write(file, encode_float32(anomaly_map, image.size))
         if not (self.masks or self.regions):
-            return ()
+            return Drawn(small=small)
         mask = predicted_mask(anomaly_map, image.size, limit)
         if self.masks:
             write(self.output / MASKS / name, encode_png(mask))
-        return marked_regions(mask, anomaly_map) if self.regions else ()
+        return Drawn(marked_regions(mask, anomaly_map) if self.regions else (), small)
 
     def _heatmap(
         self, image: Image, anomaly_map: AnomalyMap, limit: float, shown: Shown

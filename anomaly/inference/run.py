@@ -17,10 +17,10 @@ from anomaly.files.own_outputs import HEATMAPS
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import Tiling
 from anomaly.imaging.preprocessing import Loaded, Refused, by_shape
-from anomaly.inference.artifacts import Shown
+from anomaly.inference.artifacts import Drawn, Shown
 from anomaly.inference.journal import Known, Record
 from anomaly.inference.rows import Row
-from anomaly.maps.regions import MarkedRegion
+from anomaly.maps.thumbnails import Thumbnails
 from anomaly.model.checkpoint import Model
 from anomaly.model.detector import Prediction
 from anomaly.prefetch import StoppedError
@@ -28,8 +28,6 @@ from anomaly.scorers.base import Progress
 
 _BEHIND = 16  # scored images whose pictures may still be on their way
 _LAST_SECONDS = 5.0  # that their pictures may take once the run is to stop
-
-Drawn = Future[tuple[MarkedRegion, ...] | Refused]
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ def infer(
     *,
     stopped: Callable[[], bool] = lambda: False,
     progress: Progress = lambda done, total: None,
+    thumbnails: Thumbnails | None = None,
 ) -> None:
     """Score the images that the record doesn't know yet.
 
@@ -70,11 +69,12 @@ def infer(
         stopped: asked all the time; what is scored is then drawn and kept, as far as that takes
             no more than a few seconds.
         progress: called with images done in this run, and how many there are to do.
+        thumbnails: gets small heatmaps of the images that matter most.
 
     Raises:
         OutputError: results can't be written.
     """
-    _Run(model, inputs, record, decoders, stopped).score(progress)
+    _Run(model, inputs, record, decoders, stopped, thumbnails).score(progress)
 
 
 class _Run:
@@ -85,13 +85,15 @@ class _Run:
         record: Record,
         decoders: Decoders,
         stopped: Callable[[], bool],
+        thumbnails: Thumbnails | None,
     ) -> None:
         self._stopped = stopped
+        self._thumbnails = thumbnails
         self._model = model
         self._inputs = inputs
         self._record = record
         self._decoders = decoders
-        self._behind: deque[tuple[Prediction, Shown, Drawn]] = deque()
+        self._behind: deque[tuple[Prediction, Shown, Future[Drawn | Refused]]] = deque()
         self._begun: dict[int, float] = {}
 
     def score(self, progress: Progress) -> None:
@@ -184,14 +186,21 @@ class _Run:
         if isinstance(drawn, Refused):
             self._record.add(Known(result.index, shape, self._refused(drawn)))
         else:
-            self._record.add(Known(result.index, shape, self._scored(result, shown), drawn))
+            row = self._scored(result, shown)
+            self._record.add(Known(result.index, shape, row, drawn.regions))
+            if self._thumbnails and drawn.small:
+                odd = bool(result.oddness)
+                self._thumbnails.keep(row.heatmap, odd, result.image_score, drawn.small)
 
     def _shown(self, result: Prediction) -> Shown:
         thresholds = self._model.detector.thresholds
         verdict, wanted = self._model.detector.verdict(result), self._inputs.heatmaps
         drawn = wanted == "all" or (wanted == "reject" and verdict != "good")
         times = result.image_score / thresholds.image if thresholds and thresholds.image else None
-        return Shown(drawn, verdict, result.image_score, times)
+        small = 0
+        if self._thumbnails and self._thumbnails.wants(bool(result.oddness), result.image_score):
+            small = self._thumbnails.pixels
+        return Shown(drawn, verdict, result.image_score, times, small)
 
     def _scored(self, result: Prediction, shown: Shown) -> Row:
         thresholds = self._model.detector.thresholds

@@ -16,6 +16,7 @@ from anomaly.inference.artifacts import picture_exists
 from anomaly.inference.journal import Known
 from anomaly.inference.run import Inputs, infer
 from anomaly.inference.watch_log import WatchLog
+from anomaly.maps.thumbnails import Thumbnails
 from anomaly.model.checkpoint import Model
 
 _POLL_SECONDS = 0.5
@@ -33,6 +34,7 @@ def watch(
     settle: float = 0.5,
     stopped: Callable[[], bool],
     heatmaps: Literal["none", "reject", "all"] = "all",
+    thumbnails: Thumbnails | None = None,
     seen: Callable[[Known], None] = lambda known: None,
     trouble: Callable[[str], None] = lambda message: None,
 ) -> None:
@@ -50,6 +52,7 @@ def watch(
         settle: seconds after which a file that nobody has written to is fully written.
         stopped: asked all the time.
         heatmaps: which images have one, as for `Inputs`.
+        thumbnails: as for `infer`.
         seen: called with each row.
         trouble: called with what is wrong with the folders, once for each spell of it.
 
@@ -75,7 +78,8 @@ def watch(
             paths = list(ready)
             names = picture_names(paths, folders, partial(picture_exists, output))
             inputs = Inputs(paths, names, heatmaps)
-            infer(model, inputs, _Arrived(ready, log, seen), decoders, stopped=stopped)
+            record = _Arrived(ready, log, seen)
+            infer(model, inputs, record, decoders, stopped=stopped, thumbnails=thumbnails)
         _pause(polled + max(_POLL_SECONDS, (polled - begun) / _POLL_SHARE), stopped)
 
 

@@ -23,6 +23,7 @@ from anomaly.imaging.image import Image
 Picture = NDArray[np.uint8]
 
 CONTOUR = (255, 255, 255)
+_EDGE = (0, 0, 0)  # on either side of a line, so that it shows on white
 OPACITY = 0.65
 _FAINT = 0.5
 # Levels 0 to 255 reach up to twice the threshold.
@@ -62,12 +63,13 @@ def heatmap(
     """
     height, width = image.size
     line = _line_width(image.size)
-    rows = max(_STRIP_PIXELS // width, 4 * line)
+    margin = 2 * line + 2
+    rows = max(_STRIP_PIXELS // width, 2 * margin)
     result = np.empty((height, width, 3), np.uint8)
     for top in range(0, height, rows):
         bottom = min(top + rows, height)
         # Lines along the cut itself fall into the margin and go with it.
-        wide = slice(max(0, top - 2 * line), min(height, bottom + 2 * line))
+        wide = slice(max(0, top - margin), min(height, bottom + margin))
         strip = overlay(display(image, wide), anomaly_map(wide), threshold, line, review)
         result[top:bottom] = strip[top - wide.start : bottom - wide.start]
     return result
@@ -101,16 +103,20 @@ def overlay(
     result = np.asarray(cv2.add(dimmed, cv2.LUT(levels, tint)), np.uint8)
     result[hidden] = result[hidden] // 2
     width = line or _line_width(picture.shape[:2])
-    if review is not None and review < threshold:
-        outlined = _outlined(result.copy(), anomaly_map, review, width)
+    faint = _lines(anomaly_map, review) if review is not None and review < threshold else []
+    if faint:
+        outlined = _outlined(result.copy(), faint, width)
         cv2.addWeighted(outlined, _FAINT, result, 1 - _FAINT, 0, dst=result)
-    return _outlined(result, anomaly_map, threshold, width)
+    return _outlined(result, _lines(anomaly_map, threshold), width)
 
 
-def _outlined(
-    picture: Picture, anomaly_map: NDArray[np.float32], limit: float, width: int
-) -> Picture:
-    lines = outlines(anomaly_map > max(limit, 1e-12))
+def _lines(anomaly_map: NDArray[np.float32], limit: float) -> list[NDArray[np.int32]]:
+    return outlines(anomaly_map > max(limit, 1e-12))
+
+
+def _outlined(picture: Picture, lines: list[NDArray[np.int32]], width: int) -> Picture:
+    edged = width + max(min(width, 2), width // 3)
+    cv2.drawContours(picture, lines, -1, _EDGE, edged, cv2.LINE_AA)
     cv2.drawContours(picture, lines, -1, CONTOUR, width, cv2.LINE_AA)
     return picture
 

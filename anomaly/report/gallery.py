@@ -10,7 +10,6 @@ import base64
 import heapq
 from array import array
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,12 @@ import numpy as np
 from anomaly.calibration import Thresholds
 from anomaly.inference.rows import Row
 from anomaly.maps.heatmap import OPACITY, colour_stops
+from anomaly.maps.thumbnails import SHOWN, Thumbnail, Thumbnails, thumbnail
 from anomaly.model.checkpoint import flat
 from anomaly.report.document import SCRIPTS, STYLES, command, limits, subtitle, tables
 from anomaly.report.page import asset, page, utc_now
-from anomaly.report.tiles import fitting, jpeg, pixels_for
 
-SHOWN, NAMED = 200, 200  # images with a picture, and images named that couldn't be scored
-_PIXELS = 25_000_000
+NAMED = 200  # images named that couldn't be scored
 _LARGEST_FILE = 100_000_000
 
 
@@ -57,7 +55,7 @@ class Run:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def gallery_html(run: Run, rows: Iterable[Row], output: Path, workers: int) -> str:
+def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbnails) -> str:
     """The page over a run.
 
     It is bounded: eleven bytes for each score, and `SHOWN` small pictures.
@@ -66,15 +64,13 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, workers: int) -> s
         run: whose rows they are.
         rows: one for each image, in any number: they are gone through once.
         output: the folder that the rows' heatmaps are relative to.
-        workers: threads that read heatmaps.
+        thumbnails: small heatmaps as far as they are at hand; others are made from the files.
     """
     found = _Found()
     for row in rows:
         found.add(row)
     shown = [row for _, _, row in sorted(found.shown, key=lambda entry: -entry[1])]
-    pixels = pixels_for(len(shown), _PIXELS)
-    with ThreadPoolExecutor(workers) as pool:
-        images = list(pool.map(lambda row: _image(row, output, pixels), shown))
+    images = [_image(row, output, thumbnails) for row in shown]
     scored = len(found.scores) + found.odd
     total = scored + found.refused
     left_out = ""
@@ -142,10 +138,10 @@ def _encoded(scores: array[float]) -> str:
     return base64.b64encode(np.sort(np.frombuffer(scores, "<f8")).tobytes()).decode()
 
 
-def _image(row: Row, output: Path, pixels: int) -> dict[str, Any]:
-    photo, size, source = (
-        _picture(output / row.heatmap, pixels) if row.heatmap else (b"", None, None)
-    )
+def _image(row: Row, output: Path, thumbnails: Thumbnails) -> dict[str, Any]:
+    small = thumbnails.get(row.heatmap)
+    if small is None and row.heatmap:
+        small = _picture(output / row.heatmap, thumbnails.pixels)
     return {
         "name": row.path,
         "type": "",
@@ -153,29 +149,23 @@ def _image(row: Row, output: Path, pixels: int) -> dict[str, Any]:
         "score": row.image_score,
         "sha256": row.image_sha256,
         "odd": row.reason,
-        "size": size,
-        "source": source,
-        "photo": base64.b64encode(photo).decode(),
+        "size": small and small.size,
+        "source": small and small.source,
+        "photo": base64.b64encode(small.photo).decode() if small else "",
         "link": quote(row.heatmap, errors="surrogateescape"),
         "partly": False,
     }
 
 
-def _picture(
-    file: Path, pixels: int
-) -> tuple[bytes, tuple[int, int] | None, tuple[int, int] | None]:
-    """A heatmap as a small JPEG file, its size and that of the file; nothing where it is gone."""
+def _picture(file: Path, pixels: int) -> Thumbnail | None:
+    """A heatmap of an earlier part of the run, brought down; None where it is gone."""
     try:
         if file.stat().st_size > _LARGEST_FILE:
-            return b"", None, None
+            return None
         content = np.frombuffer(file.read_bytes(), np.uint8)
     except OSError:
-        return b"", None, None
+        return None
     picture = cv2.imdecode(content, cv2.IMREAD_COLOR) if len(content) else None
     if picture is None:
-        return b"", None, None
-    source = picture.shape[1], picture.shape[0]
-    size = fitting(source, pixels)
-    if size != source:
-        picture = cv2.resize(picture, size, interpolation=cv2.INTER_AREA)
-    return jpeg(np.asarray(picture, np.uint8)), size, source
+        return None
+    return thumbnail(np.asarray(cv2.cvtColor(picture, cv2.COLOR_BGR2RGB), np.uint8), pixels)

@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from anomaly.evaluation.evaluate import Map, Mask
 from anomaly.maps.heatmap import display, layer, outlines
+from anomaly.maps.thumbnails import encoded, jpeg, pixels_for
 from anomaly.model.detector import Prediction
 
 # All pictures of a page together, for about 30 MB at most: 190 images of 500 x 1254 are whole.
 _PIXELS = 120_000_000
-_MOST, _LEAST = 2_000_000, 96 * 96
-_QUALITY = 75
 _HEAT_SIDE = 160
 
 
@@ -54,7 +53,7 @@ class Tiles:
     """
 
     def __init__(self, count: int, threshold: float | None, workers: int) -> None:
-        self._pixels = pixels_for(count)
+        self._pixels = pixels_for(count, _PIXELS)
         self._threshold = threshold
         self._pool = ThreadPoolExecutor(workers)
         self._tiles: dict[int, Future[Tile]] = {}
@@ -87,16 +86,6 @@ class Tiles:
     def finished(self) -> dict[int, Tile]:
         """The tiles by the images' places in the test split; waits for the last."""
         return {index: future.result() for index, future in self._tiles.items()}
-
-
-def pixels_for(count: int, together: int = _PIXELS) -> int:
-    """How many pixels each picture has at most, so that a page of `count` stays small.
-
-    Args:
-        count: pictures on the page.
-        together: pixels of all of them.
-    """
-    return int(np.clip(together / max(count, 1), _LEAST, _MOST))
 
 
 def fitting(size: tuple[int, int], pixels: int) -> tuple[int, int]:
@@ -151,20 +140,8 @@ def _heat(anomaly_map: Map, threshold: float) -> bytes:
     return _webp(colours[..., [2, 1, 0, 3]]) if colours[..., 3].any() else b""
 
 
-def jpeg(picture: NDArray[np.uint8]) -> bytes:
-    """A picture (H, W, 3) BGR as a JPEG file: larger than WebP, in a twentieth of its time."""
-    return _packed(".jpg", picture, cv2.IMWRITE_JPEG_QUALITY)
-
-
 def _webp(picture: NDArray[np.uint8]) -> bytes:
-    return _packed(".webp", picture, cv2.IMWRITE_WEBP_QUALITY)
-
-
-def _packed(kind: str, picture: NDArray[np.uint8], quality: int) -> bytes:
-    done, data = cv2.imencode(kind, np.ascontiguousarray(picture), [quality, _QUALITY])
-    if not done:
-        raise ValueError(f"a picture of shape {picture.shape} can't be encoded as {kind}")
-    return data.tobytes()
+    return encoded(".webp", picture, cv2.IMWRITE_WEBP_QUALITY)
 
 
 def svg_path(lines: Sequence[NDArray[np.int32]]) -> str:

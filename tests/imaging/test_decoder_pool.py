@@ -18,7 +18,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing, Tiling
 from anomaly.imaging.preprocessing import Loaded, Loading, Refused, load
-from anomaly.inference.artifacts import Pictures
+from anomaly.inference.artifacts import Drawn, Pictures
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 
@@ -90,7 +90,7 @@ def test_the_same_as_here_in_order(folder: Path) -> None:
             assert (item.sha256, item.view, item.image) == (here.sha256, here.view, None)
             np.testing.assert_array_equal(item.pixels, here.pixels)
             done = decoders.finish(i, paths[i], _map(here), f"sub/{i}.png").result()
-            assert done == ()
+            assert done == Drawn()
             drawn = encode_png(heatmap(here.decoded, _map(here), 1.0))
             assert (folder / "out" / "heatmaps" / "sub" / f"{i}.png").read_bytes() == drawn
             with pytest.raises(ValueError, match="another process"):
@@ -151,7 +151,7 @@ def test_a_killed_process_is_replaced(folder: Path) -> None:
         (first,) = decoders.load_all([(0, paths[0])])
         assert isinstance(first, Loaded)
         decoders._processes[0]._child.send_signal(signal.SIGKILL)
-        assert decoders.finish(0, paths[0], _map(first), "0.png").result() == ()
+        assert decoders.finish(0, paths[0], _map(first), "0.png").result() == Drawn()
         decoders._processes[0]._child.send_signal(signal.SIGKILL)
         (second,) = decoders.load_all([(1, paths[1])])
         assert isinstance(second, Loaded)

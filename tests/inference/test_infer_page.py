@@ -10,6 +10,7 @@ import pytest
 from conftest import Command
 
 from anomaly.cli import infer
+from anomaly.report import gallery
 
 
 def data_of(folder: Path) -> dict[str, Any]:
@@ -44,6 +45,19 @@ def test_the_page_is_over_all_rows(
     assert command("infer", arguments)[0] == 2
     assert command("infer", [*arguments, "--overwrite", "--no-page"])[0] == 3
     assert not (output / "results.html").exists()
+
+
+def test_no_heatmap_is_read_again(
+    run_folder: Path,
+    product: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gallery, "_picture", None)
+    arguments = ["--model", run_folder, "--input", product / "test", "--output", tmp_path / "out"]
+    assert command("infer", arguments)[0] == 0
+    assert all(image["photo"] for image in data_of(tmp_path / "out")["images"])
 
 
 def test_a_run_that_was_broken_off_ends_with_the_same_page(

@@ -44,8 +44,20 @@ def test_what_is_for_review_is_outlined_fainter() -> None:
     assert not changed[26:54, 26:54].any()
     assert (seen[20, 40] > plain[20, 40]).all()
     assert (seen[20, 40] < 255).all()
-    assert (seen[80, 90] > 220).all()  # the own line of the threshold
+    assert (seen[80, 90] > 200).all()  # the own line of the threshold
     np.testing.assert_array_equal(overlay(picture, scores, 10.0, review=10.0), plain)
+
+
+@pytest.mark.parametrize("side", [100, 384, 900])
+@pytest.mark.parametrize("ground", [0, 128, 255])
+def test_lines_show_on_any_ground(side: int, ground: int) -> None:
+    picture = np.full((side, side, 3), ground, np.uint8)
+    scores = np.zeros((side, side), np.float32)
+    scores[side // 4 : side // 2, side // 4 : side // 2] = 7.4  # as yet without a colour
+    plain, seen = overlay(picture, scores, 10.0), overlay(picture, scores, 10.0, review=7.0)
+    np.testing.assert_array_equal(plain, picture)
+    assert np.ptp(seen.astype(int)) > 60
+    assert np.ptp(overlay(picture, scores / 7 * 10, 10.0).astype(int)) > 150
 
 
 def test_equal_scores_look_equal_whatever_else_is_in_the_image() -> None:

@@ -15,7 +15,8 @@ from browser import Browser, running_browser
 from report_cases import HOSTILE, limits
 
 from anomaly.inference.rows import Row
-from anomaly.report.gallery import SHOWN, Run, gallery_html
+from anomaly.maps.thumbnails import SHOWN, Thumbnails
+from anomaly.report.gallery import Run, gallery_html
 
 REVIEW, REJECT = 8.5, 10.0
 
@@ -53,7 +54,7 @@ def rows(count: int, seed: int = 0) -> list[Row]:
 def written(folder: Path, found: list[Row]) -> Path:
     run = Run("disc", "distance", limits(REJECT, REVIEW), "runs/disc", "0123", "/in", {})
     file = folder / "results.html"
-    file.write_text(gallery_html(run, found, folder, 2), "utf-8")
+    file.write_text(gallery_html(run, found, folder, Thumbnails(len(found))), "utf-8")
     return file
 
 

@@ -160,6 +160,9 @@ function startTabs() {
 
 const sentence = (line) => visible(`${line[0].toUpperCase()}${line.slice(1)}.`);
 
+const CONFIDENCE = "Under it: where the figure lies for parts still to come, with at least 95 % confidence.";
+const VAGUE = "For parts still to come the figure may be anything from 0 to 1: these images are too few to say more with 95 % confidence.";
+
 function showHead() {
   byId("name").textContent = visible(data.name);
   byId("subtitle").textContent = visible(data.subtitle);
@@ -169,11 +172,14 @@ function showHead() {
     const shown = element("dd", {}, value === null ? "–" : value.toFixed(4));
     if (interval && value !== null) {
       const [low, high] = interval;
-      shown.append(element("small", {}, `${low.toFixed(3)} – ${high.toFixed(3)}`));
-      shown.title = "below: what the figure can be for parts still to come, with at least 95 % confidence";
+      const vague = high - low > 0.995;
+      shown.append(element("small", {}, vague ? "too few images" : `95 %: ${low.toFixed(3)} – ${high.toFixed(3)}`));
+      shown.title = vague ? VAGUE : CONFIDENCE;
     }
     if (reason) shown.title = reason;
-    return element("div", {}, element("dt", {}, ...term(key, label, "head")), shown);
+    const name = term(key, label, "head");
+    if (interval && value !== null) name[1]?.append(` ${shown.title}`);
+    return element("div", {}, element("dt", {}, ...name), shown);
   }));
   const [found, ...rest] = data.thresholds.lines;
   byId("origin").replaceChildren(found

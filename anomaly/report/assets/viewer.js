@@ -33,7 +33,7 @@ function view(index) {
     ["verdict", `${MARKS[tiles[index].verdictNow]} ${tiles[index].verdictNow}`],
     ["score", scale.text(image.score)],
     ["truth", visible(image.type)],
-    ["size", image.source ? image.source.join(" × ") : ""],
+    [data.labelled ? "size" : "heatmap", image.source ? image.source.join(" × ") : ""],
     ["sha256", image.sha256 ? `${image.sha256.slice(0, 12)}…` : "–"],
     ["image", `${at + 1} of ${list.length}`],
   ];
