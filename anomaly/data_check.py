@@ -95,7 +95,8 @@ def _look_at_all(
             if isinstance(one, _Seen):
                 yield one
             else:
-                reason = f"{sample.path}: {one}"
+                mask = "" if sample.mask_path is None else f", or its mask {sample.mask_path}"
+                reason = f"{sample.path}{mask}: {one}"
                 yield _unusable(split, sample, Refused(0, one.status, reason))
 
 

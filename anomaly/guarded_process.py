@@ -26,6 +26,9 @@ from typing import Any
 from anomaly.decoding_process import receive, send
 from anomaly.loading import MODEST_PIXELS
 
+if sys.platform == "linux":
+    import fcntl
+
 # For an image of up to `MODEST_PIXELS`; a larger one gets more in proportion. Decoding that many
 # takes 4 s and 0.7 GB at most, all that can be drawn of them 8 s and 1.2 GB.
 COMPUTING_SECONDS = 9.0
@@ -35,6 +38,7 @@ MEMORY_BYTES = 1_500_000_000
 DRAWING = 3
 
 _ATTEMPTS = 2
+_PIPE_BYTES = 1 << 20  # an image of the network's size in one go; 64 kB take 3 ms more for each
 
 
 class EndedError(Exception):
@@ -244,10 +248,14 @@ def start() -> subprocess.Popen[bytes]:
         f"from anomaly.decoding_process import serve; serve({os.getpid()})"
     )  # fmt: skip
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    child = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=os.environ | threads,
     )
+    if sys.platform == "linux" and child.stdout is not None:
+        with suppress(OSError):  # the user's pipes hold as much as they may
+            fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return child
