@@ -15,7 +15,7 @@ from anomaly.decoding import Decoders
 from anomaly.errors import DataError, ImageError
 from anomaly.geometry import ASPECT_TOLERANCE, aspect_error, check_shape
 from anomaly.images import MAX_PIXELS, Image
-from anomaly.loading import Refused, read, refusal
+from anomaly.loading import Refused, nothing_said, read, refusal
 from anomaly.region import Region
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
@@ -90,7 +90,7 @@ def _look_at_all(
     everything: Sequence[tuple[str, Sample]], reading: Reading, workers: int
 ) -> Iterator[_Seen]:
     with Decoders(min(workers, len(everything))) as decoders:
-        found = decoders.map(partial(_look_at, reading), everything)
+        found = decoders.map(partial(_look_at, reading), everything, tells=True)
         for one, (split, sample) in zip(found, everything, strict=True):
             if isinstance(one, _Seen):
                 yield one
@@ -100,11 +100,20 @@ def _look_at_all(
                 yield _unusable(split, sample, Refused(0, one.status, reason))
 
 
-def _look_at(reading: Reading, one: tuple[str, Sample]) -> _Seen:
+def _look_at(
+    reading: Reading,
+    one: tuple[str, Sample],
+    say_pixels: Callable[[int], None] = nothing_said,
+) -> _Seen:
     """Look at one image and its mask; called in a decoding process."""
     split, sample = one
     try:
-        image = read(sample.path, max_pixels=reading.max_pixels, bit_depth=reading.bit_depth)
+        image = read(
+            sample.path,
+            max_pixels=reading.max_pixels,
+            bit_depth=reading.bit_depth,
+            say_pixels=say_pixels,
+        )
         check_shape(image.size)
     except Exception as error:  # training goes on without it, too
         return _unusable(split, sample, refusal(0, sample.path, error))

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from attack_files import attacks
 from conftest import REPOSITORY, train_arguments, write_part, write_product
@@ -237,7 +236,14 @@ def test_train(attacked, attacked_product, tmp_path, kind):
 
 
 def test_evaluate(attacked, attacked_product, tmp_path, run_folder):
-    base = ["--model", run_folder, "--data-root", attacked_product.parent, "--output", tmp_path / "out"]
+    base = [
+        "--model",
+        run_folder,
+        "--data-root",
+        attacked_product.parent,
+        "--output",
+        tmp_path / "out",
+    ]
     code, said = _Run(tmp_path, "evaluate", base).finish()
     assert code == 3, said
     reasons = _reasons(tmp_path / "out" / "scores.csv")
