@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample, ground_truth
-from anomaly.errors import DataError
+from anomaly.errors import DataError, ImageError
 from anomaly.evaluation.metrics import (
     Metrics,
     PixelAccumulator,
@@ -111,7 +111,8 @@ def evaluate(
         visit: called with every scored image; nothing of it is kept here.
 
     Raises:
-        DataError: no images at all, or a mask that doesn't fit its image.
+        DataError: no images at all, or a mask that doesn't fit its image. An image whose mask can't
+            be read is left out like one that can't be read itself.
     """
     if not samples:
         raise DataError("the test split is empty: there is nothing to evaluate")
@@ -120,8 +121,12 @@ def evaluate(
     with Decoders(1) as masks:
         for result in detector.predict([s.path for s in samples], workers=workers, whole=True):
             sample = samples[result.index]
-            if isinstance(result, Refused):
-                scored[result.index] = Scored(sample, None, result.reason)
+            try:
+                if isinstance(result, Refused):
+                    raise ImageError(result.reason, result.status)
+                mask = _mask(masks, sample, result.view.source, mask_above)
+            except ImageError as error:
+                scored[result.index] = Scored(sample, None, str(error))
             else:
                 scored[result.index] = Scored(
                     sample,
@@ -130,7 +135,6 @@ def evaluate(
                     result.sha256,
                     odd=bool(result.oddness),
                 )
-                mask = _mask(masks, sample, result.view.source, mask_above)
                 anomaly_map = result.anomaly_map()
                 if mask is not None:
                     pixels.update(anomaly_map, mask)
@@ -154,12 +158,12 @@ def _mask(
 ) -> Mask | None:
     if sample.mask_path is None:
         return None if sample.is_defect else ground_truth(sample, size)
-    found = decoders.call(
-        ground_truth,
-        sample,
-        size,
-        mask_above,
-        about=sample.mask_path,
-        pixels=size[0] * size[1],
-    )
+    pixels = size[0] * size[1]
+    try:
+        found = decoders.call(
+            ground_truth, sample, size, mask_above, about=sample.mask_path, pixels=pixels
+        )
+    except ImageError as error:
+        reason = f"{sample.path} is left out, for its mask can't be used: {error}"
+        raise ImageError(reason, error.status) from None
     return np.asarray(found, bool)

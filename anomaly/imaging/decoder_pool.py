@@ -89,12 +89,16 @@ class Decoders:
         """Load one file."""
         return self._load(0, path).result()
 
-    def map(self, function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:
+    def map(
+        self, function: Callable[..., Any], items: Iterable[Item], *, tells: bool = False
+    ) -> Iterator[Any]:
         """What a function that reads files makes of each item, in order, as with `load_all`.
 
         Args:
             function: of a module, and its items, what it makes and what it raises can be pickled.
             items: what it is called with.
+            tells: whether it takes `say_pixels`, as `preprocessing.read` does, and so gets more for a
+                large image.
 
         Yields:
             Its results; an ImageError (`failed`) where an item took too long or too much, or took
@@ -103,7 +107,8 @@ class Decoders:
         Raises:
             Exception: what the function raises.
         """
-        return ahead(lambda item: self._call(function, item), items, self._ahead)
+        how = "tell" if tells else "call"
+        return ahead(lambda item: self._call(function, item, how=how), items, self._ahead)
 
     def call(
         self, function: Callable[..., Any], *arguments: Any, about: Path, pixels: int = 0
@@ -149,9 +154,11 @@ class Decoders:
         self._of[index] = process
         return process.submit(_load, process, index, path)
 
-    def _call(self, function: Callable[[Item], Any], item: Item, pixels: int = 0) -> Future[Any]:
+    def _call(
+        self, function: Callable[..., Any], item: Any, pixels: int = 0, how: str = "call"
+    ) -> Future[Any]:
         process = self._idlest()
-        return process.submit(_call, process, function, item, pixels)
+        return process.submit(_call, process, how, function, item, pixels)
 
     def _idlest(self) -> GuardedProcess:
         return min(self._processes, key=lambda p: p.waiting)
@@ -204,9 +211,11 @@ def _render(process: GuardedProcess, index: int, path: Path, view: View) -> NDAr
     return answer
 
 
-def _call(process: GuardedProcess, function: Callable[[Any], Any], item: Any, pixels: int) -> Any:
+def _call(
+    process: GuardedProcess, how: str, function: Callable[..., Any], item: Any, pixels: int
+) -> Any:
     try:
-        return process.ask("call", function, item, pixels=pixels, droppable=True)
+        return process.ask(how, function, item, pixels=pixels, droppable=True)
     except EndedError as ended:
         return ImageError(f"reading it {ended}", "failed")
 

@@ -95,16 +95,21 @@ def serve(parent: int) -> None:
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     server: _Server | None = None
+
+    def say_pixels(pixels: int) -> None:
+        send(answers, ("pixels", pixels))
+
     with suppress(BrokenPipeError):
         while True:
             name, *arguments = requests.get()
             try:
                 if name == "begin":
-                    server = _Server(arguments[0], lambda pixels: send(answers, ("pixels", pixels)))
+                    server = _Server(arguments[0], say_pixels)
                     send(answers, ("done", True))
-                elif name == "call":
+                elif name in ("call", "tell"):
                     function, *arguments = arguments
-                    send(answers, ("done", function(*arguments)))
+                    told = {"say_pixels": say_pixels} if name == "tell" else {}
+                    send(answers, ("done", function(*arguments, **told)))
                 else:
                     send(answers, ("done", getattr(server, name)(*arguments)))
             except BrokenPipeError:

@@ -26,6 +26,9 @@ from typing import Any
 from anomaly.imaging.decoder_worker import receive, send
 from anomaly.imaging.preprocessing import MODEST_PIXELS
 
+if sys.platform == "linux":
+    import fcntl
+
 # For an image of up to `MODEST_PIXELS`; a larger one gets more in proportion. Decoding that many
 # takes 4 s and 0.7 GB at most, all that can be drawn of them 8 s and 1.2 GB.
 COMPUTING_SECONDS = 9.0
@@ -35,6 +38,7 @@ MEMORY_BYTES = 1_500_000_000
 DRAWING = 3
 
 _ATTEMPTS = 2
+_PIPE_BYTES = 1 << 20  # an image of the network's size in one go; 64 kB take 3 ms more for each
 
 
 class EndedError(Exception):
@@ -47,8 +51,9 @@ class _Request:
 
     Attributes:
         share: of the limits, what it may take.
-        begun: on the clock.
-        seconds: that the process had computed before.
+        begun: on the clock, at the first attempt.
+        spent: seconds computed for it, in earlier attempts, too, when it was last looked at.
+        seconds: that the process had computed before, less what earlier attempts have spent.
         resident: bytes that it held before.
         droppable: nothing is lost when it isn't finished.
         over: why it was ended.
@@ -56,6 +61,7 @@ class _Request:
 
     share: float
     begun: float
+    spent: float
     seconds: float
     resident: int
     droppable: bool
@@ -96,13 +102,11 @@ class GuardedProcess:
     def _done(self) -> None:
         self._answered += 1
 
-    def ask(
-        self, *request: Any, pixels: int = 0, patience: int = 1, droppable: bool = False
-    ) -> Any:
+    def ask(self, *asked: Any, pixels: int = 0, patience: int = 1, droppable: bool = False) -> Any:
         """Its answer; called in its thread.
 
         Args:
-            request: what to do, and with what.
+            asked: what to do, and with what.
             pixels: of the image that this is about, where they are known.
             patience: how many times the usual limits.
             droppable: nothing is lost when it isn't finished.
@@ -111,16 +115,17 @@ class GuardedProcess:
             EndedError: it took too long or too much, or the process has died of it, twice.
             Exception: what went wrong there, if that is nothing of the image's own.
         """
-        over = ""
+        begun, spent = time.monotonic(), 0.0
         for _ in range(_ATTEMPTS):
             try:
-                self._begin(pixels, patience, droppable)
-                kind, answer = self._exchange(request, patience)
+                self._begin(pixels, patience, droppable, begun, spent)
+                kind, answer = self._exchange(asked, patience)
             except (OSError, EOFError, pickle.UnpicklingError):
-                over = self._end()
+                request = self._end()
                 self._start()
-                if over:
-                    raise EndedError(over) from None
+                if request.over:
+                    raise EndedError(request.over) from None
+                spent = request.spent
                 continue
             self._end()
             if kind == "error":
@@ -154,12 +159,14 @@ class GuardedProcess:
         if self._child is not None:
             _let_go(self._child)
 
-    def _begin(self, pixels: int, patience: int, droppable: bool) -> None:
+    def _begin(
+        self, pixels: int, patience: int, droppable: bool, begun: float, spent: float
+    ) -> None:
         with self._lock:
             assert self._child is not None
             seconds, resident = _usage(self._child.pid) or (0.0, 0)
             share = patience * _share(pixels)
-            self._request = _Request(share, time.monotonic(), seconds, resident, droppable)
+            self._request = _Request(share, begun, spent, seconds - spent, resident, droppable)
 
     def _exchange(self, request: tuple[Any, ...], patience: int) -> tuple[str, Any]:
         assert self._child is not None
@@ -175,10 +182,11 @@ class GuardedProcess:
                 return kind, answer
             self._request.share = patience * _share(answer)
 
-    def _end(self) -> str:
+    def _end(self) -> _Request:
         with self._lock:
             request, self._request = self._request, None
-        return "" if request is None else request.over
+        assert request is not None
+        return request
 
     def _start(self) -> None:
         with self._lock:
@@ -212,7 +220,8 @@ def _over(request: _Request, pid: int) -> str:
     if used is None:
         return ""
     seconds, resident = used
-    if seconds - request.seconds > COMPUTING_SECONDS * share:
+    request.spent = seconds - request.seconds
+    if request.spent > COMPUTING_SECONDS * share:
         return (
             f"took more than {COMPUTING_SECONDS * share:.0f} s of computing, the limit for an "
             "image of its size"
@@ -244,10 +253,14 @@ def start() -> subprocess.Popen[bytes]:
         f"from anomaly.imaging.decoder_worker import serve; serve({os.getpid()})"
     )  # fmt: skip
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    child = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=os.environ | threads,
     )
+    if sys.platform == "linux" and child.stdout is not None:
+        with suppress(OSError):  # the user's pipes hold as much as they may
+            fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return child

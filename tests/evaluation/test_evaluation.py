@@ -61,6 +61,25 @@ def test_a_mask_of_another_size_is_an_error(run_folder: Path, tmp_path: Path) ->
         evaluate(detector, open_dataset("mvtec", product, None).test)
 
 
+def test_an_image_whose_mask_is_damaged_is_left_out(run_folder: Path, tmp_path: Path) -> None:
+    product = write_product(tmp_path / "disc", n_train=1)
+    mask = product / "ground_truth" / "spot" / "001_mask.png"
+    mask.write_bytes(mask.read_bytes()[:-30])
+    detector = load(run_folder, torch.device("cpu")).detector
+    seen: list[str] = []
+    evaluation = evaluate(
+        detector,
+        open_dataset("mvtec", product, None).test,
+        visit=lambda prediction, sample, anomaly_map, mask: seen.append(sample.name),
+    )
+    (left_out,) = [row for row in evaluation.scored if row.image_score is None]
+    assert left_out.sample.name == "test/spot/001.png"
+    assert "001.png is left out, for its mask can't be used: " in left_out.reason
+    assert "001_mask.png: " in left_out.reason
+    assert (evaluation.n_good, evaluation.n_defect, len(seen)) == (3, 2, 5)
+    assert evaluation.metrics.values["pixel_auroc"] is not None
+
+
 def test_defects_without_masks_count_for_the_image_only(run_folder: Path, tmp_path: Path) -> None:
     product = write_product(tmp_path / "disc", n_train=1)
     shutil.rmtree(product / "ground_truth")

@@ -25,7 +25,7 @@ from anomaly.imaging.preprocessing import MODEST_PIXELS, Loaded, Loading, Refuse
 
 # A parser that a file's name makes do what no file should make it do.
 _PARSER = """
-import sys, time
+import os, sys, time
 sys.path[:] = {path!r}
 from anomaly.imaging import preprocessing as loading
 honest = loading.read_image
@@ -33,6 +33,9 @@ def read_image(path, **options):
     if "stuck" in path.name or "asleep" in path.name or "hog" in path.name:
         path.with_suffix(".tried").touch()
     held = []
+    while "mortal" in path.name:
+        if time.process_time() > 1.5:
+            os._exit(1)
     while "stuck" in path.name:
         sum(range(10**5))
     while "asleep" in path.name:
@@ -147,6 +150,27 @@ def test_functions_are_limited_likewise(bad_parser: None, tmp_path: Path) -> Non
         assert found[1].size == (96, 120)
         with pytest.raises(ImageError, match="No such file"):
             decoders.call(read_header, tmp_path / "none.png", about=tmp_path)
+
+
+@needs_proc
+def test_a_second_attempt_has_what_the_first_has_left(bad_parser: None, tmp_path: Path) -> None:
+    write_part(tmp_path / "mortal.png", seed=1)
+    with Decoders(1) as decoders:
+        (found,) = decoders.map(read, [tmp_path / "mortal.png"])
+    assert "2 s of computing, the limit" in str(found)
+
+
+@needs_proc
+def test_check_gives_a_large_image_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.setattr(guarded_process, "MEMORY_BYTES", 300_000_000)
+    side = 2 * int(MODEST_PIXELS**0.5)
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "large.png").write_bytes(_png(side, side))
+    config = ["--config", REPOSITORY / "configs" / "folder.yaml"]
+    _, out, _ = command("check", [*config, "--set", f"data.root={tmp_path / 'large'}", "--json"])
+    assert [f["kind"] for f in json.loads(out)["faults"]] == ["too_few_images"]
 
 
 def test_large_images_are_announced(tmp_path: Path) -> None:
@@ -296,8 +320,8 @@ def test_sigterm_ends_a_command_whose_parser_is_stuck(
         _, err = process.communicate(timeout=60)
         assert time.monotonic() - began < 10
         assert "Traceback" not in err
-        # With --watch it is the end of a shift: nothing has been scored.
-        assert process.returncode == (2 if name == "watch" else 143)
+        # With --watch it is the end of a shift, in which no image was refused.
+        assert process.returncode == (0 if name == "watch" else 143)
         _until(lambda: not _serving(process.pid), 5)
     finally:
         process.kill()
