@@ -97,7 +97,7 @@ class Decoders:
         Args:
             function: of a module, and its items, what it makes and what it raises can be pickled.
             items: what it is called with.
-            tells: whether it takes `say_pixels`, as `preprocessing.read` does, and so gets more for a
+            tells: whether it takes `say_pixels`, as `preprocessing.read` does; gets more for a
                 large image.
 
         Yields:
