@@ -213,16 +213,16 @@ def main() -> None:
 PAGE = """# How often intervals and bounds hold
 
 Everything that says "95 % confidence" was tried on scores drawn at random from laws whose true
-figures are known ({laws}): {repeats} draws of each law and size, {few} where there are more than
-1,000 images, which makes a share of 95 % uncertain by 4 points. A cell has the lowest and the highest share of draws, over the laws, in which the true
-figure lay inside. With {repeats} draws a share of 95 % is uncertain by 2 points. Made by
+figures are known ({laws}): {repeats} draws of each law and size, which makes a share of 95 %
+uncertain by 2 points, and {few} where there are more than 1,000 images: 4 points. A cell has the
+lowest and the highest share of draws, over the laws, in which the true figure lay inside. Made by
 `python -m benchmarks.coverage`; slow tests repeat it.
 
 ## Figures of `evaluate`
 
-They hold with *at least* 95 %, that of the best F1 within two points of it: what so few images leave
-open is given in full. Where 20 good images can't show what 1 % of them would do, the interval of the
-recall there is all but everything.
+They hold with *at least* 95 %, that of the best F1 within two points of it: what so few images
+leave open is given in full. Where 20 good images can't show what 1 % of them would do, the interval
+of the recall there is all but everything.
 
 {figures}
 
