@@ -257,6 +257,6 @@ def test_check(attacked, tmp_path):
     arguments = [*config, "--set", f"data.root={line}", "--json"]
     code, said = _Run(tmp_path, "check", arguments).finish()
     assert code == 3, said
-    faults = json.loads(said[said.index("{") :])["faults"]
+    faults = json.JSONDecoder().raw_decode(said)[0]["faults"]  # progress comes behind it
     reasons = {f["name"]: f["detail"] for f in faults if f["severity"] == "unusable"}
     _check(attacked[1], {name: reasons.get(name, "") for name in [*attacked[1], *_GOOD]})
