@@ -203,7 +203,6 @@ def test_two_processes_of_each_command_twenty_times(
         return tmp_path / name
 
     _, arguments, folder = _commands(product, Path("run"), Path("golden"), Path("out"))[index]
-    folder = folder.parent if folder.name == "model" else folder
     watching, resumed = "--watch" in arguments, "--resume" in arguments
     if "--compare" in arguments:
         assert command("evaluate", ["--model", run_folder, "--output", evaluation])[0] == 0
