@@ -78,8 +78,14 @@ class Stopping:
         return 128 + (self.signal or 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again, self.signal = self.signal is not None, self.signal or number
-        if again or not self._politely:
+        interrupts = self.signal is not None or not self._politely
+        if interrupts and _importing(frame):
+            later = threading.Timer(0.05, signal.raise_signal, (number,))
+            later.daemon = True
+            later.start()
+            return
+        self.signal = self.signal or number
+        if interrupts:
             raise Interrupted(self.signal, self._message)
 
     def _see_to_it(self, theirs: socket.socket) -> None:
@@ -98,6 +104,13 @@ class Stopping:
                     return
         _say(inner._message)
         os._exit(128 + first[0])
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported: extension modules turn an interruption into errors."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _say(message: str) -> None:
