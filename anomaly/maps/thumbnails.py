@@ -52,7 +52,7 @@ def thumbnail(picture: NDArray[np.uint8], pixels: int) -> Thumbnail:
     return Thumbnail(jpeg(cv2.cvtColor(picture, cv2.COLOR_RGB2BGR)), size, (width, height))
 
 
-def pixels_for(count: int, together: int = _PIXELS) -> int:
+def pixels_for(count: int, together: int) -> int:
     """How many pixels each picture has at most, so that a page of `count` stays small.
 
     Args:
@@ -89,7 +89,7 @@ class Thumbnails:
     """
 
     def __init__(self, count: int = SHOWN) -> None:
-        self.pixels = pixels_for(min(count, SHOWN))
+        self.pixels = pixels_for(min(count, SHOWN), _PIXELS)
         self._of: dict[str, Thumbnail] = {}
         self._ranked: list[tuple[bool, float, int, str]] = []
         self._number = itertools.count()

@@ -22,7 +22,7 @@ from anomaly.imaging.image import Image
 from anomaly.report.category import Category
 from anomaly.report.comparison import Change, Comparison
 from anomaly.report.comparison_page import comparison_html
-from anomaly.report.document import report_html
+from anomaly.report.document import FIGURES, report_html
 from anomaly.report.index import index_html
 from anomaly.report.tiles import Tile, Tiles
 
@@ -433,6 +433,27 @@ def test_curve_points_follow_the_threshold(browser: Browser, tmp_path: Path) -> 
     recall = counts.defective.reject / counts.defective.total
     text = browser.evaluate("document.querySelector('.curve li.reject').textContent")
     assert f"recall {float(f'{100 * recall:.3g}'):g} %" in text
+
+
+def test_intervals_say_what_they_are(browser: Browser, tmp_path: Path) -> None:
+    category = case(12, thresholds=limits())
+    opened(browser, tmp_path, category)
+    found = browser.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('#figures > div')].map((n) => "
+        "[n.querySelector('b').textContent, [n.querySelector('small')?.textContent ?? '', "
+        "n.querySelector('dd').title, n.querySelector('.about').textContent]]))"
+    )
+    for label, key in FIGURES:
+        interval = category.evaluation.intervals.get(key)
+        if interval is None or label not in found:
+            continue
+        small, title, about = found[label]
+        low, high = interval
+        vague = high - low > 0.995
+        assert small == ("too few images" if vague else f"95 %: {low:.3f} – {high:.3f}")
+        assert ("anything from 0 to 1" if vague else "at least 95 % confidence") in title
+        assert about.endswith(title)  # where the keyboard gets to it
+    assert found["Image AUROC"][0]
 
 
 def test_each_type_of_defect_has_its_figures(browser: Browser, tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import cv2
 import numpy as np
 import pytest
+from anomaly.thumbnails import pixels_for
 
 from anomaly.imaging.image import Image
 from anomaly.maps.heatmap import outlines
-from anomaly.report.tiles import Tile, Tiles, pixels_for, svg_path
+from anomaly.report.tiles import _PIXELS, Tile, Tiles, pixels_for, svg_path
 
 
 def _tile(size: tuple[int, int], mask: np.ndarray | None, count: int = 1500) -> Tile:
@@ -29,7 +30,7 @@ def _decoded(data: bytes) -> np.ndarray:
 
 
 def test_the_more_images_the_smaller_the_pictures() -> None:
-    pixels = [pixels_for(n) for n in (1, 100, 1500, 6000, 10**6)]
+    pixels = [pixels_for(n, _PIXELS) for n in (1, 100, 1500, 6000, 10**6)]
     assert pixels == sorted(pixels, reverse=True)
     assert pixels[2] == 80_000
     assert pixels[-1] == 96 * 96
