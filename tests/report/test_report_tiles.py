@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import cv2
 import numpy as np
 import pytest
-from anomaly.thumbnails import pixels_for
 
 from anomaly.imaging.image import Image
 from anomaly.maps.heatmap import outlines
-from anomaly.report.tiles import _PIXELS, Tile, Tiles, pixels_for, svg_path
+from anomaly.maps.thumbnails import pixels_for
+from anomaly.report.tiles import _PIXELS, Tile, Tiles, svg_path
 
 
 def _tile(size: tuple[int, int], mask: np.ndarray | None, count: int = 1500) -> Tile:
