@@ -29,6 +29,7 @@ PLACES = {
     "/path/to/production": {".": "test"},
     "/path/to/other/good/images": {".": "test/good"},
     "/path/to/new/good/images": {".": "test/good"},
+    "/path/to/new/good/images/003.png": {".": "test/good/003.png"},
     "/path/to/known/parts": {".": "test/scratch"},
     "/path/to/defects": {"scratch": "test/scratch", "stain": "test/stain"},
     "/path/to/camera": {".": "test/edge_nick"},
