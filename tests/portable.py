@@ -58,7 +58,9 @@ NUMERICAL = [
 
 def environment(level: str, threads: int) -> dict[str, str]:
     """The environment of this process, with instructions and number of threads held down."""
-    return {**os.environ, **LEVELS[level], "OMP_NUM_THREADS": str(threads)}
+    # MKL takes no more threads than there are cores unless it is told so by its own variables.
+    own = {"MKL_NUM_THREADS": str(threads), "MKL_DYNAMIC": "FALSE"}
+    return {**os.environ, **LEVELS[level], "OMP_NUM_THREADS": str(threads), **own}
 
 
 def main() -> int:
