@@ -48,13 +48,6 @@ class GoodScores:
     groups: int | None = None
     left_out: tuple[tuple[int, str, float, float], ...] = ()
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> GoodScores:
-        """The way back from `dataclasses.asdict`, whose tuples JSON knows as lists."""
-        names, image, peak = (tuple(values[key]) for key in ("names", "image", "peak"))
-        out = tuple((*one,) for one in values.get("left_out", ()))
-        return cls(names, image, peak, values["source"], values["groups"], out)
-
     def without(self, names: Sequence[str]) -> GoodScores:
         """These scores without some images, which are kept apart; all others count (again).
 

@@ -74,15 +74,16 @@ def _check_paths(options: argparse.Namespace) -> None:
 
     Of several, one that is wrong is left to the command, which goes on with the others.
     """
+    from anomaly.config.files import load_config
+    from anomaly.model.folder import find_model
+
     model, config = (getattr(options, name, None) for name in ("model", "config"))
     if isinstance(model, list):
         model = model[0] if len(model) == 1 else None
     if model is not None:
-        importlib.import_module("anomaly.model.folder").find_model(model)
+        find_model(model)
     if isinstance(config, list) and len(config) == 1:
-        folders = importlib.import_module("anomaly.cli.train").CONFIG_FOLDERS
-        load_config = importlib.import_module("anomaly.config.files").load_config
-        load_config(config[0], options.overrides, folders)
+        load_config(config[0], options.overrides)
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:

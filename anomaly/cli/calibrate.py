@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +14,6 @@ from anomaly import __version__
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.errors import AnomalyError, DataError
-from anomaly.files.writing import sha256_of
 
 if TYPE_CHECKING:
     from anomaly.calibration import Choice, GoodScores, Thresholds
@@ -182,10 +180,10 @@ def _say_left_out(option: str, images: Unseen) -> None:
 
 def _tested(options: argparse.Namespace, model: Model) -> frozenset[str]:
     """Hashes of the test split, where the run remembers its data set and it is still there."""
-    from anomaly.cli.evaluate import dataset_of
+    from anomaly.evaluation.test_split import tested_hashes
 
     try:
-        test = dataset_of(model, options.model, options.data_root).test
+        return tested_hashes(model, options.model, options.data_root)
     except AnomalyError as error:
         if options.data_root is not None:
             raise
@@ -195,12 +193,6 @@ def _tested(options: argparse.Namespace, model: Model) -> frozenset[str]:
             error,
         )
         return frozenset()
-    hashes = set()
-    for sample in test:
-        # What can't be read can't be evaluated on either.
-        with suppress(OSError):
-            hashes.add(sha256_of(sample.path))
-    return frozenset(hashes)
 
 
 def _good(options: argparse.Namespace, model: Model, scored: dict[str, Unseen]) -> GoodScores:

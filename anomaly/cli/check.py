@@ -37,7 +37,6 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0 all fine, 3 some files can't be used, 2 training or evaluation would be wrong.
     """
-    from anomaly.cli.train import CONFIG_FOLDERS
     from anomaly.config.files import load_config
     from anomaly.datasets import open_dataset
     from anomaly.datasets.check import Reading, check
@@ -45,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.imaging.decoder_pool import read_mask
     from anomaly.model.region_setting import region_of
 
-    config = load_config(options.config, options.overrides, CONFIG_FOLDERS)
+    config = load_config(options.config, options.overrides)
     data, image = config.data, config.image
     dataset = open_dataset(data.format, data.root, data.category)
     region = region_of(image, Path(), read_mask)

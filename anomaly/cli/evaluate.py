@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -13,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
-from anomaly.errors import AnomalyError, ConfigError, DataError, why
-from anomaly.files.writing import sha256_of
+from anomaly.errors import AnomalyError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from anomaly.datasets import Dataset, Sample
-    from anomaly.model.checkpoint import Model
     from anomaly.report.category import Category, Failure
     from anomaly.report.files import EvaluationFolder
 
@@ -151,6 +147,7 @@ def _attempt(
 
 def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: int) -> Category:
     from anomaly.evaluation.evaluate import evaluate
+    from anomaly.evaluation.test_split import images_to_test, training_record
     from anomaly.model.checkpoint import load, portable
     from anomaly.report.category import Category
     from anomaly.report.page import utc_now
@@ -158,7 +155,14 @@ def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: i
 
     model = load(folder, device)
     detector, thresholds = model.detector, model.detector.thresholds
-    samples, data_folder = _test_images(model, folder, options)
+    samples, data_folder = images_to_test(
+        model,
+        folder,
+        data_root=options.data_root,
+        good=options.good,
+        defects=options.defects,
+        masks=options.masks,
+    )
     started = time.perf_counter()
     limit = None if thresholds is None else thresholds.pixel
     with ProgressLine() as progress, Tiles(len(samples), limit, threads) as tiles:
@@ -178,91 +182,12 @@ def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: i
         model_id=model.model_id,
         manifest=model.manifest,
         settings=portable(detector.config),
-        training=_training_of(folder),
+        training=training_record(folder),
         data_folder=data_folder,
         date=utc_now(),
         seconds=time.perf_counter() - started,
         tiles=pictures,
     )
-
-
-def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:
-    """The data set that a model was trained on: where it was, or in another root folder.
-
-    Raises:
-        DataError: it isn't there, or nothing says where it is.
-    """
-    from anomaly.datasets import open_dataset
-
-    data = model.detector.config.data
-    if data_root is None:
-        return open_dataset(data.format, trained_on(folder), None)
-    return open_dataset(data.format, data_root, data.category)
-
-
-def _test_images(
-    model: Model, folder: Path, options: argparse.Namespace
-) -> tuple[Sequence[Sample], str]:
-    """Those that were named, but for what the model has learned from; else the data set's.
-
-    Returns:
-        The images, and the folders that they come from, for people.
-    """
-    from anomaly.datasets import TEST_IMAGES, open_test_images
-
-    if options.good or options.defects:
-        named = open_test_images(options.good, options.defects, options.masks)
-        learned = frozenset(model.manifest["training_images"].values())
-        samples = [sample for sample in named if _sha256(sample.path) not in learned]
-        if len(samples) < len(named):
-            known = len(named) - len(samples)
-            log.warning("the model has learned from %d of %d images; left out", known, len(named))
-        if not samples:
-            raise DataError(f"{folder} has learned from all of these images; give others")
-        given = [*(options.good or []), *(options.defects or [])]
-        return samples, ", ".join(map(str, given))
-    dataset = dataset_of(model, folder, options.data_root)
-    if dataset.test:
-        return dataset.test, str(dataset.folder)
-    layout = model.detector.config.data.format
-    kept = TEST_IMAGES[layout]
-    raise DataError(
-        f"{dataset.folder} has no test images: data.format={layout} {kept}. Give --good FOLDER "
-        "with other good images and --defects FOLDER with defects"
-    )
-
-
-def _sha256(file: Path) -> str:
-    """Of a file's bytes; empty where it can't be read, which scoring will say."""
-    try:
-        return sha256_of(file)
-    except OSError:
-        return ""
-
-
-def trained_on(folder: Path) -> Path:
-    """The data set's folder, which the run remembers beside the model."""
-    training = _training_of(folder)
-    if not training:
-        raise DataError(
-            f"{folder} has no train.json that says where its data set is; give --data-root"
-        )
-    if not isinstance(training.get("data_folder"), str):
-        raise DataError(
-            f"{folder}: its train.json doesn't say where the data set is; give --data-root"
-        )
-    return Path(training["data_folder"])
-
-
-def _training_of(folder: Path) -> dict[str, Any]:
-    """What train.json beside the model says; empty where there is none that can be read."""
-    for file in (folder / "train.json", folder.absolute().parent / "train.json"):
-        if file.is_file():
-            try:
-                return dict(json.loads(file.read_text("utf-8")))
-            except (OSError, ValueError, TypeError) as error:
-                log.warning("%s can't be read: %s", file, why(error))
-    return {}
 
 
 def _distinct(category: Category, folder: Path, taken: set[str]) -> Category:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
-from anomaly.cli.evaluate import trained_on
 from anomaly.errors import AnomalyError, DataError, ImageError
 
 if TYPE_CHECKING:
@@ -224,6 +223,8 @@ def _folders(options: argparse.Namespace) -> list[Path]:
         if not options.good.is_dir():
             raise DataError(f"--good {options.good} isn't a folder")
         return [options.good]
+    from anomaly.evaluation.test_split import trained_on
+
     try:
         return [trained_on(options.model)]
     except DataError:

@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Those of the working directory, then our own: inside the package once it is installed, beside it
-# in a checkout.
-_PACKAGE = Path(__file__).parents[1]
-CONFIG_FOLDERS = (Path("configs"), _PACKAGE / "configs", _PACKAGE.parent / "configs")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
@@ -60,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.config.files import load_config
     from anomaly.files.output_lock import locked
 
-    config = load_config(options.config, options.overrides, CONFIG_FOLDERS)
+    config = load_config(options.config, options.overrides)
     output: Path = options.output or Path("runs") / config.name
     with locked(output):
         return _run(options, config, output)

@@ -30,7 +30,7 @@ def trained_run(
     """
     from anomaly.config.files import load_config
 
-    config = load_config(config_file, overrides, train.CONFIG_FOLDERS)
+    config = load_config(config_file, overrides)
     run = runs / config.name
     with locked(run):  # it may be being trained
         if (run / "model").exists():

@@ -11,9 +11,14 @@ import yaml
 from anomaly.config.schema import Config, parse_config
 from anomaly.errors import ConfigError, nearest, why
 
+# Where a bare name is looked for after the working directory: its configs/, then our own, inside
+# the package once it is installed and beside it in a checkout.
+_PACKAGE = Path(__file__).parents[1]
+FOLDERS = (Path("configs"), _PACKAGE / "configs", _PACKAGE.parent / "configs")
+
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), folders: Sequence[Path] = ()
+    path: str | Path, overrides: Sequence[str] = (), folders: Sequence[Path] = FOLDERS
 ) -> Config:
     """Read a YAML config, its bases and the command line's overrides.
 

@@ -49,7 +49,7 @@ def read_thresholds(folder: Path) -> Thresholds | None:
     try:
         if not (_possible(written.review) and _possible(written.reject)):
             raise ValueError("a rate lies outside 0 to 1")
-        return Thresholds.from_json(values, GoodScores.from_json(scores))
+        return Thresholds.from_json(values, good)
     except (ValueError, TypeError, KeyError):
         raise ModelError(
             f"{files[0]}: its thresholds and rates don't belong together; {AGAIN}"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from anomaly.calibration import (
     Costs,
@@ -44,7 +45,7 @@ def test_verdicts_follow_the_thresholds_and_survive_json(
     assert thresholds.review_pixel == pytest.approx(thresholds.review, rel=1e-6)
     text = json.dumps([thresholds.to_json(), asdict(thresholds.good)])
     values, scores = json.loads(text)
-    again = Thresholds.from_json(values, GoodScores.from_json(scores))
+    again = Thresholds.from_json(values, TypeAdapter(GoodScores).validate_python(scores))
     assert again == thresholds
     for one in (score, *image):
         expected = (
@@ -120,7 +121,7 @@ def test_scores_without_some_images_keep_them_apart_and_caution() -> None:
     less = good.without(["3.png", "/somewhere/train/1.png"])
     assert (less.names, less.image, less.peak) == (("0.png", "2.png"), (1.0, 3.0), (1.5, 3.5))
     assert "2 more left out by hand: 1.png, 3.png" in less.cautions[0]
-    assert GoodScores.from_json(json.loads(json.dumps(asdict(less)))) == less
+    assert TypeAdapter(GoodScores).validate_json(json.dumps(asdict(less)), strict=True) == less
     assert less.without(["0.png"]).image == (2.0, 3.0, 4.0)
     assert less.without([]) == good
     with pytest.raises(DataError, match=r"no good image is called png"):

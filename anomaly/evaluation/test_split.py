@@ -1,0 +1,128 @@
+"""The images that a model is tested with, which no threshold may see."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from anomaly.datasets import TEST_IMAGES, Dataset, Sample, open_dataset, open_test_images
+from anomaly.errors import DataError, why
+from anomaly.files.writing import sha256_of
+from anomaly.model.checkpoint import Model
+
+log = logging.getLogger(__name__)
+
+
+def images_to_test(
+    model: Model,
+    folder: Path,
+    *,
+    data_root: Path | None = None,
+    good: Sequence[Path] = (),
+    defects: Sequence[Path] = (),
+    masks: Path | None = None,
+) -> tuple[Sequence[Sample], str]:
+    """The named images that the model hasn't learned from; without names the data set's.
+
+    Args:
+        model: trained.
+        folder: the run, or the model folder, that it was loaded from.
+        data_root: where the data sets are, if they have moved since training.
+        good: folders of good images.
+        defects: folders of defects, whose subfolders name the types.
+        masks: folder of the defects' masks.
+
+    Returns:
+        The images, and the folders that they come from, for people.
+
+    Raises:
+        DataError: there are none, or nothing says where they are.
+    """
+    if good or defects:
+        samples = _not_learned(model, folder, open_test_images(good, defects, masks))
+        return samples, ", ".join(map(str, [*good, *defects]))
+    dataset = dataset_of(model, folder, data_root)
+    if dataset.test:
+        return dataset.test, str(dataset.folder)
+    layout = model.detector.config.data.format
+    raise DataError(
+        f"{dataset.folder} has no test images: data.format={layout} {TEST_IMAGES[layout]}. Give "
+        "--good FOLDER with other good images and --defects FOLDER with defects"
+    )
+
+
+def tested_hashes(model: Model, folder: Path, data_root: Path | None) -> frozenset[str]:
+    """sha256 of the test images of the data set that a model was trained on.
+
+    What can't be read is left out: it can't be evaluated on either.
+
+    Raises:
+        DataError: the data set isn't there, or nothing says where it is.
+    """
+    hashes = set()
+    for sample in dataset_of(model, folder, data_root).test:
+        with suppress(OSError):
+            hashes.add(sha256_of(sample.path))
+    return frozenset(hashes)
+
+
+def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:
+    """The data set that a model was trained on: where it was, or in another root folder.
+
+    Raises:
+        DataError: it isn't there, or nothing says where it is.
+    """
+    data = model.detector.config.data
+    if data_root is None:
+        return open_dataset(data.format, trained_on(folder), None)
+    return open_dataset(data.format, data_root, data.category)
+
+
+def trained_on(folder: Path) -> Path:
+    """The data set's folder, which the run remembers beside the model.
+
+    Raises:
+        DataError: it doesn't.
+    """
+    training = training_record(folder)
+    if not training:
+        raise DataError(
+            f"{folder} has no train.json that says where its data set is; give --data-root"
+        )
+    if not isinstance(training.get("data_folder"), str):
+        raise DataError(
+            f"{folder}: its train.json doesn't say where the data set is; give --data-root"
+        )
+    return Path(training["data_folder"])
+
+
+def training_record(folder: Path) -> dict[str, Any]:
+    """What train.json beside the model says; empty where there is none that can be read."""
+    for file in (folder / "train.json", folder.absolute().parent / "train.json"):
+        if file.is_file():
+            try:
+                return dict(json.loads(file.read_text("utf-8")))
+            except (OSError, ValueError, TypeError) as error:
+                log.warning("%s can't be read: %s", file, why(error))
+    return {}
+
+
+def _not_learned(model: Model, folder: Path, named: Sequence[Sample]) -> list[Sample]:
+    """The images that the model hasn't learned from; those that can't be read stay, to be told."""
+    learned = frozenset(model.manifest["training_images"].values())
+    samples = []
+    for sample in named:
+        with suppress(OSError):
+            if sha256_of(sample.path) in learned:
+                continue
+        samples.append(sample)
+    if len(samples) < len(named):
+        known = len(named) - len(samples)
+        log.warning("the model has learned from %d of %d images; left out", known, len(named))
+    if not samples:
+        raise DataError(f"{folder} has learned from all of these images; give others")
+    return samples
