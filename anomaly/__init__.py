@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from anomaly.errors import AnomalyError
     from anomaly.evaluation.evaluate import evaluate
     from anomaly.model.checkpoint import load, save
-    from anomaly.model.detector import AnomalyDetector, Prediction
+    from anomaly.model.detector import AnomalyDetector
+    from anomaly.model.prediction import Prediction
     from anomaly.model.training import fit
 
 _HOME = {
     "AnomalyDetector": "model.detector",
     "AnomalyError": "errors",
     "Config": "config.schema",
-    "Prediction": "model.detector",
+    "Prediction": "model.prediction",
     "evaluate": "evaluation.evaluate",
     "fit": "model.training",
     "load": "model.checkpoint",

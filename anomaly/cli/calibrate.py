@@ -81,13 +81,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    import torch
-
     from anomaly.model.checkpoint import load
     from anomaly.model.threshold_files import replace_thresholds
 
     device, threads = machine.settle(options)
-    assert isinstance(device, torch.device)
     model = load(options.model, device)
     scored = _score(options, model, threads)
     good, defects = _good(options, model, scored), scored.get("defects")

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.datasets.check import Reading, check
     from anomaly.datasets.faults import Severity
     from anomaly.imaging.decoder_pool import read_mask
-    from anomaly.model.region_setting import region_of
+    from anomaly.model.settings import region_of
 
     config = load_config(options.config, options.overrides)
     data, image = config.data, config.image

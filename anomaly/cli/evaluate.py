@@ -148,7 +148,8 @@ def _attempt(
 def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: int) -> Category:
     from anomaly.evaluation.evaluate import evaluate
     from anomaly.evaluation.test_split import images_to_test, training_record
-    from anomaly.model.checkpoint import load, portable
+    from anomaly.model.checkpoint import load
+    from anomaly.model.settings import portable
     from anomaly.report.category import Category
     from anomaly.report.page import utc_now
     from anomaly.report.tiles import Tiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from anomaly.explain.explanation import GoodImages, GoodPatch
     from anomaly.explain.tiles import Picture
     from anomaly.imaging.decoder_pool import Decoders
     from anomaly.imaging.preprocessing import Loaded, Loading
-    from anomaly.model.checkpoint import Model
-    from anomaly.model.detector import Prediction
 
 OUTPUTS = ("explanation.json", "evidence.png", "score_gradient.png", "grad_cam.png")
 
@@ -116,6 +113,7 @@ def _explain_score(
     """Feature maps of the hooked layers, the patches that were flagged, the score's gradient."""
     import numpy as np
 
+    from anomaly.explain.evidence import evidence_picture
     from anomaly.explain.explanation import GoodImages, score_gradient, tile_of, worst_patches
     from anomaly.explain.overlays import glowing
     from anomaly.explain.patches import marked
@@ -140,8 +138,8 @@ def _explain_score(
     )
     if thresholds is not None:
         shown.facts.update(threshold=thresholds.image, threshold_label=thresholds.label)
-    limit = float("inf") if thresholds is None else thresholds.pixel
-    patches = worst_patches(prediction.patch_scores, limit)
+    most = float("inf") if thresholds is None else thresholds.pixel
+    patches = worst_patches(prediction.patch_scores, most)
     height, width = prediction.patch_scores.shape
     worst = tile_of(item, (height, width), patches[0])
     image = detector.embedder.images([worst])[0]
@@ -162,45 +160,11 @@ def _explain_score(
         ]
     )
     good = GoodImages(detector, model.manifest, _folders(options), decoders.load)
-    _draw_evidence(model, good, item, prediction, patches, heatmap, shown)
-
-
-def _draw_evidence(
-    model: Model,
-    good: GoodImages,
-    item: Loaded,
-    prediction: Prediction,
-    patches: Sequence[tuple[int, int]],
-    heatmap: Picture,
-    shown: _Shown,
-) -> None:
-    """Which patches were flagged, and the good ones that they were compared with."""
-    from anomaly.explain.patches import comparison, marked, patch_box, patch_crop
-    from anomaly.explain.tiles import beside, stacked
-    from anomaly.maps.heatmap import display
-
-    thresholds = model.detector.thresholds
-    picture = display(item.decoded)
-    height, width = prediction.patch_scores.shape
-    boxes = [patch_box(item.view, (height, width), *patch) for patch in patches]
-    rows: list[list[tuple[tuple[str, str], Picture]]] = []
-    facts = []
-    for patch, box, near in zip(patches, boxes, good.nearest(item, patches), strict=True):
-        score = float(prediction.patch_scores[patch])
-        captions = f"{len(rows) + 1}: score {score:.3g}", "this image"
-        row = [(captions, patch_crop(picture, box))]
-        row += [((_distance(other), Path(other.image).name), good.crop(other)) for other in near]
-        rows.append(row)
-        compared = [asdict(other) for other in near]
-        facts.append(
-            {"row": patch[0], "column": patch[1], "score": score, "compared_with": compared}
-        )
-    title = "most unusual patch"
-    if thresholds is not None:
-        title = f"worst patch of each flaw, above {thresholds.pixel:.3g}"
-    overview = beside([(title, marked(picture, boxes)), ("heatmap", heatmap)])
-    shown.pictures["evidence.png"] = stacked([overview, comparison(rows)])
-    shown.facts["patches"] = facts
+    limit = None if thresholds is None else thresholds.pixel
+    evidence, shown.facts["patches"] = evidence_picture(
+        good, item, prediction, patches, heatmap, limit
+    )
+    shown.pictures["evidence.png"] = evidence
     if prediction.nearest is None:
         shown.notes.append(
             "the nearest good patches: PaDiM keeps none, only means and covariances of each place; "
@@ -211,10 +175,6 @@ def _draw_evidence(
         shown.notes.append(
             f"{len(missing)} training images ({name}: {reason}); name their folder with --good"
         )
-
-
-def _distance(patch: GoodPatch) -> str:
-    return "same place" if patch.distance is None else f"distance {patch.distance:.3g}"
 
 
 def _folders(options: argparse.Namespace) -> list[Path]:

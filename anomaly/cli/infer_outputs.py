@@ -143,7 +143,7 @@ def write_page(
     """
     from anomaly.files.own_outputs import PAGE
     from anomaly.files.writing import write
-    from anomaly.model.checkpoint import portable
+    from anomaly.model.settings import portable
     from anomaly.report.gallery import Run, gallery_html
 
     if thumbnails is None:

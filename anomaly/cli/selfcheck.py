@@ -14,7 +14,7 @@ from anomaly.cli.progress import ProgressLine
 if TYPE_CHECKING:
     from anomaly.imaging.preprocessing import Refused
     from anomaly.model.checkpoint import Model
-    from anomaly.model.detector import Prediction
+    from anomaly.model.prediction import Prediction
 
 RECORD = "golden.json"
 

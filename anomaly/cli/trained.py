@@ -53,7 +53,7 @@ def _check_same(run: Path, config: Any) -> None:
     import yaml
 
     from anomaly.datasets import open_dataset
-    from anomaly.model.checkpoint import flat, portable
+    from anomaly.model.settings import flat, portable
 
     file, summary = run / "model" / "config.yaml", run / "train.json"
     try:

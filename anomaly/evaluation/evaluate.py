@@ -21,7 +21,8 @@ from anomaly.evaluation.metrics import (
 )
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.preprocessing import Refused
-from anomaly.model.detector import AnomalyDetector, Prediction
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.prediction import Prediction
 from anomaly.scorers.base import Progress
 
 Map = NDArray[np.float32]

@@ -10,7 +10,8 @@ import numpy as np
 
 from anomaly.errors import DataError
 from anomaly.imaging.preprocessing import Refused
-from anomaly.model.detector import AnomalyDetector, Prediction
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.prediction import Prediction
 from anomaly.scorers.base import Progress
 
 _STRIP = 2048  # rows of an anomaly map at once; a large image's whole map may not fit into memory

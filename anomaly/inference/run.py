@@ -22,7 +22,7 @@ from anomaly.inference.journal import Known, Record
 from anomaly.inference.rows import Row
 from anomaly.maps.thumbnails import Thumbnails
 from anomaly.model.checkpoint import Model
-from anomaly.model.detector import Prediction
+from anomaly.model.prediction import Prediction
 from anomaly.prefetch import StoppedError
 from anomaly.scorers.base import Progress
 

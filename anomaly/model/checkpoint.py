@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,13 +35,13 @@ from safetensors.torch import load_file, save_file
 from anomaly import __version__
 from anomaly.config.schema import Config, parse_config
 from anomaly.errors import AnomalyError, ModelError, OutputError
-from anomaly.features.aligner import ADAPTIVE_DIMENSIONS
 from anomaly.features.backbones import Normalisation, build, fill
 from anomaly.features.extractor import truncate
 from anomaly.files.writing import cache_folder, share
 from anomaly.imaging.decoder_pool import read_mask
 from anomaly.imaging.region import Picture, Region
 from anomaly.model.appearance import UsualLook
+from anomaly.model.consistency import agree, check_together
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import (
     appearing,
@@ -52,7 +51,7 @@ from anomaly.model.folder import (
     vouch,
 )
 from anomaly.model.manifest import AGAIN, read_manifest, write_manifest
-from anomaly.model.region_setting import region_of
+from anomaly.model.settings import portable, region_of
 from anomaly.model.threshold_files import read_thresholds, write_thresholds
 from anomaly.model.training import Training
 from anomaly.runtime import has_bf16
@@ -142,8 +141,8 @@ def load(
     config = _config(folder, manifest)
     try:
         truncated = truncate(build(config.backbone.name), manifest["backbone"]["layers"])
-        _agree(folder, "channels", manifest["backbone"]["channels"], list(truncated.channels))
-        _agree(folder, "strides", manifest["backbone"]["strides"], list(truncated.strides))
+        agree(folder, "channels", manifest["backbone"]["channels"], list(truncated.channels))
+        agree(folder, "strides", manifest["backbone"]["strides"], list(truncated.strides))
         state = load_file(folder / _BACKBONE)
         network, full = truncated.network, build(config.backbone.name)
         fill(network, state, full, str(folder / _BACKBONE))
@@ -157,7 +156,7 @@ def load(
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, manifest, error) from None
-    _check_together(folder, manifest, config, scorer, usual)
+    check_together(folder, manifest, config, scorer, usual)
     detector = AnomalyDetector(
         config=config,
         extractor=truncated.extractor().to(device, _precision(config, device, precision)),
@@ -184,23 +183,15 @@ def _config(folder: Path, manifest: dict[str, Any]) -> Config:
     except (OSError, AnomalyError) as error:
         raise _unreadable(folder, manifest, error) from None
     made, backbone = manifest["made_with"], manifest["backbone"]
-    _agree(folder, "name", manifest["name"], config.name)
-    _agree(folder, "seed", manifest["seed"], config.seed)
-    _agree(folder, "backbone.name", backbone["name"], config.backbone.name)
-    _agree(folder, "backbone.weights", backbone["weights"], config.backbone.weights)
-    _agree(folder, "batch_size", made["batch_size"], config.batch_size)
-    _agree(folder, "precision", made["precision"], config.precision)
+    agree(folder, "name", manifest["name"], config.name)
+    agree(folder, "seed", manifest["seed"], config.seed)
+    agree(folder, "backbone.name", backbone["name"], config.backbone.name)
+    agree(folder, "backbone.weights", backbone["weights"], config.backbone.weights)
+    agree(folder, "batch_size", made["batch_size"], config.batch_size)
+    agree(folder, "precision", made["precision"], config.precision)
     one_aspect = config.model.kind == "padim" and config.image.resize is None
-    _agree(folder, "one aspect for all images", manifest["aspect"] is not None, one_aspect)
+    agree(folder, "one aspect for all images", manifest["aspect"] is not None, one_aspect)
     return config
-
-
-def _agree(folder: Path, what: str, manifest: object, found: object) -> None:
-    if manifest != found:
-        raise ModelError(
-            f"{folder}: {what} is {manifest!r} in its manifest, and {found!r} in its other files; "
-            f"{AGAIN}"
-        )
 
 
 def _unreadable(folder: Path, manifest: dict[str, Any], error: Exception) -> ModelError:
@@ -208,32 +199,6 @@ def _unreadable(folder: Path, manifest: dict[str, Any], error: Exception) -> Mod
         f"{folder} was written by anomaly {manifest['software_version']} and can't be read by "
         f"{__version__} ({error}); train it again with this version"
     )
-
-
-def _check_together(
-    folder: Path,
-    manifest: dict[str, Any],
-    config: Config,
-    scorer: MemoryBank | PatchGaussian,
-    usual: UsualLook | None,
-) -> None:
-    """See that the scorer is one for the network's embeddings and the manifest's images."""
-    adaptive = config.model.kind == "patchcore" and config.model.embedding == "adaptive"
-    channels = ADAPTIVE_DIMENSIONS if adaptive else sum(manifest["backbone"]["channels"])
-    kept = channels
-    if isinstance(scorer, PatchGaussian):
-        _agree(folder, "channels", channels, scorer.projection.dim)
-        kept = scorer.projection.dimensions
-    else:
-        _agree(folder, "channels", channels, scorer.vectors.shape[1])
-        images = len(manifest["training_images"]) + len(manifest["refused_images"])
-        low, high = (int(end) for end in scorer.origins[:, 0].aminmax())
-        if low < 0 or high >= images:
-            raise ModelError(
-                f"{folder}: its memory bank comes from training image {high}, of {images}; {AGAIN}"
-            )
-    if usual is not None:
-        _agree(folder, "channels", kept, len(usual.mean))
 
 
 def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
@@ -250,27 +215,6 @@ def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
             why,
         )
     return chosen
-
-
-def portable(config: Config) -> dict[str, Any]:
-    """A config as plain values, without what belongs to one machine or one place."""
-    values = config.model_dump(mode="json")
-    del values["data"]["root"]
-    if config.backbone.weights not in ("imagenet", "random"):
-        values["backbone"]["weights"] = Path(config.backbone.weights).name
-    for part in ("region", "ignore"):
-        if values["image"][part] and values["image"][part]["png"]:
-            values["image"][part]["png"] = f"{part}.png"
-    return values
-
-
-def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings of `portable` one by one, with dotted keys."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def _pictures(region: Region | None) -> dict[str, bytes]:

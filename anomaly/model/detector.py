@@ -21,56 +21,19 @@ from anomaly.features.embedder import Embedder, inside_of
 from anomaly.features.extractor import FeatureExtractor
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.geometry import Layout, Tiling
-from anomaly.imaging.image import Image
+from anomaly.imaging.geometry import Tiling
 from anomaly.imaging.preprocessing import Item, Loaded, Loading, Refused, by_shape, refuse_missed
 from anomaly.imaging.region import Region
-from anomaly.maps.anomaly_map import SourceMap
 from anomaly.model.appearance import Look, UsualLook, looks_of
 from anomaly.model.build import embedder_of, loading_of
 from anomaly.model.image_score import image_scores, network_map
+from anomaly.model.prediction import Prediction
 from anomaly.runtime import side_by_side
 from anomaly.scorers.base import PatchScores, Scorer
 from anomaly.scorers.padim.gaussian import PatchGaussian
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 _TILES_AT_ONCE = 4
-
-
-@dataclass(frozen=True, eq=False)
-class Prediction:
-    """What a detector makes of one image.
-
-    Attributes:
-        index: the image's place in the list of files.
-        sha256: of the file's bytes.
-        image: the decoded file; None where it wasn't asked for.
-        view: how the network saw it.
-        patch_scores: (h, w) float32, distances; higher is more anomalous. NaN doesn't count. With
-            tiles, the mosaic of their patches.
-        nearest: (h, w) int64, the nearest bank vector of each patch; None without a bank.
-        image_score: in the same unit; with tiles, the highest of theirs.
-        smoothing: of the anomaly map, in network pixels.
-        region: what of the image counts; None for all of it.
-        oddness: why the image isn't like the training images at all, so that its score means
-            little, or that it is blank; empty where it is.
-    """
-
-    index: int
-    sha256: str
-    image: Image | None
-    view: Layout
-    patch_scores: NDArray[np.float32]
-    nearest: NDArray[np.int64] | None
-    image_score: float
-    smoothing: float
-    region: Region | None = None
-    oddness: str = ""
-
-    @property
-    def anomaly_map(self) -> SourceMap:
-        """The anomaly map in the image's own pixels: call it, for all rows or some."""
-        return SourceMap(self.patch_scores, self.view, self.smoothing, self.region)
 
 
 @dataclass(frozen=True, eq=False)

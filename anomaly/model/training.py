@@ -23,7 +23,7 @@ from anomaly.model.appearance import UsualLook, odd_among
 from anomaly.model.build import backbone, embedder_of, fitter_of, loading_of
 from anomaly.model.cross_fitting import cross_fit
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.region_setting import region_of
+from anomaly.model.settings import region_of
 from anomaly.model.suspects import Suspect, Suspects
 from anomaly.model.training_patches import TrainingPatches
 from anomaly.scorers.base import Progress, Scorer

@@ -18,7 +18,7 @@ from anomaly.evaluation.evaluate import Scored
 from anomaly.evaluation.metrics import pr_curve, roc_curve
 from anomaly.evaluation.metrics.curves import Curve
 from anomaly.maps.heatmap import OPACITY, colour_stops
-from anomaly.model.checkpoint import flat
+from anomaly.model.settings import flat
 from anomaly.report.category import Category
 from anomaly.report.glossary import GLOSSARY
 from anomaly.report.page import asset, page

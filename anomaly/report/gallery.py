@@ -22,7 +22,7 @@ from anomaly.calibration import Thresholds
 from anomaly.inference.rows import Row
 from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.maps.thumbnails import SHOWN, Thumbnail, Thumbnails, thumbnail
-from anomaly.model.checkpoint import flat
+from anomaly.model.settings import flat
 from anomaly.report.document import SCRIPTS, STYLES, command, limits, subtitle, tables
 from anomaly.report.page import asset, page, utc_now
 

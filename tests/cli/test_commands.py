@@ -162,7 +162,7 @@ def test_a_mark_on_a_cropped_oblong_image_comes_back_at_its_pixel(
     import torch
 
     from anomaly.model.checkpoint import load
-    from anomaly.model.detector import Prediction
+    from anomaly.model.prediction import Prediction
 
     output = tmp_path / "run"
     overrides = ["image.resize=96", "image.crop=80", "backbone.layers=[layer1]"]

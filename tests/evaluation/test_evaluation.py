@@ -19,7 +19,7 @@ from anomaly.evaluation.evaluate import Evaluation, Scored, evaluate
 from anomaly.evaluation.metrics import Metrics
 from anomaly.imaging.image import read_mask
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import Prediction
+from anomaly.model.prediction import Prediction
 from anomaly.report.tables import metrics_json, scores_csv, table
 
 

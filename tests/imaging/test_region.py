@@ -17,7 +17,7 @@ from anomaly.imaging.geometry import Sizing, View
 from anomaly.imaging.preprocessing import Refused
 from anomaly.imaging.region import Picture, Polygons, Region
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import Prediction
+from anomaly.model.prediction import Prediction
 
 _NUMBER = st.floats(0, 30, allow_nan=False).map(lambda x: round(x, 2) + 0.003)
 _POLYGON = st.lists(st.tuples(_NUMBER, _NUMBER), min_size=3, max_size=7).map(tuple)

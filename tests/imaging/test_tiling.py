@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from anomaly.imaging.geometry import Sizing, Tiling
 from anomaly.maps.anomaly_map import source_map
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import AnomalyDetector, Prediction
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.prediction import Prediction
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(64, 1500), st.integers(0, 100))

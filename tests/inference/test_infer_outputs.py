@@ -15,7 +15,7 @@ from conftest import Command, train_arguments, write_part
 from scipy import ndimage
 
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import Prediction
+from anomaly.model.prediction import Prediction
 
 
 @pytest.fixture

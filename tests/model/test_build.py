@@ -12,7 +12,7 @@ from anomaly.imaging.geometry import View
 from anomaly.imaging.image import read_mask
 from anomaly.imaging.region import Region
 from anomaly.model.build import loading_of
-from anomaly.model.region_setting import region_of
+from anomaly.model.settings import region_of
 
 
 @pytest.mark.parametrize(

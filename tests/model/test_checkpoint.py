@@ -15,7 +15,7 @@ from conftest import REPOSITORY, Command, train_arguments, write_product
 from anomaly.config.files import load_config
 from anomaly.datasets import open_dataset
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import Prediction
+from anomaly.model.prediction import Prediction
 from anomaly.model.training import fit
 
 

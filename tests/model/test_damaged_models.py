@@ -26,9 +26,10 @@ from anomaly.files.writing import as_json
 from anomaly.imaging.preprocessing import Refused
 from anomaly.model.appearance import UsualLook
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import AnomalyDetector, Prediction
+from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import model_id, vouch
 from anomaly.model.manifest import read_manifest
+from anomaly.model.prediction import Prediction
 from anomaly.model.threshold_files import read_thresholds, replace_thresholds
 
 DELETED = object()

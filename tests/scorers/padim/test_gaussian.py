@@ -144,7 +144,7 @@ def test_batches_may_be_made_in_inference_mode(count):
 @pytest.mark.parametrize("count", [12, 60])
 def test_number_of_threads_changes_nothing(count, limit, monkeypatch):
     # Blocks of few positions, so that there is something to share out.
-    monkeypatch.setattr("anomaly.scorers.padim.gaussian._FITTING_BLOCK", {"cpu": 500})
+    monkeypatch.setattr("anomaly.scorers.padim.accumulator._FITTING_BLOCK", {"cpu": 500})
     monkeypatch.setattr("anomaly.scorers.padim.gaussian._SCORING_BLOCK", {"cpu": 500})
     before = torch.get_num_threads()
     scores = []

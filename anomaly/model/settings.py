@@ -1,0 +1,59 @@
+"""Settings as others need them: where to look, and as plain values. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.config.schema import Config, ImageConfig, ShapeConfig
+from anomaly.imaging.region import Picture, Polygons, Region, Shape
+
+
+def region_of(
+    image: ImageConfig, folder: Path, read: Callable[[Path], NDArray[np.bool_]]
+) -> Region | None:
+    """Where a config says to look.
+
+    Args:
+        image: what it says.
+        folder: where pictures are taken from.
+        read: reads a picture as a mask.
+
+    Raises:
+        ImageError: a picture can't be read.
+    """
+
+    def shape(config: ShapeConfig | None) -> Shape | None:
+        if config is None:
+            return None
+        if config.png is not None:
+            return Picture(read(folder / config.png.expanduser()))
+        return Polygons(config.polygons, config.unit == "relative")
+
+    look, ignore = shape(image.region), shape(image.ignore)
+    return None if look is None and ignore is None else Region(look, ignore)
+
+
+def portable(config: Config) -> dict[str, Any]:
+    """A config as plain values, without what belongs to one machine or one place."""
+    values = config.model_dump(mode="json")
+    del values["data"]["root"]
+    if config.backbone.weights not in ("imagenet", "random"):
+        values["backbone"]["weights"] = Path(config.backbone.weights).name
+    for part in ("region", "ignore"):
+        if values["image"][part] and values["image"][part]["png"]:
+            values["image"][part]["png"] = f"{part}.png"
+    return values
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings of `portable` one by one, with dotted keys."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
