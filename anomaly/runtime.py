@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from anomaly.errors import AnomalyError
 from anomaly.prefetch import ahead
 
 Item = TypeVar("Item")
@@ -20,6 +21,24 @@ Result = TypeVar("Result")
 
 # Called as spread(task, items): [task(item) for item in items]. No task may depend on another.
 Spread = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+
+
+def device_of(device: str | torch.device) -> torch.device:
+    """The device that is meant by `auto` (the GPU where there is one), `cpu`, `cuda` or by itself.
+
+    Raises:
+        AnomalyError: there is no such device here.
+    """
+    has_gpu = torch.cuda.is_available()
+    if device == "auto":
+        return torch.device("cuda" if has_gpu else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise AnomalyError(f"device {device!r}: give 'auto', 'cpu' or 'cuda'") from None
+    if found.type == "cuda" and not has_gpu:
+        raise AnomalyError(f"device {device}: torch finds no usable GPU here; use cpu or auto")
+    return found
 
 
 def has_bf16(device: torch.device) -> bool:
