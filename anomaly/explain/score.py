@@ -18,6 +18,7 @@ from anomaly.explain.overlays import glowing
 from anomaly.explain.patches import marked
 from anomaly.explain.saliency import saliency_map
 from anomaly.explain.tiles import Picture, beside
+from anomaly.features.embedder import network_input
 from anomaly.files.writing import as_json, claim, write
 from anomaly.imaging.decoder_pool import load_shared
 from anomaly.imaging.given import Given, ImageLike
@@ -135,7 +136,8 @@ def explain_score(
     height, width = prediction.patch_scores.shape
     worst = tile_of(item, (height, width), patches[0])
     network, layers = detector.extractor.network, detector.extractor.layers
-    maps = feature_map_pictures(network, detector.embedder.images([worst])[0], layers)
+    seen = network_input([worst], detector.normalise, detector.device)[0]
+    maps = feature_map_pictures(network, seen, layers)
 
     heatmap = _heatmap(prediction, item)
     good = GoodImages(detector, detector.manifest, folders, read)

@@ -17,7 +17,6 @@ Files but the history hold no time and no absolute path: the same training gives
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,9 @@ from anomaly.config.schema import Config, parse_config
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.features.backbones import Normalisation, build, fill
 from anomaly.features.extractor import truncate
-from anomaly.files.writing import cache_folder
 from anomaly.imaging.decoder_pool import read_mask
 from anomaly.model.appearance import UsualLook
+from anomaly.model.build import scorer_of
 from anomaly.model.consistency import agree, check_together
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import check_files, find_model, model_id
@@ -43,16 +42,8 @@ from anomaly.model.saving import BACKBONE, SCORER, USUAL
 from anomaly.model.settings import region_of
 from anomaly.model.threshold_files import read_thresholds
 from anomaly.runtime import device_of, has_bf16
-from anomaly.scorers.base import Scorer
-from anomaly.scorers.padim.gaussian import PatchGaussian
-from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 log = logging.getLogger(__name__)
-
-_SCORERS: dict[str, type[MemoryBank] | type[PatchGaussian]] = {
-    "patchcore": MemoryBank,
-    "padim": PatchGaussian,
-}
 
 
 def load(
@@ -82,7 +73,7 @@ def load(
         state = load_file(folder / BACKBONE)
         network, full = truncated.network, build(config.backbone.name)
         fill(network, state, full, str(folder / BACKBONE))
-        scorer = _SCORERS[config.model.kind].from_tensors(load_file(folder / SCORER))
+        scorer = scorer_of(config, load_file(folder / SCORER), device)
         looks = folder / USUAL
         usual = UsualLook.from_tensors(load_numpy(looks)) if looks.is_file() else None
         thresholds = read_thresholds(folder)
@@ -92,14 +83,14 @@ def load(
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, manifest, error) from None
-    check_together(folder, manifest, config, scorer, usual)
+    check_together(folder, manifest, scorer, usual)
     return AnomalyDetector(
         config=config,
         extractor=truncated.extractor().to(device, _precision(config, device, precision)),
         normalise=Normalisation(
             tuple(manifest["backbone"]["mean"]), tuple(manifest["backbone"]["std"])
         ),
-        scorer=_on(scorer, device, config),
+        scorer=scorer,
         thresholds=thresholds,
         device=device,
         region=region,
@@ -127,8 +118,8 @@ def _config(folder: Path, manifest: dict[str, Any]) -> Config:
     agree(folder, "backbone.weights", backbone["weights"], config.backbone.weights)
     agree(folder, "batch_size", made["batch_size"], config.batch_size)
     agree(folder, "precision", made["precision"], config.precision)
-    one_aspect = config.model.kind == "padim" and config.image.resize is None
-    agree(folder, "one aspect for all images", manifest["aspect"] is not None, one_aspect)
+    one_aspect = manifest["aspect"] is not None
+    agree(folder, "one aspect for all images", one_aspect, config.one_aspect)
     return config
 
 
@@ -153,10 +144,3 @@ def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
             why,
         )
     return chosen
-
-
-def _on(scorer: Scorer, device: torch.device, config: Config) -> Scorer:
-    if config.model.search == "ivf" and isinstance(scorer, MemoryBank) and device.type == "cpu":
-        # A GPU multiplies faster than it would look through lists.
-        return replace(scorer, search="ivf", cache=cache_folder())
-    return scorer.to(device)

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.calibration import Thresholds
+from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
 from anomaly.errors import DataError, ImageError
 from anomaly.features.backbones import Normalisation
@@ -37,14 +38,12 @@ from anomaly.imaging.preprocessing import (
 )
 from anomaly.imaging.region import Region
 from anomaly.model.appearance import Look, UsualLook, looks_of
-from anomaly.model.build import embedder_of, loading_of
+from anomaly.model.build import loading_of
 from anomaly.model.image_score import image_scores, network_map
 from anomaly.model.prediction import Prediction
 from anomaly.model.saving import save
-from anomaly.runtime import side_by_side
+from anomaly.runtime import side_by_side, take_threads
 from anomaly.scorers.base import PatchScores, Scorer
-from anomaly.scorers.padim.gaussian import PatchGaussian
-from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 if TYPE_CHECKING:
     from anomaly.explain.score import Explanation
@@ -90,26 +89,29 @@ class AnomalyDetector:
     folder: Path | None = None
 
     def __repr__(self) -> str:
-        kind, network = self.config.model.kind, self.config.backbone.name
-        count = len(self.manifest.get("training_images", ()))
-        said = f"{kind} on {network}, {count} good images, {self.device.type}"
+        network, count = self.config.backbone.name, len(self.manifest.get("training_images", ()))
+        said = f"{self.method} on {network}, {count} good images, {self.device.type}"
         return f"<AnomalyDetector {self.config.name}: {said}>"
+
+    @property
+    def method(self) -> str:
+        """The method's name in the literature."""
+        return METHODS[self.config.model.kind].title
 
     @property
     def unit(self) -> str:
         """What the scores are, for people."""
-        return "Mahalanobis distance" if isinstance(self.scorer, PatchGaussian) else "distance"
+        return self.scorer.unit
 
-    @property
+    @cached_property
     def loading(self) -> Loading:
         """How files become network inputs."""
         return loading_of(self.config, self.extractor, self.region, self.aspect)
 
-    @property
+    @cached_property
     def embedder(self) -> Embedder:
         """How network inputs become patch embeddings."""
-        projection = self.scorer.projection if isinstance(self.scorer, PatchGaussian) else None
-        return embedder_of(self.config, self.extractor, self.normalise, self.device, projection)
+        return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # a str is a collection, too
@@ -340,6 +342,7 @@ class AnomalyDetector:
         Yields:
             One result for each image, in the batches' order.
         """
+        take_threads()
         tiled = self.config.image.tile is not None
         # A large image's tiles go side by side already.
         together = map if tiled else partial(side_by_side, device=self.device)
@@ -439,10 +442,10 @@ class AnomalyDetector:
         if inside is not None:
             shown = replace(patches, scores=patches.scores.masked_fill(~inside, math.nan))
             broken &= inside
-        if how == "reweighted" and isinstance(self.scorer, MemoryBank):
+        if how in METHODS[model.kind].image_scores:
             if inside is not None:
                 patches = replace(patches, scores=patches.scores.masked_fill(~inside, -math.inf))
-            scores = self.scorer.reweighted(embeddings, patches, model.neighbours)
+            scores = self.scorer.image_scores(embeddings, patches)
         else:
             maps = network_map(patches.scores, size, model.smoothing, inside)
             scores = image_scores(shown.scores, maps, how)
