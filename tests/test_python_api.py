@@ -66,6 +66,23 @@ def test_every_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     assert next((tmp_path / "evaluation").rglob("report.html")).is_file()
 
 
+def test_the_ten_lines_of_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_product(tmp_path / "bottle", n_train=8)
+    (tmp_path / "camera").mkdir()
+    (tmp_path / "camera" / "broken.png").write_bytes(b"")
+    (snippet,) = SNIPPET.findall((REPOSITORY / "README.md").read_text())
+    settings, folder = '{"model": {"coreset_ratio": 0.01}}', '"path/to/good"'
+    assert settings in snippet
+    assert folder in snippet
+    code = snippet.replace(settings, "settings").replace(folder, "root / 'bottle/train/good'")
+    paths = [tmp_path / "camera" / "broken.png", tmp_path / "bottle/test/good/000.png"]
+    exec(code, {"settings": TINY, "root": tmp_path, "frame": part(3), "paths": paths})
+    assert "broken.png: it is empty" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("suffix", [".png", ".tiff"])
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 @pytest.mark.parametrize("channels", ["grey", "colour"])
