@@ -46,7 +46,10 @@ def save(detector: AnomalyDetector, folder: Path, *, overwrite: bool = False) ->
         OutputError: the folder exists already, or can't be written.
     """
     if folder.exists() and not overwrite:
-        raise OutputError(f"{folder} exists already; give another --output or add --overwrite")
+        raise OutputError(
+            f"{folder} exists already; give another folder, or overwrite it (--overwrite, "
+            "overwrite=True)"
+        )
     with appearing(folder) as draft:
         state = {
             k: v.cpu().contiguous() for k, v in detector.extractor.network.state_dict().items()
