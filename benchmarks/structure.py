@@ -135,8 +135,8 @@ def code_lines(source: str, tree: ast.Module) -> int:
         if token.type not in _SKIPPED:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
                 lines.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
     return len(lines)
 

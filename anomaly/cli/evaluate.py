@@ -132,8 +132,7 @@ def _attempt(
     try:
         run_folder = Path(source)
         if options.config:
-            chosen = ["--device", options.device, "--threads", str(threads)]
-            run_folder = trained_run(str(source), options.overrides, options.runs, chosen)
+            run_folder = trained_run(str(source), options.overrides, options.runs, device, threads)
         category = _evaluate(run_folder, options, device, threads)
         category = _distinct(category, run_folder, {c.name for c in categories})
         report = folder.add(category)
@@ -147,8 +146,9 @@ def _attempt(
 
 def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: int) -> Category:
     from anomaly.evaluation.evaluate import evaluate
-    from anomaly.evaluation.test_split import images_to_test, training_record
+    from anomaly.evaluation.test_split import images_to_test
     from anomaly.model.checkpoint import load
+    from anomaly.model.run_folder import training_record
     from anomaly.model.settings import portable
     from anomaly.report.category import Category
     from anomaly.report.page import utc_now

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
-from anomaly.errors import AnomalyError, DataError, ImageError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from anomaly.explain.tiles import Picture
-    from anomaly.imaging.decoder_pool import Decoders
-    from anomaly.imaging.preprocessing import Loaded, Loading
+from anomaly.errors import AnomalyError, DataError
 
 OUTPUTS = ("explanation.json", "evidence.png", "score_gradient.png", "grad_cam.png")
 
@@ -71,110 +60,48 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    from anomaly.explain.classes import explain_class
+    from anomaly.explain.evidence import explain_score
+    from anomaly.explain.explanation import Explained
     from anomaly.files.writing import as_json, claim, write
     from anomaly.imaging.decoder_pool import Decoders
     from anomaly.maps.heatmap import encode_png
+    from anomaly.model.checkpoint import load
 
     device, _ = machine.settle(options)
     ours = (f"{before}feature_maps_*.png" for before in ("", "classifier_"))
     earlier = [file.name for pattern in ours for file in options.output.glob(pattern)]
     claim(options.output, (*OUTPUTS, *earlier), overwrite=options.overwrite)
-    shown = _Shown({"image": str(options.input)}, {}, [])
+    score = seen = Explained()
     with Decoders(1) as decoders:
         if options.model is not None:
-            _explain_score(options, device, decoders, shown)
+            model = load(options.model, device)
+            score = explain_score(model, options.input, _folders(options), decoders)
         if options.backbone is not None:
-            _explain_class(options, device, decoders, shown)
-    for name, picture in shown.pictures.items():
+            seen = explain_class(
+                options.backbone,
+                options.input,
+                decoders,
+                weights=options.weights,
+                size=options.input_size,
+                device=device,
+                classes=options.classes,
+                # Beside a model's pictures, whose layers may have the same names.
+                before="" if options.model is None else "classifier_",
+            )
+    pictures, notes = score.pictures | seen.pictures, [*score.notes, *seen.notes]
+    for name, picture in pictures.items():
         write(options.output / name, encode_png(picture))
-    facts = shown.facts | {"pictures": list(shown.pictures), "not_shown": shown.notes}
+    facts = {"image": str(options.input), **score.facts, **seen.facts}
+    facts |= {"pictures": list(pictures), "not_shown": notes}
     write(options.output / "explanation.json", as_json(facts))
-    if shown.facts.get("verdict"):
-        reason = f": {shown.facts['reason']}" if shown.facts["reason"] else ""
-        print(f"{shown.facts['verdict']}, score {shown.facts['image_score']:.4g}{reason}")
-    print(f"{', '.join(shown.pictures)} and explanation.json in {options.output}")
-    for note in shown.notes:
+    if facts.get("verdict"):
+        reason = f": {facts['reason']}" if facts["reason"] else ""
+        print(f"{facts['verdict']}, score {facts['image_score']:.4g}{reason}")
+    print(f"{', '.join(pictures)} and explanation.json in {options.output}")
+    for note in notes:
         print(f"not shown: {note}")
     return 0
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """What there is to say and show, and what there isn't."""
-
-    facts: dict[str, Any]
-    pictures: dict[str, Picture]
-    notes: list[str]
-
-
-def _explain_score(
-    options: argparse.Namespace, device: torch.device, decoders: Decoders, shown: _Shown
-) -> None:
-    """Feature maps of the hooked layers, the patches that were flagged, the score's gradient."""
-    import numpy as np
-
-    from anomaly.explain.evidence import evidence_picture
-    from anomaly.explain.explanation import GoodImages, score_gradient, tile_of, worst_patches
-    from anomaly.explain.overlays import glowing
-    from anomaly.explain.patches import marked
-    from anomaly.explain.saliency import saliency_map
-    from anomaly.explain.tiles import beside
-    from anomaly.imaging.preprocessing import Refused
-    from anomaly.maps.heatmap import display, overlay
-    from anomaly.model.checkpoint import load
-
-    model = load(options.model, device)
-    detector = model.detector
-    item = _read(options.input, detector.loading, decoders)
-    (prediction,) = detector.predict_batches([[item]], [options.input])
-    if isinstance(prediction, Refused):
-        raise ImageError(prediction.reason, prediction.status)
-    thresholds = detector.thresholds
-    shown.facts.update(
-        model_id=model.model_id,
-        image_score=prediction.image_score,
-        verdict=detector.verdict(prediction),
-        reason=prediction.oddness,
-    )
-    if thresholds is not None:
-        shown.facts.update(threshold=thresholds.image, threshold_label=thresholds.label)
-    most = float("inf") if thresholds is None else thresholds.pixel
-    patches = worst_patches(prediction.patch_scores, most)
-    height, width = prediction.patch_scores.shape
-    worst = tile_of(item, (height, width), patches[0])
-    image = detector.embedder.images([worst])[0]
-    _draw_maps(detector.extractor.network, image, detector.extractor.layers, shown, "")
-
-    picture = display(item.decoded)
-    anomaly_map = prediction.anomaly_map()
-    review = None if thresholds is None else thresholds.review_pixel
-    strong = float(np.nanmax(anomaly_map)) if thresholds is None else thresholds.pixel
-    heatmap = marked(overlay(picture, anomaly_map, strong, review=review), [])
-    saliency = saliency_map(score_gradient(detector, worst))
-    seen = marked(np.rint(worst.pixels * 255).astype(np.uint8), [])
-    shown.pictures["score_gradient.png"] = beside(
-        [
-            ("what the network sees" + (" of its worst tile" if worst.whole else ""), seen),
-            (f"heatmap, score {prediction.image_score:.3g}", heatmap),
-            ("pixels that move the score: |gradient|", glowing(seen, saliency)),
-        ]
-    )
-    good = GoodImages(detector, model.manifest, _folders(options), decoders.load)
-    limit = None if thresholds is None else thresholds.pixel
-    evidence, shown.facts["patches"] = evidence_picture(
-        good, item, prediction, patches, heatmap, limit
-    )
-    shown.pictures["evidence.png"] = evidence
-    if prediction.nearest is None:
-        shown.notes.append(
-            "the nearest good patches: PaDiM keeps none, only means and covariances of each place; "
-            "evidence.png has the same place on some good images instead"
-        )
-    if missing := good.missing():
-        name, reason = next(iter(missing.items()))
-        shown.notes.append(
-            f"{len(missing)} training images ({name}: {reason}); name their folder with --good"
-        )
 
 
 def _folders(options: argparse.Namespace) -> list[Path]:
@@ -183,89 +110,9 @@ def _folders(options: argparse.Namespace) -> list[Path]:
         if not options.good.is_dir():
             raise DataError(f"--good {options.good} isn't a folder")
         return [options.good]
-    from anomaly.evaluation.test_split import trained_on
+    from anomaly.model.run_folder import trained_on
 
     try:
         return [trained_on(options.model)]
     except DataError:
         return []
-
-
-def _explain_class(
-    options: argparse.Namespace, device: torch.device, decoders: Decoders, shown: _Shown
-) -> None:
-    """Feature maps of each stage, Grad-CAM and its guided form."""
-    import numpy as np
-    import torch
-
-    from anomaly.explain.classes import can_be_guided, class_evidence
-    from anomaly.features.backbones import build, normalisation, whole
-    from anomaly.features.layer_table import last_map, layer_table, stages, takes_oblong
-    from anomaly.imaging.geometry import Sizing
-    from anomaly.imaging.image import MAX_PIXELS
-    from anomaly.imaging.preprocessing import Loading
-
-    name, size = options.backbone, options.input_size
-    table = layer_table(build(name), size)
-    side = None if takes_oblong(build(name)) else size
-    loading = Loading(Sizing(side, None, size, 32), None, MAX_PIXELS)
-    item = _read(options.input, loading, decoders)
-    network = whole(name, options.weights).requires_grad_(False).to(device)
-    pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)
-    image = normalisation(name)(pixels)
-    # Beside a model's, whose layers may have the same names.
-    before = "" if options.model is None else "classifier_"
-    _draw_maps(network, image, stages(table), shown, before)
-
-    with torch.inference_mode():
-        chances = network(image[None])[0].softmax(dim=0)
-    likeliest = chances.argsort(descending=True)[:3].tolist()
-    classes = options.classes or [c for c in likeliest if chances[c] > 0.05] or likeliest[:1]
-    _check_classes(classes, len(chances), name)
-    labels = {c: f"{_class_name(name, c)}, {float(chances[c]):.0%}" for c in classes}
-    shown.facts["classes"] = [
-        {"index": c, "name": _class_name(name, c), "probability": float(chances[c])}
-        for c in classes
-    ]
-    layer = last_map(table)
-    if layer is None:
-        shown.notes.append(f"Grad-CAM: {name} puts out no late feature map")
-        return
-    if not can_be_guided(network):
-        shown.notes.append(f"guided Grad-CAM: {name} has no ReLU layers")
-    seen = np.rint(item.pixels * 255).astype(np.uint8)
-    shown.pictures["grad_cam.png"] = class_evidence(network, image, seen, layer, labels)
-
-
-def _check_classes(classes: Sequence[int], count: int, name: str) -> None:
-    for target in classes:
-        if not 0 <= target < count:
-            raise AnomalyError(f"--class {target}: {name} has classes 0 to {count - 1}")
-
-
-def _class_name(network: str, index: int) -> str:
-    from anomaly.features.backbones import official_weights
-
-    official = official_weights(network)
-    names = [] if official is None else official.meta["categories"]
-    return str(names[index]) if index < len(names) else f"class {index}"
-
-
-def _draw_maps(
-    network: nn.Module, image: Tensor, layers: Sequence[str], shown: _Shown, before: str
-) -> None:
-    from anomaly.explain.feature_maps import feature_map_pictures
-
-    for layer, picture in feature_map_pictures(network, image, layers).items():
-        shown.pictures[f"{before}feature_maps_{layer}.png"] = picture
-
-
-def _read(path: Path, loading: Loading, decoders: Decoders) -> Loaded:
-    from anomaly.imaging.decoder_worker import Task
-    from anomaly.imaging.preprocessing import Refused
-
-    decoders.begin(Task(loading, whole=True))
-    item = decoders.load(path)
-    if isinstance(item, Refused):
-        raise ImageError(item.reason, item.status)
-    return item

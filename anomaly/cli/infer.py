@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> int:
     remove_drafts(options.output)
     # The decoding processes start while this one imports torch.
     with Decoders(min(machine.wanted_threads(options), len(paths))) as decoders, Stopping() as stop:
-        from anomaly.inference.journal import Journal, finished
+        from anomaly.inference.journal import RunJournal, exit_code_of
         from anomaly.inference.run import Inputs, infer
         from anomaly.maps.thumbnails import Thumbnails
         from anomaly.model.checkpoint import load
@@ -97,10 +97,10 @@ def _run(options: argparse.Namespace) -> int:
         model = load(options.model, device, options.precision)
         about = {"list of images": _hash(found)} | infer_outputs.about(options, model, device)
         if is_complete:
-            code = finished(options.output / DONE, about)
+            code = exit_code_of(options.output / DONE, about)
             print(f"the run in {options.output} is complete; there is nothing to resume")
             return code
-        journal = Journal(options.output / JOURNAL, about)
+        journal = RunJournal(options.output / JOURNAL, about)
         names = picture_names(paths, [] if options.list else options.input)
         inputs = Inputs(paths, names, options.heatmap)
         thumbnails = None if options.no_page else Thumbnails(len(paths))

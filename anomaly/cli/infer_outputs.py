@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from anomaly.errors import OutputError
     from anomaly.inference.artifacts import Pictures
-    from anomaly.inference.journal import Journal
+    from anomaly.inference.journal import RunJournal
     from anomaly.inference.rows import Row
     from anomaly.maps.thumbnails import Thumbnails
     from anomaly.model.checkpoint import Model
@@ -166,15 +166,23 @@ def write_page(
 
 def write_tables(
     options: argparse.Namespace,
-    journal: Journal,
+    journal: RunJournal,
     groups: Mapping[str, str],
     mm_per_pixel: float | None,
 ) -> OutputError | None:
     """Write the tables of a run; what was in the way, if anything."""
     from anomaly.errors import OutputError
     from anomaly.files.writing import write
-    from anomaly.inference.parts import Part, judge_parts
-    from anomaly.inference.rows import RegionRow, Row, as_csv, as_jsonl, as_parquet, region_rows
+    from anomaly.inference.rows import (
+        Part,
+        RegionRow,
+        Row,
+        as_csv,
+        as_jsonl,
+        as_parquet,
+        judge_parts,
+        region_rows,
+    )
 
     rows, output = journal.rows(), Path(options.output)
     if not rows:
@@ -187,8 +195,8 @@ def write_tables(
         if options.regions:
             found = [
                 region
-                for known in journal.in_order()
-                for region in region_rows(known.row.path, known.regions, mm_per_pixel)
+                for one in journal.in_order()
+                for region in region_rows(one.row.path, one.regions, mm_per_pixel)
             ]
             write(output / "regions.csv", as_csv(found, RegionRow))
         if groups:

@@ -15,7 +15,7 @@ from anomaly.cli.stopping import Stopping
 from anomaly.files.own_outputs import INFER, JOURNAL, WATCHED
 
 if TYPE_CHECKING:
-    from anomaly.inference.journal import Known
+    from anomaly.inference.journal import Finished
     from anomaly.inference.rows import Row
 
 
@@ -33,8 +33,7 @@ def run(options: argparse.Namespace) -> int:
     _say_passed_over(options)
     with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
         from anomaly.inference.rows import Row
-        from anomaly.inference.watch import watch
-        from anomaly.inference.watch_log import WatchLog
+        from anomaly.inference.watch import WatchJournal, watch
         from anomaly.maps.thumbnails import Thumbnails
         from anomaly.model.checkpoint import load
 
@@ -42,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
         model = load(options.model, device, options.precision)
         about = infer_outputs.about(options, model, device)
         about["folders"] = sorted(str(folder.absolute()) for folder in options.input)
-        log = WatchLog(
+        journal = WatchJournal(
             options.output,
             about,
             regions=options.regions,
@@ -54,18 +53,18 @@ def run(options: argparse.Namespace) -> int:
         thumbnails = None if options.no_page else Thumbnails()
         print(f"watching {', '.join(map(str, options.input))}; Ctrl-C ends it", flush=True)
         try:
-            with log:
+            with journal:
 
-                def seen(known: Known) -> None:
-                    counts[known.row.status] += 1
-                    counts[known.row.verdict] += 1
-                    print(_line(known.row), flush=True)
+                def seen(finished: Finished) -> None:
+                    counts[finished.row.status] += 1
+                    counts[finished.row.verdict] += 1
+                    print(_line(finished.row), flush=True)
 
                 watch(
                     model,
                     options.input,
                     options.output,
-                    log,
+                    journal,
                     decoders,
                     settle=options.settle,
                     stopped=lambda: stop.signal is not None,

@@ -1,21 +1,108 @@
-"""The patches that were flagged beside the good ones that they were compared with: a picture."""
+"""Why a model gives an image its score: the patches flagged, beside those compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
-from anomaly.explain.explanation import GoodImages, GoodPatch
+import numpy as np
+
+from anomaly.errors import ImageError
+from anomaly.explain.explanation import (
+    Explained,
+    GoodImages,
+    GoodPatch,
+    read_one,
+    score_gradient,
+    tile_of,
+    worst_patches,
+)
 from anomaly.explain.patches import comparison, marked, patch_box, patch_crop
-from anomaly.explain.tiles import Picture, beside, stacked
-from anomaly.imaging.preprocessing import Loaded
-from anomaly.maps.heatmap import display
+from anomaly.explain.saliency import saliency_map
+from anomaly.explain.tiles import Picture, beside, glowing, stacked
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.preprocessing import Loaded, Refused
+from anomaly.maps.heatmap import display, overlay
+from anomaly.model.checkpoint import Model
 from anomaly.model.prediction import Prediction
 
 
-def evidence_picture(
+def explain_score(
+    model: Model, path: Path, folders: Sequence[Path], decoders: Decoders
+) -> Explained:
+    """Show why a model gives an image its score.
+
+    Args:
+        model: trained.
+        path: the image.
+        folders: where its training images may be.
+        decoders: one process is enough.
+
+    Returns:
+        Feature maps of the hooked layers, the patches that were flagged beside good ones, and the
+        gradient of the score.
+
+    Raises:
+        ImageError: the image can't be used.
+    """
+    detector = model.detector
+    item = read_one(path, detector.loading, decoders)
+    (prediction,) = detector.predict_batches([[item]], [path])
+    if isinstance(prediction, Refused):
+        raise ImageError(prediction.reason, prediction.status)
+    thresholds = detector.thresholds
+    shown = Explained()
+    shown.facts.update(
+        model_id=model.model_id,
+        image_score=prediction.image_score,
+        verdict=detector.verdict(prediction),
+        reason=prediction.oddness,
+    )
+    if thresholds is not None:
+        shown.facts.update(threshold=thresholds.image, threshold_label=thresholds.label)
+    most = float("inf") if thresholds is None else thresholds.pixel
+    patches = worst_patches(prediction.patch_scores, most)
+    height, width = prediction.patch_scores.shape
+    worst = tile_of(item, (height, width), patches[0])
+    image = detector.embedder.images([worst])[0]
+    shown.draw_maps(detector.extractor.network, image, detector.extractor.layers)
+
+    picture = display(item.decoded)
+    anomaly_map = prediction.anomaly_map()
+    review = None if thresholds is None else thresholds.review_pixel
+    strong = float(np.nanmax(anomaly_map)) if thresholds is None else thresholds.pixel
+    heatmap = marked(overlay(picture, anomaly_map, strong, review=review), [])
+    saliency = saliency_map(score_gradient(detector, worst))
+    seen = marked(np.rint(worst.pixels * 255).astype(np.uint8), [])
+    shown.pictures["score_gradient.png"] = beside(
+        [
+            ("what the network sees" + (" of its worst tile" if worst.whole else ""), seen),
+            (f"heatmap, score {prediction.image_score:.3g}", heatmap),
+            ("pixels that move the score: |gradient|", glowing(seen, saliency)),
+        ]
+    )
+    good = GoodImages(detector, model.manifest, folders, decoders.load)
+    limit = None if thresholds is None else thresholds.pixel
+    evidence, shown.facts["patches"] = _evidence_picture(
+        good, item, prediction, patches, heatmap, limit
+    )
+    shown.pictures["evidence.png"] = evidence
+    if prediction.nearest is None:
+        shown.notes.append(
+            "the nearest good patches: PaDiM keeps none, only means and covariances of each place; "
+            "evidence.png has the same place on some good images instead"
+        )
+    if missing := good.missing():
+        name, reason = next(iter(missing.items()))
+        shown.notes.append(
+            f"{len(missing)} training images ({name}: {reason}); name their folder with --good"
+        )
+    return shown
+
+
+def _evidence_picture(
     good: GoodImages,
     item: Loaded,
     prediction: Prediction,

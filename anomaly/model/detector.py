@@ -22,7 +22,7 @@ from anomaly.features.extractor import FeatureExtractor
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling
-from anomaly.imaging.preprocessing import Item, Loaded, Loading, Refused, by_shape, refuse_missed
+from anomaly.imaging.preprocessing import Loaded, Loading, Refused, by_shape, refuse_missed
 from anomaly.imaging.region import Region
 from anomaly.model.appearance import Look, UsualLook, looks_of
 from anomaly.model.build import embedder_of, loading_of
@@ -105,11 +105,13 @@ class AnomalyDetector:
                 by_shape(loaded, batch_size or self.config.batch_size), paths
             )
 
-    def fitting(self, items: Iterable[Item], paths: Sequence[Path]) -> Iterator[Item | Refused]:
+    def fitting(
+        self, items: Iterable[Loaded | Refused], paths: Sequence[Path]
+    ) -> Iterator[Loaded | Refused]:
         """Refuse images whose patches all lie outside the region, so that no batch holds any.
 
         Args:
-            items: loaded images among others, which pass through.
+            items: loaded images; those refused already pass through.
             paths: all image files, for messages.
         """
         return refuse_missed(items, paths, self.embedder.grid, self.region)
