@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from anomaly.report.category import Category, Failure
-    from anomaly.report.files import EvaluationFolder
+    from anomaly.report.index import EvaluationFolder
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from anomaly.report.files import EvaluationFolder
+    from anomaly.report.index import EvaluationFolder
 
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)
     device, threads = machine.settle(options)
@@ -127,13 +126,23 @@ def _attempt(
 ) -> None:
     """Evaluate one model; what goes wrong with it is noted, and the others go on."""
     from anomaly.cli.trained import trained_run
-    from anomaly.report.category import Failure
+    from anomaly.report.category import Failure, evaluate_run
 
     try:
         run_folder = Path(source)
         if options.config:
             run_folder = trained_run(str(source), options.overrides, options.runs, device, threads)
-        category = _evaluate(run_folder, options, device, threads)
+        with ProgressLine() as progress:
+            category = evaluate_run(
+                run_folder,
+                device=device,
+                workers=threads,
+                data_root=options.data_root,
+                good=options.good,
+                defects=options.defects,
+                masks=options.masks,
+                progress=progress,
+            )
         category = _distinct(category, run_folder, {c.name for c in categories})
         report = folder.add(category)
         print(f"{category.name}: {report}")
@@ -142,53 +151,6 @@ def _attempt(
     except AnomalyError as error:
         print(f"error: {error}", file=sys.stderr)
         failures.append(Failure(str(source), str(error)))
-
-
-def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: int) -> Category:
-    from anomaly.evaluation.evaluate import evaluate
-    from anomaly.evaluation.test_split import images_to_test
-    from anomaly.model.checkpoint import load
-    from anomaly.model.run_folder import training_record
-    from anomaly.model.settings import portable
-    from anomaly.report.category import Category
-    from anomaly.report.page import utc_now
-    from anomaly.report.tiles import Tiles
-
-    model = load(folder, device)
-    detector, thresholds = model.detector, model.detector.thresholds
-    samples, data_folder = images_to_test(
-        model,
-        folder,
-        data_root=options.data_root,
-        good=options.good,
-        defects=options.defects,
-        masks=options.masks,
-    )
-    started = time.perf_counter()
-    limit = None if thresholds is None else thresholds.pixel
-    with ProgressLine() as progress, Tiles(len(samples), limit, threads) as tiles:
-        evaluation = evaluate(
-            detector,
-            samples,
-            mask_above=detector.config.data.mask_above,
-            workers=threads,
-            progress=lambda done, total: progress(detector.config.name, done, total),
-            visit=lambda prediction, _, anomaly_map, mask: tiles.add(prediction, anomaly_map, mask),
-        )
-        pictures = tiles.finished()
-    return Category(
-        evaluation=evaluation,
-        thresholds=thresholds,
-        model=str(folder),
-        model_id=model.model_id,
-        manifest=model.manifest,
-        settings=portable(detector.config),
-        training=training_record(folder),
-        data_folder=data_folder,
-        date=utc_now(),
-        seconds=time.perf_counter() - started,
-        tiles=pictures,
-    )
 
 
 def _distinct(category: Category, folder: Path, taken: set[str]) -> Category:
@@ -216,14 +178,8 @@ def _say(categories: Sequence[Category], failures: Sequence[Failure], output: Pa
 
 
 def _compare(first: Path, second: Path, output: Path, overwrite: bool) -> int:
-    from anomaly.files.writing import claim, write
-    from anomaly.report.comparison import compare, comparison_csv, summary
-    from anomaly.report.comparison_page import comparison_html
+    from anomaly.report.comparison import summary, write_comparison
 
-    comparison = compare(first, second)
-    claim(output, ("comparison.html", "comparison.csv"), overwrite=overwrite)
-    write(output / "comparison.csv", comparison_csv(comparison))
-    write(output / "comparison.html", comparison_html(comparison))
-    print(summary(comparison))
+    print(summary(write_comparison(first, second, output, overwrite=overwrite)))
     print(f"all of it: {output / 'comparison.html'}")
     return 0

@@ -10,16 +10,17 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from anomaly.cli import infer_outputs, machine
+from anomaly.cli import machine
 from anomaly.cli.stopping import Stopping
 from anomaly.files.own_outputs import INFER, JOURNAL, WATCHED
 
 if TYPE_CHECKING:
     from anomaly.inference.journal import Finished
+    from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, outputs: Outputs) -> int:
     """Score what arrives until a signal comes."""
     from anomaly.errors import OutputError
     from anomaly.files.writing import claim, remove_drafts
@@ -36,10 +37,11 @@ def run(options: argparse.Namespace) -> int:
         from anomaly.inference.watch import WatchJournal, watch
         from anomaly.maps.thumbnails import Thumbnails
         from anomaly.model.checkpoint import load
+        from anomaly.report.gallery import write_gallery
 
         device, _ = machine.settle(options)
         model = load(options.model, device, options.precision)
-        about = infer_outputs.about(options, model, device)
+        about = outputs.about(model, device)
         about["folders"] = sorted(str(folder.absolute()) for folder in options.input)
         journal = WatchJournal(
             options.output,
@@ -47,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
             regions=options.regions,
             mm_per_pixel=model.detector.config.image.mm_per_pixel,
         )
-        infer_outputs.write_scale(options, model)
-        decoders.begin(Task(model.detector.loading, infer_outputs.pictures(options, model)))
+        outputs.write_scale(model)
+        decoders.begin(Task(model.detector.loading, outputs.pictures(model)))
         counts: Counter[str] = Counter()
         thumbnails = None if options.no_page else Thumbnails()
         print(f"watching {', '.join(map(str, options.input))}; Ctrl-C ends it", flush=True)
@@ -77,9 +79,15 @@ def run(options: argparse.Namespace) -> int:
             told = OutputError(f"{error}; once that is mended, go on with --resume")
             told.exit_code = 3 if counts["ok"] else 2
             raise told from None
-        with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
-            rows = (Row(**json.loads(line)) for line in lines)
-            page = infer_outputs.write_page(options, model, rows, thumbnails, about)
+        page = ""
+        if thumbnails is not None:
+            named = ", ".join(map(str, options.input))
+            with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
+                rows = (Row(**json.loads(line)) for line in lines)
+                file = write_gallery(
+                    model, options.model, named, rows, options.output, thumbnails, about
+                )
+            page = f", all on one page in {file}"
     remove_drafts(options.output)  # of decoding processes that were killed
     print(f"{_counted(counts)}; rows in {options.output / 'results.csv'}{page}")
     return 0 if counts["ok"] == _total(counts) else 3 if counts["ok"] else 2

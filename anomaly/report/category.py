@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from anomaly.calibration import Thresholds
-from anomaly.evaluation.evaluate import Evaluation
+from anomaly.evaluation.evaluate import Evaluation, evaluate
 from anomaly.evaluation.metrics import Confusion, confusion
-from anomaly.report.tiles import Tile
+from anomaly.evaluation.test_split import images_to_test
+from anomaly.model.checkpoint import load
+from anomaly.model.run_folder import training_record
+from anomaly.model.settings import portable
+from anomaly.report.page import utc_now
+from anomaly.report.tiles import Tile, Tiles
 
 
 @dataclass(frozen=True)
@@ -73,3 +82,62 @@ class Failure:
 def folder_name(name: str) -> str:
     """A category's name as that of a folder that is the same on every system."""
     return re.sub(r"[^\w.-]+", "_", name).strip("._") or "model"
+
+
+def evaluate_run(
+    folder: Path,
+    *,
+    device: torch.device,
+    workers: int,
+    data_root: Path | None = None,
+    good: Sequence[Path] = (),
+    defects: Sequence[Path] = (),
+    masks: Path | None = None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> Category:
+    """Evaluate a trained model with all that its report shows.
+
+    Args:
+        folder: the run, or its model folder.
+        device: where to compute.
+        workers: decoding processes.
+        data_root: as for `anomaly.evaluation.test_split.images_to_test`, and so are `good`,
+            `defects` and `masks`.
+        good: likewise.
+        defects: likewise.
+        masks: likewise.
+        progress: called with (the model's name, images done, all of them).
+
+    Raises:
+        AnomalyError: there is no model, or there are no images to test it with.
+    """
+    model = load(folder, device)
+    detector, thresholds = model.detector, model.detector.thresholds
+    samples, data_folder = images_to_test(
+        model, folder, data_root=data_root, good=good, defects=defects, masks=masks
+    )
+    started = time.perf_counter()
+    limit = None if thresholds is None else thresholds.pixel
+    with Tiles(len(samples), limit, workers) as tiles:
+        evaluation = evaluate(
+            detector,
+            samples,
+            mask_above=detector.config.data.mask_above,
+            workers=workers,
+            progress=lambda done, total: progress(detector.config.name, done, total),
+            visit=lambda prediction, _, anomaly_map, mask: tiles.add(prediction, anomaly_map, mask),
+        )
+        pictures = tiles.finished()
+    return Category(
+        evaluation=evaluation,
+        thresholds=thresholds,
+        model=str(folder),
+        model_id=model.model_id,
+        manifest=model.manifest,
+        settings=portable(detector.config),
+        training=training_record(folder),
+        data_folder=data_folder,
+        date=utc_now(),
+        seconds=time.perf_counter() - started,
+        tiles=pictures,
+    )
