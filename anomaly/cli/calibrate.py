@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -13,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 from anomaly import __version__
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
-from anomaly.errors import AnomalyError, DataError
+from anomaly.errors import AnomalyError
 
 if TYPE_CHECKING:
-    from anomaly.calibration import Choice, GoodScores, Thresholds
-    from anomaly.evaluation.held_out import Unseen
-    from anomaly.model.checkpoint import Model
-
-log = logging.getLogger(__name__)
+    from anomaly.calibration import Choice, Rate, Thresholds
+    from anomaly.evaluation.recalibration import Unseen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,18 +77,42 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from anomaly.calibration import Costs
+    from anomaly.evaluation.recalibration import Wish, choose, good_scores, recalls, score_given
     from anomaly.model.checkpoint import load
     from anomaly.model.threshold_files import replace_thresholds
 
     device, threads = machine.settle(options)
     model = load(options.model, device)
-    scored = _score(options, model, threads)
-    good, defects = _good(options, model, scored), scored.get("defects")
-    new, choice = _choose(options, model, good, defects)
-
+    given = {name: getattr(options, name) for name in ("good", "defects")}
+    with ProgressLine() as progress:
+        scored = score_given(
+            model,
+            options.model,
+            {name: inputs for name, inputs in given.items() if inputs is not None},
+            data_root=options.data_root,
+            workers=threads,
+            progress=progress,
+        )
+    good = good_scores(model, options.model, scored.get("good"), options.without or ())
+    defects = scored.get("defects")
+    costs, share = None, 0.01 if options.defect_share is None else options.defect_share
+    if options.cost_escape is not None:
+        costs = Costs(options.cost_false_reject, options.cost_escape, share)
+    wish = Wish(
+        options.review_rate,
+        options.false_reject_rate,
+        costs,
+        options.review_threshold,
+        options.threshold,
+    )
+    new, choice = choose(model, good, defects, wish)
+    if choice is not None:
+        print(f"expected cost {choice.cost:.4g} a part, where {share:.2%} of parts are defective")
     for line in new.lines():
         print(line)
-    found = None if defects is None else _recall(new, defects, choice)
+    found = None if defects is None else recalls(new, defects, choice)
+    _say_found(found or {}, choice)
     before = model.detector.thresholds
     done = 3 if any(images.refused for images in scored.values()) else 0
     if options.without:
@@ -138,140 +158,13 @@ def _within(
         raise AnomalyError(f"--{name.replace('_', '-')} is {value:g}; it must be {legal}")
 
 
-def _score(options: argparse.Namespace, model: Model, threads: int) -> dict[str, Unseen]:
-    """The scores of the images that were given, by option."""
-    from anomaly.datasets import check_good_inputs
-    from anomaly.datasets.inputs import find_inputs
-    from anomaly.evaluation.held_out import score_unseen
-
-    given = {name: getattr(options, name) for name in ("good", "defects")}
-    given = {name: inputs for name, inputs in given.items() if inputs is not None}
-    found = {name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items()}
-    check_good_inputs(given.get("good", ()), found.get("good", ()))
-    tested = _tested(options, model) if given else frozenset()
-    scored: dict[str, Unseen] = {}
-    for name, paths in found.items():
-        with ProgressLine() as progress:
-            scored[name] = score_unseen(
-                model.detector,
-                paths,
-                learned=frozenset(model.manifest["training_images"].values()),
-                tested=tested,
-                workers=threads,
-                progress=lambda done, total, name=name: progress(name, done, total),  # type: ignore[misc]
-            )
-        _say_left_out(f"--{name}", scored[name])
-    return scored
-
-
-def _say_left_out(option: str, images: Unseen) -> None:
-    if images.learned:
-        log.warning("%s: the model has learned from %d; left out", option, images.learned)
-    if images.repeated:
-        log.warning("%s: %d are copies of others; left out", option, images.repeated)
-    for reason in images.refused[:5]:
-        log.warning("skipped: %s", reason)
-    if len(images.refused) > 5:
-        log.warning("%s: skipped %d more", option, len(images.refused) - 5)
-
-
-def _tested(options: argparse.Namespace, model: Model) -> frozenset[str]:
-    """Hashes of the test split, where the run remembers its data set and it is still there."""
-    from anomaly.evaluation.test_split import tested_hashes
-
-    try:
-        return tested_hashes(model, options.model, options.data_root)
-    except AnomalyError as error:
-        if options.data_root is not None:
-            raise
-        log.warning(
-            "%s: make sure yourself that these images aren't those the model is evaluated on, or "
-            "name the data set's folder with --data-root",
-            error,
-        )
-        return frozenset()
-
-
-def _good(options: argparse.Namespace, model: Model, scored: dict[str, Unseen]) -> GoodScores:
-    from anomaly.calibration import GoodScores
-
-    now = model.detector.thresholds
-    if "good" in scored:
-        new = scored["good"]
-        names = tuple(path.name for path in new.paths)
-        source = f"{len(names)} good images that the model hasn't learned from"
-        return GoodScores(names, new.image, new.peak, source).without(options.without or ())
-    if now is None:
-        raise DataError(
-            f"{options.model} was trained with --no-calibrate and knows no scores of good images; "
-            "give --good with a folder of some"
-        )
-    good = now.good.without(options.without or ())
-    if back := {out[1] for out in now.good.left_out} - {out[1] for out in good.left_out}:
-        log.warning("left out before, and counted again: %s", ", ".join(sorted(back)))
-    return good
-
-
-def _choose(
-    options: argparse.Namespace, model: Model, good: GoodScores, defects: Unseen | None
-) -> tuple[Thresholds, Choice | None]:
-    """The thresholds that were asked for, and what was chosen by cost."""
-    from anomaly.calibration import Costs, thresholds_by_cost, thresholds_by_hand, thresholds_from
-
-    if options.threshold is not None:
-        review = options.threshold if options.review_threshold is None else options.review_threshold
-        if review > options.threshold:
-            raise AnomalyError(
-                f"--review-threshold {review:g} lies above --threshold {options.threshold:g}"
-            )
-        return thresholds_by_hand(good, review, options.threshold), None
-    review_rate, reject_rate = _rates(options, model)
-    if options.cost_escape is None or defects is None:
-        return thresholds_from(good, review_rate, reject_rate), None
-    share = 0.01 if options.defect_share is None else options.defect_share
-    costs = Costs(options.cost_false_reject, options.cost_escape, share)
-    thresholds, choice = thresholds_by_cost(good, defects.image, costs, review_rate=review_rate)
-    print(f"expected cost {choice.cost:.4g} a part, where {share:.2%} of parts are defective")
-    return thresholds, choice
-
-
-def _rates(options: argparse.Namespace, model: Model) -> tuple[float, float]:
-    """Rates of review and of rejection: those given, else the model's, else the config's."""
-    config = model.detector.config.calibration
-    now = model.detector.thresholds
-    review = (now and now.calibration.review.target) or config.review_rate
-    reject = (now and now.calibration.reject.target) or config.reject_rate
-    review, reject = options.review_rate or review, options.false_reject_rate or reject
-    if reject <= review:
-        return review, reject
-    if options.review_rate is not None and options.false_reject_rate is not None:
-        raise AnomalyError(
-            f"--false-reject-rate {reject:g} is above --review-rate {review:g}; what is rejected "
-            "is never called good"
-        )
-    # Only one was given: the other gives way.
-    return (review, review) if options.review_rate is not None else (reject, reject)
-
-
-def _recall(thresholds: Thresholds, defects: Unseen, choice: Choice | None) -> dict[str, Any]:
-    """Say how many defects are found; the same for the record.
-
-    Only thresholds by rate are sure not to have been chosen by these defects.
-    """
-    from anomaly.calibration import recall_at
-
-    said = {}
-    for what, value in (("rejected", thresholds.image), ("not called good", thresholds.review)):
-        rate = recall_at(value, defects.image, chosen=thresholds.label != "calibrated")
-        if choice is not None and value == choice.threshold.value:
-            rate = choice.recall
+def _say_found(found: dict[str, Rate], choice: Choice | None) -> None:
+    for what, rate in found.items():
         expected = "" if choice is None else f"; {100 * rate.expected:.1f} % to be expected of new"
         print(
             f"of {rate.images} defects {rate.count} {what}: {100 * rate.count / rate.images:.1f} %"
             f"{expected}, {100 * rate.low:.1f} to {100 * rate.high:.1f} % (95 % confidence)"
         )
-        said[what] = asdict(rate)
-    return said
 
 
 def _record(
@@ -279,7 +172,7 @@ def _record(
     before: Thresholds | None,
     after: Thresholds,
     scored: dict[str, Unseen],
-    found: dict[str, Any] | None,
+    found: dict[str, Rate] | None,
 ) -> dict[str, Any]:
     """A line of the history."""
     apart = ("command", "model", "good", "defects", "device", "threads")
@@ -295,5 +188,5 @@ def _record(
             for name, images in scored.items()
         },
         "left_out": {name: score for _, name, score, _ in after.good.left_out},
-        "defects_found": found,
+        "defects_found": found and {what: asdict(rate) for what, rate in found.items()},
     }
