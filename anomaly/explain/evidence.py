@@ -22,6 +22,7 @@ from anomaly.explain.explanation import (
 from anomaly.explain.patches import comparison, marked, patch_box, patch_crop
 from anomaly.explain.saliency import saliency_map
 from anomaly.explain.tiles import Picture, beside, glowing, stacked
+from anomaly.features.embedder import network_input
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.preprocessing import Loaded, Refused
 from anomaly.maps.heatmap import display, overlay
@@ -66,7 +67,7 @@ def explain_score(
     patches = worst_patches(prediction.patch_scores, most)
     height, width = prediction.patch_scores.shape
     worst = tile_of(item, (height, width), patches[0])
-    image = detector.embedder.images([worst])[0]
+    image = network_input([worst], detector.normalise, detector.device)[0]
     shown.draw_maps(detector.extractor.network, image, detector.extractor.layers)
 
     picture = display(item.decoded)

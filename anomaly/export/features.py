@@ -102,7 +102,7 @@ def from_backbone(
         weights: `imagenet`, `random`, or a file.
         size: images are brought to the area of a square of this side.
         square: squash them to that square instead.
-        layers: names or patterns of layers; by default those that PaDiM hooks.
+        layers: names or patterns of layers; by default those of the first three stages.
 
     Raises:
         AnomalyError: there is no such network, layer or weights file, or it takes squares only.
@@ -176,7 +176,7 @@ def save_features(
 
 def _default_layers(name: str) -> Sequence[str]:
     try:
-        return default_layers(name, build(name), "padim")
+        return default_layers(name, build(name), 3)
     except ConfigError:
         raise ConfigError(
             f"{name} has no default layers; choose some of `anomaly layers --backbone {name}` and "

@@ -90,8 +90,13 @@ def _stride_in_first_convolution(network: nn.Module) -> None:
         first.stride, second.stride = second.stride, first.stride
 
 
-def default_layers(name: str, network: nn.Module, kind: str) -> tuple[str, ...]:
-    """The layers that a kind of model reads when the config names none.
+def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]:
+    """The layers to hook when the config names none: those at strides 4, 8 and 16.
+
+    Args:
+        name: of the network.
+        network: of a family that has defaults.
+        count: how many of the three, the coarsest first.
 
     Raises:
         ConfigError: the family has no defaults; the message lists the network's layers.
@@ -104,7 +109,7 @@ def default_layers(name: str, network: nn.Module, kind: str) -> tuple[str, ...]:
             f"{name} has no default layers; name them, e.g. --set 'backbone.layers=[a, b]'. "
             f"Its layers: {listed}, …"
         )
-    return stages if kind == "padim" else stages[1:]
+    return stages[-count:]
 
 
 def _stages(name: str, network: nn.Module) -> tuple[str, str, str] | None:

@@ -39,6 +39,7 @@ class Run:
 
     Attributes:
         name: of the model.
+        method: by the name that it has in the literature.
         unit: of its scores.
         thresholds: the model's own; None where it has none.
         model: the model's folder, as the user named it.
@@ -49,6 +50,7 @@ class Run:
     """
 
     name: str
+    method: str
     unit: str
     thresholds: Thresholds | None
     model: str
@@ -87,6 +89,7 @@ def write_gallery(
     detector = model.detector
     run = Run(
         name=detector.config.name,
+        method=detector.method,
         unit=detector.unit,
         thresholds=detector.thresholds,
         model=str(folder),
@@ -126,7 +129,9 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
     data = {
         "labelled": False,
         "name": run.name,
-        "subtitle": subtitle(run.settings, f"{scored} of {total} images scored", run.model_id),
+        "subtitle": subtitle(
+            run.method, run.settings, f"{scored} of {total} images scored", run.model_id
+        ),
         "provenance": [("scored until", utc_now()), ("input", run.inputs)],
         "unit": run.unit,
         "types": [],
