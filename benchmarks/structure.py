@@ -6,7 +6,8 @@ An importer is a module with an import statement, wherever in it that stands and
 (types, too). A name that a package's `__init__` passes on counts for the module that defines it;
 passing it on doesn't count as importing it, but in `anomaly/__init__.py`, whose names are the API.
 The path of one image is what `infer` runs from the file to the row of a PNG, decoding and drawing
-included, which are made to run in this process for it; loading the model isn't part of it.
+included, which are made to run in this process for it; loading the model and what a command prints
+aren't part of it.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class Route:
         if not self.recording or event != "call":
             return
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith("anomaly."):
+        if not _ours(frame):
             return
         self.modules.add(module)
         caller = frame.f_back
@@ -177,7 +178,8 @@ class Route:
 
 
 def _ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith("anomaly.")
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.startswith("anomaly.") and not module.startswith("anomaly.cli.")
 
 
 def _name(frame: FrameType) -> str:

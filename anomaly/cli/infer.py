@@ -114,6 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     from anomaly.datasets.inputs import find_inputs, say_passed_over
+    from anomaly.files.writing import remove_drafts
     from anomaly.imaging.decoder_pool import Decoders
 
     begun = time.perf_counter()
@@ -125,13 +126,13 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     # The decoding processes start while this one imports torch.
     with Decoders(min(machine.wanted_threads(options), len(paths))) as decoders, Stopping() as stop:
         from anomaly.inference.journal import RunJournal, exit_code_of
-        from anomaly.inference.outputs import finish, infer_files, list_hash
+        from anomaly.inference.outputs import infer_files
         from anomaly.model.checkpoint import load
         from anomaly.report.gallery import write_gallery
 
         device, _ = machine.settle(options)
         model = load(options.model, device, options.precision)
-        about = {"list of images": list_hash(found)} | outputs.about(model, device)
+        about = {"list of images": found.sha256} | outputs.about(model, device)
         if is_complete:
             code = exit_code_of(options.output / DONE, about)
             print(f"the run in {options.output} is complete; there is nothing to resume")
@@ -165,7 +166,8 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "milliseconds": round(1000 * (time.perf_counter() - begun), 1),
     }
-    finish(outputs, journal, code, when)
+    journal.finish(options.output / DONE, code, when)
+    remove_drafts(options.output)  # of decoding processes that were killed
     return code
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from anomaly.imaging.preprocessing import Refused
 from anomaly.model.checkpoint import Model
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
+from anomaly.model.training import StageProgress
 from anomaly.scorers.base import Progress
 
 log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ def score_given(
     *,
     data_root: Path | None = None,
     workers: int = 2,
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    progress: StageProgress = lambda name, done, total: None,
 ) -> dict[str, Unseen]:
     """Score the images that thresholds are to hang on.
 

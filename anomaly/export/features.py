@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.image import MAX_PIXELS
 from anomaly.imaging.preprocessing import Loading, Refused, by_shape
 from anomaly.model.checkpoint import load
+from anomaly.model.training import StageProgress
 
 Pooling: TypeAlias = Literal["mean", "max", "none"]
 
@@ -137,7 +138,7 @@ def save_features(
     batch_size: int = 8,
     device: torch.device,
     workers: int = 2,
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    progress: StageProgress = lambda stage, done, total: None,
 ) -> list[tuple[str, str, str]]:
     """Save what a network makes of images, but for those that are saved already.
 
@@ -189,7 +190,7 @@ def _channel_axes(outputs: dict[str, Tensor]) -> dict[str, int]:
 
 
 def _todo(
-    paths: Sequence[Path], done: dict[str, str], threads: int, progress: Callable[..., None]
+    paths: Sequence[Path], done: dict[str, str], threads: int, progress: StageProgress
 ) -> list[Path]:
     """The files that aren't saved yet; those that are must not have changed."""
     again = [path for path in paths if str(path) in done]
@@ -220,7 +221,7 @@ def _save(
     batch_size: int,
     device: torch.device,
     threads: int,
-    progress: Callable[..., None],
+    progress: StageProgress,
 ) -> list[Refused]:
     """Run the network over files and hand what it makes to the writer; returns refused files."""
     network = source.network.to(device).to(memory_format=torch.channels_last)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from anomaly import __version__
 from anomaly.datasets.inputs import Found, picture_names
 from anomaly.errors import OutputError
-from anomaly.files.own_outputs import DONE, INFER, JOURNAL, SCALE, WATCHED
+from anomaly.files.own_outputs import INFER, JOURNAL, SCALE, WATCHED
 from anomaly.files.writing import claim, remove_drafts, write
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -233,30 +232,6 @@ def infer_files(
     if failure is not None:
         raise _broken_off(failure, len(journal.done), len(paths))
     return thumbnails
-
-
-def list_hash(found: Found) -> str:
-    """What tells one list of files from another."""
-    listed = [f"{path}\0{found.groups.get(str(path), '')}" for path in found.paths]
-    return hashlib.sha256("\0".join(listed).encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def finish(
-    outputs: Outputs, journal: RunJournal, exit_code: int, more: Mapping[str, object]
-) -> None:
-    """Say that a run is complete.
-
-    Args:
-        outputs: where.
-        journal: which; it goes.
-        exit_code: what running it again is to return.
-        more: what is to be said besides.
-
-    Raises:
-        OutputError: no room for it.
-    """
-    journal.finish(outputs.folder / DONE, exit_code, more)
-    remove_drafts(outputs.folder)  # of decoding processes that were killed
 
 
 def _broken_off(failure: OutputError, done: int, total: int) -> OutputError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.model.checkpoint import save
 from anomaly.model.settings import flat, portable
-from anomaly.model.training import Training, fit
+from anomaly.model.training import StageProgress, Training, fit
 from anomaly.runtime import peak_memory
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def train_run(
     workers: int,
     calibrate: bool = True,
     overwrite: bool = False,
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    progress: StageProgress = lambda stage, done, total: None,
 ) -> tuple[Training, dict[str, Any]]:
     """Train a model into a run's folder.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from anomaly.evaluation.test_split import images_to_test
 from anomaly.model.checkpoint import load
 from anomaly.model.run_folder import training_record
 from anomaly.model.settings import portable
+from anomaly.model.training import StageProgress
 from anomaly.report.page import utc_now
 from anomaly.report.tiles import Tile, Tiles
 
@@ -97,7 +98,7 @@ def evaluate_run(
     good: Sequence[Path] = (),
     defects: Sequence[Path] = (),
     masks: Path | None = None,
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    progress: StageProgress = lambda name, done, total: None,
 ) -> Category:
     """Evaluate a trained model with all that its report shows.
 
