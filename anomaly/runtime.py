@@ -120,6 +120,16 @@ class _Setting:
 _setting, _setting_of, _met = threading.Lock(), _Setting(), threading.local()
 
 
+def peak_memory() -> int:
+    """The most memory that this process has held so far, in bytes; 0 where the system can't say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def side_by_side(
     task: Callable[[Item], Result], items: Iterable[Item], device: torch.device
 ) -> Iterator[Result]:

@@ -1,10 +1,9 @@
-"""What is settled once, at the edge: the device, the threads, and memory used."""
+"""Options that several commands have, and what is settled once: the device and the threads."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from anomaly.errors import AnomalyError
@@ -27,6 +26,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         metavar="N",
         help="processor threads (default: as many as this process may use)",
+    )
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """The options that name a config and change its values."""
+    parser.add_argument(
+        "--config", required=True, help="a YAML file, or a bare name looked up in configs/"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a setting, e.g. --set model.kind=padim; may be repeated",
     )
 
 
@@ -76,13 +90,3 @@ def settle(options: argparse.Namespace) -> tuple[torch.device, int]:
     torch.set_num_threads(threads)  # faiss follows when its index is made
     cv2.setNumThreads(1)  # files are decoded in parallel already
     return device_of(options.device), threads
-
-
-def peak_memory() -> int:
-    """The most memory that this process has held so far, in bytes; 0 where the system can't say."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

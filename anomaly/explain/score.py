@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 
 from anomaly.errors import DataError, ImageError
-from anomaly.evaluation.test_split import trained_on
 from anomaly.explain.evidence import evidence_picture
 from anomaly.explain.explanation import GoodImages, score_gradient, tile_of, worst_patches
 from anomaly.explain.feature_maps import feature_map_pictures
-from anomaly.explain.overlays import glowing
 from anomaly.explain.patches import marked
 from anomaly.explain.saliency import saliency_map
-from anomaly.explain.tiles import Picture, beside
+from anomaly.explain.tiles import Picture, beside, glowing
 from anomaly.features.embedder import network_input
 from anomaly.files.writing import as_json, claim, write
 from anomaly.imaging.decoder_pool import load_shared
@@ -27,6 +25,7 @@ from anomaly.imaging.preprocessing import Loaded, Refused
 from anomaly.maps.heatmap import display, encode_png, overlay
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
+from anomaly.model.run_folder import trained_on
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.codecs import Pixels
 from anomaly.imaging.codecs.colour import grey_to_rgb, over_black
-from anomaly.imaging.codecs.exif import turned_upright
 from anomaly.imaging.codecs.header import unsupported
 from anomaly.imaging.image import (
     MAX_PIXELS,
@@ -29,6 +28,7 @@ from anomaly.imaging.image import (
     check_size,
     described,
     full_scale_of,
+    turned_upright,
 )
 from anomaly.imaging.preprocessing import Refused
 

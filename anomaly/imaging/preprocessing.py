@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import cv2
 import numpy as np
@@ -24,8 +23,8 @@ NO_PIXELS: NDArray[np.float32] = np.empty((0, 0, 3), np.float32)
 # first, and gets more time and memory in proportion.
 MODEST_PIXELS = 25_000_000
 
-Item = TypeVar("Item")
-Member = TypeVar("Member", bound="Shaped")
+# An incomplete batch waits for so many batches' worth of images.
+_SPAN = 4
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,6 @@ class Loaded:
         if self.image is None:
             raise ValueError(f"image {self.index} was decoded in another process")
         return self.image
-
-    @property
-    def shape(self) -> tuple[int, int] | None:
-        """(H, W) that it shares a batch with; None goes alone, as a large image does."""
-        return None if isinstance(self.view, Tiling) else self.view.size
 
     @property
     def layout(self) -> Layout:
@@ -238,14 +232,14 @@ def paint(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:
 
 
 def refuse_missed(
-    items: Iterable[Item],
+    items: Iterable[Loaded | Refused],
     grid: Callable[[tuple[int, int]], tuple[int, int]],
     region: Region | None,
-) -> Iterator[Item | Refused]:
+) -> Iterator[Loaded | Refused]:
     """Refuse images none of whose patches lie inside a region, each before it joins a batch.
 
     Args:
-        items: loaded images among others, which pass through.
+        items: loaded images; those refused already pass through.
         grid: gives (h, w) of the patches for (H, W) of a network input.
         region: what of each image counts; None lets all pass.
     """
@@ -262,35 +256,35 @@ def refuse_missed(
         yield item
 
 
-class Shaped(Protocol):
-    """What batches are gathered from."""
-
-    @property
-    def shape(self) -> tuple[int, int] | None:
-        """(H, W) that it shares a batch with; None goes alone."""
-
-
 def by_shape(
-    items: Iterable[Member | Refused], batch_size: int
-) -> Iterator[list[Member] | Refused]:
+    items: Iterable[Loaded | Refused], batch_size: int
+) -> Iterator[list[Loaded] | Refused]:
     """Gather images of equal network size into batches; refusals pass through.
 
-    The split depends on the list of files alone. At most four batches' worth of images wait; then
-    the largest group goes, full or not. An image in tiles goes alone and at once.
+    A batch goes when it is full, or when its first image lies `_SPAN` batches' worth of places
+    behind the last one read: that bounds what waits. Which images share a batch depends on the
+    images of their size alone, so that a list from which whole batches are taken out is split into
+    the others. An image in tiles goes alone and at once.
+
+    Args:
+        items: in order of their indices.
+        batch_size: of a full batch.
     """
-    waiting: dict[tuple[int, int], list[Member]] = {}
+    waiting: dict[tuple[int, int], list[Loaded]] = {}
     for item in items:
         if isinstance(item, Refused):
             yield item
             continue
-        if item.shape is None:
+        for shape, group in list(waiting.items()):
+            if item.index - group[0].index >= _SPAN * batch_size:
+                yield waiting.pop(shape)
+        if isinstance(item.view, Tiling):
             yield [item]
             continue
-        group = waiting.setdefault(item.shape, [])
+        group = waiting.setdefault(item.view.size, [])
         group.append(item)
-        held = sum(map(len, waiting.values()))
-        if len(group) == batch_size or held >= 4 * batch_size:
-            yield waiting.pop(max(waiting, key=lambda size: len(waiting[size])))
+        if len(group) == batch_size:
+            yield waiting.pop(item.view.size)
     yield from waiting.values()
 
 

@@ -28,7 +28,6 @@ from anomaly.imaging.geometry import Tiling
 from anomaly.imaging.given import Channels, Given, ImageLike, Layout, is_one, sources
 from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import (
-    Item,
     Loaded,
     Loading,
     Refused,
@@ -323,11 +322,11 @@ class AnomalyDetector:
         loaded = self.fitting(load_shared(sources(images, given), self.loading))
         return self.predict_batches(by_shape(loaded, self.config.batch_size))
 
-    def fitting(self, items: Iterable[Item]) -> Iterator[Item | Refused]:
+    def fitting(self, items: Iterable[Loaded | Refused]) -> Iterator[Loaded | Refused]:
         """Refuse images whose patches all lie outside the region, so that no batch holds any.
 
         Args:
-            items: loaded images among others, which pass through.
+            items: loaded images; those refused already pass through.
         """
         return refuse_missed(items, self.embedder.grid, self.region)
 

@@ -19,10 +19,10 @@ import cv2
 import numpy as np
 from zlib_ng import zlib_ng
 
-from anomaly.imaging.codecs import exif
 from anomaly.imaging.codecs.codecs import decode_by_opencv, inflate, longest_stored
 from anomaly.imaging.codecs.colour import bgr_to_rgb, grey_to_rgb, look_up, over_black
 from anomaly.imaging.codecs.header import ImageHeader, Pixels, damaged, unsupported, upright
+from anomaly.imaging.codecs.tiff_directory import exif_orientation
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _KINDS = {0: ("grey", 1), 2: ("rgb", 3), 3: ("palette", 1), 4: ("greya", 2), 6: ("rgba", 4)}
@@ -72,7 +72,7 @@ def read_header(data: bytes) -> ImageHeader:
     frames = int.from_bytes(b"".join(chunks.get(b"acTL", []))[:4], "big")
     if frames > 1 or b"fdAT" in chunks:  # the first frame's data is IDAT, or it isn't a frame
         raise unsupported("it is an animated PNG; save the frame to inspect as a file of its own")
-    orientation = exif.orientation(bytes(chunks.get(b"eXIf", [b""])[0]))
+    orientation = exif_orientation(bytes(chunks.get(b"eXIf", [b""])[0]))
     return ImageHeader(
         format="png",
         mode=f"{_KINDS[layout.colour][0]}{layout.depth}",
