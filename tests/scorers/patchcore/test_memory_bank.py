@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
+from anomaly.config.schema import parse_config
 from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.scorers.base import PatchBatch, PatchScores
-from anomaly.scorers.patchcore.memory_bank import MemoryBank, MemoryBankFitter
+from anomaly.scorers.patchcore.fitter import MemoryBankFitter, scorer
+from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 GRIDS = [(6, 5), (6, 5), (4, 9), (6, 5), (4, 9), (3, 3), (6, 5)]
 
@@ -180,14 +184,15 @@ def test_reweighting_as_in_the_paper(b: int) -> None:
         literal_reweighting(bank.vectors.double().numpy(), q.flatten(0, 1).double().numpy(), b)
         for q in queries
     ]
-    assert bank.reweighted(queries, scored, b).tolist() == pytest.approx(expected, rel=1e-4)
+    bank = replace(bank, reweighting=b)
+    assert bank.image_scores(queries, scored).tolist() == pytest.approx(expected, rel=1e-4)
 
 
 def test_reweighting_of_large_distances_stays_finite() -> None:
     """exp(1000) overflows; the weight doesn't need it."""
     bank = MemoryBank(1000 * torch.randn(50, 4), torch.zeros(50, 3, dtype=torch.int32), 0.0)
     queries = 5000 * torch.randn(2, 3, 3, 4)
-    weighted = bank.reweighted(queries, bank.score(queries), 5)
+    weighted = replace(bank, reweighting=5).image_scores(queries, bank.score(queries))
     assert bool(weighted.isfinite().all())
     assert bool((weighted >= 0).all())
 
@@ -197,10 +202,10 @@ def test_reweighting_needs_company() -> None:
     queries = torch.stack(images()[:2])
     scored = bank.score(queries)
     with pytest.raises(ConfigError, match="at least 2"):
-        bank.reweighted(queries, scored, 1)
-    assert torch.equal(bank.reweighted(queries, scored, 3), scored.scores.flatten(1).amax(1))
+        replace(bank, reweighting=1).image_scores(queries, scored)
+    assert torch.equal(bank.image_scores(queries, scored), scored.scores.flatten(1).amax(1))
     with pytest.raises(ValueError, match="no bank vectors"):
-        bank.reweighted(queries, PatchScores(scored.scores), 3)
+        bank.image_scores(queries, PatchScores(scored.scores))
 
 
 def test_tensors_and_back() -> None:
@@ -267,3 +272,19 @@ def test_any_grids(grids: list[tuple[int, int]], ratio: float, seed: int) -> Non
         assert torch.equal(vector, maps[image][row, column])
     farthest = max(float(bank.score(m[None]).scores.max()) for m in maps)
     assert farthest == pytest.approx(bank.covering_radius, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("search", ["exact", "faiss", "ivf"])
+def test_a_config_names_the_search(search: str, tmp_path: Path) -> None:
+    maps = images(grids=[(30, 40)] * 2)
+    bank = bank_of(maps, ratio=0.7)  # large enough for `exact` to screen
+    settings = parse_config({"model": {"search": search}}, "a test").model.model_dump()
+    loaded = scorer(bank.tensors(), settings, device=torch.device("cpu"), cache=tmp_path)
+    assert loaded.search == {"exact": "auto"}.get(search, search)
+    queries = torch.stack(images(grids=[(30, 40)] * 2, seed=1))
+    found, expected = loaded.score(queries), bank.score(queries)
+    assert [f.suffix for f in tmp_path.iterdir()] == ([".index"] if search == "ivf" else [])
+    if search == "ivf":
+        assert bool((found.scores >= expected.scores).all())
+    else:
+        assert torch.equal(found.scores, expected.scores)
