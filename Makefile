@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WEIGHTS := weights/mobilenet_v2-b0353104.pth
 
-.PHONY: install browser demo test test-portable test-slow check clean
+.PHONY: install browser demo test test-portable test-slow check docs dist clean
 
 install: $(INSTALLED)
 
@@ -59,5 +59,14 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The site, in site/: works from disk and asks nothing of a network.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo 'Look at site/index.html'
+
+$(VENV)/.docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs/demo data/sample
+	rm -rf $(VENV) runs/demo data/sample site build dist

@@ -126,7 +126,7 @@ def config_text(
         return yaml.safe_dump(str(value), allow_unicode=True, width=10_000).splitlines()[0]
 
     lines = [
-        "# Written by `anomaly start`. All settings and their defaults are in the README.",
+        "# Written by `anomaly start`. The documentation (Settings) has all keys and defaults.",
         f"name: {quoted(name)}",
         "data:",
         f"  # {taken.reason}",

@@ -38,9 +38,13 @@ class DataConfig(_Section):
     format: Literal[
         "mvtec", "mvtec_ad_2", "mvtec_loco", "btad", "visa", "folder", "good_defect", "csv"
     ] = "mvtec"
+    """What lies where."""
     root: Path | None = None
+    """The folder with the images, or the CSV list, taken from the working directory."""
     category: str | None = None
+    """A folder in `data.root` that holds the data set."""
     mask_above: Annotated[int, Field(ge=0, lt=65535)] = 0
+    """Mask values above this are defect."""
 
 
 class ShapeConfig(_Section):
@@ -50,8 +54,11 @@ class ShapeConfig(_Section):
     """
 
     png: Path | None = None
+    """A picture in which it is drawn: any value but 0."""
     polygons: tuple[Annotated[tuple[tuple[float, float], ...], Field(min_length=3)], ...] = ()
+    """Lists of corners [x, y]; `anomaly region` draws them."""
     unit: Literal["relative", "pixels"] = "relative"
+    """Shares of width and height, or original pixels."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> ShapeConfig:
@@ -78,15 +85,32 @@ class ImageConfig(_Section):
     """
 
     area: Size = 256
+    """Keeps the aspect, at the area of a square of this side.
+
+    Sides are multiples of 32, so that images of many aspects share few sizes and batches are full.
+    """
     resize: Size | None = None
+    """The way of the papers instead: both sides are resized to this."""
     crop: Size | None = None
+    """A centred crop of the resized image."""
     tile: Annotated[int, Field(ge=64, le=16384)] | None = None
+    """Large images are cut into squares of so many original pixels."""
     overlap: Annotated[int, Field(ge=0)] | None = None
+    """Original pixels that neighbouring tiles share; an eighth of a tile unless set."""
     region: ShapeConfig | None = None
+    """Where to look; the whole image unless set."""
     ignore: ShapeConfig | None = None
+    """Where not to look."""
     mm_per_pixel: Annotated[float, Field(gt=0)] | None = None
+    """For sizes in millimetres."""
     bit_depth: Annotated[int, Field(ge=1, le=16)] | None = None
+    """Declared depth of 16-bit files (12, say); otherwise the full range of the type."""
     max_pixels: PositiveInt = 250_000_000
+    """Larger images are refused before decoding.
+
+    So are those with one side more than 64 times as long as the other, and, before reading, files
+    of over 8 bytes for each of these pixels, plus 64 MiB.
+    """
 
     @model_validator(mode="after")
     def _crop_fits(self) -> ImageConfig:
@@ -130,8 +154,15 @@ class BackboneConfig(_Section):
     """
 
     name: str = "wide_resnet50_2"
+    """Any torchvision classification network, or `resnet50_v1` (stride in the first 1×1)."""
     weights: str = "imagenet"
+    """`imagenet`, a `.safetensors` or `.pth` file, or `random`.
+
+    `imagenet` is torchvision's official file: on disk in `$ANOMALY_WEIGHTS`, `weights/` or torch's
+    cache, else downloaded; its hash is checked.
+    """
     layers: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Paths as PyTorch prints them, or `layer1[-1]`; by family and kind unless set."""
 
 
 def _known_method(kind: str) -> str:
@@ -145,18 +176,34 @@ class ModelConfig(_Section):
     """What is learned from the patch embeddings. Keys of another method are allowed and unused."""
 
     kind: Annotated[str, AfterValidator(_known_method)] = "patchcore"
+    """The method: `patchcore` or `padim`."""
     image_score: Literal["max", "reweighted", "top_percent", "map_max"] | None = None
+    """What becomes the image score; `map_max` unless set.
+
+    `map_max` is the blurred map's maximum, what a heatmap shows; `max` that of the patch scores
+    (the PatchCore reference's, set in its configs); `reweighted` the paper's, with
+    `model.neighbours`; `top_percent` the mean of the highest 1 % of the patch scores.
+    """
     smoothing: Annotated[float, Field(ge=0, le=100)] = 4.0
+    """σ of the Gaussian that blurs the anomaly map, in network pixels."""
 
     coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """PatchCore: the share of the patches that the memory bank keeps."""
     coreset_size: PositiveInt | None = None
+    """PatchCore: how many it keeps; wins over the ratio."""
     embedding: Literal["concat", "adaptive"] = "concat"
+    """PatchCore: layers concatenated, or the reference's adaptive pooling to 1024 and 1024."""
     neighbours: Annotated[int, Field(ge=2, le=1000)] = 3
+    """PatchCore: b of the `reweighted` image score."""
     search: Literal["exact", "faiss", "ivf"] = "exact"
+    """PatchCore: how a patch's nearest bank vector is found."""
 
     dimensions: PositiveInt = 100
+    """PaDiM: how many dimensions of the embedding are kept."""
     projection: Literal["random", "orthogonal"] = "orthogonal"
+    """PaDiM: kept by a semi-orthogonal projection, or as a random subset of channels."""
     regularisation: Annotated[float, Field(gt=0)] = 0.01
+    """PaDiM: added to each covariance's diagonal."""
 
 
 class CalibrationConfig(_Section):
@@ -168,8 +215,11 @@ class CalibrationConfig(_Section):
     """
 
     reject_rate: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """The share of good parts that may be rejected."""
     review_rate: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """The share of good parts that may need a second look."""
     folds: Annotated[int, Field(ge=2, le=100)] = 10
+    """Into how many parts the training images are split to be scored."""
 
     @model_validator(mode="after")
     def _in_order(self) -> CalibrationConfig:
@@ -185,15 +235,23 @@ class Config(_Section):
     """All settings of one training."""
 
     name: Annotated[str, Field(pattern=r"^[^/\\\x00]+$", max_length=100)] = "model"
+    """Names the run; the config file's name unless set."""
     data: DataConfig = DataConfig()
     image: ImageConfig = ImageConfig()
     backbone: BackboneConfig = BackboneConfig()
     model: ModelConfig = ModelConfig()
     precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """`auto` takes bf16 where the processor has it and a trial on training images shows it safe.
+
+    Settled at training; part of the model.
+    """
     memory_limit: Annotated[int, Field(ge=16, le=1_000_000)] = 256
+    """MiB of patches held while the coreset is selected; with more, the selection is streamed."""
     calibration: CalibrationConfig = CalibrationConfig()
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Images that go through the network at once."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Same seed, machine and threads: the same model, byte for byte."""
 
     @property
     def image_score_in_force(self) -> str:

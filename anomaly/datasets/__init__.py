@@ -48,7 +48,7 @@ def open_dataset(layout: str, root: str | Path | None, category: str | None = No
     """List a data set.
 
     Args:
-        layout: a key of `FORMATS`; the README shows what each looks like.
+        layout: a key of `FORMATS`; docs/own-data.md shows what each looks like.
         root: the folder of the data set, or of its categories; with `csv` it may be the list.
         category: a folder (or list) inside `root`; None for `root` itself.
 

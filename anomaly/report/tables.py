@@ -49,7 +49,7 @@ def metrics_json(
 
 
 def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Thresholds | None]) -> str:
-    """One row for each test image; columns are described in the README."""
+    """One row for each test image; docs/outputs.md describes the columns."""
     rows: list[Sequence[object]] = [
         (
             "category",

@@ -1,0 +1,262 @@
+"""What the documentation takes from the code: the settings, the drawing of the rooms, figures' names.
+
+    python docs/generate.py    # writes docs/settings.md anew
+
+`make docs` loads it as MkDocs' hooks: pages that lie outside docs/ (the change log, the benchmarks)
+join the site, and `<!-- name -->` in a page becomes what is generated under that name.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # MkDocs runs from anywhere
+    sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+# Files of the repository that the site shows, by their place in it.
+OUTSIDE = {
+    "benchmarks.md": "benchmarks/RESULTS.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "data.md": "data/README.md",
+    "LICENSE.txt": "LICENSE",
+}
+# Pages of the menu's production part, where they are written.
+IN_PRODUCTION = {"A whole line": "line.md", "Deployment": "deployment.md"}
+MORE = {
+    "data.format": "own-data.md#data-sets",
+    "image.bit_depth": "own-data.md#kinds-of-file",
+    "image.region": "own-data.md#where-to-look",
+    "image.ignore": "own-data.md#where-to-look",
+    "image.tile": "own-data.md#where-to-look",
+    "model.search": "how/patchcore.md#search",
+    "model.projection": "how/padim.md",
+    "calibration.reject_rate": "thresholds.md",
+    "calibration.review_rate": "thresholds.md",
+    "precision": "reproducibility.md#precision-belongs-to-the-model",
+}
+INTRODUCTION = """\
+# Settings
+
+<!-- Written by `python docs/generate.py` from anomaly/config/schema.py; edit that. -->
+
+A config is a short YAML file; `--set key=value` overrides any key. Unknown keys are errors. A file may build on another one (`base: base/mvtec_ad.yaml`). A bare name is looked for in the working directory, in its `configs/`, and among those that come with the program: one file for each MVTec AD category in PatchCore's setting (`--set model.kind=padim --set model.image_score=map_max` makes it PaDiM's), `folder.yaml` for your own images and two for the sample set.
+
+```yaml
+name: my_part
+data:
+  format: folder
+  root: /path/to/good/images
+image:
+  area: 320
+model:
+  coreset_ratio: 0.01
+```
+
+From Python the same keys are a dict, see [anomaly from Python](python.md#learn).
+"""
+
+
+def settings_page() -> str:
+    """The page of settings, as Markdown: a table for each section of the schema."""
+    from anomaly.config import schema
+
+    said = _attribute_docstrings(ast.parse(inspect.getsource(schema)))
+    described = schema.Config.model_json_schema()
+    parts = [INTRODUCTION]
+    top: list[str] = []
+    for name, field in described["properties"].items():
+        section = _reference(field, described)
+        if section is None:
+            top.append(_row(name, field, said["Config"][name]))
+        else:
+            parts.append(_section(name, section, described, said))
+    shape = [_row(f"….{name}", field, said["ShapeConfig"][name]) for name, field in
+             described["$defs"]["ShapeConfig"]["properties"].items()]  # fmt: skip
+    about = "`image.region` and `image.ignore` take either a picture or polygons."
+    parts.append("\n".join(["## A region", "", about, "", *HEAD, *shape]) + "\n")
+    parts.insert(1, "\n".join(["## The whole", "", *HEAD, *top]) + "\n")
+    return "\n".join(parts)
+
+
+HEAD = ["| key | value | default | |", "|---|---|---|---|"]
+
+
+def _section(name: str, title: str, described: dict[str, Any], said: dict[str, Any]) -> str:
+    fields = described["$defs"][title]["properties"]
+    rows = [_row(f"{name}.{key}", field, said[title][key]) for key, field in fields.items()]
+    return "\n".join([f"## {name}", "", *HEAD, *rows]) + "\n"
+
+
+def _reference(field: dict[str, Any], described: dict[str, Any]) -> str | None:
+    """The section that a field holds, for those of the whole config."""
+    inside = field.get("$ref", field.get("allOf", [{}])[0].get("$ref", ""))
+    return inside.rpartition("/")[2] or None
+
+
+def _row(key: str, field: dict[str, Any], about: str) -> str:
+    shown = "" if field.get("default") in (None, []) else _code(field["default"])
+    more = f" [More]({MORE[key]})." if key in MORE else ""
+    return f"| `{key}` | {_values(field)} | {shown} | {' '.join(about.split())}{more} |"
+
+
+def _values(field: dict[str, Any]) -> str:
+    """Which values a field takes, in words."""
+    kind = next((k for k in field.get("anyOf", []) if k.get("type") != "null"), field)
+    if "enum" in kind:
+        return ", ".join(_code(value) for value in kind["enum"])
+    if "$ref" in kind:
+        return "[a region](#a-region)"
+    words = {"integer": "whole number", "number": "number", "string": "text", "array": "list"}
+    limits = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}",
+              "exclusiveMaximum": "below {}"}  # fmt: skip
+    text = "path" if kind.get("format") == "path" else words[kind["type"]]
+    return " ".join([text, *(w.format(_number(kind[k])) for k, w in limits.items() if k in kind)])
+
+
+def _number(value: float) -> str:
+    return "2⁶³" if value == 2**63 else f"{value:,}".replace(",", "\u202f")
+
+
+def _code(value: object) -> str:
+    return f"`{value}`" if isinstance(value, str) else _number(value)  # type: ignore[arg-type]
+
+
+def _attribute_docstrings(tree: ast.Module) -> dict[str, dict[str, str]]:
+    """The text below each annotated attribute of each class."""
+    found: dict[str, dict[str, str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            for field, text in zip(node.body, node.body[1:], strict=False):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                        value=ast.Constant(value=str(said))
+                    ):
+                        found.setdefault(node.name, {})[name] = said
+    return found
+
+
+def figures() -> str:
+    """What the reports' figures mean, from the words that the reports themselves use."""
+    from anomaly.report.glossary import GLOSSARY
+
+    return "\n".join(f"| `{name}` | {text} |" for name, text in GLOSSARY.items())
+
+
+def rooms() -> str:
+    """The rooms of the package as a drawing: floors as the contract has them, arrows as imported.
+
+    An arrow that follows from two others (a to b, b to c) is left out, so that the rest can be read.
+    """
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    layers = contract["tool"]["importlinter"]["contracts"][0]["layers"]
+    floors = [[room.strip() for room in re.split(r"[|:]", layer)] for layer in layers]
+    arrows = imports_of_rooms({room for floor in floors for room in floor})
+    place = {
+        room: (140 + (i + 0.5) * 860 / len(floor), 30 + 78 * level)
+        for level, floor in enumerate(floors)
+        for i, room in enumerate(floor)
+    }
+    lines = []
+    for start, ends in sorted(arrows.items()):
+        for end in sorted(_direct(start, ends, arrows)):
+            (x0, y0), (x1, y1) = place[start], place[end]
+            y0, y1 = y0 + 17, y1 - 17
+            bend = (y1 - y0) / 2
+            lines.append(f'<path d="M{x0:.0f} {y0}C{x0:.0f} {y0 + bend:.0f} {x1:.0f} '
+                         f'{y1 - bend:.0f} {x1:.0f} {y1}"/>')  # fmt: skip
+    for room, (x, y) in place.items():
+        lines.append(f'<rect x="{x - 58:.0f}" y="{y - 17}" width="116" height="34" rx="6"/>'
+                     f'<text x="{x:.0f}" y="{y + 5}">{room}</text>')  # fmt: skip
+    lines += [f'<text class="floor" x="8" y="{35 + 78 * n}">floor {n + 1}</text>'
+              for n in range(len(floors))]  # fmt: skip
+    size = f'viewBox="0 0 1010 {60 + 78 * (len(floors) - 1)}"'
+    title = "<title>Rooms of the package and their imports</title>"
+    return f'<svg class="rooms" role="img" {size}>{title}{"".join(lines)}</svg>'
+
+
+def imports_of_rooms(names: set[str]) -> dict[str, set[str]]:
+    """Which rooms each room imports, wherever in its modules the import stands."""
+    from benchmarks.structure import Imports
+
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for module, importers in Imports(ROOT / "anomaly").edges.items():
+        for importer in importers:
+            start, end = ((m.split(".") + [""])[1] for m in (importer, module))
+            if start != end and {start, end} <= names:
+                found[start].add(end)
+    return found
+
+
+def _direct(start: str, ends: set[str], arrows: dict[str, set[str]]) -> set[str]:
+    """The ends that can't be reached over another one."""
+    return ends - {far for near in ends - {start} for far in _below(near, arrows)}
+
+
+def _below(start: str, arrows: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [*arrows[start]]
+    while waiting:
+        if (room := waiting.pop()) not in found:
+            found.add(room)
+            waiting += arrows[room]
+    return found
+
+
+GENERATED = {"rooms": rooms, "figures": figures}
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Put the pages on production that are written into the menu."""
+    menu = next(part["In production"] for part in config.nav if "In production" in part)  # type: ignore[union-attr]
+    there = (Path(config.docs_dir) / name for name in IN_PRODUCTION.values())
+    menu += [{title: page.name} for title, page in zip(IN_PRODUCTION, there, strict=True)
+             if page.is_file()]  # fmt: skip
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the repository's own pages."""
+    from mkdocs.structure.files import File
+
+    for name, source in OUTSIDE.items():
+        text = (ROOT / source).read_text("utf-8")
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fill in what is generated, and let links between pages hold on the site as on disk."""
+    here = page.file.src_uri
+    source = Path(OUTSIDE.get(here, f"docs/{here}"))
+
+    def link(found: re.Match[str]) -> str:
+        target, anchor = found[1], found[2] or ""
+        lies = (ROOT / source.parent / target).resolve()
+        if ":" in target or not target or not lies.is_relative_to(ROOT):
+            return found[0]
+        inside = lies.relative_to(ROOT).as_posix()
+        on_site = {outside: name for name, outside in OUTSIDE.items()} | {"README.md": "index.md"}
+        wanted = on_site.get(inside, inside.removeprefix("docs/"))
+        return f"]({'../' * here.count('/')}{wanted}{anchor})"
+
+    markdown = re.sub(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", link, markdown)
+    for name, make in GENERATED.items():
+        if (mark := f"<!-- {name} -->") in markdown:
+            markdown = markdown.replace(mark, make())
+    return markdown
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "settings.md").write_text(settings_page(), "utf-8")
