@@ -30,18 +30,7 @@ $(WEIGHTS): | $(INSTALLED)
 	rm -rf $(VENV)/weights
 
 demo: $(INSTALLED) $(WEIGHTS)
-	$(BIN)/python scripts/sample_data.py --output data/sample --overwrite
-	$(BIN)/python scripts/train.py --config sample_brushed_plate.yaml --output runs/demo/plate --overwrite
-	$(BIN)/python scripts/train.py --config sample_woven_fabric.yaml --output runs/demo/fabric --overwrite
-	$(BIN)/python scripts/infer.py --model runs/demo/plate \
-		--input data/sample/brushed_plate/test --output runs/demo/plate/results --overwrite
-	$(BIN)/python scripts/infer.py --model runs/demo/fabric \
-		--input data/sample/woven_fabric/test --output runs/demo/fabric/results --overwrite
-	$(BIN)/python scripts/evaluate.py --model runs/demo/plate runs/demo/fabric \
-		--output runs/demo/evaluation --overwrite
-	@echo
-	@echo 'Look at the heatmaps in runs/demo/plate/results/heatmaps and runs/demo/fabric/results/heatmaps,'
-	@echo 'the verdicts in runs/demo/plate/results/results.csv, the reports from runs/demo/evaluation/index.html.'
+	$(BIN)/python -m anomaly demo
 
 test: $(INSTALLED) $(WEIGHTS)
 	$(BIN)/python -m pytest

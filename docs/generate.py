@@ -1,4 +1,4 @@
-"""What the documentation takes from the code: the settings, the drawing of the rooms, figures' names.
+"""What the documentation takes from the code: settings, the drawing of the rooms, figures.
 
     python docs/generate.py    # writes docs/settings.md anew
 
@@ -66,7 +66,7 @@ model:
 ```
 
 From Python the same keys are a dict, see [anomaly from Python](python.md#learn).
-"""
+"""  # noqa: E501
 
 
 def settings_page() -> str:
@@ -158,11 +158,11 @@ def figures() -> str:
 def rooms() -> str:
     """The rooms of the package as a drawing: floors as the contract has them, arrows as imported.
 
-    An arrow that follows from two others (a to b, b to c) is left out, so that the rest can be read.
+    An arrow that follows from two others (a to b, b to c) is left out, so that the rest is legible.
     """
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     layers = contract["tool"]["importlinter"]["contracts"][0]["layers"]
-    floors = [[room.strip() for room in re.split(r"[|:]", layer)] for layer in layers]
+    floors = [re.findall(r"\b[a-z]\w*", layer) for layer in layers]  # without __main__
     arrows = imports_of_rooms({room for floor in floors for room in floor})
     place = {
         room: (140 + (i + 0.5) * 860 / len(floor), 30 + 78 * level)
@@ -173,7 +173,8 @@ def rooms() -> str:
     for start, ends in sorted(arrows.items()):
         for end in sorted(_direct(start, ends, arrows)):
             (x0, y0), (x1, y1) = place[start], place[end]
-            y0, y1 = y0 + 17, y1 - 17
+            if y0 < y1:  # else side by side
+                y0, y1 = y0 + 17, y1 - 17
             bend = (y1 - y0) / 2
             lines.append(f'<path d="M{x0:.0f} {y0}C{x0:.0f} {y0 + bend:.0f} {x1:.0f} '
                          f'{y1 - bend:.0f} {x1:.0f} {y1}"/>')  # fmt: skip
@@ -184,18 +185,19 @@ def rooms() -> str:
               for n in range(len(floors))]  # fmt: skip
     size = f'viewBox="0 0 1010 {60 + 78 * (len(floors) - 1)}"'
     title = "<title>Rooms of the package and their imports</title>"
-    return f'<svg class="rooms" role="img" {size}>{title}{"".join(lines)}</svg>'
+    return f'<div><svg class="rooms" role="img" {size}>{title}{"".join(lines)}</svg></div>'
 
 
 def imports_of_rooms(names: set[str]) -> dict[str, set[str]]:
-    """Which rooms each room imports, wherever in its modules the import stands."""
-    from benchmarks.structure import Imports
+    """Which rooms each room imports, wherever in its modules the import stands but for types."""
+    import grimp
 
+    graph = grimp.build_graph("anomaly", exclude_type_checking_imports=True)
     found: dict[str, set[str]] = {name: set() for name in names}
-    for module, importers in Imports(ROOT / "anomaly").edges.items():
-        for importer in importers:
-            start, end = ((m.split(".") + [""])[1] for m in (importer, module))
-            if start != end and {start, end} <= names:
+    for module in graph.modules:
+        start = f"{module}.".split(".")[1]
+        for imported in graph.find_modules_directly_imported_by(module) if start in names else ():
+            if (end := f"{imported}.".split(".")[1]) in names - {start}:
                 found[start].add(end)
     return found
 

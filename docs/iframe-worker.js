@@ -4,8 +4,9 @@ if (location.protocol === "file:") {
     #frame = document.createElement("iframe");
     #ready;
 
-    constructor(url) {
+    constructor(address) {
       super();
+      const url = new URL(address, location.href);
       this.#frame.hidden = true;
       document.body.append(this.#frame);
       const inside = this.#frame.contentWindow;

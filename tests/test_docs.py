@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from anomaly.config.schema import Config
 from anomaly.features.weights import search_folders
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -54,3 +57,37 @@ def test_the_hooks_page_links_every_script_and_shows_only_what_runs() -> None:
         code = "".join((DOCS / script).read_text() for script in scripts)
         for snippet in snippets:
             assert snippet in code, f"section {title!r} shows code that its script doesn't have"
+
+
+@pytest.fixture
+def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("generate")
+
+
+def test_the_page_of_settings_is_that_of_the_schema(generate: ModuleType) -> None:
+    page = (DOCS / "settings.md").read_text("utf-8")
+    assert page == generate.settings_page(), "run `python docs/generate.py`"
+    keys = [f"{section}.{key}" for section, field in Config.model_fields.items()
+            for key in getattr(field.annotation, "model_fields", {})]  # fmt: skip
+    for key in [*keys, "precision", "seed"]:
+        (row,) = re.findall(rf"^\| `{re.escape(key)}` \|.*\| (.+) \|$", page, re.MULTILINE)
+        assert row.endswith("."), key
+
+
+def test_the_drawing_shows_every_room_and_arrows_downwards_only(generate: ModuleType) -> None:
+    drawing = generate.rooms()
+    rooms = {path.stem for path in (DOCS.parent / "anomaly").glob("[a-z]*")} - {"py"}
+    assert rooms <= set(re.findall(r">(\w+)</text>", drawing))
+    arrows = re.findall(r'd="M\d+ (\d+)C[^"]* (\d+)"', drawing)
+    assert len(arrows) > 15
+    assert all(int(start) <= int(end) for start, end in arrows)
+
+
+def test_the_readme_takes_minutes_and_leads_everywhere() -> None:
+    readme = (DOCS.parent / "README.md").read_text("utf-8")
+    assert len(readme.split()) <= 900
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", readme)
+    assert len(links) > 20
+    for link in links:
+        assert (DOCS.parent / link).exists(), link

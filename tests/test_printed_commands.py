@@ -18,7 +18,7 @@ from conftest import REPOSITORY
 from anomaly import cli
 from anomaly.sample_data import write_sample_data
 
-PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("d*/*.md"))]
+PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("d*/**/*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(python (?:-m )?[\w./]+)")
 # What stands for the reader's own files, and what of the sample set is put there.
@@ -80,7 +80,7 @@ def commands(page: Path) -> list[str]:
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_is_one(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     for line in commands(page):
@@ -159,10 +159,17 @@ def _shell(lines: list[str], cwd: Path) -> None:
 
 
 def _printed(own_files: Path) -> list[str]:
-    """The commands that work in any folder, on the reader's own files."""
+    """The commands that work in any folder, on the reader's own files.
+
+    Each page starts in a folder of its own, with the model `runs/my_part` that the README trains.
+    """
     lines = []
-    for number, page in enumerate(PAGES):  # each starts in a folder of its own
-        lines += [f"mkdir {number}", f"cd {number}", *commands(page), "cd .."]
+    for number, page in enumerate(PAGES):
+        printed = commands(page)
+        lines += [f"mkdir -p {number}/runs", f"cd {number}"]
+        if number and not any(line.startswith("anomaly start") for line in printed):
+            lines.append("cp -r ../0/runs/my_part runs/")
+        lines += [*printed, "cd .."]
     lines = [line.replace("/path/to/", f"{own_files}/path/to/") for line in lines]
     return [
         line + UNTIL_A_ROW if "--watch" in line else line

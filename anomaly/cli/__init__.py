@@ -7,6 +7,7 @@ import importlib
 import io
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -18,6 +19,8 @@ from anomaly.errors import AnomalyError, nearest
 # Command to (module, one line for the help text); modules are imported when they're asked for.
 COMMANDS = {
     "start": "from a folder of images to a trained model and a page, in one go",
+    "demo": "try all of it on two generated products",
+    "region": "draw where to look in an image, for a config",
     "check": "look at a data set before training: counts, sizes, faults",
     "train": "learn what good looks like from a folder of good images",
     "calibrate": "choose a trained model's thresholds, without training it again",
@@ -69,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Run one command inside another one.
+    """Run one command inside another one, printed as the one that does it alone.
 
     Args:
         arguments: the command's name and its options.
@@ -80,6 +83,7 @@ def execute(arguments: Sequence[str]) -> int:
     Raises:
         AnomalyError: what ends it.
     """
+    print(f"\n$ anomaly {shlex.join(arguments)}", flush=True)
     return _run(_parser(arguments[0]).parse_args(arguments))
 
 

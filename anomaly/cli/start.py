@@ -82,9 +82,9 @@ def _steps(
     if options.threads is not None:
         computes += ["--threads", str(options.threads)]
     of_config = ["--config", str(config), *settings]
-    if _step(["check", *of_config]) == 2:
+    if execute(["check", *of_config]) == 2:
         print("what is wrong is said above; training goes on without what can't be used")
-    code = _step(["train", *of_config, "--output", str(output), *again, *computes])
+    code = execute(["train", *of_config, "--output", str(output), *again, *computes])
     if code not in (0, 3):
         return code
     model = ["--model", str(output)]
@@ -99,10 +99,10 @@ def _steps(
         )
         images = ["--input", str(taken.root)]
         last = ["infer", *model, *images, "--output", str(page.parent), *again, *computes]
-    code = max(code, _step(last))
+    code = max(code, execute(last))
     if page.is_file():
         print(f"\nLook at {page.absolute()}")
-        print(f"New images: anomaly infer {_shell(model)} --input FOLDER --output FOLDER")
+        print(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
         if opens and not options.no_open:
             webbrowser.open(page.absolute().as_uri())
     return code
@@ -169,15 +169,6 @@ def _network(settings: Sequence[str]) -> tuple[str | None, str]:
     from anomaly.features.backbones import backbone_at_hand
 
     return backbone_at_hand()
-
-
-def _step(arguments: Sequence[str]) -> int:
-    print(f"\n$ anomaly {_shell(arguments)}", flush=True)
-    return execute(arguments)
-
-
-def _shell(arguments: Iterable[str]) -> str:
-    return " ".join(shlex.quote(argument) for argument in arguments)
 
 
 def _name_of(folder: Path) -> str:

@@ -1,0 +1,34 @@
+"""`anomaly region`: a page on which polygons are drawn, for `image.region` of a config."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import webbrowser
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("image", type=Path, help="one of the images that a model will see")
+    parser.add_argument("--output", type=Path, default=Path("region.html"), help="the page")
+    parser.add_argument("--bit-depth", type=int, help="as image.bit_depth in the config")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier page there")
+    parser.add_argument("--no-open", action="store_true", help="don't open the page in a browser")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the page, and open it where somebody sits at the terminal."""
+    from anomaly.config.schema import parse_config
+    from anomaly.files.writing import claim, write
+    from anomaly.report.region_page import region_page
+
+    declared = {} if options.bit_depth is None else {"bit_depth": options.bit_depth}
+    settings = parse_config({"image": declared}, "--bit-depth").image
+    output: Path = options.output.absolute()
+    claim(output.parent, () if options.overwrite else [output.name], overwrite=False)
+    write(output, region_page(options.image, settings.max_pixels, settings.bit_depth))
+    print(f"draw in {output}, and copy what it shows into your config")
+    if sys.stdout.isatty() and not options.no_open:
+        webbrowser.open(output.as_uri())
+    return 0

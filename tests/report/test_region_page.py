@@ -1,0 +1,115 @@
+"""The page for drawing where to look: by mouse and by keys, and what it says is a config's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import yaml
+from browser import Browser, running_browser
+
+from anomaly.cli import main
+from anomaly.config.schema import parse_config
+
+WIDTH, HEIGHT = 3000, 1500
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("region")
+    picture = np.full((HEIGHT, WIDTH, 3), 90, np.uint8)
+    cv2.circle(picture, (WIDTH // 2, HEIGHT // 2), 600, (60, 160, 220), -1)
+    cv2.imwrite(str(folder / "a <b> part.png"), picture)
+    assert main(["region", str(folder / "a <b> part.png"), "--output", str(folder / "r.html")]) == 0
+    return folder / "r.html"
+
+
+@pytest.fixture
+def browser(page: Path, tmp_path: Path) -> Iterator[Browser]:
+    with running_browser(tmp_path / "profile") as window:
+        window.open(page)
+        yield window
+        assert window.complaints() == []
+        assert window.requests() == [page.as_uri()]
+
+
+def press_at(
+    browser: Browser, x: float, y: float, *, to: tuple[float, float] | None = None
+) -> None:
+    """The mouse's button at original pixels of the picture; let go at another place."""
+    for kind, (px, py) in (
+        ("mousePressed", (x, y)), ("mouseMoved", to or (x, y)), ("mouseReleased", to or (x, y)),
+    ):  # fmt: skip
+        spot = browser.evaluate(
+            "(p => [p.x, p.y])(new DOMPoint("
+            f"{px}, {py}).matrixTransform(document.getElementById('picture').getScreenCTM()))"
+        )
+        browser.call(
+            "Input.dispatchMouseEvent", type=kind, x=spot[0], y=spot[1], button="left",
+            buttons=1, clickCount=1,
+        )  # fmt: skip
+
+
+def shown(browser: Browser, unit: str = "pixels") -> dict[str, object]:
+    browser.evaluate(
+        f"(s => {{s.value = '{unit}'; s.dispatchEvent(new Event('change'))}})"
+        "(document.getElementById('unit'))"
+    )
+    text = browser.evaluate("document.getElementById('yaml').value")
+    values = yaml.safe_load(text) or {}
+    parse_config(values, "the page")  # a config takes it as it is
+    return dict(values.get("image", {}))
+
+
+def test_polygons_by_mouse(browser: Browser) -> None:
+    for corner in [(300, 300), (2700, 300), (1500, 1200), (300, 300)]:  # the first one closes
+        press_at(browser, *corner)
+    (polygon,) = shown(browser)["region"]["polygons"]  # type: ignore[index]
+    np.testing.assert_allclose(polygon, [(300, 300), (2700, 300), (1500, 1200)], atol=4)
+    (shares,) = shown(browser, "relative")["region"]["polygons"]  # type: ignore[index]
+    np.testing.assert_allclose(shares, [(0.1, 0.2), (0.9, 0.2), (0.5, 0.8)], atol=0.003)
+    press_at(browser, 1500, 1200, to=(1500, 900))  # a corner is moved
+    (polygon,) = shown(browser)["region"]["polygons"]  # type: ignore[index]
+    np.testing.assert_allclose(polygon[2], (1500, 900), atol=4)
+    browser.click("[data-kind=ignore]")
+    for corner in [(1000, 400), (1200, 400), (1200, 600)]:
+        press_at(browser, *corner)
+    assert "ignore" not in shown(browser)  # still open
+    browser.press("Enter")
+    found = shown(browser)
+    assert len(found["ignore"]["polygons"]) == len(found["region"]["polygons"]) == 1  # type: ignore[index]
+    browser.click("#list li:first-child button")
+    assert list(shown(browser)) == ["ignore"]
+
+
+def test_polygons_by_keys(browser: Browser) -> None:
+    browser.evaluate("document.getElementById('picture').focus()")
+    for keys in (["ArrowLeft"], ["ArrowUp"] * 2, ["ArrowRight"] * 3):
+        for key in keys:
+            browser.press(key, shift=True)
+        browser.press(" ")
+    browser.press("Enter")
+    x, y = WIDTH // 2, HEIGHT // 2
+    corners = [[x - 10, y], [x - 10, y - 20], [x + 20, y - 20]]
+    assert shown(browser) == {"region": {"polygons": [corners], "unit": "pixels"}}
+    browser.press(" ")
+    browser.press("Backspace")
+    browser.press("Enter")  # no polygon of fewer than three corners
+    assert len(shown(browser)["region"]["polygons"]) == 1  # type: ignore[index]
+
+
+def test_what_cannot_be_drawn_on(
+    page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no picture")
+    assert main(["region", str(broken), "--output", str(tmp_path / "r.html")]) == 2
+    assert "broken.png: it is a text file" in capsys.readouterr().err
+    assert not (tmp_path / "r.html").exists()
+    assert main(["region", str(page.with_name("a <b> part.png")), "--output", str(page)]) == 2
+    assert "add --overwrite" in capsys.readouterr().err
+    assert main(["region", str(broken), "--bit-depth", "99"]) == 2
+    assert "image.bit_depth is 99: must be 16 or less" in capsys.readouterr().err
