@@ -57,5 +57,17 @@ $(VENV)/.docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
+# The packages, in dist/: the wheel is built from the sdist, installed into an environment of its
+# own, and the demo is run from there. Takes as long as installing torch does.
+dist: $(INSTALLED) $(WEIGHTS)
+	rm -rf dist build
+	$(BIN)/python -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")'
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist dist/*.tar.gz
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build && ANOMALY_WEIGHTS='$(CURDIR)/weights' clean/bin/anomaly demo
+	rm -rf build
+	@ls dist
+
 clean:
 	rm -rf $(VENV) runs/demo data/sample site build dist

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -201,6 +203,26 @@ def test_all_commands_run_as_printed(way: str, tmp_path: Path) -> None:
         shutil.rmtree(checkout)
         checkout = elsewhere
     _shell([*first, f"cd {shlex.quote(str(elsewhere))}", *_printed(own_files)], checkout)
+
+
+def test_the_sdist_builds_the_same_wheel_as_the_checkout(tmp_path: Path) -> None:
+    checkout = _checkout(tmp_path / "checkout")
+
+    def build(what: str, source: Path) -> Path:
+        code = f"from setuptools import build_meta as b; print(b.build_{what}('built'))"
+        run = [sys.executable, "-c", code]
+        done = subprocess.run(run, cwd=source, capture_output=True, text=True, check=True)
+        return source / "built" / done.stdout.splitlines()[-1]
+
+    direct = build("wheel", checkout)
+    sdist = build("sdist", checkout)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    through = build("wheel", tmp_path / sdist.name.removesuffix(".tar.gz"))
+    names = [sorted(zipfile.ZipFile(wheel).namelist()) for wheel in (direct, through)]
+    assert names[0] == names[1]
+    for name in ("configs/base/sample.yaml", "report/assets/region.js", "py.typed"):
+        assert f"anomaly/{name}" in names[0]
 
 
 def test_configs_are_installed_with_the_package(tmp_path: Path) -> None:
