@@ -1,0 +1,35 @@
+"""`anomaly demo`: every step is a command that can be run alone, and a failing one ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from anomaly import cli
+from anomaly.cli import demo, main
+
+
+def test_each_step_is_a_command_and_a_failing_one_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    steps: list[Sequence[str]] = []
+    codes = iter([0] * 6 + [0, 3])
+
+    def execute(arguments: Sequence[str]) -> int:
+        cli._parser(arguments[0]).parse_args(arguments)  # exits where it can't
+        steps.append(arguments)
+        return next(codes)
+
+    monkeypatch.setattr(demo, "execute", execute)
+    assert main(["demo", "--output", "all", "--set", "image.area=128", "--device", "cpu"]) == 0
+    order = ["sample-data", "train", "train", "infer", "infer", "evaluate"]
+    assert [step[0] for step in steps] == order
+    assert all("--overwrite" in step for step in steps)
+    assert all("image.area=128" in step for step in steps[1:3])
+    assert str(tmp_path / "all" / "evaluation" / "index.html") in capsys.readouterr().out
+    assert main(["demo"]) == 3  # its training couldn't use some images
+    assert [step[0] for step in steps[6:]] == order[:2]
+    assert "Look at" not in capsys.readouterr().out
