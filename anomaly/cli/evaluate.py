@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace) -> int:
     from anomaly.report.index import EvaluationFolder
 
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)
-    device, threads = machine.settle(options)
+    device, threads = machine.device_and_threads(options)
     categories: list[Category] = []
     failures: list[Failure] = []
     try:

@@ -68,7 +68,7 @@ def _explain(options: argparse.Namespace) -> int:
     from anomaly.maps.heatmap import encode_png
     from anomaly.model.checkpoint import load
 
-    device, _ = machine.settle(options)
+    device, _ = machine.device_and_threads(options)
     ours = (f"{before}feature_maps_*.png" for before in ("", "classifier_"))
     earlier = [file.name for pattern in ours for file in options.output.glob(pattern)]
     claim(options.output, (*OUTPUTS, *earlier), overwrite=options.overwrite)

@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace) -> int:
     from anomaly.export.features import from_backbone, from_model, save_features
 
     paths = find_inputs(options.input).paths
-    device, threads = machine.settle(options)
+    device, threads = machine.device_and_threads(options)
     if options.model is None:
         source = from_backbone(
             options.backbone,

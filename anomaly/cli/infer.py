@@ -130,7 +130,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
         from anomaly.model.checkpoint import load
         from anomaly.report.gallery import write_gallery
 
-        device, _ = machine.settle(options)
+        device, _ = machine.device_and_threads(options)
         model = load(options.model, device, options.precision)
         about = {"list of images": found.sha256} | outputs.about(model, device)
         if is_complete:

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
         from anomaly.model.checkpoint import load
         from anomaly.report.gallery import write_gallery
 
-        device, _ = machine.settle(options)
+        device, _ = machine.device_and_threads(options)
         model = load(options.model, device, options.precision)
         about = outputs.about(model, device)
         about["folders"] = sorted(str(folder.absolute()) for folder in options.input)

@@ -61,7 +61,7 @@ def cores() -> int:
 
 
 def wanted_threads(options: argparse.Namespace) -> int:
-    """How many threads `settle` will use.
+    """How many threads `device_and_threads` will use.
 
     Raises:
         AnomalyError: an impossible number.
@@ -72,7 +72,7 @@ def wanted_threads(options: argparse.Namespace) -> int:
     return threads
 
 
-def settle(options: argparse.Namespace) -> tuple[torch.device, int]:
+def device_and_threads(options: argparse.Namespace) -> tuple[torch.device, int]:
     """Set the threads of every library and choose the device.
 
     Returns:

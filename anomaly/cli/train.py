@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     with locked(output):
         # Before torch is imported, which takes seconds.
         dataset = open_dataset(config.data.format, config.data.root, config.data.category)
-        device, threads = machine.settle(options)
+        device, threads = machine.device_and_threads(options)
         return train_and_say(
             config,
             dataset,

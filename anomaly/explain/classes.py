@@ -13,8 +13,8 @@ from anomaly.errors import AnomalyError
 from anomaly.explain.explanation import Explained, read_one
 from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
 from anomaly.explain.patches import marked
-from anomaly.explain.tiles import Picture, beside, glowing, signed, stacked
-from anomaly.features.backbones import build, normalisation, official_weights, whole
+from anomaly.explain.tiles import RgbImage, beside, glowing, signed, stacked
+from anomaly.features.backbones import build, full_network, normalisation, official_weights
 from anomaly.features.layer_table import last_map, layer_table, stages, takes_oblong
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import Sizing
@@ -58,7 +58,7 @@ def explain_class(
     side = None if takes_oblong(build(name)) else size
     loading = Loading(Sizing(side, None, size, 32), None, MAX_PIXELS)
     item = read_one(path, loading, decoders)
-    network = whole(name, weights).requires_grad_(False).to(device)
+    network = full_network(name, weights).requires_grad_(False).to(device)
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)
     image = normalisation(name)(pixels)
     shown = Explained()
@@ -103,8 +103,8 @@ def _can_be_guided(model: nn.Module) -> bool:
 
 
 def _class_evidence(
-    model: nn.Module, image: Tensor, picture: Picture, layer: str, classes: Mapping[int, str]
-) -> Picture:
+    model: nn.Module, image: Tensor, picture: RgbImage, layer: str, classes: Mapping[int, str]
+) -> RgbImage:
     """A line for each class: the image, Grad-CAM and, where the network allows it, its guided form.
 
     Args:

@@ -17,13 +17,13 @@ from anomaly.errors import ImageError
 from anomaly.explain.feature_maps import feature_map_pictures
 from anomaly.explain.patches import absent, patch_box, patch_crop
 from anomaly.explain.saliency import image_gradient
-from anomaly.explain.tiles import Picture
+from anomaly.explain.tiles import RgbImage
 from anomaly.features.embedder import inside_of
 from anomaly.hooks import capture
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling, View
-from anomaly.imaging.preprocessing import Loaded, Loading, Refused
+from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage
 from anomaly.maps.heatmap import display
 from anomaly.model.detector import AnomalyDetector
 
@@ -39,7 +39,7 @@ class Explained:
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
-    pictures: dict[str, Picture] = field(default_factory=dict)
+    pictures: dict[str, RgbImage] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def draw_maps(
@@ -63,9 +63,9 @@ def read_one(path: Path, loading: Loading, decoders: Decoders) -> Loaded:
     Raises:
         ImageError: it can't be used.
     """
-    decoders.begin(Task(loading, whole=True))
+    decoders.begin(Task(loading, keep_image=True))
     item = decoders.load(path)
-    if isinstance(item, Refused):
+    if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)
     return item
 
@@ -176,7 +176,7 @@ class GoodImages:
         detector: AnomalyDetector,
         manifest: Mapping[str, Any],
         folders: Sequence[Path],
-        read: Callable[[Path], Loaded | Refused],
+        read: Callable[[Path], Loaded | UnusableImage],
     ) -> None:
         self._detector = detector
         self._read = read
@@ -217,7 +217,7 @@ class GoodImages:
             for places, near in zip(origins, distances, strict=True)
         ]
 
-    def crop(self, patch: GoodPatch) -> Picture:
+    def crop(self, patch: GoodPatch) -> RgbImage:
         """The patch in its surroundings, or a grey tile that says why it can't be shown."""
         item = self._image(patch.image)
         if isinstance(item, str):
@@ -241,7 +241,7 @@ class GoodImages:
             if not path.is_file():
                 continue
             item = self._read(path)
-            if isinstance(item, Refused):
+            if isinstance(item, UnusableImage):
                 reason = "can't be read"
             elif item.sha256 != self._hashes[name]:
                 reason = "changed since training"

@@ -18,11 +18,11 @@ from anomaly.features.backbones import (
     Normalisation,
     build,
     default_layers,
-    fill,
+    load_state,
     normalisation,
     read_weights,
 )
-from anomaly.features.extractor import trim
+from anomaly.features.extractor import truncate_in_place
 from anomaly.features.layer_table import takes_oblong
 from anomaly.files.writing import sha256_of
 from anomaly.hooks import capture
@@ -30,7 +30,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.image import MAX_PIXELS
-from anomaly.imaging.preprocessing import Loading, Refused, by_shape
+from anomaly.imaging.preprocessing import Loading, UnusableImage, by_shape
 from anomaly.model.checkpoint import load
 from anomaly.model.training import StageProgress
 
@@ -77,7 +77,7 @@ def from_model(folder: Path, layers: Sequence[str] | None = None) -> Source:
         )
     layers = layers or detector.extractor.layers
     network = build(name)
-    outputs = trim(network, layers, 256)
+    outputs = truncate_in_place(network, layers, 256)
     kept = detector.extractor.network.state_dict()
     missing = [key for key in network.state_dict() if key not in kept]
     if missing:
@@ -86,7 +86,7 @@ def from_model(folder: Path, layers: Sequence[str] | None = None) -> Source:
             f"{', '.join(outputs)} needs {missing[0]}; name earlier layers, or use "
             f"--backbone {name}"
         )
-    fill(network, kept, build(name), str(folder))
+    load_state(network, kept, build(name), str(folder))
     settings = {"model_id": detector.model_id, "network": name, "layers": list(outputs)}
     loading = detector.loading
     return Source(network, _channel_axes(outputs), loading, detector.normalise, settings)
@@ -109,13 +109,13 @@ def from_backbone(
     """
     layers = layers or _default_layers(name)
     network = build(name)
-    outputs = trim(network, layers, size)
+    outputs = truncate_in_place(network, layers, size)
     if not (square or takes_oblong(build(name), layers)):
         raise ConfigError(
             f"{name} takes square images only; add --square to squash them to {size}×{size}"
         )
     state, sha256 = read_weights(name, weights, 0)
-    fill(network, state, build(name), f"the weights file for {name}")
+    load_state(network, state, build(name), f"the weights file for {name}")
     settings = {
         "network": name,
         "weights": weights if sha256 is None else sha256,
@@ -221,14 +221,14 @@ def _save(
     device: torch.device,
     threads: int,
     progress: StageProgress,
-) -> list[Refused]:
+) -> list[UnusableImage]:
     """Run the network over files and hand what it makes to the writer; returns refused files."""
     network = source.network.to(device).to(memory_format=torch.channels_last)
-    refused: list[Refused] = []
+    refused: list[UnusableImage] = []
     count = 0
     with Decoders(min(threads, len(todo)), Task(source.loading)) as decoders:
         for batch in by_shape(decoders.load_all(enumerate(todo)), batch_size):
-            if isinstance(batch, Refused):
+            if isinstance(batch, UnusableImage):
                 refused.append(batch)
             else:
                 pixels = torch.from_numpy(np.stack([item.pixels for item in batch]))

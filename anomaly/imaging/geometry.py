@@ -146,7 +146,7 @@ class Tiling:
 
 
 Axis: TypeAlias = tuple[AxisView, ...]
-Layout: TypeAlias = View | Tiling
+AnyView: TypeAlias = View | Tiling
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Sizing:
     tile: int | None = None
     overlap: int = 0
 
-    def view(self, source: tuple[int, int]) -> Layout:
+    def view(self, source: tuple[int, int]) -> AnyView:
         """The view of an image of (H0, W0) pixels.
 
         Raises:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.geometry import Layout, Sizing, Tiling, View, render
+from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
 from anomaly.imaging.image import MAX_PIXELS, Image, described, read_header, read_image
 from anomaly.imaging.region import Region
 
@@ -62,7 +62,7 @@ class Loaded:
 
     index: int
     sha256: str
-    view: Layout
+    view: AnyView
     pixels: NDArray[np.float32]
     render: Callable[[View], NDArray[np.float32]]
     path: Path | None = None
@@ -83,7 +83,7 @@ class Loaded:
         return self.image
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> AnyView:
         """How the image, not just this tile, was turned into the network's input."""
         return self.whole or self.view
 
@@ -102,7 +102,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Refused:
+class UnusableImage:
     """One file that couldn't be used.
 
     Attributes:
@@ -166,7 +166,7 @@ def load(
     source: Path | Image,
     loading: Loading,
     say_pixels: Callable[[int], None] = nothing_said,
-) -> Loaded | Refused:
+) -> Loaded | UnusableImage:
     """Decode and render one image. Whatever happens on the way, it is this image's alone.
 
     Args:
@@ -182,14 +182,14 @@ def load(
         return refusal(index, described(index, path), error)
 
 
-def refusal(index: int, name: Path | str, error: Exception) -> Refused:
+def refusal(index: int, name: Path | str, error: Exception) -> UnusableImage:
     """What becomes of an image that has led to an error; `failed` where nobody has foreseen it."""
     if isinstance(error, ImageError):
-        return Refused(index, error.status, str(error))
+        return UnusableImage(index, error.status, str(error))
     if isinstance(error, DataError):
-        return Refused(index, "unsupported", f"{name}: {error}")
+        return UnusableImage(index, "unsupported", f"{name}: {error}")
     what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-    return Refused(index, "failed", f"{name}: {what}")
+    return UnusableImage(index, "failed", f"{name}: {what}")
 
 
 def _load(
@@ -232,10 +232,10 @@ def paint(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:
 
 
 def refuse_missed(
-    items: Iterable[Loaded | Refused],
+    items: Iterable[Loaded | UnusableImage],
     grid: Callable[[tuple[int, int]], tuple[int, int]],
     region: Region | None,
-) -> Iterator[Loaded | Refused]:
+) -> Iterator[Loaded | UnusableImage]:
     """Refuse images none of whose patches lie inside a region, each before it joins a batch.
 
     Args:
@@ -257,8 +257,8 @@ def refuse_missed(
 
 
 def by_shape(
-    items: Iterable[Loaded | Refused], batch_size: int
-) -> Iterator[list[Loaded] | Refused]:
+    items: Iterable[Loaded | UnusableImage], batch_size: int
+) -> Iterator[list[Loaded] | UnusableImage]:
     """Gather images of equal network size into batches; refusals pass through.
 
     A batch goes when it is full, or when its first image lies `_SPAN` batches' worth of places
@@ -272,7 +272,7 @@ def by_shape(
     """
     waiting: dict[tuple[int, int], list[Loaded]] = {}
     for item in items:
-        if isinstance(item, Refused):
+        if isinstance(item, UnusableImage):
             yield item
             continue
         for shape, group in list(waiting.items()):
@@ -289,11 +289,11 @@ def by_shape(
 
 
 def tile_by_tile(
-    batches: Iterable[list[Loaded] | Refused], batch_size: int
-) -> Iterator[list[Loaded] | Refused]:
+    batches: Iterable[list[Loaded] | UnusableImage], batch_size: int
+) -> Iterator[list[Loaded] | UnusableImage]:
     """Batches with large images replaced by batches of their tiles."""
     for batch in batches:
-        if isinstance(batch, Refused) or len(batch) > 1:
+        if isinstance(batch, UnusableImage) or len(batch) > 1:
             yield batch
         else:
             yield from batch[0].tiles(batch_size)

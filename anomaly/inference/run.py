@@ -15,7 +15,7 @@ from anomaly import __version__
 from anomaly.errors import OutputError
 from anomaly.files.own_outputs import HEATMAPS
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.preprocessing import Loaded, Refused, by_shape
+from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape
 from anomaly.inference.artifacts import Drawn, Shown
 from anomaly.inference.journal import Finished, Record
 from anomaly.inference.rows import Row
@@ -96,7 +96,9 @@ class _Run:
         self._batches: dict[int, int] = {}
         # In the batches' order: results whose pictures may still be on their way, if they have any,
         # and what is finished of the batch that the first of them belongs to.
-        self._behind: deque[tuple[Prediction, Shown, Future[Drawn | Refused]] | Refused] = deque()
+        self._behind: deque[
+            tuple[Prediction, Shown, Future[Drawn | UnusableImage]] | UnusableImage
+        ] = deque()
         self._finished: list[Finished] = []
         self._begun: dict[int, float] = {}
 
@@ -115,20 +117,22 @@ class _Run:
         except StoppedError:
             pass
         finally:
-            self._settle_all()
+            self._record_all()
 
     def _begin(self, index: int) -> Path:
         self._begun[index] = time.perf_counter()
         return self._inputs.paths[index]
 
-    def _noted(self, batches: Iterable[list[Loaded] | Refused]) -> Iterator[list[Loaded] | Refused]:
+    def _noted(
+        self, batches: Iterable[list[Loaded] | UnusableImage]
+    ) -> Iterator[list[Loaded] | UnusableImage]:
         for batch in batches:
-            members = [batch] if isinstance(batch, Refused) else batch
+            members = [batch] if isinstance(batch, UnusableImage) else batch
             self._batches[members[-1].index] = len(members)
             yield batch
 
-    def _take(self, result: Prediction | Refused) -> None:
-        if isinstance(result, Refused):
+    def _take(self, result: Prediction | UnusableImage) -> None:
+        if isinstance(result, UnusableImage):
             self._decoders.forget(result.index)
             self._behind.append(result)
         else:
@@ -137,28 +141,28 @@ class _Run:
             drawn = self._decoders.finish(i, path, result.source_map, name, shown)
             self._behind.append((result, shown, drawn))
         if len(self._behind) > _BEHIND:
-            self._settle()
+            self._record_first()
 
-    def _settle_all(self) -> None:
+    def _record_all(self) -> None:
         """What is computed isn't thrown away because another one's picture had no room."""
         failure: OutputError | None = None
         end = time.monotonic() + _LAST_SECONDS
         while self._behind:
             first = self._behind[0]
-            drawing = [] if isinstance(first, Refused) else [first[2]]
+            drawing = [] if isinstance(first, UnusableImage) else [first[2]]
             if self._stopped() and wait(drawing, end - time.monotonic()).not_done:
                 break  # the run will score its batch again when it goes on
             try:
-                self._settle()
+                self._record_first()
             except OutputError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
 
-    def _settle(self) -> None:
+    def _record_first(self) -> None:
         """A row counts once its picture is on disk, and those of its batch are."""
         first = self._behind.popleft()
-        index = first.index if isinstance(first, Refused) else first[0].index
+        index = first.index if isinstance(first, UnusableImage) else first[0].index
         try:
             self._finished.append(self._finish(first))
             if len(self._finished) == self._batches.get(index):
@@ -168,13 +172,13 @@ class _Run:
                 self._finished = []
 
     def _finish(
-        self, result: tuple[Prediction, Shown, Future[Drawn | Refused]] | Refused
+        self, result: tuple[Prediction, Shown, Future[Drawn | UnusableImage]] | UnusableImage
     ) -> Finished:
-        if isinstance(result, Refused):
+        if isinstance(result, UnusableImage):
             return Finished(result.index, self._refused(result))
         prediction, shown, future = result
         drawn = future.result()
-        if isinstance(drawn, Refused):
+        if isinstance(drawn, UnusableImage):
             return Finished(drawn.index, self._refused(drawn))
         row = self._scored(prediction, shown)
         if self._thumbnails and drawn.small:
@@ -206,7 +210,7 @@ class _Run:
             reason=result.reason,
         )
 
-    def _refused(self, result: Refused) -> Row:
+    def _refused(self, result: UnusableImage) -> Row:
         return self._row(result.index, status=result.status, reason=result.reason)
 
     def _row(

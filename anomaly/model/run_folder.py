@@ -186,7 +186,7 @@ def _draw_suspects(
     thresholds = detector.thresholds
     listed = []
     wanted = [(s.image, samples[s.image].path) for s in training.suspects]
-    with Decoders(1, Task(detector.loading, whole=True)) as decoders:
+    with Decoders(1, Task(detector.loading, keep_image=True)) as decoders:
         for rank, loaded in enumerate(decoders.load_all(wanted), 1):
             if not isinstance(loaded, Loaded):  # it has changed since it was learned from
                 continue

@@ -18,18 +18,24 @@ from torch import Tensor
 from anomaly.errors import DataError, OutputError
 from anomaly.features.embedder import Embedder, inside, inside_of
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.geometry import Layout
+from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.image import Image
-from anomaly.imaging.preprocessing import Loaded, Refused, by_shape, refuse_missed, tile_by_tile
+from anomaly.imaging.preprocessing import (
+    Loaded,
+    UnusableImage,
+    by_shape,
+    refuse_missed,
+    tile_by_tile,
+)
 from anomaly.imaging.region import Region
-from anomaly.model.appearance import Look, looks_of
-from anomaly.runtime import side_by_side, trim
+from anomaly.model.appearance import Appearance, appearances_of
+from anomaly.runtime import in_parallel, release_memory
 from anomaly.scorers.base import PatchBatch, Progress
 
 # Images after which memory that is free but still held goes back to the system.
 _TRIMMED = 128
 
-_Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor, list[Look]]
+_Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor, list[Appearance]]
 
 
 class TrainingPatches:
@@ -73,10 +79,10 @@ class TrainingPatches:
         self._progress = progress
         self._file: _TensorFile | None = None
         self.seconds = 0.0
-        self.refused: list[Refused] = []
+        self.refused: list[UnusableImage] = []
         self.hashes: dict[int, str] = {}
-        self.views: dict[int, Layout] = {}
-        self.looks: dict[int, Look] = {}
+        self.views: dict[int, AnyView] = {}
+        self.looks: dict[int, Appearance] = {}
         self.count = 0
 
     def __iter__(self) -> Iterator[PatchBatch]:
@@ -123,8 +129,8 @@ class TrainingPatches:
             self._region,
         )
         batches = tile_by_tile(by_shape(loaded, self._batch_size), self._batch_size)
-        for done in side_by_side(self._embed, batches, self._embedder.device):
-            if isinstance(done, Refused):
+        for done in in_parallel(self._embed, batches, self._embedder.device):
+            if isinstance(done, UnusableImage):
                 self.refused.append(done)
                 continue
             batch, kept, embeddings, looks = done
@@ -143,7 +149,7 @@ class TrainingPatches:
             self.count += math.prod(embeddings.shape[:3])
             file.write(names, kept)
             if len(self.hashes) % _TRIMMED < len(batch):
-                trim()
+                release_memory()
             self._progress(len(self.hashes) + len(self.refused), len(self._images))
             self.seconds += time.perf_counter() - started
             yield names, embeddings
@@ -154,15 +160,15 @@ class TrainingPatches:
             raise DataError(f"none of the {count} training images can be used:\n  {reasons}")
         self._file = file
 
-    def _embed(self, batch: list[Loaded] | Refused) -> _Embedded | Refused:
+    def _embed(self, batch: list[Loaded] | UnusableImage) -> _Embedded | UnusableImage:
         """What is kept of a batch on disk, and its embeddings."""
-        if isinstance(batch, Refused):
+        if isinstance(batch, UnusableImage):
             return batch
         with torch.inference_mode():
             maps = self._embedder.maps(batch)
             embeddings = self._embedder.align(maps)
             inside = inside_of(batch, embeddings, self._region)
-            looks = looks_of(batch, embeddings, inside)
+            looks = appearances_of(batch, embeddings, inside)
         return batch, [embeddings] if self._aligned else maps, embeddings, looks
 
     def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[_Piece, ...], Tensor]]:

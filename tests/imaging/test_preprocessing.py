@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from anomaly.errors import ImageError
 from anomaly.imaging import preprocessing as loading
 from anomaly.imaging.geometry import Sizing, Tiling
-from anomaly.imaging.preprocessing import NO_PIXELS, Loaded, Loading, Refused, by_shape, load
+from anomaly.imaging.preprocessing import NO_PIXELS, Loaded, Loading, UnusableImage, by_shape, load
 
 
 def _loading(tile: int | None = None) -> Loading:
@@ -34,7 +34,7 @@ def test_a_mistake_in_a_decoder_is_this_files(file: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(loading, "read_image", decode)
     found = load(3, file, _loading())
-    assert found == Refused(3, "failed", f"{file}: ZeroDivisionError: division by zero")
+    assert found == UnusableImage(3, "failed", f"{file}: ZeroDivisionError: division by zero")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), cv2.error("Failed to allocate\n 3 GB")])
@@ -46,7 +46,7 @@ def test_an_image_that_cant_be_resized_points_to_tiles(
 
     monkeypatch.setattr(loading, "render", render)
     found = load(0, file, _loading())
-    assert isinstance(found, Refused)
+    assert isinstance(found, UnusableImage)
     assert found.status == "unsupported"
     assert found.reason.startswith(f"{file}: its 120×96 pixels")
     assert "image.tile" in found.reason
@@ -80,7 +80,9 @@ def test_a_list_without_whole_batches_is_split_into_the_others(
     def batches(indices: Iterable[int]) -> list[tuple[int, ...]]:
         items = [_item(i, sizes[i]) for i in indices]
         done = by_shape(items, batch_size)
-        return [(b.index,) if isinstance(b, Refused) else tuple(x.index for x in b) for b in done]
+        return [
+            (b.index,) if isinstance(b, UnusableImage) else tuple(x.index for x in b) for b in done
+        ]
 
     every = batches(range(len(sizes)))
     assert sorted(i for batch in every for i in batch) == list(range(len(sizes)))
@@ -91,7 +93,7 @@ def test_a_list_without_whole_batches_is_split_into_the_others(
     assert sorted(again) == sorted(kept)
 
 
-def _item(index: int, size: tuple[int, int] | None) -> Loaded | Refused:
+def _item(index: int, size: tuple[int, int] | None) -> Loaded | UnusableImage:
     if size is None:
-        return Refused(index, "unreadable", "")
+        return UnusableImage(index, "unreadable", "")
     return Loaded(index, "", SimpleNamespace(size=size), NO_PIXELS, NO_PIXELS.view)  # type: ignore[arg-type]

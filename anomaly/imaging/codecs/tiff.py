@@ -44,7 +44,7 @@ _BIT_DEPTHS = {_UINT: (1, 2, 4, 8, 10, 12, 14, 16), _FLOAT: (16, 32, 64)}
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class _TiffLayout:
     samples: Samples
     photometric: int
     alpha: int  # 0 without alpha
@@ -97,7 +97,7 @@ def decode(data: bytes) -> Pixels:
     return rgb  # premultiplied colours are over black already
 
 
-def _look_up(layout: _Layout, indices: Pixels) -> Pixels:
+def _look_up(layout: _TiffLayout, indices: Pixels) -> Pixels:
     palette = layout.colour_map.astype(np.uint32).reshape(3, -1).T
     # TIFF palettes have 16 bits; a few programs write 8.
     if palette.max() > 255:
@@ -105,7 +105,7 @@ def _look_up(layout: _Layout, indices: Pixels) -> Pixels:
     return look_up(np.ascontiguousarray(indices), palette.astype(np.uint8))
 
 
-def _layout(data: bytes) -> _Layout:
+def _layout(data: bytes) -> _TiffLayout:
     pages = [d for d in read_directories(data) if not d.first(Tag.NEW_SUBFILE_TYPE, 0) & _REDUCED]
     if len(pages) > 1:
         raise unsupported(f"it is a TIFF of {len(pages)} pages; save each page as a file")
@@ -124,7 +124,7 @@ def _layout(data: bytes) -> _Layout:
     if samples.is_float and photometric not in (_BLACK_IS_ZERO, _RGB):
         raise unsupported("it is a TIFF of floats that aren't grey or RGB")
     alpha = _alpha(page, photometric, samples.count - _KINDS[photometric][1])
-    return _Layout(samples, photometric, alpha, colour_map, valid_orientation(page))
+    return _TiffLayout(samples, photometric, alpha, colour_map, valid_orientation(page))
 
 
 def _alpha(page: Directory, photometric: int, extra: int) -> int:
