@@ -13,7 +13,7 @@ from anomaly.errors import ImageError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.preprocessing import Loading, Refused, size_of
+from anomaly.imaging.preprocessing import Loading, UnusableImage, size_of
 from anomaly.maps.thumbnails import jpeg
 from anomaly.report.page import asset, page
 
@@ -36,7 +36,7 @@ def region_page(path: Path, max_pixels: int, bit_depth: int | None = None) -> st
     sizing = Sizing(resize=None, crop=None, area=area, multiple=1)
     with Decoders(1, Task(Loading(sizing, bit_depth, max_pixels))) as decoders:
         item = decoders.load(path)
-    if isinstance(item, Refused):
+    if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)
     picture = np.rint(item.pixels * 255).astype(np.uint8)
     photo = base64.b64encode(jpeg(cv2.cvtColor(picture, cv2.COLOR_RGB2BGR))).decode()
