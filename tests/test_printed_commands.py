@@ -20,7 +20,8 @@ from conftest import REPOSITORY
 from anomaly import cli
 from anomaly.sample_data import write_sample_data
 
-PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("d*/**/*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "data" / "README.md"]
+PAGES += sorted((REPOSITORY / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(python (?:-m )?[\w./]+)")
 # What stands for the reader's own files, and what of the sample set is put there.

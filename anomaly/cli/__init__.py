@@ -31,6 +31,7 @@ COMMANDS = {
     "explain": "show why an image was flagged, in pictures",
     "selfcheck": "score known parts before a shift and say what has moved",
     "sample-data": "generate a small data set to try things on",
+    "completion": "print what lets a shell complete commands and options",
 }
 
 
@@ -120,6 +121,13 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         if name == command:
             _module(name).add_arguments(sub)
     return parser
+
+
+def options_of(command: str) -> list[str]:
+    """The options of a command, as they are typed."""
+    parser = argparse.ArgumentParser()
+    _module(command).add_arguments(parser)
+    return [name for action in parser._actions for name in action.option_strings if name[1] == "-"]
 
 
 def _module(command: str) -> ModuleType:
