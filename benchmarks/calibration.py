@@ -20,6 +20,7 @@ import time
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,9 +37,8 @@ from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of, split
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.training import fit
-from anomaly.scorers.base import PatchBatch
-from anomaly.scorers.padim.gaussian import GaussianFitter
-from anomaly.scorers.patchcore.memory_bank import MemoryBankFitter
+from anomaly.scorers.base import Fitter, PatchBatch
+from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from benchmarks.inputs import machine
 
 
@@ -77,7 +77,7 @@ class Bench:
     """Features of good images, and what is learned from some of them."""
 
     detector: AnomalyDetector
-    fitter: GaussianFitter | MemoryBankFitter
+    fitter: Fitter[Any]
     patches: Patches
     folds: int
 
@@ -86,12 +86,7 @@ class Bench:
         return sorted(self.patches.views)
 
     def learn(self, images: Container[int]) -> AnomalyDetector:
-        some = self.patches.only(images)
-        if isinstance(self.fitter, GaussianFitter):
-            scorer = self.fitter.fit(some, projection=self.detector.scorer.projection)
-        else:
-            scorer = self.fitter.fit(some)
-        return replace(self.detector, scorer=scorer)
+        return replace(self.detector, scorer=self.fitter.fit(self.patches.only(images)))
 
     def cross_fit(self, detector: AnomalyDetector, images: list[int]) -> GoodScores:
         names = {i: str(i) for i in images}
@@ -124,7 +119,9 @@ def prepare(args: argparse.Namespace) -> Bench:
             batches.append(PatchBatch(embeddings, tuple(i.index for i in batch), None, inside))
             views.update((i.index, i.layout) for i in batch)
     patches = Patches(batches, views)
-    return Bench(detector, fitter_of(detector.config), patches, config.calibration.folds)
+    channels = sum(detector.extractor.channels)
+    fitter = fitter_of(config).prepared(channels, detector.device)
+    return Bench(detector, fitter, patches, config.calibration.folds)
 
 
 @dataclass

@@ -42,7 +42,7 @@ RUNS = [("avx2", 1), ("avx2", 4), ("sse4.2", 2)]
 NUMERICAL = [
     "tests/test_portable.py",
     "tests/scorers",
-    "tests/features/test_aligner.py",
+    "tests/scorers/patchcore/test_aligner.py",
     "tests/maps/test_anomaly_map.py",
     "tests/calibration/test_calibration.py",
     "tests/model/test_cross_fitting.py",

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         report = check(
             dataset,
             Reading(image.bit_depth, image.max_pixels, data.mask_above, region),
-            one_grid=config.model.kind == "padim" and image.resize is None,
+            one_grid=config.one_aspect,
             workers=machine.cores(),
             progress=lambda done, total: progress("reading", done, total),
         )

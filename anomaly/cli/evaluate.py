@@ -181,6 +181,8 @@ def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: i
         thresholds=thresholds,
         model=str(folder),
         model_id=model.model_id,
+        method=detector.method,
+        unit=detector.unit,
         manifest=model.manifest,
         settings=portable(detector.config),
         training=training_record(folder),

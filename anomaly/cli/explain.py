@@ -119,6 +119,7 @@ def _explain_score(
     from anomaly.explain.patches import marked
     from anomaly.explain.saliency import saliency_map
     from anomaly.explain.tiles import beside
+    from anomaly.features.embedder import network_input
     from anomaly.imaging.preprocessing import Refused
     from anomaly.maps.heatmap import display, overlay
     from anomaly.model.checkpoint import load
@@ -142,7 +143,7 @@ def _explain_score(
     patches = worst_patches(prediction.patch_scores, most)
     height, width = prediction.patch_scores.shape
     worst = tile_of(item, (height, width), patches[0])
-    image = detector.embedder.images([worst])[0]
+    image = network_input([worst], detector.normalise, detector.device)[0]
     _draw_maps(detector.extractor.network, image, detector.extractor.layers, shown, "")
 
     picture = display(item.decoded)

@@ -192,7 +192,7 @@ def _default_layers(name: str) -> Sequence[str]:
     from anomaly.features.backbones import build, default_layers
 
     try:
-        return default_layers(name, build(name), "padim")
+        return default_layers(name, build(name), 3)
     except ConfigError:
         raise ConfigError(
             f"{name} has no default layers; choose some of `anomaly layers --backbone {name}` and "

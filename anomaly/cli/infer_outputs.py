@@ -151,6 +151,7 @@ def write_page(
     detector = model.detector
     run = Run(
         name=detector.config.name,
+        method=detector.method,
         unit=detector.unit,
         thresholds=detector.thresholds,
         model=str(options.model),

@@ -63,13 +63,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _hooked_by_default(name: str, network: nn.Module) -> dict[str, str]:
-    """Which kinds of model hook a layer when the config names none."""
+    """Which methods hook a layer when the config names none."""
+    from anomaly.config.methods import METHODS
     from anomaly.features.backbones import default_layers
 
     hooked: dict[str, str] = {}
     try:
-        for kind in ("patchcore", "padim"):
-            for layer in default_layers(name, network, kind):
+        for kind, method in METHODS.items():
+            for layer in default_layers(name, network, method.stages):
                 hooked[layer] = f"{hooked[layer]}, {kind}" if layer in hooked else kind
     except ConfigError:  # a family without defaults
         pass

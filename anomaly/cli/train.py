@@ -242,13 +242,15 @@ def _say_patch(summary: dict[str, Any]) -> None:
 
 def _remedy(summary: dict[str, Any]) -> str:
     """What makes patches smaller."""
+    from anomaly.config.methods import METHODS
+
     image = summary["image"]
     if image["resize"] is not None:
         return f"image.resize above {image['resize']} sees smaller ones, and takes longer"
     if image["tile"] is not None:
         return f"image.tile below {image['tile']} sees smaller ones, and takes longer"
     area = f"image.area above {image['area']}"
-    if summary["kind"] == "padim":
+    if METHODS[summary["kind"]].one_grid:
         return f"{area} sees smaller ones, and takes longer"
     return f"{area} or image.tile, which cuts large images up, sees smaller ones, and takes longer"
 

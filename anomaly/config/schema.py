@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
+from anomaly.config.methods import METHODS
 from anomaly.errors import ConfigError, nearest
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -125,10 +134,17 @@ class BackboneConfig(_Section):
     layers: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
 
 
-class ModelConfig(_Section):
-    """What is learned from the patch embeddings. Keys of the other kind are allowed and unused."""
+def _known_method(kind: str) -> str:
+    if kind not in METHODS:
+        listed = " or ".join(repr(name) for name in METHODS)
+        raise PydanticCustomError("literal_error", "must be {expected}", {"expected": listed})
+    return kind
 
-    kind: Literal["patchcore", "padim"] = "patchcore"
+
+class ModelConfig(_Section):
+    """What is learned from the patch embeddings. Keys of another method are allowed and unused."""
+
+    kind: Annotated[str, AfterValidator(_known_method)] = "patchcore"
     image_score: Literal["max", "reweighted", "top_percent", "map_max"] | None = None
     smoothing: Annotated[float, Field(ge=0, le=100)] = 4.0
 
@@ -183,19 +199,26 @@ class Config(_Section):
     def image_score_in_force(self) -> str:
         """How image scores are made, where the config leaves it open or asks for the impossible.
 
-        The maximum of the blurred map, which is what a heatmap shows, for either kind and however
-        images are sized. `reweighted` needs a memory bank.
+        The maximum of the blurred map, which is what a heatmap shows, for every method and however
+        images are sized; some image scores are one method's alone.
         """
-        model = self.model
-        impossible = model.kind == "padim" and model.image_score == "reweighted"
-        return "map_max" if model.image_score is None or impossible else model.image_score
+        wanted = self.model.image_score
+        everyones = ("max", "top_percent", "map_max")
+        possible = wanted in everyones + METHODS[self.model.kind].image_scores
+        return wanted if wanted is not None and possible else "map_max"
+
+    @property
+    def one_aspect(self) -> bool:
+        """Whether all images have to have the aspect of the training images."""
+        return METHODS[self.model.kind].one_grid and self.image.resize is None
 
     @model_validator(mode="after")
-    def _tiles_need_a_bank(self) -> Config:
-        if self.image.tile is not None and self.model.kind == "padim":
+    def _tiles_share_no_grid(self) -> Config:
+        method = METHODS[self.model.kind]
+        if self.image.tile is not None and method.one_grid:
             raise ValueError(
-                "image.tile needs model.kind=patchcore: PaDiM learns each place of the image, and "
-                "all tiles would share one"
+                f"image.tile needs model.kind=patchcore: {method.title} learns each place of the "
+                "image, and all tiles would share one"
             )
         return self
 

@@ -22,7 +22,6 @@ from anomaly.imaging.geometry import Tiling, View
 from anomaly.imaging.preprocessing import Loaded, Refused
 from anomaly.maps.heatmap import display
 from anomaly.model.detector import AnomalyDetector
-from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def score_gradient(detector: AnomalyDetector, item: Loaded) -> Tensor:
     """The gradient of an image's anomaly score with respect to its pixels.
 
     Args:
-        detector: of either kind, with any image score.
+        detector: of any method, with any image score.
         item: one loaded image, or one tile of it.
 
     Returns:
@@ -146,30 +145,30 @@ class GoodImages:
     ) -> list[list[GoodPatch]]:
         """What patches were compared with, nearest first.
 
-        A memory bank names its nearest vectors. PaDiM compares a patch with the mean of the same
-        place on all good images and keeps none of them, so `count` of these are taken evenly.
+        A method that keeps patches names them. One that compares a patch with the same place on
+        all good images keeps none of these, so `count` of them are taken evenly.
 
         Args:
             item: the image that the patches are of.
             patches: (row, column) of each.
             count: how many good patches for each.
         """
-        bank = self._detector.scorer
-        if not isinstance(bank, MemoryBank):
+        with torch.inference_mode():
+            wanted = torch.stack([self._embedding(item, patch) for patch in patches])
+            evidence = self._detector.scorer.evidence(wanted, count)
+        if evidence is None:
             learned = list(self._hashes)
             picked = [learned[i * len(learned) // count] for i in range(min(count, len(learned)))]
             return [
                 [GoodPatch(name, *patch, distance=None) for name in picked] for patch in patches
             ]
-        with torch.inference_mode():
-            wanted = torch.stack([self._embedding(item, patch) for patch in patches])
-            distances, found = bank.neighbours(wanted, count)
+        distances, origins = (part.tolist() for part in evidence)
         return [
             [
                 GoodPatch(self._names[image], row, column, distance)
-                for (image, row, column), distance in zip(origins, near, strict=True)
+                for (image, row, column), distance in zip(places, near, strict=True)
             ]
-            for origins, near in zip(bank.origins[found].tolist(), distances.tolist(), strict=True)
+            for places, near in zip(origins, distances, strict=True)
         ]
 
     def crop(self, patch: GoodPatch) -> Picture:

@@ -14,7 +14,7 @@ import torchvision
 from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, WeightsError, nearest
-from anomaly.features.weights import file_state, official_state
+from anomaly.features.weights import file_state, official_file, official_state
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,13 @@ def _stride_in_first_convolution(network: nn.Module) -> None:
         first.stride, second.stride = second.stride, first.stride
 
 
-def default_layers(name: str, network: nn.Module, kind: str) -> tuple[str, ...]:
-    """The layers that a kind of model reads when the config names none.
+def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]:
+    """The layers to hook when the config names none: those at strides 4, 8 and 16.
+
+    Args:
+        name: of the network.
+        network: of a family that has defaults.
+        count: how many of the three, the coarsest first.
 
     Raises:
         ConfigError: the family has no defaults; the message lists the network's layers.
@@ -104,7 +109,7 @@ def default_layers(name: str, network: nn.Module, kind: str) -> tuple[str, ...]:
             f"{name} has no default layers; name them, e.g. --set 'backbone.layers=[a, b]'. "
             f"Its layers: {listed}, …"
         )
-    return stages if kind == "padim" else stages[1:]
+    return stages[-count:]
 
 
 def _stages(name: str, network: nn.Module) -> tuple[str, str, str] | None:
@@ -132,12 +137,37 @@ def normalisation(name: str) -> Normalisation:
     return Normalisation(tuple(preset.mean), tuple(preset.std))
 
 
+# For anomalies, the best first; the first is that of the papers.
+_BY_ACCURACY = ("wide_resnet50_2", "resnet50", "resnet18", "mobilenet_v2", "mobilenet_v3_large")
+
+
 def official_weights(name: str) -> Any | None:
     """Torchvision's enum member for `imagenet`: the first release, the one the papers used."""
     if name == "resnet50_v1":
         return None
     members = list(torchvision.models.get_model_weights(name))
     return next((m for m in members if m.name == "IMAGENET1K_V1"), members[0])
+
+
+def backbone_at_hand() -> tuple[str, str]:
+    """The best network whose official weights are on disk or can be downloaded, and why that one.
+
+    Raises:
+        WeightsError: none is; the message says what to do.
+    """
+    best = _BY_ACCURACY[0]
+    try:
+        official_file(official_weights(best).url)  # type: ignore[union-attr]
+    except WeightsError as error:
+        for name in _BY_ACCURACY[1:]:
+            try:
+                official_file(official_weights(name).url, download=False)  # type: ignore[union-attr]
+            except WeightsError:
+                continue
+            log.warning("%s would see more, but %s", best, error)
+            return name, f"its weights are on disk; {best}, which sees more, can't be had here"
+        raise
+    return best, "the network of the papers"
 
 
 def read_weights(name: str, weights: str, seed: int) -> tuple[dict[str, Tensor], str | None]:

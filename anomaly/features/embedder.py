@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from anomaly.features.aligner import Align
 from anomaly.features.backbones import Normalisation
 from anomaly.features.extractor import FeatureExtractor
 from anomaly.imaging.geometry import Layout
@@ -19,24 +18,23 @@ from anomaly.imaging.region import Region, counted
 
 @dataclass(frozen=True, eq=False)
 class Embedder:
-    """The stages between a rendered image and its patch embeddings."""
+    """The stages between a rendered image and its patch embeddings.
+
+    Attributes:
+        extractor: the truncated backbone.
+        normalise: what it expects of its input.
+        align: feature maps (B, C_i, h_i, w_i) of its layers -> embeddings (B, h, w, D) float32.
+        device: where it is.
+    """
 
     extractor: FeatureExtractor
     normalise: Normalisation
-    align: Align
+    align: Callable[[Sequence[Tensor]], Tensor]
     device: torch.device
-
-    def images(self, batch: Sequence[Loaded]) -> Tensor:
-        """Normalised images (B, 3, H, W) of one size."""
-        pixels = torch.from_numpy(np.stack([item.pixels for item in batch]))
-        if self.device.type == "cuda":  # from pinned memory the copy doesn't hold up this thread
-            pixels = pixels.pin_memory().to(self.device, non_blocking=True)
-        # (B, H, W, 3) is what torch calls channels_last.
-        return self.normalise(pixels.permute(0, 3, 1, 2))
 
     def maps(self, batch: Sequence[Loaded]) -> list[Tensor]:
         """Feature maps (B, C_i, h_i, w_i) of images of one size, in the extractor's precision."""
-        return [m.values for m in self.extractor(self.images(batch))]
+        return [m.values for m in self.extractor(network_input(batch, self.normalise, self.device))]
 
     def __call__(self, batch: Sequence[Loaded]) -> Tensor:
         """Patch embeddings (B, h, w, D) of images of one size."""
@@ -49,6 +47,23 @@ class Embedder:
             nothing = torch.zeros(1, 3, *size, device=self.device)
             height, width = self.align([m.values for m in self.extractor(nothing)]).shape[1:3]
         return height, width
+
+
+def network_input(
+    batch: Sequence[Loaded], normalise: Normalisation, device: torch.device
+) -> Tensor:
+    """Normalised images (B, 3, H, W) float32 of one size, on a device.
+
+    Args:
+        batch: rendered images of one size.
+        normalise: what the backbone expects.
+        device: where the backbone is.
+    """
+    pixels = torch.from_numpy(np.stack([item.pixels for item in batch]))
+    if device.type == "cuda":  # from pinned memory the copy doesn't hold up this thread
+        pixels = pixels.pin_memory().to(device, non_blocking=True)
+    # (B, H, W, 3) is what torch calls channels_last.
+    return normalise(pixels.permute(0, 3, 1, 2))
 
 
 def inside_of(batch: Sequence[Loaded], embeddings: Tensor, region: Region | None) -> Tensor | None:

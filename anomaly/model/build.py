@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import torch
+from importlib import import_module
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
-from anomaly.features.aligner import PATCHCORE_ALIGNERS
-from anomaly.features.backbones import Normalisation, build, default_layers, fill, read_weights
-from anomaly.features.embedder import Embedder
+from anomaly.features.backbones import build, default_layers, fill, read_weights
 from anomaly.features.extractor import FeatureExtractor, truncate
+from anomaly.files.writing import cache_folder
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.preprocessing import Loading
 from anomaly.imaging.region import Region
-from anomaly.scorers.padim.gaussian import GaussianFitter
-from anomaly.scorers.padim.projection import Projection
-from anomaly.scorers.patchcore.memory_bank import MemoryBankFitter
+from anomaly.scorers.base import Fitter, Scorer
 
 # What most networks shrink an image by in all: every layer's grid is then an even number of the
 # next one's, and images of many aspects share so few sizes that batches are full.
@@ -38,18 +40,6 @@ def loading_of(
     return Loading(sizing, image.bit_depth, image.max_pixels, region)
 
 
-def embedder_of(
-    config: Config,
-    extractor: FeatureExtractor,
-    normalise: Normalisation,
-    device: torch.device,
-    projection: Projection | None,
-) -> Embedder:
-    """How a config turns network inputs into patch embeddings; PaDiM's are projected on the way."""
-    align = projection.of_maps if projection else PATCHCORE_ALIGNERS[config.model.embedding]
-    return Embedder(extractor, normalise, align, device)
-
-
 def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
     """The truncated backbone that a config names, in fp32, and the hash of its weights' file.
 
@@ -58,19 +48,36 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
     """
     name = config.backbone.name
     full = build(name)
-    layers = config.backbone.layers or default_layers(name, full, config.model.kind)
+    layers = config.backbone.layers or default_layers(name, full, METHODS[config.model.kind].stages)
     truncated = truncate(build(name), layers)
     state, sha256 = read_weights(name, config.backbone.weights, config.seed)
     fill(truncated.network, state, full, f"the weights file for backbone.name {name}")
     return truncated.extractor().to(device, "fp32"), sha256
 
 
-def fitter_of(config: Config) -> GaussianFitter | MemoryBankFitter:
+def fitter_of(config: Config) -> Fitter[Any]:
     """What a config learns with."""
-    model = config.model
-    if model.kind == "padim":
-        return GaussianFitter(model.dimensions, model.projection, model.regularisation, config.seed)
-    ratio = None if model.coreset_size is not None else model.coreset_ratio
-    return MemoryBankFitter(
-        ratio, model.coreset_size, seed=config.seed, memory_limit=config.memory_limit * 1024**2
-    )
+    settings = config.model.model_dump()
+    limit = config.memory_limit * 1024**2
+    made: Fitter[Any] = _method(config).fitter(settings, seed=config.seed, memory_limit=limit)
+    return made
+
+
+def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) -> Scorer:
+    """What a config's method learned and saved.
+
+    Args:
+        config: all settings.
+        tensors: as `Scorer.tensors` gave them.
+        device: where the scorer goes.
+
+    Raises:
+        ModelError: the tensors aren't those of the method.
+    """
+    settings, cache = config.model.model_dump(), cache_folder()
+    made: Scorer = _method(config).scorer(tensors, settings, device=device, cache=cache)
+    return made
+
+
+def _method(config: Config) -> Any:
+    return import_module(METHODS[config.model.kind].module)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,11 @@ from anomaly.config.schema import Config, parse_config
 from anomaly.errors import AnomalyError, ModelError, OutputError
 from anomaly.features.backbones import Normalisation, build, fill
 from anomaly.features.extractor import truncate
-from anomaly.files.writing import cache_folder, share
+from anomaly.files.writing import share
 from anomaly.imaging.decoder_pool import read_mask
 from anomaly.imaging.region import Picture, Region
 from anomaly.model.appearance import UsualLook
+from anomaly.model.build import scorer_of
 from anomaly.model.consistency import agree, check_together
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import (
@@ -55,18 +56,11 @@ from anomaly.model.settings import portable, region_of
 from anomaly.model.threshold_files import read_thresholds, write_thresholds
 from anomaly.model.training import Training
 from anomaly.runtime import has_bf16
-from anomaly.scorers.base import Scorer
-from anomaly.scorers.padim.gaussian import PatchGaussian
-from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 log = logging.getLogger(__name__)
 
 _RECORDED = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless", "safetensors")
 _BACKBONE, _SCORER, _USUAL = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
-_SCORERS: dict[str, type[MemoryBank] | type[PatchGaussian]] = {
-    "patchcore": MemoryBank,
-    "padim": PatchGaussian,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +140,7 @@ def load(
         state = load_file(folder / _BACKBONE)
         network, full = truncated.network, build(config.backbone.name)
         fill(network, state, full, str(folder / _BACKBONE))
-        scorer = _SCORERS[config.model.kind].from_tensors(load_file(folder / _SCORER))
+        scorer = scorer_of(config, load_file(folder / _SCORER), device)
         looks = folder / _USUAL
         usual = UsualLook.from_tensors(load_numpy(looks)) if looks.is_file() else None
         thresholds = read_thresholds(folder)
@@ -156,14 +150,14 @@ def load(
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, manifest, error) from None
-    check_together(folder, manifest, config, scorer, usual)
+    check_together(folder, manifest, scorer, usual)
     detector = AnomalyDetector(
         config=config,
         extractor=truncated.extractor().to(device, _precision(config, device, precision)),
         normalise=Normalisation(
             tuple(manifest["backbone"]["mean"]), tuple(manifest["backbone"]["std"])
         ),
-        scorer=_on(scorer, device, config),
+        scorer=scorer,
         thresholds=thresholds,
         device=device,
         region=region,
@@ -189,8 +183,8 @@ def _config(folder: Path, manifest: dict[str, Any]) -> Config:
     agree(folder, "backbone.weights", backbone["weights"], config.backbone.weights)
     agree(folder, "batch_size", made["batch_size"], config.batch_size)
     agree(folder, "precision", made["precision"], config.precision)
-    one_aspect = config.model.kind == "padim" and config.image.resize is None
-    agree(folder, "one aspect for all images", manifest["aspect"] is not None, one_aspect)
+    one_aspect = manifest["aspect"] is not None
+    agree(folder, "one aspect for all images", one_aspect, config.one_aspect)
     return config
 
 
@@ -225,13 +219,6 @@ def _pictures(region: Region | None) -> dict[str, bytes]:
         for name, shape in shapes.items()
         if isinstance(shape, Picture)
     }
-
-
-def _on(scorer: Scorer, device: torch.device, config: Config) -> Scorer:
-    if config.model.search == "ivf" and isinstance(scorer, MemoryBank) and device.type == "cpu":
-        # A GPU multiplies faster than it would look through lists.
-        return replace(scorer, search="ivf", cache=cache_folder())
-    return scorer.to(device)
 
 
 def _manifest(training: Training, folder: Path) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from anomaly.calibration import GoodScores
 from anomaly.errors import DataError
@@ -13,17 +14,13 @@ from anomaly.model.detector import AnomalyDetector
 from anomaly.model.image_score import network_map
 from anomaly.model.suspects import Suspects
 from anomaly.model.training_patches import TrainingPatches
-from anomaly.scorers.base import PatchBatch, Progress, Scorer
-from anomaly.scorers.padim.gaussian import GaussianFitter, PatchGaussian
-from anomaly.scorers.padim.held_out import LeaveOneOut
-from anomaly.scorers.patchcore.held_out import Fold, banks_without
-from anomaly.scorers.patchcore.memory_bank import MemoryBank, MemoryBankFitter
+from anomaly.scorers.base import Fitter, Fold, PatchBatch, Progress
 
 
 def cross_fit(
     detector: AnomalyDetector,
     patches: TrainingPatches,
-    fitter: GaussianFitter | MemoryBankFitter,
+    fitter: Fitter[Any],
     names: Mapping[int, str],
     *,
     folds: int,
@@ -33,9 +30,7 @@ def cross_fit(
 ) -> GoodScores:
     """Score each training image by a model that hasn't learned from it.
 
-    PatchCore leaves out one fold after another and repairs the bank (`banks_without`). PaDiM
-    leaves out each image alone (`LeaveOneOut`), or, where groups are known, is fitted anew without
-    each fold of groups.
+    What a method leaves out and how its scorer does without is its own, see `Fitter.held_out`.
 
     Args:
         detector: fitted on all of `patches`.
@@ -55,7 +50,8 @@ def cross_fit(
     heeded = groups if units > 1 else {}
     divided = split(indices, heeded, folds)
     found: dict[int, tuple[float, float]] = {}
-    for images, scorer in _held_out(detector.scorer, patches, fitter, divided, bool(heeded)):
+    held_out = fitter.held_out(detector.scorer, patches, divided, grouped=bool(heeded))
+    for images, scorer in held_out:
         stand_in = replace(detector, scorer=scorer)
         some = patches.only(frozenset(images))
         scored = scores_of(
@@ -132,26 +128,3 @@ def split(images: Sequence[int], groups: Mapping[int, str], folds: int) -> list[
         parts.setdefault(int(middle * folds / len(images)), []).extend(unit)
         placed += len(unit)
     return [tuple(part) for part in parts.values()]
-
-
-def _held_out(
-    scorer: Scorer,
-    patches: TrainingPatches,
-    fitter: GaussianFitter | MemoryBankFitter,
-    folds: Sequence[Fold],
-    by_group: bool,
-) -> Iterator[tuple[Fold, Scorer]]:
-    """Images, and a scorer that hasn't seen them."""
-    everything = tuple(image for fold in folds for image in fold)
-    if isinstance(scorer, MemoryBank) and isinstance(fitter, MemoryBankFitter):
-        projection = fitter.projection(scorer.vectors.shape[1]).to(scorer.vectors.device)
-        share = fitter.memory_limit / (4 * projection.shape[1] * patches.count)
-        banks = banks_without(scorer, patches, folds, projection=projection, share=share)
-        yield from zip(folds, banks, strict=True)
-    elif isinstance(scorer, PatchGaussian) and isinstance(fitter, GaussianFitter):
-        if not by_group:
-            yield everything, LeaveOneOut(scorer, len(everything))
-            return
-        for fold in folds:
-            rest = patches.only(frozenset(everything) - frozenset(fold))
-            yield fold, fitter.fit(rest, projection=scorer.projection)

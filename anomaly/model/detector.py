@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.calibration import Thresholds
+from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
 from anomaly.errors import DataError, ImageError
 from anomaly.features.backbones import Normalisation
@@ -25,13 +26,11 @@ from anomaly.imaging.geometry import Tiling
 from anomaly.imaging.preprocessing import Item, Loaded, Loading, Refused, by_shape, refuse_missed
 from anomaly.imaging.region import Region
 from anomaly.model.appearance import Look, UsualLook, looks_of
-from anomaly.model.build import embedder_of, loading_of
+from anomaly.model.build import loading_of
 from anomaly.model.image_score import image_scores, network_map
 from anomaly.model.prediction import Prediction
 from anomaly.runtime import side_by_side
 from anomaly.scorers.base import PatchScores, Scorer
-from anomaly.scorers.padim.gaussian import PatchGaussian
-from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 _TILES_AT_ONCE = 4
 
@@ -63,20 +62,24 @@ class AnomalyDetector:
     usual: UsualLook | None = None
 
     @property
-    def unit(self) -> str:
-        """What the scores are, for people."""
-        return "Mahalanobis distance" if isinstance(self.scorer, PatchGaussian) else "distance"
+    def method(self) -> str:
+        """The method's name in the literature."""
+        return METHODS[self.config.model.kind].title
 
     @property
+    def unit(self) -> str:
+        """What the scores are, for people."""
+        return self.scorer.unit
+
+    @cached_property
     def loading(self) -> Loading:
         """How files become network inputs."""
         return loading_of(self.config, self.extractor, self.region, self.aspect)
 
-    @property
+    @cached_property
     def embedder(self) -> Embedder:
         """How network inputs become patch embeddings."""
-        projection = self.scorer.projection if isinstance(self.scorer, PatchGaussian) else None
-        return embedder_of(self.config, self.extractor, self.normalise, self.device, projection)
+        return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
 
     def predict(
         self,
@@ -241,10 +244,10 @@ class AnomalyDetector:
         if inside is not None:
             shown = replace(patches, scores=patches.scores.masked_fill(~inside, math.nan))
             broken &= inside
-        if how == "reweighted" and isinstance(self.scorer, MemoryBank):
+        if how in METHODS[model.kind].image_scores:
             if inside is not None:
                 patches = replace(patches, scores=patches.scores.masked_fill(~inside, -math.inf))
-            scores = self.scorer.reweighted(embeddings, patches, model.neighbours)
+            scores = self.scorer.image_scores(embeddings, patches)
         else:
             maps = network_map(patches.scores, size, model.smoothing, inside)
             scores = image_scores(shown.scores, maps, how)

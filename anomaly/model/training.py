@@ -14,22 +14,19 @@ from anomaly.calibration import thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.features.backbones import Normalisation, normalisation
+from anomaly.features.embedder import Embedder, network_input
 from anomaly.features.extractor import FeatureExtractor
 from anomaly.features.precision import settle
 from anomaly.imaging.decoder_pool import Decoders, read_mask
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, size_of
 from anomaly.model.appearance import UsualLook, odd_among
-from anomaly.model.build import backbone, embedder_of, fitter_of, loading_of
+from anomaly.model.build import backbone, fitter_of, loading_of
 from anomaly.model.cross_fitting import cross_fit
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.settings import region_of
 from anomaly.model.suspects import Suspect, Suspects
 from anomaly.model.training_patches import TrainingPatches
-from anomaly.scorers.base import Progress, Scorer
-from anomaly.scorers.padim.gaussian import GaussianFitter
-from anomaly.scorers.padim.projection import Projection
-from anomaly.scorers.patchcore.memory_bank import MemoryBankFitter
 
 TRIAL_IMAGES = 4  # that show whether bf16 is safe
 
@@ -114,19 +111,16 @@ def _fit(
     decoders.begin(Task(loading_of(config, extractor, region, aspect)))
     extractor = _settle(config, extractor, normalise, samples, decoders, device)
     config = config.model_copy(update={"precision": extractor.precision})
-    fitter = fitter_of(config)
-    projection = None
-    if isinstance(fitter, GaussianFitter):
-        projection = fitter.draw(sum(extractor.channels)).to(device)
+    fitter = fitter_of(config).prepared(sum(extractor.channels), device)
     clock.lap("backbone")
 
     patches = TrainingPatches(
         [s.path for s in samples],
         decoders,
-        embedder_of(config, extractor, normalise, device, projection),
+        Embedder(extractor, normalise, fitter.align, device),
         batch_size=config.batch_size,
         scratch=scratch,
-        aligned=projection is not None,
+        aligned=fitter.compact,
         region=region,
         progress=lambda done, total: progress("features", done, total),
     )
@@ -134,7 +128,7 @@ def _fit(
     thresholds = None
     suspects = Suspects(patches.views)
     try:
-        scorer = _learn(fitter, patches, projection, lambda i, n: progress("scorer", i, n))
+        scorer = fitter.fit(patches, lambda i, n: progress("scorer", i, n))
         detector = AnomalyDetector(
             config, extractor, normalise, scorer, None, device, region, aspect
         )
@@ -184,7 +178,7 @@ def _patch_pixels(patches: TrainingPatches, stride: int) -> tuple[float, float]:
 
 def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> float | None:
     """H/W of most training images, where the model needs one for all."""
-    if config.model.kind != "padim" or config.image.resize is not None:
+    if not config.one_aspect:
         return None
     found = decoders.map(size_of, [s.path for s in samples])
     sizes = [size for size in found if isinstance(size, tuple)]
@@ -208,9 +202,9 @@ def _settle(
     """The extractor in the precision that the model will have."""
     precision: str = config.precision
     if precision == "auto":
-        embedder = embedder_of(config, extractor, normalise, device, None)
         trial = _trial(samples, decoders)
-        precision = settle(extractor, embedder.images(trial)) if trial else "fp32"
+        images = network_input(trial, normalise, device) if trial else None
+        precision = "fp32" if images is None else settle(extractor, images)
     return extractor.to(device, precision)
 
 
@@ -224,17 +218,6 @@ def _trial(samples: Sequence[Sample], decoders: Decoders) -> list[Loaded]:
         if isinstance(item, Loaded) and (not trial or item.view.size == trial[0].view.size):
             trial.append(item)
     return trial[:TRIAL_IMAGES]
-
-
-def _learn(
-    fitter: GaussianFitter | MemoryBankFitter,
-    patches: TrainingPatches,
-    projection: Projection | None,
-    progress: Progress,
-) -> Scorer:
-    if isinstance(fitter, GaussianFitter):
-        return fitter.fit(patches, progress, projection)
-    return fitter.fit(patches, progress)
 
 
 class _Clock:

@@ -22,6 +22,8 @@ class Category:
         thresholds: the model's own; None where it has none.
         model: the model's folder, as the user named it.
         model_id: names this very model.
+        method: the model's method, by the name that it has in the literature.
+        unit: of the scores.
         manifest: the model's manifest.
         settings: the model's config as plain values.
         training: what the run's train.json says; empty where it isn't there.
@@ -35,6 +37,8 @@ class Category:
     thresholds: Thresholds | None
     model: str = ""
     model_id: str = ""
+    method: str = ""
+    unit: str = "score"
     manifest: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)

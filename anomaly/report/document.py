@@ -37,7 +37,6 @@ FIGURES = (
     ("AUPRO 0.05", "aupro_05"),
     ("AUPIMO", "aupimo"),
 )
-UNITS = {"patchcore": "distance", "padim": "Mahalanobis distance"}
 
 
 def report_html(category: Category) -> str:
@@ -57,12 +56,12 @@ def report_html(category: Category) -> str:
     data = {
         "labelled": True,
         "name": category.name,
-        "subtitle": subtitle(category.settings, counted, category.model_id),
+        "subtitle": subtitle(category.method, category.settings, counted, category.model_id),
         "provenance": [
             *([("evaluated", category.date)] if category.date else []),
             *([("data in", category.data_folder)] if category.data_folder else []),
         ],
-        "unit": unit(category),
+        "unit": category.unit,
         "types": sorted(types, key=lambda name: (name != GOOD, name)),
         "good": GOOD,
         "thresholds": limits(category.thresholds),
@@ -87,20 +86,10 @@ def _quoted(model: str) -> str:
     return subprocess.list2cmdline([path]) if os.name == "nt" else shlex.quote(path)
 
 
-def unit(category: Category) -> str:
-    """What the scores are."""
-    return UNITS.get(_kind(category.settings), "score")
-
-
-def _kind(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("model", {}).get("kind", ""))
-
-
-def subtitle(settings: Mapping[str, Any], counted: str, model_id: str) -> str:
+def subtitle(method: str, settings: Mapping[str, Any], counted: str, model_id: str) -> str:
     """The method, the network, how many images, and which model."""
-    kind = _kind(settings)
     parts = [
-        {"patchcore": "PatchCore", "padim": "PaDiM"}.get(kind, kind),
+        method,
         str(settings.get("backbone", {}).get("name", "")),
         counted,
         f"model {model_id}" if model_id else "",

@@ -36,6 +36,7 @@ class Run:
 
     Attributes:
         name: of the model.
+        method: by the name that it has in the literature.
         unit: of its scores.
         thresholds: the model's own; None where it has none.
         model: the model's folder, as the user named it.
@@ -46,6 +47,7 @@ class Run:
     """
 
     name: str
+    method: str
     unit: str
     thresholds: Thresholds | None
     model: str
@@ -82,7 +84,9 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
     data = {
         "labelled": False,
         "name": run.name,
-        "subtitle": subtitle(run.settings, f"{scored} of {total} images scored", run.model_id),
+        "subtitle": subtitle(
+            run.method, run.settings, f"{scored} of {total} images scored", run.model_id
+        ),
         "provenance": [("scored until", utc_now()), ("input", run.inputs)],
         "unit": run.unit,
         "types": [],

@@ -90,6 +90,18 @@ PADIM_100 = Published(
 )  # fmt: skip
 
 
+_ALL_THREE = ["layer1", "layer2", "layer3"]
+_BANK = {"kind": "patchcore", "coreset_size": None}
+_RANDOM = {"kind": "padim", "projection": "random"}
+# Figures, network, layers, and the settings of the model that they were published for.
+_PUBLISHED_FOR: list[tuple[Published, str, list[str], dict[str, Any]]] = [
+    (PATCHCORE_10, "wide_resnet50_2", _ALL_THREE[1:], {**_BANK, "coreset_ratio": 0.1}),
+    (PATCHCORE_1, "wide_resnet50_2", _ALL_THREE[1:], {**_BANK, "coreset_ratio": 0.01}),
+    (PADIM_550, "wide_resnet50_2", _ALL_THREE, {**_RANDOM, "dimensions": 550}),
+    (PADIM_100, "resnet18", _ALL_THREE, {**_RANDOM, "dimensions": 100}),
+]
+
+
 def published(settings: Mapping[str, Any], layers: list[str]) -> Published | None:
     """The figures published for a setting; None where there are none.
 
@@ -105,16 +117,8 @@ def published(settings: Mapping[str, Any], layers: list[str]) -> Published | Non
         return None
     if data.get("format") != "mvtec" or image.get("region") or image.get("ignore"):
         return None
-    name = backbone.get("name")
-    if model.get("kind") == "patchcore":
-        if (name, layers, model.get("coreset_size")) != (
-            "wide_resnet50_2",
-            ["layer2", "layer3"],
-            None,
-        ):
-            return None
-        return {0.1: PATCHCORE_10, 0.01: PATCHCORE_1}.get(model.get("coreset_ratio"))
-    if layers != ["layer1", "layer2", "layer3"] or model.get("projection") != "random":
-        return None
-    settings_of = {("wide_resnet50_2", 550): PADIM_550, ("resnet18", 100): PADIM_100}
-    return settings_of.get((name, model.get("dimensions")))
+    for figures, network, hooked, wanted in _PUBLISHED_FOR:
+        as_published = all(model.get(key) == value for key, value in wanted.items())
+        if as_published and (backbone.get("name"), layers) == (network, hooked):
+            return figures
+    return None

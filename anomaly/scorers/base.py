@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor, device
+from torch import Tensor
 
 from anomaly.errors import ModelError
 
 Progress: TypeAlias = Callable[[int, int], None]
+# Feature maps (B, C_i, h_i, w_i) of several layers -> patch embeddings (B, h, w, D) float32.
+Align: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
+Fold: TypeAlias = tuple[int, ...]  # training images that are left out together
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,21 @@ class PatchBatch:
     inside: Tensor | None = None
 
 
+class PatchSet(Protocol):
+    """The patches of all training images; re-iterable, the same each time."""
+
+    @property
+    def count(self) -> int:
+        """How many patches all images have."""
+        ...
+
+    def __iter__(self) -> Iterator[PatchBatch]: ...
+
+    def only(self, images: Container[int]) -> Iterable[PatchBatch]:
+        """The patches of some of the images."""
+        ...
+
+
 @dataclass(frozen=True)
 class PatchScores:
     """How anomalous each patch is.
@@ -45,25 +63,105 @@ class PatchScores:
 
 
 class Scorer(Protocol):
-    """An immutable model of good patches."""
+    """An immutable model of good patches. What has a body here serves most methods."""
+
+    @property
+    def unit(self) -> str:
+        """What patch scores are, for people: `distance`, say."""
+        ...
+
+    @property
+    def align(self) -> Align:
+        """How feature maps become the embeddings that `score` takes."""
+        ...
+
+    @property
+    def dimensions(self) -> int:
+        """D, the channels of these embeddings."""
+        ...
 
     def score(self, embeddings: Tensor) -> PatchScores:
         """Score patch embeddings (B, h, w, D)."""
         ...
 
-    def to(self, target: device | str) -> Scorer:
-        """The same scorer on another device."""
+    def image_scores(self, embeddings: Tensor, scores: PatchScores) -> Tensor:
+        """The method's own image score, where a config names one that it alone has.
+
+        Without one of its own it is the highest patch score.
+
+        Args:
+            embeddings: (B, h, w, D), those that were scored.
+            scores: what `score` said about them; -inf on patches that don't count.
+
+        Returns:
+            (B,) float32, in score units.
+        """
+        return scores.scores.flatten(1).amax(1)
+
+    def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+        """The training patches that patches were compared with.
+
+        Args:
+            patches: (N, D) float32.
+            count: K, how many for each.
+
+        Returns:
+            Their distances (N, K) float32, ascending, and where they come from, (N, K, 3) int32:
+            training image, patch row, patch column. None for a method that keeps no patches and
+            compares places.
+        """
+        return None
+
+    def check_origin(self, channels: int, images: int) -> None:
+        """See that this can have been learned from a network's embeddings of so many images.
+
+        Args:
+            channels: of all hooked layers together.
+            images: training images, numbered from 0.
+
+        Raises:
+            ModelError: it can't; the message says what doesn't fit.
+        """
+        ...
+
+    def to(self, target: torch.device | str) -> Scorer:
+        """An equal scorer on another device."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that has to be saved, by name; `from_tensors` is the way back."""
+        """Everything that has to be saved, by name."""
         ...
 
 
-class Fitter(Protocol):
-    """Settings of a scorer that isn't there yet. Holds no learned state."""
+S = TypeVar("S", bound=Scorer)
 
-    def fit(self, batches: Iterable[PatchBatch], progress: Progress | None = None) -> Scorer:
+
+class Fitter(Protocol[S]):
+    """Settings of a scorer that isn't there yet. Holds nothing that is learned from images."""
+
+    @property
+    def align(self) -> Align:
+        """How feature maps become the embeddings to learn from."""
+        ...
+
+    @property
+    def compact(self) -> bool:
+        """Whether aligned embeddings take less room than the feature maps that they come from."""
+        return False
+
+    def prepared(self, channels: int, device: torch.device) -> Fitter[S]:
+        """The fitter for a network, with what has to be drawn before images are read.
+
+        Args:
+            channels: of all hooked layers together.
+            device: where the embeddings will be.
+
+        Raises:
+            ConfigError: the settings don't fit that many channels.
+        """
+        return self
+
+    def fit(self, batches: Iterable[PatchBatch], progress: Progress | None = None) -> S:
         """Learn from good patches.
 
         Args:
@@ -71,6 +169,25 @@ class Fitter(Protocol):
             progress: called with (done, total) while something takes long.
         """
         ...
+
+    def held_out(
+        self, scorer: S, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
+    ) -> Iterator[tuple[Fold, Scorer]]:
+        """Scorers that haven't learned from the images which they are to score.
+
+        Args:
+            scorer: fitted on all of `patches`.
+            patches: of all training images.
+            folds: disjoint sets of images which together hold all of them; at least two.
+            grouped: whether folds keep images together that show one part; without it, images may
+                also be left out one by one.
+
+        Yields:
+            Images, and the scorer for them; each image once.
+        """
+        for fold in folds:
+            rest = frozenset(image for other in folds if other != fold for image in other)
+            yield fold, self.fit(patches.only(rest))
 
 
 def check_tensors(
@@ -100,6 +217,16 @@ def check_tensors(
             )
         if not is_finite(tensor):
             raise ModelError(f"the scorer's tensor {name} holds NaN or infinite values")
+
+
+def check_fits(channels: int, learned: int) -> None:
+    """See that a scorer was learned from embeddings of a network's channels.
+
+    Raises:
+        ModelError: it wasn't.
+    """
+    if channels != learned:
+        raise ModelError(f"its network has {channels} channels where its scorer has {learned}")
 
 
 def leading(tensors: Mapping[str, Tensor], name: str, axis: int = 0) -> int:

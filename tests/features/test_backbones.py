@@ -15,8 +15,8 @@ from anomaly.features.extractor import truncate
 @pytest.mark.parametrize("name", FAMILIES)
 def test_default_layers_lie_at_strides_4_8_16(name: str) -> None:
     network = backbones.build(name)
-    layers = backbones.default_layers(name, network, "padim")
-    assert backbones.default_layers(name, network, "patchcore") == layers[1:]
+    layers = backbones.default_layers(name, network, 3)
+    assert backbones.default_layers(name, network, 2) == layers[1:]
     assert truncate(network, layers).strides == (4, 8, 16)
 
 
@@ -53,7 +53,7 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
         backbones.build("wide_resnet50")
     network = backbones.build("regnet_y_400mf")
     with pytest.raises(ConfigError, match=r"no default layers.*trunk_output\.block1"):
-        backbones.default_layers("regnet_y_400mf", network, "padim")
+        backbones.default_layers("regnet_y_400mf", network, 3)
 
 
 def test_random_weights_are_seeded_and_warn(caplog: pytest.LogCaptureFixture) -> None:

@@ -62,7 +62,7 @@ def test_wide_resnet_costs_what_its_paper_says() -> None:
 def test_stages_are_the_layers_that_each_family_hooks(name: str) -> None:
     network = build(name)
     table = layer_table(network, 224)
-    assert tuple(stages(table)[:3]) == default_layers(name, network, "padim")
+    assert tuple(stages(table)[:3]) == default_layers(name, network, 3)
     last = last_map(table)
     assert last is not None
     assert by_path(table)[last].stride == 32

@@ -17,8 +17,8 @@ from anomaly.model.cross_fitting import cross_fit, split
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.image_score import network_map
 from anomaly.scorers.base import PatchBatch
-from anomaly.scorers.padim.gaussian import GaussianFitter
-from anomaly.scorers.patchcore.memory_bank import MemoryBankFitter
+from anomaly.scorers.padim.fitter import GaussianFitter
+from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 
 CPU = torch.device("cpu")
 GRID = (4, 5)
@@ -74,7 +74,7 @@ def _fitted(kind: str, patches: _Patches) -> tuple[AnomalyDetector, Any]:
         scorer = fitter.fit(patches)
     else:
         fitter = GaussianFitter(dimensions=8)
-        scorer = fitter.fit(patches, projection=fitter.draw(8))
+        scorer = fitter.prepared(8, CPU).fit(patches)
     nothing = cast(Any, None)
     return AnomalyDetector(config, nothing, nothing, scorer, None, CPU), fitter
 

@@ -83,6 +83,8 @@ def case(
         thresholds=thresholds,
         model="runs/my disc",
         model_id="0123456789abcdef",
+        method="PatchCore",
+        unit="distance",
         manifest={"training_images": {"train/good/000.png": "ab" * 32}},
         settings={"model": {"kind": "patchcore"}, "backbone": {"name": "resnet18"}},
         training={"seconds": {"features": 1.5}},

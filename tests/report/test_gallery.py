@@ -52,7 +52,9 @@ def rows(count: int, seed: int = 0) -> list[Row]:
 
 
 def written(folder: Path, found: list[Row]) -> Path:
-    run = Run("disc", "distance", limits(REJECT, REVIEW), "runs/disc", "0123", "/in", {})
+    run = Run(
+        "disc", "PatchCore", "distance", limits(REJECT, REVIEW), "runs/disc", "0123", "/in", {}
+    )
     file = folder / "results.html"
     file.write_text(gallery_html(run, found, folder, Thumbnails(len(found))), "utf-8")
     return file

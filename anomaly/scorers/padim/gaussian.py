@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from anomaly.errors import ConfigError, DataError, ModelError
+from anomaly.errors import DataError, ModelError
 from anomaly.runtime import spread
-from anomaly.scorers.base import PatchBatch, PatchScores, Progress, check_tensors, leading
-from anomaly.scorers.padim.accumulator import GaussianAccumulator, position_blocks
-from anomaly.scorers.padim.covariance import GaussianStatistics
-from anomaly.scorers.padim.projection import Projection, channel_projection
+from anomaly.scorers.base import Align, PatchScores, Scorer, check_fits, check_tensors, leading
+from anomaly.scorers.padim.accumulator import position_blocks
+from anomaly.scorers.padim.projection import Projection
 from anomaly.scorers.padim.whitening import CholeskyWhitening, LowRankWhitening
-
-__all__ = ["GaussianFitter", "GaussianStatistics", "PatchGaussian", "channel_projection"]
-
 
 # Numbers that one block of positions works on. They should stay in a CPU's cache between two
 # products; a GPU wants few launches.
@@ -25,7 +20,7 @@ _SCORING_BLOCK = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True, eq=False)
-class PatchGaussian:
+class PatchGaussian(Scorer):
     """Good patches as one Gaussian for each position of the grid.
 
     Attributes:
@@ -39,6 +34,29 @@ class PatchGaussian:
     grid: tuple[int, int]
     mean: Tensor
     whitening: CholeskyWhitening | LowRankWhitening
+    unit = "Mahalanobis distance"
+
+    @property
+    def align(self) -> Align:
+        """How feature maps become the embeddings that `score` takes: projected on the way."""
+        return self.projection.of_maps
+
+    @property
+    def dimensions(self) -> int:
+        """d, the channels of these embeddings."""
+        return self.projection.dimensions
+
+    def check_origin(self, channels: int, images: int) -> None:
+        """See that the Gaussians can come from a network's embeddings.
+
+        Args:
+            channels: of all hooked layers together.
+            images: training images; any number.
+
+        Raises:
+            ModelError: they can't; the message says what doesn't fit.
+        """
+        check_fits(channels, self.projection.dim)
 
     def score(self, embeddings: Tensor) -> PatchScores:
         """Mahalanobis distances of patches to the Gaussian of their position (PaDiM, eq. 2).
@@ -52,8 +70,8 @@ class PatchGaussian:
         Raises:
             DataError: another grid, or another number of channels.
         """
-        _check_shape(embeddings, self.grid, self.projection)
-        patches = _projected(embeddings, self.projection)
+        check_grid(embeddings, self.grid, self.projection)
+        patches = projected(embeddings, self.projection)
         leading, trailing = self.mean[:, :, None]
 
         def squared_distances(positions: slice) -> Tensor:
@@ -114,93 +132,24 @@ class PatchGaussian:
         return cls(Projection(weights, channels), (height, width), tensors["mean"], whitening)
 
 
-@dataclass(frozen=True)
-class GaussianFitter:
-    """Settings of PaDiM.
-
-    Attributes:
-        dimensions: d, channels kept of the embeddings' D.
-        projection: `random` or `orthogonal`, see `channel_projection`.
-        regularisation: ε, added to the diagonal of each covariance (PaDiM, eq. 1).
-        seed: of the projection.
-        memory_limit: bytes of training patches, and of statistics, that are kept in memory; what
-            is larger waits in temporary files, at most the patches of d images and statistics of
-            the model's size.
-    """
-
-    dimensions: int
-    projection: str = "orthogonal"
-    regularisation: float = 0.01
-    seed: int = 0
-    memory_limit: int = 512 * 1024**2
-
-    def fit(
-        self,
-        batches: Iterable[PatchBatch],
-        progress: Progress | None = None,
-        projection: Projection | None = None,
-    ) -> PatchGaussian:
-        """Learn a Gaussian for each position, reading the batches once.
-
-        Args:
-            batches: good patches, all on one grid.
-            progress: called with (blocks of positions done, all of them) after the last batch.
-            projection: what the embeddings went through already, from `draw`; without it they
-                have D channels and are projected here.
-
-        Raises:
-            ConfigError: more dimensions than channels, or a regularisation that is too small.
-            DataError: fewer than two images, or more than one grid.
-        """
-        if self.regularisation <= 0:
-            raise ConfigError(
-                f"model.regularisation is {self.regularisation:g}; it must be above 0"
-            )
-        fitted: GaussianAccumulator | None = None
-        for batch in batches:
-            embeddings = batch.embeddings
-            if fitted is None:
-                grid = (embeddings.shape[1], embeddings.shape[2])
-                projection = projection or self.draw(embeddings.shape[-1])
-                applied = projection.to(embeddings.device)
-                fitted = GaussianAccumulator(
-                    grid[0] * grid[1], applied.dimensions, embeddings.device, self.memory_limit
-                )
-            _check_shape(embeddings, grid, applied)
-            fitted.add(_projected(embeddings, applied))
-        if fitted is None or fitted.count < 2:
-            raise DataError(
-                f"{fitted.count if fitted else 0} training images: a covariance needs at least "
-                "2, and a good one some 50; add images, or use model.kind=patchcore"
-            )
-        mean, whitening = fitted.gaussians(self.regularisation, progress or (lambda *_: None))
-        leading = mean.float()
-        split_mean = torch.stack([leading, (mean - leading).float()])
-        return PatchGaussian(applied, grid, split_mean, whitening)
-
-    def draw(self, channels: int) -> Projection:
-        """The projection of embeddings with D = `channels`, by the seed alone.
-
-        Raises:
-            ConfigError: more dimensions than channels, or an unknown kind.
-        """
-        generator = torch.Generator().manual_seed(self.seed)
-        return channel_projection(self.projection, channels, self.dimensions, generator=generator)
-
-
 def _is_choice(chosen: Tensor, channels: int) -> bool:
     """Whether channels (d,) are some of D, in rising order."""
     edges = torch.cat([chosen.new_tensor([-1]), chosen, chosen.new_tensor([channels])])
     return bool((edges.diff() > 0).all())
 
 
-def _projected(embeddings: Tensor, projection: Projection) -> Tensor:
+def projected(embeddings: Tensor, projection: Projection) -> Tensor:
     """(B, h, w, D or d) -> (B, P, d)."""
     patches = embeddings.flatten(1, 2)
     return patches if patches.shape[2] == projection.dimensions else projection(patches)
 
 
-def _check_shape(embeddings: Tensor, grid: tuple[int, int], projection: Projection) -> None:
+def check_grid(embeddings: Tensor, grid: tuple[int, int], projection: Projection) -> None:
+    """See that embeddings (B, h, w, D or d) are of the grid (h, w) and the projection's channels.
+
+    Raises:
+        DataError: they aren't.
+    """
     height, width, channels = embeddings.shape[1:]
     if (height, width) != grid:
         raise DataError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import DataError
-from anomaly.scorers.base import PatchScores
+from anomaly.scorers.base import Align, PatchScores, Scorer
 from anomaly.scorers.padim.gaussian import PatchGaussian
 from anomaly.scorers.padim.whitening import CholeskyWhitening, LowRankWhitening
 
@@ -20,7 +20,7 @@ _NOTHING = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class LeaveOneOut:
+class LeaveOneOut(Scorer):
     """Scores a training image as the Gaussians would that hadn't seen it. Nothing is fitted again.
 
     Taking one sample x out of N changes the mean and the scatter S of its position by rank one, so
@@ -52,6 +52,29 @@ class LeaveOneOut:
                 f"{self.images} training images can't be scored without themselves: what is left "
                 "has no covariance; add images, or train with --no-calibrate"
             )
+
+    @property
+    def unit(self) -> str:
+        """What patch scores are, for people."""
+        return self.scorer.unit
+
+    @property
+    def align(self) -> Align:
+        """How feature maps become the embeddings that `score` takes."""
+        return self.scorer.align
+
+    @property
+    def dimensions(self) -> int:
+        """d, the channels of these embeddings."""
+        return self.scorer.dimensions
+
+    def check_origin(self, channels: int, images: int) -> None:
+        """See that the Gaussians can come from a network's embeddings, and from N images.
+
+        Raises:
+            ModelError: they can't.
+        """
+        self.scorer.check_origin(channels, images)
 
     def score(self, embeddings: Tensor) -> PatchScores:
         """Scores of training images (B, h, w, D), each without itself."""

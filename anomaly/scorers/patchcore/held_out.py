@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from anomaly.scorers.base import PatchBatch
+from anomaly.scorers.base import Fold, PatchBatch
 from anomaly.scorers.patchcore.assignment import Assignment
 from anomaly.scorers.patchcore.coreset import select
 from anomaly.scorers.patchcore.memory_bank import MemoryBank, gather
-
-Fold = tuple[int, ...]
 
 # Patches that are assigned at once, see `Assignment`: 16 MiB at 128 dimensions.
 _TOGETHER = 32_768
@@ -66,13 +65,9 @@ def banks_without(
     renewed = zip(torch.split(vectors, parts), torch.split(origins, parts), strict=True)
     for k, (new_vectors, new_origins) in enumerate(renewed):
         stay = owners != k
-        yield MemoryBank(
-            torch.cat([bank.vectors[stay], new_vectors]),
-            torch.cat([bank.origins[stay], new_origins]),
-            bank.covering_radius,
-            exact=False,
-            search=bank.search,
-        )
+        vectors = torch.cat([bank.vectors[stay], new_vectors])
+        origins = torch.cat([bank.origins[stay], new_origins])
+        yield replace(bank, vectors=vectors, origins=origins, exact=False)
 
 
 def _orphans(

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from anomaly.errors import ConfigError, DataError
-from anomaly.scorers.base import PatchBatch, PatchScores, Progress, check_tensors, leading
-from anomaly.scorers.patchcore.coreset import coreset_size, random_projection
+from anomaly.errors import ConfigError, DataError, ModelError
+from anomaly.scorers.base import (
+    Align,
+    PatchBatch,
+    PatchScores,
+    Scorer,
+    check_fits,
+    check_tensors,
+    leading,
+)
+from anomaly.scorers.patchcore.aligner import (
+    ADAPTIVE_DIMENSIONS,
+    patchcore_adaptive,
+    patchcore_concat,
+)
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
-from anomaly.scorers.patchcore.streamed_coreset import select_streamed
+
+# By `model.embedding`.
+ALIGNERS = {"concat": patchcore_concat, "adaptive": patchcore_adaptive}
 
 
 @dataclass(frozen=True, eq=False)
-class MemoryBank:
+class MemoryBank(Scorer):
     """Good patches, and where each came from.
 
     Attributes:
@@ -29,6 +43,9 @@ class MemoryBank:
         exact: the selection saw all training patches at once, not a part at a time.
         search: how neighbours are found, see `NearestNeighbors`.
         cache: folder for what an approximate search has to train first; it can be deleted.
+        embedding: how feature maps become embeddings: `concat` or `adaptive`, see
+            `anomaly.scorers.patchcore.aligner`.
+        reweighting: b, bank vectors that the re-weighted image score looks at.
     """
 
     vectors: Tensor
@@ -37,6 +54,19 @@ class MemoryBank:
     exact: bool = True
     search: str = "auto"
     cache: Path | None = None
+    embedding: str = "concat"
+    reweighting: int = 3
+    unit = "distance"
+
+    @property
+    def align(self) -> Align:
+        """How feature maps become the embeddings that `score` takes."""
+        return ALIGNERS[self.embedding]
+
+    @property
+    def dimensions(self) -> int:
+        """D, the channels of these embeddings."""
+        return self.vectors.shape[1]
 
     @cached_property
     def _neighbours(self) -> NearestNeighbors:
@@ -70,7 +100,20 @@ class MemoryBank:
         """
         return self._neighbours.search(patches, count)
 
-    def reweighted(self, embeddings: Tensor, scores: PatchScores, neighbours: int) -> Tensor:
+    def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The training patches of the bank vectors nearest to patches.
+
+        Args:
+            patches: (N, D) float32, on the bank's device.
+            count: K, how many for each.
+
+        Returns:
+            Distances (N, K) float32, ascending, and origins (N, K, 3) int32.
+        """
+        distances, found = self.neighbours(patches, count)
+        return distances, self.origins[found]
+
+    def image_scores(self, embeddings: Tensor, scores: PatchScores) -> Tensor:
         """The paper's image score (PatchCore, eq. 6 and 7).
 
         The highest patch score s* of an image, at patch m_test with nearest bank vector m*, is
@@ -80,17 +123,16 @@ class MemoryBank:
 
         Args:
             embeddings: (B, h, w, D), those that were scored.
-            scores: what `score` said about them.
-            neighbours: b, vectors in the sum, with m*. 1 leaves a weight of 0, so at least 2.
+            scores: what `score` said about them; -inf on patches that don't count.
 
         Returns:
             (B,) float32, in score units.
 
         Raises:
-            ConfigError: fewer than 2 neighbours.
+            ConfigError: the sum has fewer than 2 vectors; 1 leaves a weight of 0.
         """
-        if neighbours < 2:
-            raise ConfigError(f"image-score neighbours must be at least 2, not {neighbours}")
+        if self.reweighting < 2:
+            raise ConfigError(f"image-score neighbours must be at least 2, not {self.reweighting}")
         if scores.nearest is None:
             raise ValueError("scores name no bank vectors; take those of this bank's score()")
         if len(self.vectors) == 1:
@@ -99,7 +141,7 @@ class MemoryBank:
         images = torch.arange(len(at), device=at.device)
         patches = embeddings.flatten(1, 2)[images, at]
         centre = scores.nearest.flatten(1)[images, at]
-        group = self._neighbours.search(self.vectors[centre], neighbours)[1]
+        group = self._neighbours.search(self.vectors[centre], self.reweighting)[1]
         distances = torch.linalg.vector_norm(self.vectors[group] - patches[:, None], dim=2)
         # Duplicates may push m* out of its own group, so its distance is the numerator's alone.
         share = torch.exp(highest - torch.logsumexp(distances, 1))
@@ -107,14 +149,24 @@ class MemoryBank:
 
     def to(self, target: torch.device | str) -> MemoryBank:
         """The same bank on another device."""
-        return MemoryBank(
-            self.vectors.to(target),
-            self.origins.to(target),
-            self.covering_radius,
-            self.exact,
-            self.search,
-            self.cache,
-        )
+        vectors, origins = self.vectors.to(target), self.origins.to(target)
+        return replace(self, vectors=vectors, origins=origins)
+
+    def check_origin(self, channels: int, images: int) -> None:
+        """See that the bank can come from a network's embeddings of so many images.
+
+        Args:
+            channels: of all hooked layers together.
+            images: training images, numbered from 0.
+
+        Raises:
+            ModelError: it can't; the message says what doesn't fit.
+        """
+        adaptive = self.embedding == "adaptive"
+        check_fits(ADAPTIVE_DIMENSIONS if adaptive else channels, self.dimensions)
+        low, high = (int(end) for end in self.origins[:, 0].aminmax())
+        if low < 0 or high >= images:
+            raise ModelError(f"its memory bank comes from training image {high}, of {images}")
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that has to be saved, by name."""
@@ -151,83 +203,6 @@ class MemoryBank:
                 f"embeddings have {embeddings.shape[3]} channels where the memory bank's have "
                 f"{self.vectors.shape[1]}; use the backbone and layers it was made with"
             )
-
-
-@dataclass(frozen=True)
-class MemoryBankFitter:
-    """Settings of PatchCore.
-
-    Attributes:
-        coreset_ratio: share of the training patches that the bank keeps; None with coreset_size.
-        coreset_size: how many it keeps; None with coreset_ratio.
-        projection_dim: dimensions in which the coreset is selected (PatchCore, section 3.2).
-        seed: of the projection and the first pick.
-        memory_limit: bytes of projected patches held at once. With more, the selection is nearly
-            as good, see `select_streamed`, and reads the batches a third time.
-    """
-
-    coreset_ratio: float | None = 0.1
-    coreset_size: int | None = None
-    projection_dim: int = 128
-    seed: int = 0
-    memory_limit: int = 256 * 1024**2
-
-    def fit(self, batches: Iterable[PatchBatch], progress: Progress | None = None) -> MemoryBank:
-        """Choose the bank: one reading for the projections, another for the chosen vectors.
-
-        Args:
-            batches: good patches, of any grids. Read twice, the same each time.
-            progress: called with (bank vectors selected, all of them).
-
-        Raises:
-            ConfigError: the coreset's ratio or size can't be had.
-            DataError: no patches, or some that hold NaN or infinite values.
-        """
-        generator = torch.Generator().manual_seed(self.seed)
-        # Batches that are made in inference mode switch it on between them, but not at the end;
-        # what is written to all along has to live in one mode.
-        with torch.inference_mode():
-            chosen = select_streamed(
-                _Projected(batches, self.projection_dim, generator),
-                self._size,
-                memory_limit=self.memory_limit,
-                generator=generator,
-                progress=progress,
-            )
-            vectors, origins = gather(batches, chosen.picks)
-        return MemoryBank(vectors, origins, chosen.covering_radius, chosen.exact)
-
-    def projection(self, channels: int) -> Tensor:
-        """(D, d), what embeddings with D = `channels` are multiplied by for the selection."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return random_projection(channels, self.projection_dim, generator=generator)
-
-    def _size(self, patches: int) -> int:
-        if patches == 0:
-            raise DataError("no training patches; check the training images")
-        return coreset_size(patches, ratio=self.coreset_ratio, size=self.coreset_size)
-
-
-class _Projected:
-    """The patches of each image in turn, projected; re-iterable."""
-
-    def __init__(self, batches: Iterable[PatchBatch], dim: int, generator: torch.Generator) -> None:
-        self._batches = batches
-        self._dim = dim
-        self._generator = generator
-        self._matrix: Tensor | None = None
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for batch in self._batches:
-            if self._matrix is None:
-                channels = batch.embeddings.shape[3]
-                matrix = random_projection(channels, self._dim, generator=self._generator)
-                self._matrix = matrix.to(batch.embeddings.device)
-            # One image at a time: a product's rounding depends on its shape, and which images
-            # share a batch must not change the bank.
-            for i, image in enumerate(batch.embeddings.flatten(1, 2)):
-                counted = image if batch.inside is None else image[batch.inside[i].flatten()]
-                yield counted @ self._matrix
 
 
 def gather(batches: Iterable[PatchBatch], picks: Tensor) -> tuple[Tensor, Tensor]:

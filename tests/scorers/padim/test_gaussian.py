@@ -7,7 +7,9 @@ from scipy.spatial.distance import mahalanobis
 
 from anomaly.errors import ConfigError, DataError
 from anomaly.scorers.base import PatchBatch
-from anomaly.scorers.padim.gaussian import GaussianFitter, PatchGaussian, channel_projection
+from anomaly.scorers.padim.fitter import GaussianFitter
+from anomaly.scorers.padim.gaussian import PatchGaussian
+from anomaly.scorers.padim.projection import channel_projection
 
 GRID = (3, 4)
 CHANNELS = 24
@@ -115,7 +117,7 @@ def test_embeddings_may_come_projected(kind):
     fitter = GaussianFitter(8, kind, seed=3)
     expected = fitter.fit(batched(train))
     projection = fitter.draw(CHANNELS)
-    model = fitter.fit(batched(projection(train)), projection=projection)
+    model = fitter.prepared(CHANNELS, train.device).fit(batched(projection(train)))
     torch.testing.assert_close(model.score(test).scores, expected.score(test).scores)
     torch.testing.assert_close(model.score(projection(test)).scores, expected.score(test).scores)
 

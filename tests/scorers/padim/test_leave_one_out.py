@@ -6,7 +6,7 @@ import torch
 
 from anomaly.errors import DataError
 from anomaly.scorers.base import PatchBatch
-from anomaly.scorers.padim.gaussian import GaussianFitter
+from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.padim.held_out import LeaveOneOut
 
 
@@ -18,9 +18,8 @@ def test_scores_are_those_of_refits_but_for_the_stated_factor(
     g = torch.Generator().manual_seed(images)
     embeddings = scale * torch.randn(images, 2, 3, 6, generator=g)
     fitter = GaussianFitter(dimensions=6, regularisation=0.01)
-    projection = fitter.draw(6)
     batch = PatchBatch(embeddings, tuple(range(images)))
-    scorer = fitter.fit([batch], projection=projection)
+    scorer = fitter.fit([batch])
     quick = LeaveOneOut(scorer, images).score(embeddings).scores.numpy()
 
     true = np.empty_like(quick)
@@ -48,7 +47,7 @@ def test_fewer_images_than_dimensions_score_as_refits_do(
     embeddings = 3 + torch.randn(images, 1, 2, 100, generator=g) * variances.sqrt()
     fitter = GaussianFitter(dimensions=100, regularisation=regularisation)
     projection = fitter.draw(100)
-    scorer = fitter.fit([PatchBatch(embeddings, tuple(range(images)))], projection=projection)
+    scorer = fitter.fit([PatchBatch(embeddings, tuple(range(images)))])
     quick = LeaveOneOut(scorer, images).score(embeddings).scores[:, 0]
 
     projected = projection(embeddings[:, 0]).double().numpy()
@@ -67,7 +66,7 @@ def test_equal_images_are_scored() -> None:
     embeddings = torch.randn(8, 1, 1, 20, generator=g)
     embeddings[1] = embeddings[0]
     fitter = GaussianFitter(dimensions=20)
-    scorer = fitter.fit([PatchBatch(embeddings, tuple(range(8)))], projection=fitter.draw(20))
+    scorer = fitter.fit([PatchBatch(embeddings, tuple(range(8)))])
     scores = LeaveOneOut(scorer, 8).score(embeddings).scores.flatten()
     assert scores.isfinite().all()
     assert scores[:2].max() < 0.5 * scores[2:].min()
@@ -76,6 +75,6 @@ def test_equal_images_are_scored() -> None:
 def test_two_images_are_too_few() -> None:
     embeddings = torch.randn(2, 2, 2, 4, generator=torch.Generator().manual_seed(0))
     fitter = GaussianFitter(dimensions=4)
-    scorer = fitter.fit([PatchBatch(embeddings, (0, 1))], projection=fitter.draw(4))
+    scorer = fitter.fit([PatchBatch(embeddings, (0, 1))])
     with pytest.raises(DataError, match="--no-calibrate"):
         LeaveOneOut(scorer, 2)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from anomaly.scorers.base import PatchBatch
+from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from anomaly.scorers.patchcore.held_out import banks_without
-from anomaly.scorers.patchcore.memory_bank import MemoryBank, MemoryBankFitter
+from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 FOLDS = [(0, 1), (2, 3, 4), (5,)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from scipy.spatial.distance import cdist
 
 from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.scorers.base import PatchBatch, PatchScores
-from anomaly.scorers.patchcore.memory_bank import MemoryBank, MemoryBankFitter
+from anomaly.scorers.patchcore.fitter import MemoryBankFitter
+from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 GRIDS = [(6, 5), (6, 5), (4, 9), (6, 5), (4, 9), (3, 3), (6, 5)]
 
@@ -180,14 +182,15 @@ def test_reweighting_as_in_the_paper(b: int) -> None:
         literal_reweighting(bank.vectors.double().numpy(), q.flatten(0, 1).double().numpy(), b)
         for q in queries
     ]
-    assert bank.reweighted(queries, scored, b).tolist() == pytest.approx(expected, rel=1e-4)
+    bank = replace(bank, reweighting=b)
+    assert bank.image_scores(queries, scored).tolist() == pytest.approx(expected, rel=1e-4)
 
 
 def test_reweighting_of_large_distances_stays_finite() -> None:
     """exp(1000) overflows; the weight doesn't need it."""
     bank = MemoryBank(1000 * torch.randn(50, 4), torch.zeros(50, 3, dtype=torch.int32), 0.0)
     queries = 5000 * torch.randn(2, 3, 3, 4)
-    weighted = bank.reweighted(queries, bank.score(queries), 5)
+    weighted = replace(bank, reweighting=5).image_scores(queries, bank.score(queries))
     assert bool(weighted.isfinite().all())
     assert bool((weighted >= 0).all())
 
@@ -197,10 +200,10 @@ def test_reweighting_needs_company() -> None:
     queries = torch.stack(images()[:2])
     scored = bank.score(queries)
     with pytest.raises(ConfigError, match="at least 2"):
-        bank.reweighted(queries, scored, 1)
-    assert torch.equal(bank.reweighted(queries, scored, 3), scored.scores.flatten(1).amax(1))
+        replace(bank, reweighting=1).image_scores(queries, scored)
+    assert torch.equal(bank.image_scores(queries, scored), scored.scores.flatten(1).amax(1))
     with pytest.raises(ValueError, match="no bank vectors"):
-        bank.reweighted(queries, PatchScores(scored.scores), 3)
+        bank.image_scores(queries, PatchScores(scored.scores))
 
 
 def test_tensors_and_back() -> None:

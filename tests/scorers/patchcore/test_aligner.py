@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anomaly.features.aligner import patchcore_adaptive, patchcore_concat
+from anomaly.scorers.patchcore.aligner import patchcore_adaptive, patchcore_concat
 
 
 def _maps(channels: list[int], sizes: list[tuple[int, int]], seed: int = 0) -> list[Tensor]:

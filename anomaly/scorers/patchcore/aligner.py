@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-Align: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
 
 ADAPTIVE_DIMENSIONS = 1024
 
@@ -56,13 +53,6 @@ def patchcore_adaptive(maps: Sequence[Tensor]) -> Tensor:
         return joined
     flat = joined.reshape(-1, 1, joined.shape[-1])
     return F.adaptive_avg_pool1d(flat, dimensions).reshape(*joined.shape[:-1], dimensions)
-
-
-# By model.embedding. PaDiM aligns what it has projected: `anomaly.scorers.padim.projection`.
-PATCHCORE_ALIGNERS: dict[str, Align] = {
-    "concat": patchcore_concat,
-    "adaptive": patchcore_adaptive,
-}
 
 
 def _join(maps: Sequence[Tensor]) -> Tensor:

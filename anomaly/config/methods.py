@@ -1,0 +1,42 @@
+"""The methods that a config can name as `model.kind`: a line for each. Imports no torch.
+
+A method's module has two functions, whose types stand in `anomaly.scorers.base`:
+
+    fitter(settings, *, seed, memory_limit) -> Fitter
+    scorer(tensors, settings, *, device, cache) -> Scorer
+
+`settings` are the values of the config's section `model`, by key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Method:
+    """What has to be known of a method before torch is imported.
+
+    Attributes:
+        title: its name in the literature.
+        module: where its functions are.
+        stages: how many stages of a network it reads by default, of those at strides 4, 8 and 16;
+            the coarsest first.
+        one_grid: whether it learns each place of the image by itself, so that all images need one
+            aspect and none can be cut into tiles.
+        image_scores: names of `model.image_score` that it alone has, see `Scorer.image_scores`.
+    """
+
+    title: str
+    module: str
+    stages: int = 2
+    one_grid: bool = False
+    image_scores: tuple[str, ...] = ()
+
+
+METHODS = {
+    "patchcore": Method(
+        "PatchCore", "anomaly.scorers.patchcore.fitter", image_scores=("reweighted",)
+    ),
+    "padim": Method("PaDiM", "anomaly.scorers.padim.fitter", stages=3, one_grid=True),
+}

@@ -1,0 +1,165 @@
+"""Good patches -> a memory bank: PatchCore's coreset, and what a config says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anomaly.errors import DataError
+from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress
+from anomaly.scorers.patchcore.coreset import coreset_size, random_projection
+from anomaly.scorers.patchcore.held_out import banks_without
+from anomaly.scorers.patchcore.memory_bank import ALIGNERS, MemoryBank, gather
+from anomaly.scorers.patchcore.streamed_coreset import select_streamed
+
+
+def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> MemoryBankFitter:
+    """What a config's section `model` learns with.
+
+    Args:
+        settings: its values by key.
+        seed: of the projection and the first pick.
+        memory_limit: bytes of projected patches held at once.
+    """
+    size = settings["coreset_size"]
+    return MemoryBankFitter(
+        None if size is not None else settings["coreset_ratio"],
+        size,
+        seed=seed,
+        memory_limit=memory_limit,
+        embedding=settings["embedding"],
+        reweighting=settings["neighbours"],
+    )
+
+
+def scorer(
+    tensors: dict[str, Tensor], settings: Mapping[str, Any], *, device: torch.device, cache: Path
+) -> MemoryBank:
+    """The memory bank that was saved.
+
+    Args:
+        tensors: as `MemoryBank.tensors` gave them.
+        settings: the config's section `model`, by key.
+        device: where the bank goes.
+        cache: folder for what an approximate search has to train first.
+
+    Raises:
+        ModelError: they aren't those of a memory bank.
+    """
+    bank = MemoryBank.from_tensors(tensors)
+    # A GPU multiplies faster than it would look through lists.
+    approximate = settings["search"] == "ivf" and device.type == "cpu"
+    return replace(
+        bank,
+        search="ivf" if approximate else bank.search,
+        cache=cache if approximate else None,
+        embedding=settings["embedding"],
+        reweighting=settings["neighbours"],
+    ).to(device)
+
+
+@dataclass(frozen=True)
+class MemoryBankFitter(Fitter[MemoryBank]):
+    """Settings of PatchCore.
+
+    Attributes:
+        coreset_ratio: share of the training patches that the bank keeps; None with coreset_size.
+        coreset_size: how many it keeps; None with coreset_ratio.
+        projection_dim: dimensions in which the coreset is selected (PatchCore, section 3.2).
+        seed: of the projection and the first pick.
+        memory_limit: bytes of projected patches held at once. With more, the selection is nearly
+            as good, see `select_streamed`, and reads the batches a third time.
+        embedding: how feature maps become embeddings, see `MemoryBank`.
+        reweighting: of the bank's image scores, see `MemoryBank`.
+    """
+
+    coreset_ratio: float | None = 0.1
+    coreset_size: int | None = None
+    projection_dim: int = 128
+    seed: int = 0
+    memory_limit: int = 256 * 1024**2
+    embedding: str = "concat"
+    reweighting: int = 3
+
+    @property
+    def align(self) -> Align:
+        """How feature maps become the embeddings to learn from."""
+        return ALIGNERS[self.embedding]
+
+    def fit(self, batches: Iterable[PatchBatch], progress: Progress | None = None) -> MemoryBank:
+        """Choose the bank: one reading for the projections, another for the chosen vectors.
+
+        Args:
+            batches: good patches, of any grids. Read twice, the same each time.
+            progress: called with (bank vectors selected, all of them).
+
+        Raises:
+            ConfigError: the coreset's ratio or size can't be had.
+            DataError: no patches, or some that hold NaN or infinite values.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        # Batches that are made in inference mode switch it on between them, but not at the end;
+        # what is written to all along has to live in one mode.
+        with torch.inference_mode():
+            chosen = select_streamed(
+                _Projected(batches, self.projection_dim, generator),
+                self._size,
+                memory_limit=self.memory_limit,
+                generator=generator,
+                progress=progress,
+            )
+            vectors, origins = gather(batches, chosen.picks)
+        return MemoryBank(
+            vectors,
+            origins,
+            chosen.covering_radius,
+            chosen.exact,
+            embedding=self.embedding,
+            reweighting=self.reweighting,
+        )
+
+    def held_out(
+        self, scorer: MemoryBank, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
+    ) -> Iterator[tuple[Fold, MemoryBank]]:
+        """Banks without the images of one fold after another, each repaired, never fitted anew."""
+        projection = self.projection(scorer.dimensions).to(scorer.vectors.device)
+        share = self.memory_limit / (4 * projection.shape[1] * patches.count)
+        banks = banks_without(scorer, patches, folds, projection=projection, share=share)
+        yield from zip(folds, banks, strict=True)
+
+    def projection(self, channels: int) -> Tensor:
+        """(D, d), what embeddings with D = `channels` are multiplied by for the selection."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return random_projection(channels, self.projection_dim, generator=generator)
+
+    def _size(self, patches: int) -> int:
+        if patches == 0:
+            raise DataError("no training patches; check the training images")
+        return coreset_size(patches, ratio=self.coreset_ratio, size=self.coreset_size)
+
+
+class _Projected:
+    """The patches of each image in turn, projected; re-iterable."""
+
+    def __init__(self, batches: Iterable[PatchBatch], dim: int, generator: torch.Generator) -> None:
+        self._batches = batches
+        self._dim = dim
+        self._generator = generator
+        self._matrix: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in self._batches:
+            if self._matrix is None:
+                channels = batch.embeddings.shape[3]
+                matrix = random_projection(channels, self._dim, generator=self._generator)
+                self._matrix = matrix.to(batch.embeddings.device)
+            # One image at a time: a product's rounding depends on its shape, and which images
+            # share a batch must not change the bank.
+            for i, image in enumerate(batch.embeddings.flatten(1, 2)):
+                counted = image if batch.inside is None else image[batch.inside[i].flatten()]
+                yield counted @ self._matrix
