@@ -41,13 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Look, check, train, evaluate, show."""
+    from anomaly.files.output_lock import locked
+
+    name = options.name or _name_of(options.folder)
+    output: Path = options.output or Path("runs") / name
+    with locked(output):  # the commands that follow work within this lock
+        return _start(options, name, output)
+
+
+def _start(options: argparse.Namespace, name: str, output: Path) -> int:
     from anomaly.datasets.recognise import chosen, recognise
     from anomaly.files.writing import claim, write
 
     talks = sys.stdin.isatty() and sys.stdout.isatty()
     taken = chosen(recognise(options.folder, options.format), input if talks else None)
-    name = options.name or _name_of(options.folder)
-    output: Path = options.output or Path("runs") / name
     config = output / f"{name}.yaml"
     claim(output, () if options.overwrite else ("model", config.name), overwrite=False)
     print(f"{options.folder} is taken for --format {taken.layout}: {taken.reason}")
