@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import execute, machine
 from anomaly.cli.progress import ProgressLine
+from anomaly.errors import OutputError
 
 if TYPE_CHECKING:
     from anomaly.datasets.advice import Advice
@@ -56,7 +57,13 @@ def _start(options: argparse.Namespace, name: str, output: Path) -> int:
     talks = sys.stdin.isatty() and sys.stdout.isatty()
     taken = chosen(recognise(options.folder, options.format), input if talks else None)
     config = output / f"{name}.yaml"
-    claim(output, () if options.overwrite else ("model", config.name), overwrite=False)
+    claim(output, () if options.overwrite else ("model",), overwrite=False)
+    if config.exists() and not options.overwrite:  # somebody may have changed it
+        train = ["train", "--config", str(config), "--output", str(output)]
+        raise OutputError(
+            f"{config} is there from an earlier start: `anomaly {_shell(train)}` takes it as it "
+            "is, --overwrite writes it anew"
+        )
     print(f"{options.folder} is taken for --format {taken.layout}: {taken.reason}")
     if taken.listing:
         listing = output.absolute() / "images.csv"
