@@ -63,7 +63,7 @@ class FeatureExtractor:
         self.strides = tuple(strides)
         self.precision = precision
         self._copies = copies
-        self._pairs = tuple(pairs)
+        self.pairs = tuple(pairs)
 
     @property
     def coarsest_stride(self) -> int:
@@ -78,13 +78,13 @@ class FeatureExtractor:
             self.channels,
             self.strides,
             self._copies,
-            self._pairs,
+            self.pairs,
             precision,
         )
 
     @cached_property
     def _engine(self) -> nn.Module:
-        return folded(self.network, self._pairs, DTYPES[self.precision])
+        return folded(self.network, self.pairs, DTYPES[self.precision])
 
     def __call__(self, images: Tensor) -> list[FeatureMap]:
         """Run the network as far as needed.
