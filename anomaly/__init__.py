@@ -14,41 +14,55 @@ if TYPE_CHECKING:
     from anomaly.config.files import load_config
     from anomaly.config.schema import Config
     from anomaly.datasets import open_dataset
-    from anomaly.errors import AnomalyError
-    from anomaly.evaluation.evaluate import evaluate
-    from anomaly.model.checkpoint import load, save
+    from anomaly.errors import AnomalyError, ImageError
+    from anomaly.evaluation.recalibration import recalibrated as recalibrated
+    from anomaly.explain.score import explained as explained
+    from anomaly.model.checkpoint import load
     from anomaly.model.detector import AnomalyDetector
+    from anomaly.model.fitting import fit
     from anomaly.model.prediction import Prediction
-    from anomaly.model.training import fit
+    from anomaly.report.category import evaluate
+    from anomaly.report.files import write_report as write_report
 
 _HOME = {
     "AnomalyDetector": "model.detector",
     "AnomalyError": "errors",
     "Config": "config.schema",
+    "ImageError": "errors",
     "Prediction": "model.prediction",
-    "evaluate": "evaluation.evaluate",
-    "fit": "model.training",
+    "evaluate": "report.category",
+    "fit": "model.fitting",
     "load": "model.checkpoint",
     "load_config": "config.files",
     "open_dataset": "datasets",
-    "save": "model.checkpoint",
+}
+# What methods of public objects do on floors above their own.
+_ABOVE = {
+    "explained": "explain.score",
+    "recalibrated": "evaluation.recalibration",
+    "write_report": "report.files",
 }
 
 __all__ = [
     "AnomalyDetector",
     "AnomalyError",
     "Config",
+    "ImageError",
     "Prediction",
     "evaluate",
     "fit",
     "load",
     "load_config",
     "open_dataset",
-    "save",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    home = _HOME.get(name) or _ABOVE.get(name)
+    if home is None:
         raise AttributeError(f"module 'anomaly' has no attribute {name!r}")
-    return getattr(import_module(f"anomaly.{_HOME[name]}"), name)
+    return getattr(import_module(f"anomaly.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
 
+from anomaly.errors import AnomalyError
 from anomaly.prefetch import ahead
 
 Item = TypeVar("Item")
@@ -20,6 +23,24 @@ Result = TypeVar("Result")
 
 # Called as spread(task, items): [task(item) for item in items]. No task may depend on another.
 Spread = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+
+
+def device_of(device: str | torch.device) -> torch.device:
+    """The device that is meant by `auto` (the GPU where there is one), `cpu`, `cuda` or by itself.
+
+    Raises:
+        AnomalyError: there is no such device here.
+    """
+    has_gpu = torch.cuda.is_available()
+    if device == "auto":
+        return torch.device("cuda" if has_gpu else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise AnomalyError(f"device {device!r}: give 'auto', 'cpu' or 'cuda'") from None
+    if found.type == "cuda" and not has_gpu:
+        raise AnomalyError(f"device {device}: torch finds no usable GPU here; use cpu or auto")
+    return found
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -58,6 +79,47 @@ def trim() -> None:
         library.malloc_trim(0)
 
 
+def take_threads() -> None:
+    """Have a thread of the caller's compute with as many torch threads as the program has.
+
+    What `torch.set_num_threads` sets holds for its own thread, and for threads that haven't used
+    torch yet. One that comes while others compute alone would stay alone, and its last digits
+    could differ.
+    """
+    with _setting:
+        if _setting_of.narrowed and not getattr(_met, "before", False):
+            torch.set_num_threads(_setting_of.threads)
+        torch.get_num_threads()  # takes over what holds now
+    _met.before = True
+
+
+@contextmanager
+def _alone(threads: int) -> Iterator[None]:
+    """Have this thread, which has so many torch threads, compute with one."""
+    with _setting:
+        if not _setting_of.narrowed:
+            _setting_of.threads = threads
+        _setting_of.narrowed += 1
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with _setting:
+            torch.set_num_threads(threads)
+            _setting_of.narrowed -= 1
+
+
+@dataclass
+class _Setting:
+    """How many contexts compute alone now, and how many torch threads there were before."""
+
+    narrowed: int = 0
+    threads: int = 1
+
+
+_setting, _setting_of, _met = threading.Lock(), _Setting(), threading.local()
+
+
 def side_by_side(
     task: Callable[[Item], Result], items: Iterable[Item], device: torch.device
 ) -> Iterator[Result]:
@@ -83,12 +145,11 @@ def side_by_side(
         yield from map(task, first)
         yield from map(task, source)
         return
-    torch.set_num_threads(1)  # holds for this thread, and for threads that don't exist yet
-    try:
-        with ThreadPoolExecutor(threads, "lane", torch.set_num_threads, (1,)) as pool:
-            yield from ahead(lambda item: pool.submit(task, item), chain(first, source), threads)
-    finally:
-        torch.set_num_threads(threads)
+    with (
+        _alone(threads),
+        ThreadPoolExecutor(threads, "lane", torch.set_num_threads, (1,)) as pool,
+    ):
+        yield from ahead(lambda item: pool.submit(task, item), chain(first, source), threads)
 
 
 @contextmanager
@@ -110,13 +171,11 @@ def spreading(device: torch.device) -> Iterator[Spread]:
     if device.type != "cpu" or threads == 1:
         yield _in_turn
         return
-    # A setting holds for the thread that makes it, and for threads that don't exist yet.
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads - 1, initializer=torch.set_num_threads, initargs=(1,)) as p:
-            yield lambda task, items: _spread(p, threads, task, items)
-    finally:
-        torch.set_num_threads(threads)
+    with (
+        _alone(threads),
+        ThreadPoolExecutor(threads - 1, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+    ):
+        yield lambda task, items: _spread(pool, threads, task, items)
 
 
 def spread(task: Callable[[Any], Any], items: Sequence[Any], device: torch.device) -> list[Any]:

@@ -36,7 +36,7 @@ from anomaly.imaging.preprocessing import Refused, by_shape, tile_by_tile
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of, split
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.training import fit
+from anomaly.model.training import train
 from anomaly.scorers.base import Fitter, PatchBatch
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from benchmarks.inputs import machine
@@ -103,7 +103,7 @@ def prepare(args: argparse.Namespace) -> Bench:
     config = load_config(args.config, args.overrides, [Path("configs")])
     samples = open_dataset(config.data.format, config.data.root, config.data.category).train
     with tempfile.TemporaryDirectory() as scratch:
-        trained = fit(
+        trained = train(
             config, samples, device=torch.device("cpu"), scratch=Path(scratch), calibrate=False
         )
     detector = trained.detector

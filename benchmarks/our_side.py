@@ -18,9 +18,9 @@ from anomaly.config.schema import parse_config
 from anomaly.datasets import open_dataset
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.model.checkpoint import load, save
+from anomaly.model.checkpoint import load
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.training import fit
+from anomaly.model.training import train as learn
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     samples = open_dataset("folder", args.images, None).train
     device = torch.device(args.device)
     args.output.mkdir(parents=True, exist_ok=True)
-    training = fit(
+    training = learn(
         config,
         samples,
         device=device,
@@ -46,7 +46,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         workers=args.threads,
         calibrate=False,
     )
-    save(training, args.checkpoint, overwrite=True)
+    training.detector.save(args.checkpoint, overwrite=True)
     scorer = training.detector.scorer
     return {
         "seconds": time.perf_counter() - start,
@@ -67,7 +67,7 @@ def infer(args: argparse.Namespace) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     if code:
         raise SystemExit(f"infer ended with {code}")
-    detector = load(args.checkpoint, torch.device(args.device)).detector
+    detector = load(args.checkpoint, torch.device(args.device))
     return {"seconds": seconds, "images": len(files), **latency(detector, files[: args.singles])}
 
 
@@ -78,8 +78,8 @@ def latency(detector: AnomalyDetector, files: list[Path]) -> dict[str, float]:
         for file in files:
             start = time.perf_counter()
             item = decoders.load(file)
-            for result in detector.predict_batches([[item]], [file]):  # type: ignore[list-item]
-                result.anomaly_map()  # type: ignore[union-attr]
+            for result in detector.predict_batches([[item]]):  # type: ignore[list-item]
+                result.source_map()  # type: ignore[union-attr]
             times.append(time.perf_counter() - start)
     times = sorted(times[2:])
     return {"p50": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1))]}

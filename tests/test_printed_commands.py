@@ -32,6 +32,7 @@ PLACES = {
     "/path/to/new/good/images/003.png": {".": "test/good/003.png"},
     "/path/to/known/parts": {".": "test/scratch"},
     "/path/to/defects": {"scratch": "test/scratch", "stain": "test/stain"},
+    "/path/to/my_part": {"good": "train/good", "defect": "test/scratch"},
     "/path/to/camera": {".": "test/edge_nick"},
     "/path/to/part.png": {".": "test/scratch/000.png"},
 }

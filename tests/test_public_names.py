@@ -11,13 +11,13 @@ def test_ten_public_names_and_no_more() -> None:
         "AnomalyDetector",
         "AnomalyError",
         "Config",
+        "ImageError",
         "Prediction",
         "evaluate",
         "fit",
         "load",
         "load_config",
         "open_dataset",
-        "save",
     ]
     for name in anomaly.__all__:
         assert getattr(anomaly, name).__module__.startswith("anomaly.")

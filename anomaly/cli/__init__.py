@@ -17,6 +17,7 @@ from anomaly.errors import AnomalyError, nearest
 
 # Command to (module, one line for the help text); modules are imported when they're asked for.
 COMMANDS = {
+    "start": "from a folder of images to a trained model and a page, in one go",
     "check": "look at a data set before training: counts, sizes, faults",
     "train": "learn what good looks like from a folder of good images",
     "calibrate": "choose a trained model's thresholds, without training it again",
@@ -45,14 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = nearest(arguments[0], COMMANDS)
         print(f"error: there is no command {arguments[0]!r}; {known}", file=sys.stderr)
         return 2
-    parser = _parser(command)
-    options = parser.parse_args(arguments)
+    options = _parser(command).parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every file name can be shown
     try:
         with Stopping(politely=False):
-            _check_paths(options)
-            return int(_module(options.command).run(options))
+            return _run(options)
     except AnomalyError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -67,6 +66,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = "" if error.filename is None else f"{error.filename}: "
         print(f"error: {where}{error.strerror or error}", file=sys.stderr)
         return 2
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Run one command inside another one.
+
+    Args:
+        arguments: the command's name and its options.
+
+    Returns:
+        Its exit code.
+
+    Raises:
+        AnomalyError: what ends it.
+    """
+    return _run(_parser(arguments[0]).parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check_paths(options)
+    return int(_module(options.command).run(options))
 
 
 def _check_paths(options: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from anomaly.errors import AnomalyError, DataError
 if TYPE_CHECKING:
     from anomaly.calibration import Choice, GoodScores, Thresholds
     from anomaly.evaluation.held_out import Unseen
-    from anomaly.model.checkpoint import Model
+    from anomaly.model.detector import AnomalyDetector
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
     for line in new.lines():
         print(line)
     found = None if defects is None else _recall(new, defects, choice)
-    before = model.detector.thresholds
+    before = model.thresholds
     done = 3 if any(images.refused for images in scored.values()) else 0
     if options.without:
         print(
@@ -138,7 +138,7 @@ def _within(
         raise AnomalyError(f"--{name.replace('_', '-')} is {value:g}; it must be {legal}")
 
 
-def _score(options: argparse.Namespace, model: Model, threads: int) -> dict[str, Unseen]:
+def _score(options: argparse.Namespace, model: AnomalyDetector, threads: int) -> dict[str, Unseen]:
     """The scores of the images that were given, by option."""
     from anomaly.datasets import check_good_inputs
     from anomaly.datasets.inputs import find_inputs
@@ -153,7 +153,7 @@ def _score(options: argparse.Namespace, model: Model, threads: int) -> dict[str,
     for name, paths in found.items():
         with ProgressLine() as progress:
             scored[name] = score_unseen(
-                model.detector,
+                model,
                 paths,
                 learned=frozenset(model.manifest["training_images"].values()),
                 tested=tested,
@@ -175,7 +175,7 @@ def _say_left_out(option: str, images: Unseen) -> None:
         log.warning("%s: skipped %d more", option, len(images.refused) - 5)
 
 
-def _tested(options: argparse.Namespace, model: Model) -> frozenset[str]:
+def _tested(options: argparse.Namespace, model: AnomalyDetector) -> frozenset[str]:
     """Hashes of the test split, where the run remembers its data set and it is still there."""
     from anomaly.evaluation.test_split import tested_hashes
 
@@ -192,15 +192,12 @@ def _tested(options: argparse.Namespace, model: Model) -> frozenset[str]:
         return frozenset()
 
 
-def _good(options: argparse.Namespace, model: Model, scored: dict[str, Unseen]) -> GoodScores:
-    from anomaly.calibration import GoodScores
-
-    now = model.detector.thresholds
+def _good(
+    options: argparse.Namespace, model: AnomalyDetector, scored: dict[str, Unseen]
+) -> GoodScores:
+    now = model.thresholds
     if "good" in scored:
-        new = scored["good"]
-        names = tuple(path.name for path in new.paths)
-        source = f"{len(names)} good images that the model hasn't learned from"
-        return GoodScores(names, new.image, new.peak, source).without(options.without or ())
+        return scored["good"].good_scores().without(options.without or ())
     if now is None:
         raise DataError(
             f"{options.model} was trained with --no-calibrate and knows no scores of good images; "
@@ -213,19 +210,15 @@ def _good(options: argparse.Namespace, model: Model, scored: dict[str, Unseen]) 
 
 
 def _choose(
-    options: argparse.Namespace, model: Model, good: GoodScores, defects: Unseen | None
+    options: argparse.Namespace, model: AnomalyDetector, good: GoodScores, defects: Unseen | None
 ) -> tuple[Thresholds, Choice | None]:
     """The thresholds that were asked for, and what was chosen by cost."""
-    from anomaly.calibration import Costs, thresholds_by_cost, thresholds_by_hand, thresholds_from
+    from anomaly.calibration import Costs, thresholds_by_cost, thresholds_from
+    from anomaly.evaluation.recalibration import by_hand, rates
 
     if options.threshold is not None:
-        review = options.threshold if options.review_threshold is None else options.review_threshold
-        if review > options.threshold:
-            raise AnomalyError(
-                f"--review-threshold {review:g} lies above --threshold {options.threshold:g}"
-            )
-        return thresholds_by_hand(good, review, options.threshold), None
-    review_rate, reject_rate = _rates(options, model)
+        return by_hand(good, options.threshold, options.review_threshold), None
+    review_rate, reject_rate = rates(model, options.review_rate, options.false_reject_rate)
     if options.cost_escape is None or defects is None:
         return thresholds_from(good, review_rate, reject_rate), None
     share = 0.01 if options.defect_share is None else options.defect_share
@@ -233,24 +226,6 @@ def _choose(
     thresholds, choice = thresholds_by_cost(good, defects.image, costs, review_rate=review_rate)
     print(f"expected cost {choice.cost:.4g} a part, where {share:.2%} of parts are defective")
     return thresholds, choice
-
-
-def _rates(options: argparse.Namespace, model: Model) -> tuple[float, float]:
-    """Rates of review and of rejection: those given, else the model's, else the config's."""
-    config = model.detector.config.calibration
-    now = model.detector.thresholds
-    review = (now and now.calibration.review.target) or config.review_rate
-    reject = (now and now.calibration.reject.target) or config.reject_rate
-    review, reject = options.review_rate or review, options.false_reject_rate or reject
-    if reject <= review:
-        return review, reject
-    if options.review_rate is not None and options.false_reject_rate is not None:
-        raise AnomalyError(
-            f"--false-reject-rate {reject:g} is above --review-rate {review:g}; what is rejected "
-            "is never called good"
-        )
-    # Only one was given: the other gives way.
-    return (review, review) if options.review_rate is not None else (reject, reject)
 
 
 def _recall(thresholds: Thresholds, defects: Unseen, choice: Choice | None) -> dict[str, Any]:

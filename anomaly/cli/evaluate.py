@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,51 +145,29 @@ def _attempt(
 
 
 def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: int) -> Category:
-    from anomaly.evaluation.evaluate import evaluate
-    from anomaly.evaluation.test_split import images_to_test, training_record
+    from anomaly.evaluation.test_split import images_to_test
     from anomaly.model.checkpoint import load
-    from anomaly.model.settings import portable
-    from anomaly.report.category import Category
-    from anomaly.report.page import utc_now
-    from anomaly.report.tiles import Tiles
+    from anomaly.report.category import evaluated
 
-    model = load(folder, device)
-    detector, thresholds = model.detector, model.detector.thresholds
+    detector = load(folder, device)
     samples, data_folder = images_to_test(
-        model,
+        detector,
         folder,
         data_root=options.data_root,
         good=options.good,
         defects=options.defects,
         masks=options.masks,
     )
-    started = time.perf_counter()
-    limit = None if thresholds is None else thresholds.pixel
-    with ProgressLine() as progress, Tiles(len(samples), limit, threads) as tiles:
-        evaluation = evaluate(
+    with ProgressLine() as progress:
+        return evaluated(
             detector,
             samples,
+            data_folder,
             mask_above=detector.config.data.mask_above,
             workers=threads,
             progress=lambda done, total: progress(detector.config.name, done, total),
-            visit=lambda prediction, _, anomaly_map, mask: tiles.add(prediction, anomaly_map, mask),
+            model=str(folder),
         )
-        pictures = tiles.finished()
-    return Category(
-        evaluation=evaluation,
-        thresholds=thresholds,
-        model=str(folder),
-        model_id=model.model_id,
-        method=detector.method,
-        unit=detector.unit,
-        manifest=model.manifest,
-        settings=portable(detector.config),
-        training=training_record(folder),
-        data_folder=data_folder,
-        date=utc_now(),
-        seconds=time.perf_counter() - started,
-        tiles=pictures,
-    )
 
 
 def _distinct(category: Category, folder: Path, taken: set[str]) -> Category:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
-from anomaly.errors import AnomalyError, DataError, ImageError
+from anomaly.errors import AnomalyError, ImageError
 
 if TYPE_CHECKING:
     import torch
@@ -111,85 +111,16 @@ def _explain_score(
     options: argparse.Namespace, device: torch.device, decoders: Decoders, shown: _Shown
 ) -> None:
     """Feature maps of the hooked layers, the patches that were flagged, the score's gradient."""
-    import numpy as np
-
-    from anomaly.explain.evidence import evidence_picture
-    from anomaly.explain.explanation import GoodImages, score_gradient, tile_of, worst_patches
-    from anomaly.explain.overlays import glowing
-    from anomaly.explain.patches import marked
-    from anomaly.explain.saliency import saliency_map
-    from anomaly.explain.tiles import beside
-    from anomaly.features.embedder import network_input
-    from anomaly.imaging.preprocessing import Refused
-    from anomaly.maps.heatmap import display, overlay
+    from anomaly.explain.score import explain_score, good_folders
     from anomaly.model.checkpoint import load
 
-    model = load(options.model, device)
-    detector = model.detector
+    detector = load(options.model, device)
     item = _read(options.input, detector.loading, decoders)
-    (prediction,) = detector.predict_batches([[item]], [options.input])
-    if isinstance(prediction, Refused):
-        raise ImageError(prediction.reason, prediction.status)
-    thresholds = detector.thresholds
-    shown.facts.update(
-        model_id=model.model_id,
-        image_score=prediction.image_score,
-        verdict=detector.verdict(prediction),
-        reason=prediction.oddness,
-    )
-    if thresholds is not None:
-        shown.facts.update(threshold=thresholds.image, threshold_label=thresholds.label)
-    most = float("inf") if thresholds is None else thresholds.pixel
-    patches = worst_patches(prediction.patch_scores, most)
-    height, width = prediction.patch_scores.shape
-    worst = tile_of(item, (height, width), patches[0])
-    image = network_input([worst], detector.normalise, detector.device)[0]
-    _draw_maps(detector.extractor.network, image, detector.extractor.layers, shown, "")
-
-    picture = display(item.decoded)
-    anomaly_map = prediction.anomaly_map()
-    review = None if thresholds is None else thresholds.review_pixel
-    strong = float(np.nanmax(anomaly_map)) if thresholds is None else thresholds.pixel
-    heatmap = marked(overlay(picture, anomaly_map, strong, review=review), [])
-    saliency = saliency_map(score_gradient(detector, worst))
-    seen = marked(np.rint(worst.pixels * 255).astype(np.uint8), [])
-    shown.pictures["score_gradient.png"] = beside(
-        [
-            ("what the network sees" + (" of its worst tile" if worst.whole else ""), seen),
-            (f"heatmap, score {prediction.image_score:.3g}", heatmap),
-            ("pixels that move the score: |gradient|", glowing(seen, saliency)),
-        ]
-    )
-    good = GoodImages(detector, model.manifest, _folders(options), decoders.load)
-    limit = None if thresholds is None else thresholds.pixel
-    evidence, shown.facts["patches"] = evidence_picture(
-        good, item, prediction, patches, heatmap, limit
-    )
-    shown.pictures["evidence.png"] = evidence
-    if prediction.nearest is None:
-        shown.notes.append(
-            "the nearest good patches: PaDiM keeps none, only means and covariances of each place; "
-            "evidence.png has the same place on some good images instead"
-        )
-    if missing := good.missing():
-        name, reason = next(iter(missing.items()))
-        shown.notes.append(
-            f"{len(missing)} training images ({name}: {reason}); name their folder with --good"
-        )
-
-
-def _folders(options: argparse.Namespace) -> list[Path]:
-    """Where training images may be."""
-    if options.good is not None:
-        if not options.good.is_dir():
-            raise DataError(f"--good {options.good} isn't a folder")
-        return [options.good]
-    from anomaly.evaluation.test_split import trained_on
-
-    try:
-        return [trained_on(options.model)]
-    except DataError:
-        return []
+    folders = good_folders(detector, options.good)
+    explanation = explain_score(detector, item, folders, decoders.load)
+    shown.facts.update({"model_id": detector.model_id} | explanation.facts())
+    shown.pictures.update({f"{k}.png": v for k, v in explanation.pictures.items()})
+    shown.notes.extend(explanation.notes)
 
 
 def _explain_class(

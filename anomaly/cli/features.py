@@ -133,8 +133,7 @@ def _from_model(options: argparse.Namespace) -> _Source:
     from anomaly.features.extractor import trim
     from anomaly.model.checkpoint import load
 
-    model = load(options.model, torch.device("cpu"))
-    detector = model.detector
+    detector = load(options.model, torch.device("cpu"))
     name = detector.config.backbone.name
     if detector.loading.sizing.tile is not None:
         raise ConfigError(
@@ -153,7 +152,7 @@ def _from_model(options: argparse.Namespace) -> _Source:
             f"--backbone {name}"
         )
     fill(network, kept, build(name), str(options.model))
-    settings = {"model_id": model.model_id, "network": name, "layers": list(outputs)}
+    settings = {"model_id": detector.model_id, "network": name, "layers": list(outputs)}
     loading = detector.loading
     return _Source(network, _channel_axes(outputs), loading, detector.normalise, settings)
 

@@ -104,8 +104,8 @@ def _run(options: argparse.Namespace) -> int:
         names = picture_names(paths, [] if options.list else options.input)
         inputs = Inputs(paths, names, options.heatmap)
         thumbnails = None if options.no_page else Thumbnails(len(paths))
-        decoders.begin(Task(model.detector.loading, infer_outputs.pictures(options, model)))
-        mm_per_pixel = model.detector.config.image.mm_per_pixel
+        decoders.begin(Task(model.loading, infer_outputs.pictures(options, model)))
+        mm_per_pixel = model.config.image.mm_per_pixel
         failure: OutputError | None = None
         try:
             with journal, ProgressLine() as progress:
@@ -137,7 +137,7 @@ def _run(options: argparse.Namespace) -> int:
     scored = sum(row.status == "ok" for row in rows)
     code = 0 if scored == len(paths) else 3 if scored else 2
     when = {
-        "model_name": model.detector.config.name,
+        "model_name": model.config.name,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "milliseconds": round(1000 * (time.perf_counter() - begun), 1),
     }

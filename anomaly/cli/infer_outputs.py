@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from anomaly.inference.journal import Journal
     from anomaly.inference.rows import Row
     from anomaly.maps.thumbnails import Thumbnails
-    from anomaly.model.checkpoint import Model
+    from anomaly.model.detector import AnomalyDetector
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def check(options: argparse.Namespace) -> None:
         raise OutputError("--parquet needs pyarrow: pip install 'anomaly[parquet]'")
 
 
-def pictures(options: argparse.Namespace, model: Model) -> Pictures:
+def pictures(options: argparse.Namespace, model: AnomalyDetector) -> Pictures:
     """What is written for each image.
 
     Raises:
@@ -76,7 +76,7 @@ def pictures(options: argparse.Namespace, model: Model) -> Pictures:
     from anomaly.errors import OutputError
     from anomaly.inference.artifacts import Pictures
 
-    thresholds = model.detector.thresholds
+    thresholds = model.thresholds
     asked = {
         "--masks": options.masks,
         "--regions": options.regions,
@@ -93,14 +93,14 @@ def pictures(options: argparse.Namespace, model: Model) -> Pictures:
         options.output,
         limit,
         review=None if thresholds is None else thresholds.review_pixel,
-        beside=model.detector.unit if options.side_by_side else None,
+        beside=model.unit if options.side_by_side else None,
         masks=options.masks,
         regions=options.regions,
         maps=options.maps,
     )
 
 
-def write_scale(options: argparse.Namespace, model: Model) -> None:
+def write_scale(options: argparse.Namespace, model: AnomalyDetector) -> None:
     """Write what the heatmaps' colours mean, once: it is the same for every picture.
 
     Raises:
@@ -111,27 +111,29 @@ def write_scale(options: argparse.Namespace, model: Model) -> None:
     from anomaly.maps.colour_bar import colour_bar
     from anomaly.maps.heatmap import encode_png
 
-    thresholds = model.detector.thresholds
+    thresholds = model.thresholds
     if thresholds is not None and options.heatmap != "none":
-        bar = colour_bar(480, thresholds.pixel, model.detector.unit, thresholds.review_pixel)
+        bar = colour_bar(480, thresholds.pixel, model.unit, thresholds.review_pixel)
         write(options.output / SCALE, encode_png(bar))
 
 
-def about(options: argparse.Namespace, model: Model, device: torch.device) -> dict[str, object]:
+def about(
+    options: argparse.Namespace, model: AnomalyDetector, device: torch.device
+) -> dict[str, object]:
     """What the rows of a run depend on, but for the images."""
     names = [n for n in ("side_by_side", "masks", "regions", "parquet") if getattr(options, n)]
     return {
         "model": model.model_id,
         "software version": __version__,
         "device": str(device),
-        "precision": model.detector.extractor.precision,
+        "precision": model.extractor.precision,
         "set of outputs": [options.heatmap, *names, *([options.maps] if options.maps else [])],
     }
 
 
 def write_page(
     options: argparse.Namespace,
-    model: Model,
+    model: AnomalyDetector,
     rows: Iterable[Row],
     thumbnails: Thumbnails | None,
     facts: Mapping[str, object],
@@ -148,7 +150,7 @@ def write_page(
 
     if thumbnails is None:
         return ""
-    detector = model.detector
+    detector = model
     run = Run(
         name=detector.config.name,
         method=detector.method,

@@ -46,10 +46,10 @@ def run(options: argparse.Namespace) -> int:
             options.output,
             about,
             regions=options.regions,
-            mm_per_pixel=model.detector.config.image.mm_per_pixel,
+            mm_per_pixel=model.config.image.mm_per_pixel,
         )
         infer_outputs.write_scale(options, model)
-        decoders.begin(Task(model.detector.loading, infer_outputs.pictures(options, model)))
+        decoders.begin(Task(model.loading, infer_outputs.pictures(options, model)))
         counts: Counter[str] = Counter()
         thumbnails = None if options.no_page else Thumbnails()
         print(f"watching {', '.join(map(str, options.input))}; Ctrl-C ends it", flush=True)

@@ -71,15 +71,11 @@ def settle(options: argparse.Namespace) -> tuple[torch.device, int]:
     import cv2
     import torch
 
+    from anomaly.runtime import device_of
+
     torch.set_num_threads(threads)  # faiss follows when its index is made
     cv2.setNumThreads(1)  # files are decoded in parallel already
-    has_gpu = torch.cuda.is_available()
-    if options.device == "cuda" and not has_gpu:
-        raise AnomalyError(
-            "--device cuda: torch finds no usable GPU here; use --device cpu or auto"
-        )
-    name = "cuda" if options.device != "cpu" and has_gpu else "cpu"
-    return torch.device(name), threads
+    return device_of(options.device), threads
 
 
 def peak_memory() -> int:

@@ -13,7 +13,7 @@ from anomaly.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from anomaly.imaging.preprocessing import Refused
-    from anomaly.model.checkpoint import Model
+    from anomaly.model.detector import AnomalyDetector
     from anomaly.model.prediction import Prediction
 
 RECORD = "golden.json"
@@ -83,27 +83,24 @@ def _run(options: argparse.Namespace, paths: list[Path]) -> int:
 
 
 def _score(
-    model: Model, paths: list[Path], folder: Path, threads: int
+    model: AnomalyDetector, paths: list[Path], folder: Path, threads: int
 ) -> dict[str, dict[str, Any]]:
     """What the model says today, by image."""
     found: dict[str, dict[str, Any]] = {}
     with ProgressLine() as progress:
-        for result in model.detector.predict(paths, workers=threads):
+        for result in model.score_all(paths, workers=threads):
             name = paths[result.index].relative_to(folder).as_posix()
-            found[name] = _said(model, result)
+            found[name] = _said(result)
             progress("scoring", len(found), len(paths))
     return dict(sorted(found.items()))
 
 
-def _said(model: Model, result: Prediction | Refused) -> dict[str, Any]:
+def _said(result: Prediction | Refused) -> dict[str, Any]:
     from anomaly.imaging.preprocessing import Refused
 
     if isinstance(result, Refused):
         return {"image_score": None, "verdict": result.status}
-    return {
-        "image_score": result.image_score,
-        "verdict": model.detector.verdict(result),
-    }
+    return {"image_score": result.score, "verdict": result.verdict}
 
 
 def _moved(

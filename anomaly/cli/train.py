@@ -68,13 +68,12 @@ def _run(options: argparse.Namespace, config: Config, output: Path) -> int:
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)
 
     from anomaly.files.writing import as_json, claim, write
-    from anomaly.model.checkpoint import save
-    from anomaly.model.training import fit
+    from anomaly.model.training import train
 
     device, threads = machine.settle(options)
     claim(output, () if options.overwrite else TRAIN, overwrite=False)
     with ProgressLine() as progress:
-        training = fit(
+        training = train(
             config,
             dataset.train,
             device=device,
@@ -84,7 +83,7 @@ def _run(options: argparse.Namespace, config: Config, output: Path) -> int:
             progress=progress,
         )
     before = time.perf_counter()
-    model_id = save(training, output / "model", overwrite=options.overwrite)
+    model_id = training.detector.save(output / "model", overwrite=options.overwrite)
     training.seconds["save"] = time.perf_counter() - before
     summary = _summary(training, output / "model", model_id)
     claim(output, ("suspects",), overwrite=True)
@@ -113,7 +112,7 @@ def _summary(training: Any, model: Path, model_id: str) -> dict[str, Any]:
         "kind": training.detector.config.model.kind,
         "device": training.detector.device.type,
         "images": {
-            "learned": len(training.hashes),
+            "learned": training.learned,
             "behind_thresholds": 0 if thresholds is None else thresholds.images,
             "refused": len(training.refused),
         },

@@ -44,7 +44,7 @@ HOW_TO_GET_MVTEC = (
 )
 
 
-def open_dataset(layout: str, root: Path | None, category: str | None) -> Dataset:
+def open_dataset(layout: str, root: str | Path | None, category: str | None = None) -> Dataset:
     """List a data set.
 
     Args:
@@ -61,6 +61,7 @@ def open_dataset(layout: str, root: Path | None, category: str | None) -> Datase
             "data.root isn't set: name the folder with your images, "
             "e.g. --set data.root=/path/to/images"
         )
+    root = Path(root)
     if layout not in FORMATS:
         raise DataError(f"unknown data.format {layout!r}; {nearest(layout, FORMATS)}")
     place = root.expanduser() / (category or "")

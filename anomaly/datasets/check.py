@@ -77,13 +77,16 @@ def check(
         seen.append(one)
         progress(len(seen), len(everything))
     faults = [fault for one in seen for fault in one.faults]
-    faults += _missing_masks(seen) + _repeated(seen) + _too_few(seen) + _shallow(seen, reading)
+    faults += _missing_masks(seen) + _repeated(seen) + _too_few(seen)
+    bits = _fewer_bits(seen, reading)
+    if bits is not None:
+        faults.append(_shallow(bits))
     if one_grid:
         faults += _other_aspects(seen)
     order = list(Severity)
     faults.sort(key=lambda fault: order.index(fault.severity))
     splits = {name: _summary([s for s in seen if s.split == name]) for name in dataset.splits}
-    return DataReport({n: s for n, s in splits.items() if s.images}, tuple(faults))
+    return DataReport({n: s for n, s in splits.items() if s.images}, tuple(faults), bits)
 
 
 def _look_at_all(
@@ -227,17 +230,20 @@ def _too_few(seen: Sequence[_Seen]) -> list[Fault]:
     return [Fault("few_images", Severity.NOTE, "train", "", detail)]
 
 
-def _shallow(seen: Sequence[_Seen], reading: Reading) -> list[Fault]:
-    """Camera data of fewer bits in 16-bit files, which then look all but black."""
+def _fewer_bits(seen: Sequence[_Seen], reading: Reading) -> int | None:
+    """Bits of camera data that lies in 16-bit files and uses a quarter of their range or less."""
     brightest = [s.brightest for s in seen if s.mode.endswith("16") and s.size is not None]
     if reading.bit_depth is not None or not brightest or not 0 < max(brightest) < 0.25:
-        return []
-    bits = round(max(brightest) * 65535).bit_length()
+        return None
+    return round(max(brightest) * 65535).bit_length()
+
+
+def _shallow(bits: int) -> Fault:
     detail = (
-        f"no 16-bit image is brighter than {max(brightest) * 65535:.0f}: if the camera has {bits} "
-        f"bits, say so with image.bit_depth={bits}, or they are seen all but black"
+        f"no 16-bit image uses more than {bits} bits: if that is what the camera has, say so with "
+        f"image.bit_depth={bits}, or they are seen all but black"
     )
-    return [Fault("bit_depth", Severity.NOTE, "train", "", detail)]
+    return Fault("bit_depth", Severity.NOTE, "train", "", detail)
 
 
 def _other_aspects(seen: Sequence[_Seen]) -> list[Fault]:

@@ -58,10 +58,17 @@ class SplitSummary:
 
 @dataclass(frozen=True)
 class DataReport:
-    """Every split, and every fault, the worst first."""
+    """Every split, and every fault, the worst first.
+
+    Attributes:
+        splits: by name.
+        faults: all of them.
+        bit_depth: bits that the images seem to have, where these are fewer than their files'.
+    """
 
     splits: dict[str, SplitSummary]
     faults: tuple[Fault, ...]
+    bit_depth: int | None = None
 
     def has(self, severity: Severity) -> bool:
         """Whether there is a fault of this severity."""

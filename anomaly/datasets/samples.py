@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError
-from anomaly.imaging.image import is_folder, list_images, read_mask
+from anomaly.imaging.image import Image, is_folder, list_images, read_mask
 
 GOOD = "good"
 _TEST_SHARE = 5  # one good image in five
@@ -22,12 +22,13 @@ class Sample:
     """One image of a data set.
 
     Attributes:
-        path: the image file.
+        path: the image file; a mere name where the pixels are in memory.
         name: its path relative to the data set's folder, with forward slashes.
         defect_type: `good`, or the kind of defect (the name of its folder).
         mask_path: the ground-truth mask, or a folder of masks that hold a part of it each; None
             for good images and where there is none.
         group: what joins several views of one part; None where each image is a part.
+        image: the pixels, where they are in memory; None for a file.
     """
 
     path: Path
@@ -35,6 +36,12 @@ class Sample:
     defect_type: str = GOOD
     mask_path: Path | None = None
     group: str | None = None
+    image: Image | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def source(self) -> Path | Image:
+        """What is to be loaded: the file, or the pixels that are in memory."""
+        return self.path if self.image is None else self.image
 
     @property
     def is_defect(self) -> bool:

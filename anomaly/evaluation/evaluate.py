@@ -91,7 +91,7 @@ class Evaluation:
         return sum(s.image_score is not None and s.sample.is_defect for s in self.scored)
 
 
-def evaluate(
+def score_test_split(
     detector: AnomalyDetector,
     samples: Sequence[Sample],
     *,
@@ -120,7 +120,7 @@ def evaluate(
     pixels = PixelAccumulator()
     scored: dict[int, Scored] = {}
     with Decoders(1) as masks:
-        for result in detector.predict([s.path for s in samples], workers=workers, whole=True):
+        for result in detector.score_all([s.source for s in samples], workers=workers, whole=True):
             sample = samples[result.index]
             try:
                 if isinstance(result, Refused):
@@ -131,12 +131,12 @@ def evaluate(
             else:
                 scored[result.index] = Scored(
                     sample,
-                    result.image_score,
-                    result.oddness,
+                    result.score,
+                    result.reason,
                     result.sha256,
-                    odd=bool(result.oddness),
+                    odd=bool(result.reason),
                 )
-                anomaly_map = result.anomaly_map()
+                anomaly_map = result.anomaly_map
                 if mask is not None:
                     pixels.update(anomaly_map, mask)
                 visit(result, sample, anomaly_map, mask)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from anomaly.calibration import GoodScores
 from anomaly.errors import DataError
+from anomaly.imaging.image import Image, described
 from anomaly.imaging.preprocessing import Refused
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
@@ -22,7 +24,7 @@ class Unseen:
     """Images with their scores, in the order of their files.
 
     Attributes:
-        paths: of the images that were scored.
+        paths: of the images that were scored; mere names of those that came from memory.
         image: their image scores.
         peak: the highest value of each one's anomaly map.
         hashes: sha256 of each file.
@@ -39,10 +41,16 @@ class Unseen:
     repeated: int
     refused: tuple[str, ...]
 
+    def good_scores(self) -> GoodScores:
+        """What thresholds are found with, where all of these images are good."""
+        names = tuple(path.name for path in self.paths)
+        source = f"{len(names)} good images that the model hasn't learned from"
+        return GoodScores(names, self.image, self.peak, source)
+
 
 def score_unseen(
     detector: AnomalyDetector,
-    paths: Sequence[Path],
+    images: Sequence[Path | Image],
     *,
     learned: Collection[str],
     tested: Collection[str],
@@ -53,7 +61,7 @@ def score_unseen(
 
     Args:
         detector: trained.
-        paths: image files.
+        images: files, or pixels that are decoded already.
         learned: sha256 of the images it has learned from, whose scores say too little.
         tested: sha256 of the test split's images, which no threshold may see.
         workers: decoding processes.
@@ -63,11 +71,12 @@ def score_unseen(
         DataError: an image belongs to the test split, or none is left.
     """
     rows: dict[int, tuple[float, float, str]] = {}
+    paths = [described(i) if isinstance(im, Image) else im for i, im in enumerate(images)]
     refused: list[str] = []
     met: set[str] = set()
     known = repeated = 0
-    for done, result in enumerate(detector.predict(paths, workers=workers), 1):
-        progress(done, len(paths))
+    for done, result in enumerate(detector.score_all(images, workers=workers), 1):
+        progress(done, len(images))
         if isinstance(result, Refused):
             refused.append(result.reason)
             continue
@@ -82,15 +91,15 @@ def score_unseen(
         elif sha256 in met:
             repeated += 1
         else:
-            rows[result.index] = (result.image_score, _peak(result), sha256)
+            rows[result.index] = (result.score, _peak(result), sha256)
         met.add(sha256)
     if not rows:
         reasons = [f"{known} the model has learned from"] if known else []
         reasons += refused[:3]
-        raise DataError(f"none of {len(paths)} images can be used: {'; '.join(reasons)}")
+        raise DataError(f"none of {len(images)} images can be used: {'; '.join(reasons)}")
     order = sorted(rows)
     image, peak, hashes = zip(*(rows[i] for i in order), strict=True)
-    files = tuple(paths[i] for i in order)
+    files = tuple(Path(paths[i]) for i in order)
     return Unseen(files, image, peak, hashes, known, repeated, tuple(refused))
 
 
@@ -98,5 +107,5 @@ def _peak(result: Prediction) -> float:
     height = result.view.source[0]
     strips = (slice(top, min(top + _STRIP, height)) for top in range(0, height, _STRIP))
     # Rows outside the region to look at are NaN all along.
-    peaks = (np.fmax.reduce(result.anomaly_map(strip), axis=None) for strip in strips)
+    peaks = (np.fmax.reduce(result.source_map(strip), axis=None) for strip in strips)
     return float(np.fmax.reduce(list(peaks)))

@@ -12,13 +12,13 @@ from typing import Any
 from anomaly.datasets import TEST_IMAGES, Dataset, Sample, open_dataset, open_test_images
 from anomaly.errors import DataError, why
 from anomaly.files.writing import sha256_of
-from anomaly.model.checkpoint import Model
+from anomaly.model.detector import AnomalyDetector
 
 log = logging.getLogger(__name__)
 
 
 def images_to_test(
-    model: Model,
+    model: AnomalyDetector,
     folder: Path,
     *,
     data_root: Path | None = None,
@@ -43,19 +43,19 @@ def images_to_test(
         DataError: there are none, or nothing says where they are.
     """
     if good or defects:
-        samples = _not_learned(model, folder, open_test_images(good, defects, masks))
+        samples = not_learned(model, folder, open_test_images(good, defects, masks))
         return samples, ", ".join(map(str, [*good, *defects]))
     dataset = dataset_of(model, folder, data_root)
     if dataset.test:
         return dataset.test, str(dataset.folder)
-    layout = model.detector.config.data.format
+    layout = model.config.data.format
     raise DataError(
         f"{dataset.folder} has no test images: data.format={layout} {TEST_IMAGES[layout]}. Give "
         "--good FOLDER with other good images and --defects FOLDER with defects"
     )
 
 
-def tested_hashes(model: Model, folder: Path, data_root: Path | None) -> frozenset[str]:
+def tested_hashes(model: AnomalyDetector, folder: Path, data_root: Path | None) -> frozenset[str]:
     """sha256 of the test images of the data set that a model was trained on.
 
     What can't be read is left out: it can't be evaluated on either.
@@ -70,13 +70,13 @@ def tested_hashes(model: Model, folder: Path, data_root: Path | None) -> frozens
     return frozenset(hashes)
 
 
-def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:
+def dataset_of(model: AnomalyDetector, folder: Path, data_root: Path | None) -> Dataset:
     """The data set that a model was trained on: where it was, or in another root folder.
 
     Raises:
         DataError: it isn't there, or nothing says where it is.
     """
-    data = model.detector.config.data
+    data = model.config.data
     if data_root is None:
         return open_dataset(data.format, trained_on(folder), None)
     return open_dataset(data.format, data_root, data.category)
@@ -111,18 +111,19 @@ def training_record(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _not_learned(model: Model, folder: Path, named: Sequence[Sample]) -> list[Sample]:
+def not_learned(model: AnomalyDetector, name: object, named: Sequence[Sample]) -> list[Sample]:
     """The images that the model hasn't learned from; those that can't be read stay, to be told."""
     learned = frozenset(model.manifest["training_images"].values())
     samples = []
     for sample in named:
         with suppress(OSError):
-            if sha256_of(sample.path) in learned:
+            known = sample.image.sha256 if sample.image else sha256_of(sample.path)
+            if known in learned:
                 continue
         samples.append(sample)
     if len(samples) < len(named):
-        known = len(named) - len(samples)
-        log.warning("the model has learned from %d of %d images; left out", known, len(named))
-    if not samples:
-        raise DataError(f"{folder} has learned from all of these images; give others")
+        out = len(named) - len(samples)
+        log.warning("the model has learned from %d of %d images; left out", out, len(named))
+    if named and not samples:
+        raise DataError(f"{name} has learned from all of these images; give others")
     return samples

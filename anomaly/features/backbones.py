@@ -14,7 +14,7 @@ import torchvision
 from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, WeightsError, nearest
-from anomaly.features.weights import file_state, official_state
+from anomaly.features.weights import file_state, official_file, official_state
 
 log = logging.getLogger(__name__)
 
@@ -137,12 +137,37 @@ def normalisation(name: str) -> Normalisation:
     return Normalisation(tuple(preset.mean), tuple(preset.std))
 
 
+# For anomalies, the best first; the first is that of the papers.
+_BY_ACCURACY = ("wide_resnet50_2", "resnet50", "resnet18", "mobilenet_v2", "mobilenet_v3_large")
+
+
 def official_weights(name: str) -> Any | None:
     """Torchvision's enum member for `imagenet`: the first release, the one the papers used."""
     if name == "resnet50_v1":
         return None
     members = list(torchvision.models.get_model_weights(name))
     return next((m for m in members if m.name == "IMAGENET1K_V1"), members[0])
+
+
+def backbone_at_hand() -> tuple[str, str]:
+    """The best network whose official weights are on disk or can be downloaded, and why that one.
+
+    Raises:
+        WeightsError: none is; the message says what to do.
+    """
+    best = _BY_ACCURACY[0]
+    try:
+        official_file(official_weights(best).url)  # type: ignore[union-attr]
+    except WeightsError as error:
+        for name in _BY_ACCURACY[1:]:
+            try:
+                official_file(official_weights(name).url, download=False)  # type: ignore[union-attr]
+            except WeightsError:
+                continue
+            log.warning("%s would see more, but %s", best, error)
+            return name, f"its weights are on disk; {best}, which sees more, can't be had here"
+        raise
+    return best, "the network of the papers"
 
 
 def read_weights(name: str, weights: str, seed: int) -> tuple[dict[str, Tensor], str | None]:

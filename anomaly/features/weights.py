@@ -43,16 +43,37 @@ def official_state(url: str) -> tuple[dict[str, Tensor], str]:
     Raises:
         WeightsError: the file is damaged, isn't the official one, or can't be downloaded.
     """
-    name = url.rsplit("/", 1)[-1]
-    match = _HASH_IN_NAME.search(name)
-    prefix = match.group(1) if match else ""
-    file = next((f / name for f in search_folders() if (f / name).is_file()), None)
-    if file is None:
-        file = _download(url, name, prefix)
+    prefix = _hash_of(url)
+    file = official_file(url)
     sha256 = _sha256(file)
     if not sha256.startswith(prefix):
         _refuse(file, sha256, prefix)
     return _read(file), sha256
+
+
+def official_file(url: str, *, download: bool = True) -> Path:
+    """Where an official torchvision file is, after a download if need be.
+
+    Args:
+        url: the file's official address.
+        download: whether to get it where it isn't on disk.
+
+    Raises:
+        WeightsError: it isn't on disk and can't be downloaded, or mustn't be.
+    """
+    name = url.rsplit("/", 1)[-1]
+    file = next((f / name for f in search_folders() if (f / name).is_file()), None)
+    if file is not None:
+        return file
+    if not download:
+        raise WeightsError(f"{name} isn't on disk. {_where_to_put(name)}")
+    return _download(url, name, _hash_of(url))
+
+
+def _hash_of(url: str) -> str:
+    """The first digits of the file's sha256, which its name carries; empty where it doesn't."""
+    match = _HASH_IN_NAME.search(url)
+    return match.group(1) if match else ""
 
 
 def file_state(path: Path) -> tuple[dict[str, Tensor], str]:

@@ -9,6 +9,8 @@ their standard input.
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -22,14 +24,17 @@ from numpy.typing import NDArray
 
 from anomaly.errors import ImageError
 from anomaly.imaging import image as images
-from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging import preprocessing
+from anomaly.imaging.decoder_worker import Task, load_alone
 from anomaly.imaging.geometry import View
 from anomaly.imaging.guarded_process import DRAWING, EndedError, GuardedProcess
-from anomaly.imaging.preprocessing import Loaded, Refused, paint
+from anomaly.imaging.image import Image
+from anomaly.imaging.preprocessing import Loaded, Loading, Refused, paint
 from anomaly.prefetch import StoppedError, ahead
 
 _AHEAD = 4  # images that each process may be ahead of the network
 _WATCHED_SECONDS = 0.05
+_MOST_SHARED = 4  # processes that wait for whatever a Python program asks for next
 
 Item = TypeVar("Item")
 
@@ -43,6 +48,7 @@ class Decoders:
     """
 
     def __init__(self, count: int, task: Task | None = None) -> None:
+        self._task = task
         self._processes = [GuardedProcess() for _ in range(max(1, count))]
         self._of: dict[int, GuardedProcess] = {}
         self._ahead = _AHEAD * len(self._processes)
@@ -61,18 +67,21 @@ class Decoders:
 
     def begin(self, task: Task) -> None:
         """Say what the task is, before images are loaded."""
+        self._task = task
         for process in self._processes:
             process.task = task
         # An image that is worth tiling is too large to have many of it waiting.
         self._ahead = 0 if task.loading.sizing.tile else _AHEAD * len(self._processes)
 
     def load_all(
-        self, items: Iterable[tuple[int, Path]], stopped: Callable[[], bool] | None = None
+        self,
+        items: Iterable[tuple[int, Path | Image]],
+        stopped: Callable[[], bool] | None = None,
     ) -> Iterator[Loaded | Refused]:
-        """Load files in order, a bounded number ahead of the one asked for.
+        """Load images in order, a bounded number ahead of the one asked for.
 
         Args:
-            items: index and path of each file.
+            items: index of each image, and its file, or its pixels, which no process need decode.
             stopped: asked now and then whether they are still wanted.
 
         Raises:
@@ -85,9 +94,9 @@ class Decoders:
                 process.drop()
             raise
 
-    def load(self, path: Path) -> Loaded | Refused:
-        """Load one file."""
-        return self._load(0, path).result()
+    def load(self, source: Path | Image) -> Loaded | Refused:
+        """Load one image."""
+        return self._load(0, source).result()
 
     def map(
         self, function: Callable[..., Any], items: Iterable[Item], *, tells: bool = False
@@ -149,10 +158,20 @@ class Decoders:
         """An image that `load_all` has given needs no pictures."""
         self._of.pop(index, None)
 
-    def _load(self, index: int, path: Path) -> Future[Loaded | Refused]:
+    def alone(
+        self, index: int, path: Path, loading: Loading, whole: bool
+    ) -> Future[Loaded | Refused]:
+        """Load a file that has nothing to do with the task; see `load_shared`."""
+        process = self._idlest()
+        return process.submit(_load_alone, process, index, path, loading, whole)
+
+    def _load(self, index: int, source: Path | Image) -> Future[Loaded | Refused]:
+        if isinstance(source, Image):
+            assert self._task is not None
+            return _done(preprocessing.load(index, source, self._task.loading))
         process = self._idlest()
         self._of[index] = process
-        return process.submit(_load, process, index, path)
+        return process.submit(_load, process, index, source)
 
     def _call(
         self, function: Callable[..., Any], item: Any, pixels: int = 0, how: str = "call"
@@ -167,6 +186,48 @@ class Decoders:
         while not self._closing.wait(_WATCHED_SECONDS):
             for process in self._processes:
                 process.watch()
+
+
+_shared: list[Decoders] = []
+_shared_lock = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a fork has none of its parent's threads
+    os.register_at_fork(after_in_child=_shared.clear)
+
+
+def shared() -> Decoders:
+    """Processes that live from their first use to the program's end.
+
+    For callers that come with one image at a time, from any thread: starting a process takes
+    longer than most images.
+    """
+    with _shared_lock:
+        if not _shared:
+            _shared.append(Decoders(min(_MOST_SHARED, os.cpu_count() or 1)))
+            atexit.register(_shared[0].__exit__)
+        return _shared[0]
+
+
+def load_shared(
+    items: Iterable[tuple[int, Path | Image | Refused]], loading: Loading, *, whole: bool = False
+) -> Iterator[Loaded | Refused]:
+    """Load images in order, a bounded number ahead of the one asked for, by the shared processes.
+
+    Args:
+        items: index of each image, and its file, or its pixels, or why it can't be used.
+        loading: how.
+        whole: whether decoded files are handed over, too; pixels always are.
+    """
+
+    def submit(item: tuple[int, Path | Image | Refused]) -> Future[Loaded | Refused]:
+        index, source = item
+        if isinstance(source, Refused):
+            return _done(source)
+        if isinstance(source, Image):
+            return _done(preprocessing.load(index, source, loading))
+        return shared().alone(index, source, loading, whole)
+
+    # An image that is worth tiling is too large to have many of it waiting.
+    return ahead(submit, items, 0 if loading.sizing.tile else _AHEAD)
 
 
 def read_mask(path: Path) -> NDArray[np.bool_]:
@@ -188,6 +249,22 @@ def _load(process: GuardedProcess, index: int, path: Path) -> Loaded | Refused:
         if answer.image is not None:
             return replace(answer, render=partial(paint, path, answer.image))
         return replace(answer, render=partial(_render, process, index, path))
+    assert isinstance(answer, Refused)
+    return answer
+
+
+def _load_alone(
+    process: GuardedProcess, index: int, path: Path, loading: Loading, whole: bool
+) -> Loaded | Refused:
+    place = path.absolute()  # the process may be in another folder by now
+    try:
+        answer = process.ask("tell", load_alone, index, place, loading, whole, droppable=True)
+    except EndedError as ended:
+        return _failed(index, path, "decoding", ended)
+    if isinstance(answer, Loaded):
+        image = answer.image
+        render = answer.render if image is None else partial(paint, path, image)
+        return replace(answer, path=path, render=render)
     assert isinstance(answer, Refused)
     return answer
 
@@ -226,3 +303,9 @@ def _spread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 def _failed(index: int, path: Path, doing: str, ended: EndedError) -> Refused:
     return Refused(index, "failed", f"{path}: {doing} it {ended}")
+
+
+def _done(result: Loaded | Refused) -> Future[Loaded | Refused]:
+    future: Future[Loaded | Refused] = Future()
+    future.set_result(result)
+    return future

@@ -197,5 +197,24 @@ class _Server:
         return image
 
 
+def load_alone(
+    index: int, path: Path, loading: Loading, whole: bool, say_pixels: Callable[[int], None]
+) -> Loaded | Refused:
+    """Load a file for a caller that won't come back to it: nothing of it is kept here.
+
+    Args:
+        index: its place in the list of images.
+        path: the file.
+        loading: how.
+        whole: whether the decoded image is handed over; one whose tiles are to be made always is.
+        say_pixels: as for `preprocessing.read`.
+    """
+    loaded = load(index, path, loading, say_pixels)
+    if isinstance(loaded, Refused):
+        return loaded
+    handed = loaded.image if whole or isinstance(loaded.view, Tiling) else None
+    return replace(loaded, image=handed, render=_elsewhere)
+
+
 def _elsewhere(view: View) -> NDArray[np.float32]:
     raise ValueError(f"{view} is to be rendered where the image is")

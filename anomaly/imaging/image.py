@@ -71,8 +71,8 @@ class Image:
         full_scale: the pixel value that means 1.0.
         mode: colour kind and bits a sample as stored: "grey8", "rgb16", "palette8", "cmyk8",
             "rgba8", "greyfloat32".
-        format: "png", "jpeg", "bmp", "tiff" or "webp".
-        sha256: hex digest of the file's bytes.
+        format: "png", "jpeg", "bmp", "tiff" or "webp"; "array" for pixels that came from memory.
+        sha256: hex digest of the file's bytes; of the pixels where there is no file.
     """
 
     pixels: Pixels
@@ -103,12 +103,10 @@ def read_image(path: Path, *, max_pixels: int = MAX_PIXELS, bit_depth: int | Non
     try:
         kind, data = _read_file(path, max_pixels)
         header = kind.read_header(data)
-        _check_size(header, max_pixels)
+        check_size(header.size, max_pixels)
         pixels = turned_upright(kind.decode(data), header.orientation)
-        full_scale = header.full_scale
-        if bit_depth is not None:
-            full_scale = min(full_scale, 2.0**bit_depth - 1)
-        _check_range(pixels, full_scale)
+        full_scale = full_scale_of(header.full_scale, bit_depth)
+        check_range(pixels, full_scale)
     except ImageError as error:
         raise ImageError(f"{path}: {error}", error.status) from None
     except MemoryError:
@@ -257,8 +255,23 @@ def _reason(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _check_size(header: ImageHeader, max_pixels: int) -> None:
-    height, width = header.size
+def full_scale_of(stored: float, bit_depth: int | None) -> float:
+    """The value that means white: what a type or file says, or less with fewer significant bits."""
+    return stored if bit_depth is None else min(stored, 2.0**bit_depth - 1)
+
+
+def described(index: int, path: Path | None = None) -> str:
+    """What messages call an image: its path, or its place where it came from memory."""
+    return f"image {index}" if path is None else str(path)
+
+
+def check_size(size: tuple[int, int], max_pixels: int) -> None:
+    """Refuse an image (H0, W0) of more pixels than may be.
+
+    Raises:
+        ImageError: `unsupported`.
+    """
+    height, width = size
     if height * width > max_pixels:
         raise unsupported(
             f"it has {width} × {height} = {height * width / 1e6:.1f} million pixels, more than "
@@ -268,19 +281,29 @@ def _check_size(header: ImageHeader, max_pixels: int) -> None:
         raise unsupported(f"its longest side is over {_LONGEST_SIDE} pixels: {width} × {height}")
 
 
-def _check_range(pixels: Pixels, full_scale: float) -> None:
+def check_range(pixels: Pixels, full_scale: float, *, in_memory: bool = False) -> None:
+    """Refuse pixels (H, W, 3) that aren't all numbers from 0 to the full scale.
+
+    Raises:
+        ImageError: `unsupported`; says what to do, which differs for pixels that were given in
+            memory.
+    """
     if pixels.dtype.kind == "f":
         lowest, highest = float(pixels.min()), float(pixels.max())
         if not np.isfinite((lowest, highest)).all():
             raise unsupported("some of its pixels are not a number or infinite")
         if lowest < 0 or highest > full_scale:
+            remedy = "divide by the camera's full scale before saving"
+            if in_memory:
+                remedy = "give the camera's own as full_scale"
             raise unsupported(
-                f"its float values run from {lowest:g} to {highest:g}, but 0 to 1 is what floats "
-                "have to mean; divide by the camera's full scale before saving"
+                f"its float values run from {lowest:g} to {highest:g}, but 0 to {full_scale:g} is "
+                f"what floats have to mean; {remedy}"
             )
     elif full_scale < np.iinfo(pixels.dtype).max and pixels.max() > full_scale:
         bits = int(full_scale).bit_length()
+        remedy = "give the camera's full_scale, or " if in_memory else ""
         raise unsupported(
             f"its brightest value is {pixels.max()}, above {full_scale:.0f}, the full scale of "
-            f"{bits} bits; set image.bit_depth to the depth of the camera"
+            f"{bits} bits; {remedy}set image.bit_depth to the depth of the camera"
         )

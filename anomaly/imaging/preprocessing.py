@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.geometry import Layout, Sizing, Tiling, View, render
-from anomaly.imaging.image import MAX_PIXELS, Image, read_header, read_image
+from anomaly.imaging.image import MAX_PIXELS, Image, described, read_header, read_image
 from anomaly.imaging.region import Region
 
 # What a large image has instead of pixels for the network: its tiles have them.
@@ -55,6 +55,7 @@ class Loaded:
         view: how `pixels` was made from it; a large image's tiles are still to be made.
         pixels: (H, W, 3) float32 RGB in [0, 1]; empty where `view` is a tiling.
         render: makes one more view of it.
+        path: the file; None for pixels that came from memory.
         image: the decoded file; None where another process has it.
         tile: row and column of this tile; (0, 0) for a whole image.
         whole: the tiling that this tile belongs to; None for a whole image.
@@ -65,9 +66,15 @@ class Loaded:
     view: Layout
     pixels: NDArray[np.float32]
     render: Callable[[View], NDArray[np.float32]]
+    path: Path | None = None
     image: Image | None = None
     tile: tuple[int, int] = (0, 0)
     whole: Tiling | None = None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return described(self.index, self.path)
 
     @property
     def decoded(self) -> Image:
@@ -162,50 +169,57 @@ def read(
 
 def load(
     index: int,
-    path: Path,
+    source: Path | Image,
     loading: Loading,
     say_pixels: Callable[[int], None] = nothing_said,
 ) -> Loaded | Refused:
-    """Decode and render one file. Whatever happens on the way, it is this file's alone.
+    """Decode and render one image. Whatever happens on the way, it is this image's alone.
 
     Args:
-        index: its place in the list of files.
-        path: the file.
+        index: its place in the list of images.
+        source: the file, or pixels that needn't be decoded.
         loading: how.
         say_pixels: as for `read`.
     """
+    path = None if isinstance(source, Image) else source
     try:
-        return _load(index, path, loading, say_pixels)
-    except Exception as error:  # a shift mustn't end because of one file
-        return refusal(index, path, error)
+        return _load(index, source, loading, say_pixels)
+    except Exception as error:  # a shift mustn't end because of one image
+        return refusal(index, described(index, path), error)
 
 
-def refusal(index: int, path: Path, error: Exception) -> Refused:
+def refusal(index: int, name: Path | str, error: Exception) -> Refused:
     """What becomes of an image that has led to an error; `failed` where nobody has foreseen it."""
     if isinstance(error, ImageError):
         return Refused(index, error.status, str(error))
     if isinstance(error, DataError):
-        return Refused(index, "unsupported", f"{path}: {error}")
+        return Refused(index, "unsupported", f"{name}: {error}")
     what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-    return Refused(index, "failed", f"{path}: {what}")
+    return Refused(index, "failed", f"{name}: {what}")
 
 
-def _load(index: int, path: Path, loading: Loading, say_pixels: Callable[[int], None]) -> Loaded:
-    image = read(
-        path,
-        max_pixels=loading.max_pixels,
-        bit_depth=loading.bit_depth,
-        say_pixels=say_pixels,
-    )
+def _load(
+    index: int, source: Path | Image, loading: Loading, say_pixels: Callable[[int], None]
+) -> Loaded:
+    if isinstance(source, Image):
+        path, image = None, source
+    else:
+        path = source
+        image = read(
+            path,
+            max_pixels=loading.max_pixels,
+            bit_depth=loading.bit_depth,
+            say_pixels=say_pixels,
+        )
     view = loading.sizing.view(image.size)
     if loading.region is not None:
         loading.region.inside(image.size, slice(0, 1))
-    render = partial(paint, path, image)
+    render = partial(paint, described(index, path), image)
     pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
-    return Loaded(index, image.sha256, view, pixels, render, image)
+    return Loaded(index, image.sha256, view, pixels, render, path, image)
 
 
-def paint(path: Path, image: Image, view: View) -> NDArray[np.float32]:
+def paint(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:
     """Render a view of an image.
 
     Raises:
@@ -217,7 +231,7 @@ def paint(path: Path, image: Image, view: View) -> NDArray[np.float32]:
         height, width = image.size
         why = " ".join(str(error).split()) or "there isn't enough memory"
         raise ImageError(
-            f"{path}: its {width}×{height} pixels can't be brought to the network's size ({why}); "
+            f"{name}: its {width}×{height} pixels can't be brought to the network's size ({why}); "
             "train with image.tile, which takes large images piece by piece",
             "unsupported",
         ) from None
@@ -225,7 +239,6 @@ def paint(path: Path, image: Image, view: View) -> NDArray[np.float32]:
 
 def refuse_missed(
     items: Iterable[Item],
-    paths: Sequence[Path],
     grid: Callable[[tuple[int, int]], tuple[int, int]],
     region: Region | None,
 ) -> Iterator[Item | Refused]:
@@ -233,7 +246,6 @@ def refuse_missed(
 
     Args:
         items: loaded images among others, which pass through.
-        paths: all image files, for messages.
         grid: gives (h, w) of the patches for (H, W) of a network input.
         region: what of each image counts; None lets all pass.
     """
@@ -245,7 +257,7 @@ def refuse_missed(
             try:
                 region.patches(item.layout, grids[size])
             except DataError as error:
-                yield refusal(item.index, paths[item.index], error)
+                yield refusal(item.index, item.name, error)
                 continue
         yield item
 

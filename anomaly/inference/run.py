@@ -21,7 +21,7 @@ from anomaly.inference.artifacts import Drawn, Shown
 from anomaly.inference.journal import Known, Record
 from anomaly.inference.rows import Row
 from anomaly.maps.thumbnails import Thumbnails
-from anomaly.model.checkpoint import Model
+from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
 from anomaly.prefetch import StoppedError
 from anomaly.scorers.base import Progress
@@ -46,7 +46,7 @@ class Inputs:
 
 
 def infer(
-    model: Model,
+    model: AnomalyDetector,
     inputs: Inputs,
     record: Record,
     decoders: Decoders,
@@ -80,7 +80,7 @@ def infer(
 class _Run:
     def __init__(
         self,
-        model: Model,
+        model: AnomalyDetector,
         inputs: Inputs,
         record: Record,
         decoders: Decoders,
@@ -99,11 +99,11 @@ class _Run:
     def score(self, progress: Progress) -> None:
         total = len(self._inputs.paths) - len(self._record.known)
         done = 0
-        detector = self._model.detector
-        items = detector.fitting(self._items(), self._inputs.paths)
+        detector = self._model
+        items = detector.fitting(self._items())
         batches = self._unfinished(by_shape(items, detector.config.batch_size))
         try:
-            for result in detector.predict_batches(batches, self._inputs.paths):
+            for result in detector.predict_batches(batches):
                 if result.index in self._record.known:
                     self._decoders.forget(result.index)
                     continue
@@ -159,7 +159,7 @@ class _Run:
             return
         i = result.index
         picture, shown = self._inputs.pictures[i], self._shown(result)
-        future = self._decoders.finish(i, self._inputs.paths[i], result.anomaly_map, picture, shown)
+        future = self._decoders.finish(i, self._inputs.paths[i], result.source_map, picture, shown)
         self._behind.append((result, shown, future))
         if len(self._behind) > _BEHIND:
             self._settle()
@@ -189,22 +189,22 @@ class _Run:
             row = self._scored(result, shown)
             self._record.add(Known(result.index, shape, row, drawn.regions))
             if self._thumbnails and drawn.small:
-                odd = bool(result.oddness)
-                self._thumbnails.keep(row.heatmap, odd, result.image_score, drawn.small)
+                odd = bool(result.reason)
+                self._thumbnails.keep(row.heatmap, odd, result.score, drawn.small)
 
     def _shown(self, result: Prediction) -> Shown:
-        thresholds = self._model.detector.thresholds
-        verdict, wanted = self._model.detector.verdict(result), self._inputs.heatmaps
+        thresholds = self._model.thresholds
+        verdict, wanted = result.verdict, self._inputs.heatmaps
         drawn = wanted == "all" or (wanted == "reject" and verdict != "good")
-        times = result.image_score / thresholds.image if thresholds and thresholds.image else None
+        times = result.score / thresholds.image if thresholds and thresholds.image else None
         small = 0
-        if self._thumbnails and self._thumbnails.wants(bool(result.oddness), result.image_score):
+        if self._thumbnails and self._thumbnails.wants(bool(result.reason), result.score):
             small = self._thumbnails.pixels
-        return Shown(drawn, verdict, result.image_score, times, small)
+        return Shown(drawn, verdict, result.score, times, small)
 
     def _scored(self, result: Prediction, shown: Shown) -> Row:
-        thresholds = self._model.detector.thresholds
-        score = result.image_score
+        thresholds = self._model.thresholds
+        score = result.score
         return self._row(
             result.index,
             image_sha256=result.sha256,
@@ -213,7 +213,7 @@ class _Run:
             calibrated_score=None if thresholds is None else thresholds.calibrated(score),
             verdict=shown.verdict,
             heatmap=f"{HEATMAPS}/{self._inputs.pictures[result.index]}" if shown.heatmap else "",
-            reason=result.oddness,
+            reason=result.reason,
         )
 
     def _refused(self, result: Refused) -> Row:
@@ -231,7 +231,7 @@ class _Run:
         heatmap: str = "",
         reason: str = "",
     ) -> Row:
-        thresholds = self._model.detector.thresholds
+        thresholds = self._model.thresholds
         return Row(
             path=str(self._inputs.paths[index]),
             image_sha256=image_sha256,
@@ -246,7 +246,7 @@ class _Run:
             software_version=__version__,
             threshold_label="" if thresholds is None else thresholds.label,
             reason=reason,
-            model_name=self._model.detector.config.name,
+            model_name=self._model.config.name,
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             milliseconds=round(1000 * (time.perf_counter() - self._begun.pop(index)), 1),
         )

@@ -17,7 +17,7 @@ from anomaly.inference.journal import Known
 from anomaly.inference.run import Inputs, infer
 from anomaly.inference.watch_log import WatchLog
 from anomaly.maps.thumbnails import Thumbnails
-from anomaly.model.checkpoint import Model
+from anomaly.model.detector import AnomalyDetector
 
 _POLL_SECONDS = 0.5
 # Looking into the folders takes at most this share of the time.
@@ -25,7 +25,7 @@ _POLL_SHARE = 0.2
 
 
 def watch(
-    model: Model,
+    model: AnomalyDetector,
     folders: list[Path],
     output: Path,
     log: WatchLog,

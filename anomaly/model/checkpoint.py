@@ -17,119 +17,52 @@ Files but the history hold no time and no absolute path: the same training gives
 from __future__ import annotations
 
 import logging
-import platform
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import cv2
-import numpy as np
 import torch
 import yaml
 from safetensors import SafetensorError
 from safetensors.numpy import load_file as load_numpy
-from safetensors.numpy import save_file as save_numpy
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from anomaly import __version__
 from anomaly.config.schema import Config, parse_config
-from anomaly.errors import AnomalyError, ModelError, OutputError
+from anomaly.errors import AnomalyError, ModelError
 from anomaly.features.backbones import Normalisation, build, fill
 from anomaly.features.extractor import truncate
-from anomaly.files.writing import share
 from anomaly.imaging.decoder_pool import read_mask
-from anomaly.imaging.region import Picture, Region
 from anomaly.model.appearance import UsualLook
 from anomaly.model.build import scorer_of
 from anomaly.model.consistency import agree, check_together
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.folder import (
-    appearing,
-    check_files,
-    find_model,
-    model_id,
-    vouch,
-)
-from anomaly.model.manifest import AGAIN, read_manifest, write_manifest
-from anomaly.model.settings import portable, region_of
-from anomaly.model.threshold_files import read_thresholds, write_thresholds
-from anomaly.model.training import Training
-from anomaly.runtime import has_bf16
+from anomaly.model.folder import check_files, find_model, model_id
+from anomaly.model.manifest import AGAIN, read_manifest
+from anomaly.model.saving import BACKBONE, SCORER, USUAL
+from anomaly.model.settings import region_of
+from anomaly.model.threshold_files import read_thresholds
+from anomaly.runtime import device_of, has_bf16
 
 log = logging.getLogger(__name__)
 
-_RECORDED = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless", "safetensors")
-_BACKBONE, _SCORER, _USUAL = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
-
-
-@dataclass(frozen=True, eq=False)
-class Model:
-    """A model folder that was read and checked.
-
-    Attributes:
-        detector: ready to predict.
-        manifest: as written at training.
-        model_id: the first 16 digits of the manifest's sha256; names this very model.
-    """
-
-    detector: AnomalyDetector
-    manifest: dict[str, Any]
-    model_id: str
-
-
-def save(training: Training, folder: Path, *, overwrite: bool = False) -> str:
-    """Write a model folder; it appears under its name complete, or not at all.
-
-    Args:
-        training: what to keep.
-        folder: the model folder.
-        overwrite: replace an earlier one.
-
-    Returns:
-        The model's id.
-
-    Raises:
-        OutputError: the folder exists already, or can't be written.
-    """
-    if folder.exists() and not overwrite:
-        raise OutputError(f"{folder} exists already; give another --output or add --overwrite")
-    detector = training.detector
-    with appearing(folder) as draft:
-        state = {
-            k: v.cpu().contiguous() for k, v in detector.extractor.network.state_dict().items()
-        }
-        save_file(state, draft / _BACKBONE)
-        scorer = {k: v.cpu().contiguous() for k, v in detector.scorer.tensors().items()}
-        save_file(scorer, draft / _SCORER)
-        if detector.usual is not None:
-            save_numpy(detector.usual.tensors(), draft / _USUAL)
-        for file in draft.iterdir():
-            share(file)
-        for name, picture in _pictures(detector.region).items():
-            (draft / name).write_bytes(picture)
-        settings = portable(detector.config)
-        (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
-        write_thresholds(draft, detector.thresholds)
-        write_manifest(draft, _manifest(training, draft))
-        return model_id(draft)
-
 
 def load(
-    folder: str | Path, device: str | torch.device = "cpu", precision: str | None = None
-) -> Model:
+    folder: str | Path, device: str | torch.device = "auto", precision: str | None = None
+) -> AnomalyDetector:
     """Read a model folder, checking every file against the manifest.
 
     Args:
         folder: the model folder, or the run that holds it as `model/`.
-        device: where the network and the scorer go.
+        device: where the network and the scorer go: `auto` (the GPU where there is one), `cpu`,
+            `cuda`, or a torch device.
         precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
 
     Raises:
+        AnomalyError: a GPU was asked for and isn't there.
         ModelError: no model there, made by something else, or a file is missing, changed or
             doesn't belong.
     """
-    folder, device = find_model(folder), torch.device(device)
+    folder, device = find_model(folder), device_of(device)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     config = _config(folder, manifest)
@@ -137,11 +70,11 @@ def load(
         truncated = truncate(build(config.backbone.name), manifest["backbone"]["layers"])
         agree(folder, "channels", manifest["backbone"]["channels"], list(truncated.channels))
         agree(folder, "strides", manifest["backbone"]["strides"], list(truncated.strides))
-        state = load_file(folder / _BACKBONE)
+        state = load_file(folder / BACKBONE)
         network, full = truncated.network, build(config.backbone.name)
-        fill(network, state, full, str(folder / _BACKBONE))
-        scorer = scorer_of(config, load_file(folder / _SCORER), device)
-        looks = folder / _USUAL
+        fill(network, state, full, str(folder / BACKBONE))
+        scorer = scorer_of(config, load_file(folder / SCORER), device)
+        looks = folder / USUAL
         usual = UsualLook.from_tensors(load_numpy(looks)) if looks.is_file() else None
         thresholds = read_thresholds(folder)
         region = region_of(config.image, folder, read_mask)
@@ -151,7 +84,7 @@ def load(
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, manifest, error) from None
     check_together(folder, manifest, scorer, usual)
-    detector = AnomalyDetector(
+    return AnomalyDetector(
         config=config,
         extractor=truncated.extractor().to(device, _precision(config, device, precision)),
         normalise=Normalisation(
@@ -163,8 +96,10 @@ def load(
         region=region,
         aspect=manifest["aspect"],
         usual=usual,
+        manifest=manifest,
+        model_id=model_id(folder),
+        folder=folder,
     )
-    return Model(detector, manifest, model_id(folder))
 
 
 def _config(folder: Path, manifest: dict[str, Any]) -> Config:
@@ -209,53 +144,3 @@ def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
             why,
         )
     return chosen
-
-
-def _pictures(region: Region | None) -> dict[str, bytes]:
-    """The masks that say where to look, as PNG files by name."""
-    shapes = {} if region is None else {"region": region.look, "ignore": region.ignore}
-    return {
-        f"{name}.png": cv2.imencode(".png", shape.pixels.astype(np.uint8) * 255)[1].tobytes()
-        for name, shape in shapes.items()
-        if isinstance(shape, Picture)
-    }
-
-
-def _manifest(training: Training, folder: Path) -> dict[str, Any]:
-    detector = training.detector
-    extractor = detector.extractor
-    return {
-        "software_version": __version__,
-        "name": detector.config.name,
-        "seed": detector.config.seed,
-        "aspect": detector.aspect,
-        "backbone": {
-            "name": detector.config.backbone.name,
-            "layers": list(extractor.layers),
-            "channels": list(extractor.channels),
-            "strides": list(extractor.strides),
-            "mean": list(detector.normalise.mean),
-            "std": list(detector.normalise.std),
-            "weights": portable(detector.config)["backbone"]["weights"],
-            "weights_sha256": training.weights_sha256,
-        },
-        "made_with": {
-            "packages": {name: _version(name) for name in _RECORDED},
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "device": detector.device.type,
-            "threads": torch.get_num_threads(),
-            "batch_size": detector.config.batch_size,
-            "precision": detector.config.precision,
-        },
-        "files": {file.name: vouch(file) for file in sorted(folder.iterdir())},
-        "training_images": training.hashes,
-        "refused_images": training.refused_at,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -1,12 +1,14 @@
-"""AnomalyDetector: wires the stages from files to scores. `anomaly.model.training` makes one."""
+"""AnomalyDetector: wires the stages from images to scores. `anomaly.model.training` makes one."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 import torch
@@ -20,24 +22,42 @@ from anomaly.errors import DataError, ImageError
 from anomaly.features.backbones import Normalisation
 from anomaly.features.embedder import Embedder, inside_of
 from anomaly.features.extractor import FeatureExtractor
-from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_pool import Decoders, load_shared
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling
-from anomaly.imaging.preprocessing import Item, Loaded, Loading, Refused, by_shape, refuse_missed
+from anomaly.imaging.given import Channels, Given, ImageLike, Layout, is_one, sources
+from anomaly.imaging.image import Image
+from anomaly.imaging.preprocessing import (
+    Item,
+    Loaded,
+    Loading,
+    Refused,
+    by_shape,
+    refusal,
+    refuse_missed,
+)
 from anomaly.imaging.region import Region
 from anomaly.model.appearance import Look, UsualLook, looks_of
 from anomaly.model.build import loading_of
 from anomaly.model.image_score import image_scores, network_map
 from anomaly.model.prediction import Prediction
-from anomaly.runtime import side_by_side
+from anomaly.model.saving import save
+from anomaly.runtime import side_by_side, take_threads
 from anomaly.scorers.base import PatchScores, Scorer
+
+if TYPE_CHECKING:
+    from anomaly.explain.score import Explanation
+
+log = logging.getLogger(__name__)
 
 _TILES_AT_ONCE = 4
 
 
 @dataclass(frozen=True, eq=False)
 class AnomalyDetector:
-    """A trained detector, made by `model.training.fit` or `model.checkpoint.load`. Immutable.
+    """A trained detector, made by `anomaly.fit` or `anomaly.load`. Threads may share it.
+
+    Nothing in it changes: `calibrate` returns another one.
 
     Attributes:
         config: all settings; `config.data` isn't read.
@@ -49,6 +69,10 @@ class AnomalyDetector:
         region: what of each image counts; None for all of it.
         aspect: H/W that images have to have; None for any.
         usual: what images look like as a whole; None where there were too few to tell.
+        manifest: what the model folder says, or will say, of how the model was made.
+        model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
+            for one that hasn't been saved.
+        folder: the model folder that it was loaded from; None where there is none.
     """
 
     config: Config
@@ -60,6 +84,14 @@ class AnomalyDetector:
     region: Region | None = None
     aspect: float | None = None
     usual: UsualLook | None = None
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    model_id: str = ""
+    folder: Path | None = None
+
+    def __repr__(self) -> str:
+        network, count = self.config.backbone.name, len(self.manifest.get("training_images", ()))
+        said = f"{self.method} on {network}, {count} good images, {self.device.type}"
+        return f"<AnomalyDetector {self.config.name}: {said}>"
 
     @property
     def method(self) -> str:
@@ -81,78 +113,251 @@ class AnomalyDetector:
         """How network inputs become patch embeddings."""
         return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
 
+    @overload
+    def predict(  # type: ignore[overload-overlap]  # a str is a collection, too
+        self,
+        images: ImageLike,
+        *,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: Layout | None = None,
+    ) -> Prediction: ...
+
+    @overload
     def predict(
         self,
-        paths: Sequence[Path],
+        images: Iterable[ImageLike],
+        *,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: Layout | None = None,
+    ) -> list[Prediction]: ...
+
+    def predict(
+        self,
+        images: ImageLike | Iterable[ImageLike],
+        *,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: Layout | None = None,
+    ) -> Prediction | list[Prediction]:
+        """Score one image, or several.
+
+        An image is a path, an array (H, W) or (H, W, 3) of uint8, uint16 or floats, a PIL image, or
+        a torch tensor. The pixels of an array and a lossless file of the same score the same.
+
+        Args:
+            images: one image, or a list of images.
+            channels: order of an array's colours: `rgb`, or `bgr` as OpenCV gives them.
+            full_scale: an array's value that means white; floats have to state it. By default 255
+                for uint8 and 65535, or what the model's `image.bit_depth` says, for uint16.
+            layout: an array's axes, `HW`, `HWC` or `CHW`; tensors have to state them.
+
+        Returns:
+            One prediction for one image; for several a list in their order.
+
+        Raises:
+            ImageError: an image can't be used; says which and why. `stream` goes on instead.
+            DataError: `channels`, `full_scale` or `layout` isn't a legal value.
+        """
+        given = self._given(channels, full_scale, layout)
+        if is_one(images):
+            (result,) = map(_scored, self._results([images], given))
+            return result
+        every = map(_scored, self._results(cast(Iterable[ImageLike], images), given))
+        return sorted(every, key=lambda one: one.index)
+
+    def stream(
+        self,
+        images: Iterable[ImageLike],
+        *,
+        on_error: Callable[[ImageLike, ImageError], object] | None = None,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: Layout | None = None,
+    ) -> Iterator[Prediction]:
+        """Score many images, one after the other, and go on where one can't be used.
+
+        Args:
+            images: as for `predict`; read only a few batches ahead of what is yielded.
+            on_error: called with each image that can't be used, and the ImageError that says why.
+                By default that is logged as a warning.
+            channels: as for `predict`, and so are `full_scale` and `layout`.
+            full_scale: likewise.
+            layout: likewise.
+
+        Yields:
+            A prediction for each image that can be used. Images of several shapes may come in
+            another order; `index` is the place among `images`.
+        """
+        waiting: dict[int, ImageLike] = {}
+
+        def noted() -> Iterator[ImageLike]:
+            for index, image in enumerate(images):
+                waiting[index] = image
+                yield image
+
+        for result in self._results(noted(), self._given(channels, full_scale, layout)):
+            image = waiting.pop(result.index)
+            if isinstance(result, Prediction):
+                yield result
+            elif on_error is not None:
+                on_error(image, ImageError(result.reason, result.status))
+            else:
+                log.warning("skipped: %s", result.reason)
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> str:
+        """Write the model folder; it appears under its name complete, or not at all.
+
+        Args:
+            folder: the model folder.
+            overwrite: replace an earlier one.
+
+        Returns:
+            The model's id.
+
+        Raises:
+            OutputError: the folder exists already, or can't be written.
+        """
+        return save(self, Path(folder), overwrite=overwrite)
+
+    def calibrate(
+        self,
+        good_images: str | Path | Iterable[ImageLike] | None = None,
+        *,
+        reject_rate: float | None = None,
+        review_rate: float | None = None,
+        threshold: float | None = None,
+        review_threshold: float | None = None,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: Layout | None = None,
+    ) -> AnomalyDetector:
+        """A detector with other thresholds; this one and its folder stay as they are.
+
+        Args:
+            good_images: a folder, or a list of images as for `predict`, that the detector hasn't
+                learned from and isn't evaluated on. None takes the scores that the thresholds have
+                been found with.
+            reject_rate: share of good parts that may be rejected; the present one by default.
+            review_rate: share of good parts that may not be called good; likewise.
+            threshold: reject above this image score, instead of by rates.
+            review_threshold: review above this image score; without it there is no review.
+            channels: as for `predict`, and so are `full_scale` and `layout`.
+            full_scale: likewise.
+            layout: likewise.
+
+        Raises:
+            DataError: no image can be used, one belongs to the test split, or rates or thresholds
+                contradict each other.
+            ImageError: an array can't be used as an image.
+        """
+        from anomaly import recalibrated
+
+        return recalibrated(
+            self,
+            good_images,
+            self._given(channels, full_scale, layout),
+            reject_rate=reject_rate,
+            review_rate=review_rate,
+            threshold=threshold,
+            review_threshold=review_threshold,
+        )
+
+    def explain(
+        self,
+        image: ImageLike,
+        *,
+        good: str | Path | None = None,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: Layout | None = None,
+    ) -> Explanation:
+        """Why an image has its score, in pictures: see `anomaly.explain.score.Explanation`.
+
+        Args:
+            image: as for `predict`.
+            good: the folder of the training images, to show the ones that were compared with; by
+                default where they were, where a run remembers that.
+            channels: as for `predict`, and so are `full_scale` and `layout`.
+            full_scale: likewise.
+            layout: likewise.
+
+        Raises:
+            ImageError: it can't be used; says why.
+        """
+        from anomaly import explained
+
+        return explained(self, image, self._given(channels, full_scale, layout), good)
+
+    def score_all(
+        self,
+        images: Sequence[Path | Image],
         *,
         batch_size: int | None = None,
         workers: int = 2,
         whole: bool = False,
     ) -> Iterator[Prediction | Refused]:
-        """Score image files.
+        """Score images with decoding processes of their own, and tell of those that can't be used.
 
         Args:
-            paths: image files.
+            images: files, or pixels that are decoded already.
             batch_size: images at once; the config's by default.
             workers: decoding processes.
             whole: whether the predictions are to have the decoded images.
 
         Yields:
-            One result for each file, `Refused` for those that can't be used. With images of
-            several shapes the order isn't that of `paths`; `index` tells.
+            One result for each image, `Refused` for those that can't be used. With images of
+            several shapes the order isn't that of `images`; `index` tells.
         """
         task = Task(self.loading, whole=whole)
-        with Decoders(min(workers, len(paths)), task) as decoders:
-            loaded = self.fitting(decoders.load_all(enumerate(paths)), paths)
-            yield from self.predict_batches(
-                by_shape(loaded, batch_size or self.config.batch_size), paths
-            )
+        with Decoders(min(workers, len(images)), task) as decoders:
+            loaded = self.fitting(decoders.load_all(enumerate(images)))
+            yield from self.predict_batches(by_shape(loaded, batch_size or self.config.batch_size))
 
-    def fitting(self, items: Iterable[Item], paths: Sequence[Path]) -> Iterator[Item | Refused]:
+    def _given(self, channels: Channels, full_scale: float | None, layout: Layout | None) -> Given:
+        image = self.config.image
+        return Given(channels, full_scale, layout, image.bit_depth, image.max_pixels)
+
+    def _results(self, images: Iterable[ImageLike], given: Given) -> Iterator[Prediction | Refused]:
+        loaded = self.fitting(load_shared(sources(images, given), self.loading))
+        return self.predict_batches(by_shape(loaded, self.config.batch_size))
+
+    def fitting(self, items: Iterable[Item]) -> Iterator[Item | Refused]:
         """Refuse images whose patches all lie outside the region, so that no batch holds any.
 
         Args:
             items: loaded images among others, which pass through.
-            paths: all image files, for messages.
         """
-        return refuse_missed(items, paths, self.embedder.grid, self.region)
+        return refuse_missed(items, self.embedder.grid, self.region)
 
     def predict_batches(
-        self, batches: Iterable[list[Loaded] | Refused], paths: Sequence[Path]
+        self, batches: Iterable[list[Loaded] | Refused]
     ) -> Iterator[Prediction | Refused]:
         """Score loaded images, as `anomaly.imaging.preprocessing.by_shape` gathers them.
 
         Args:
             batches: images of one network size each, gathered from what `fitting` lets pass.
-            paths: all image files, for messages.
 
         Yields:
             One result for each image, in the batches' order.
         """
+        take_threads()
         tiled = self.config.image.tile is not None
         # A large image's tiles go side by side already.
         together = map if tiled else partial(side_by_side, device=self.device)
-        for results in together(lambda batch: self._attempt(batch, paths), batches):
+        for results in together(self._attempt, batches):
             yield from results
 
-    def _attempt(
-        self, batch: list[Loaded] | Refused, paths: Sequence[Path]
-    ) -> Sequence[Prediction | Refused]:
+    def _attempt(self, batch: list[Loaded] | Refused) -> Sequence[Prediction | Refused]:
         if isinstance(batch, Refused):
             return [batch]
         try:
             scored = self.score(batch)
-        except ImageError as error:  # of a large image that has vanished between two tiles
-            return [Refused(item.index, error.status, str(error)) for item in batch]
-        except DataError as error:  # another grid than PaDiM has learned, say
-            return [
-                Refused(item.index, "unsupported", f"{paths[item.index]}: {error}")
-                for item in batch
-            ]
-        return [
-            one if math.isfinite(one.image_score) else _unscored(one.index, paths[one.index])
-            for one in scored
-        ]
+        except (ImageError, DataError) as error:
+            # A large image that has vanished between two tiles; another grid than PaDiM's.
+            return [refusal(item.index, item.name, error) for item in batch]
+        return [one if math.isfinite(one.score) else _unscored(one) for one in scored]
 
     def score(self, batch: Sequence[Loaded]) -> list[Prediction]:
         """Score loaded images of one network size, or large images in tiles.
@@ -202,25 +407,18 @@ class AnomalyDetector:
     def _prediction(self, item: Loaded, patches: _Patches, score: float, look: Look) -> Prediction:
         return Prediction(
             index=item.index,
+            path=item.path,
             sha256=item.sha256,
             image=item.image,
             view=item.view,
             patch_scores=patches.scores,
             nearest=patches.nearest,
-            image_score=score,
+            score=score,
             smoothing=self.config.model.smoothing,
-            region=self.region,
-            oddness=look.blank or ("" if self.usual is None else self.usual.oddness(look)),
+            loading=self.loading,
+            thresholds=self.thresholds,
+            reason=look.blank or ("" if self.usual is None else self.usual.oddness(look)),
         )
-
-    def verdict(self, prediction: Prediction) -> str:
-        """`good`, `review` or `reject`; `review` for what isn't our part, whatever its score.
-
-        Empty where there are no thresholds and nothing is odd.
-        """
-        if prediction.oddness:
-            return "review"
-        return "" if self.thresholds is None else self.thresholds.verdict(prediction.image_score)
 
     def score_patches(
         self, embeddings: Tensor, size: tuple[int, int], inside: Tensor | None = None
@@ -254,12 +452,18 @@ class AnomalyDetector:
         return shown, scores.masked_fill(broken.flatten(1).any(1), math.nan).cpu()
 
 
-def _unscored(index: int, path: Path) -> Refused:
+def _scored(result: Prediction | Refused) -> Prediction:
+    if isinstance(result, Refused):
+        raise ImageError(result.reason, result.status)
+    return result
+
+
+def _unscored(one: Prediction) -> Refused:
     return Refused(
-        index,
+        one.index,
         "failed",
-        f"{path}: its score isn't a finite number, so the model is damaged or numbers overflow in "
-        "its network; try another image, --precision fp32, or train again",
+        f"{one.name}: its score isn't a finite number, so the model is damaged or numbers overflow "
+        "in its network; try another image, --precision fp32, or train again",
     )
 
 

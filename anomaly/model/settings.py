@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.config.schema import Config, ImageConfig, ShapeConfig
+from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.imaging.region import Picture, Polygons, Region, Shape
 
 
@@ -36,6 +37,29 @@ def region_of(
 
     look, ignore = shape(image.region), shape(image.ignore)
     return None if look is None and ignore is None else Region(look, ignore)
+
+
+def images_meant(
+    data: Dataset | Config | Iterable[Sample], mask_above: int
+) -> tuple[list[Sample], str, int]:
+    """The test images that are meant by a data set, by the config that names it, or themselves.
+
+    Args:
+        data: what was given.
+        mask_above: mask values above this are defect, where no config says so.
+
+    Returns:
+        The images, their folder for people, and above which value their masks are defect.
+
+    Raises:
+        DataError: the data set that the config names can't be opened.
+    """
+    if isinstance(data, Config):
+        where, mask_above = data.data, data.data.mask_above
+        data = open_dataset(where.format, where.root, where.category)
+    if isinstance(data, Dataset):
+        return list(data.test), str(data.folder), mask_above
+    return list(data), "", mask_above
 
 
 def portable(config: Config) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from anomaly.model.appearance import UsualLook, odd_among
 from anomaly.model.build import backbone, fitter_of, loading_of
 from anomaly.model.cross_fitting import cross_fit
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.saving import manifest_of
 from anomaly.model.settings import region_of
 from anomaly.model.suspects import Suspect, Suspects
 from anomaly.model.training_patches import TrainingPatches
@@ -39,10 +40,8 @@ class Training:
 
     Attributes:
         detector: ready to predict.
-        weights_sha256: of the backbone's weights file; None for random weights.
-        hashes: sha256 of every training image learned from, by name, in order.
+        learned: how many training images were learned from.
         refused: why a training image couldn't be used, by name.
-        refused_at: its index among all training images, by name.
         patches: how many patches were learned from.
         seconds: by stage.
         patch_pixels: height and width of one patch in original pixels, in the median.
@@ -53,10 +52,8 @@ class Training:
     """
 
     detector: AnomalyDetector
-    weights_sha256: str | None
-    hashes: dict[str, str]
+    learned: int
     refused: dict[str, str]
-    refused_at: dict[str, int]
     patches: int
     seconds: dict[str, float]
     patch_pixels: tuple[float, float]
@@ -64,7 +61,7 @@ class Training:
     suspects: tuple[Suspect, ...]
 
 
-def fit(
+def train(
     config: Config,
     samples: Sequence[Sample],
     *,
@@ -92,10 +89,10 @@ def fit(
         AnomalyError: weights, layers or images can't be used as configured.
     """
     with Decoders(min(workers, len(samples))) as decoders:
-        return _fit(config, samples, decoders, device, scratch, calibrate, progress)
+        return _train(config, samples, decoders, device, scratch, calibrate, progress)
 
 
-def _fit(
+def _train(
     config: Config,
     samples: Sequence[Sample],
     decoders: Decoders,
@@ -115,7 +112,7 @@ def _fit(
     clock.lap("backbone")
 
     patches = TrainingPatches(
-        [s.path for s in samples],
+        [s.source for s in samples],
         decoders,
         Embedder(extractor, normalise, fitter.align, device),
         batch_size=config.batch_size,
@@ -152,12 +149,15 @@ def _fit(
         patches.close()
     used = sorted(patches.looks)
     looks = [patches.looks[i] for i in used]
+    hashes = {samples[i].name: patches.hashes[i] for i in sorted(patches.hashes)}
+    refused_at = {samples[i].name: i for i in sorted(r.index for r in patches.refused)}
+    manifest = manifest_of(detector, weights_sha256, hashes, refused_at)
     return Training(
-        detector=replace(detector, thresholds=thresholds, usual=UsualLook.of(looks)),
-        weights_sha256=weights_sha256,
-        hashes={samples[i].name: patches.hashes[i] for i in sorted(patches.hashes)},
+        detector=replace(
+            detector, thresholds=thresholds, usual=UsualLook.of(looks), manifest=manifest
+        ),
+        learned=len(hashes),
         refused={samples[r.index].name: r.reason for r in patches.refused},
-        refused_at={samples[i].name: i for i in sorted(r.index for r in patches.refused)},
         patches=patches.count,
         seconds=clock.seconds,
         patch_pixels=_patch_pixels(patches, min(extractor.strides)),
@@ -180,8 +180,9 @@ def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> fl
     """H/W of most training images, where the model needs one for all."""
     if not config.one_aspect:
         return None
-    found = decoders.map(size_of, [s.path for s in samples])
+    found = decoders.map(size_of, [s.path for s in samples if s.image is None])
     sizes = [size for size in found if isinstance(size, tuple)]
+    sizes += [s.image.size for s in samples if s.image is not None]
     return statistics.median(height / width for height, width in sizes) if sizes else None
 
 
@@ -212,7 +213,7 @@ def _trial(samples: Sequence[Sample], decoders: Decoders) -> list[Loaded]:
     """A few usable images of one size, from all over the list."""
     trial: list[Loaded] = []
     for i in range(0, len(samples), max(1, len(samples) // TRIAL_IMAGES)):
-        item = decoders.load(samples[i].path)
+        item = decoders.load(samples[i].source)
         if isinstance(item, Loaded):
             item = next(item.tiles(1))[0]
         if isinstance(item, Loaded) and (not trial or item.view.size == trial[0].view.size):

@@ -18,6 +18,7 @@ from anomaly.errors import DataError
 from anomaly.features.embedder import Embedder, inside, inside_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import Layout
+from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import Loaded, Refused, by_shape, refuse_missed, tile_by_tile
 from anomaly.imaging.region import Region
 from anomaly.model.appearance import Look, looks_of
@@ -52,7 +53,7 @@ class TrainingPatches:
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        images: Sequence[Path | Image],
         decoders: Decoders,
         embedder: Embedder,
         *,
@@ -62,7 +63,7 @@ class TrainingPatches:
         region: Region | None = None,
         progress: Progress,
     ) -> None:
-        self._paths = paths
+        self._images = images
         self._decoders = decoders
         self._embedder = embedder
         self._batch_size = batch_size
@@ -79,7 +80,7 @@ class TrainingPatches:
         self.count = 0
 
     def __iter__(self) -> Iterator[PatchBatch]:
-        return self.read(range(len(self._paths)))
+        return self.read(range(len(self._images)))
 
     def only(self, images: Container[int]) -> Part:
         """The patches of some of the images."""
@@ -117,8 +118,7 @@ class TrainingPatches:
         self.refused, self.hashes, self.looks, self.count = [], {}, {}, 0
         started = time.perf_counter()
         loaded = refuse_missed(
-            self._decoders.load_all(enumerate(self._paths)),
-            self._paths,
+            self._decoders.load_all(enumerate(self._images)),
             self._embedder.grid,
             self._region,
         )
@@ -137,14 +137,14 @@ class TrainingPatches:
                 # In one block: small arrays that stay among large ones that go keep the memory of
                 # these from being used again.
                 if sums is None:
-                    sums = np.empty((len(self._paths), len(one.embedding)))
+                    sums = np.empty((len(self._images), len(one.embedding)))
                 sums[item.index] = total.embedding
                 self.looks[item.index] = replace(total, embedding=sums[item.index])
             self.count += math.prod(embeddings.shape[:3])
             file.write(names, kept)
             if len(self.hashes) % _TRIMMED < len(batch):
                 trim()
-            self._progress(len(self.hashes) + len(self.refused), len(self._paths))
+            self._progress(len(self.hashes) + len(self.refused), len(self._images))
             self.seconds += time.perf_counter() - started
             yield names, embeddings
             started = time.perf_counter()

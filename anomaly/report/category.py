@@ -1,19 +1,31 @@
-"""One model's evaluation with everything that its report shows."""
+"""Model x test images -> one model's evaluation with everything that its report shows."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from anomaly.calibration import Thresholds
-from anomaly.evaluation.evaluate import Evaluation
+from anomaly.datasets import Dataset, Sample
+from anomaly.errors import DataError
+from anomaly.evaluation.evaluate import Evaluation, Scored, score_test_split
 from anomaly.evaluation.metrics import Confusion, confusion
-from anomaly.report.tiles import Tile
+from anomaly.evaluation.test_split import images_to_test, not_learned, training_record
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.settings import images_meant, portable
+from anomaly.report.page import utc_now
+from anomaly.report.tiles import Tile, Tiles
+from anomaly.scorers.base import Progress
+
+if TYPE_CHECKING:
+    from anomaly.config.schema import Config
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Category:
     """An evaluation, where it comes from, and its pictures.
 
@@ -47,10 +59,39 @@ class Category:
     seconds: float = 0.0
     tiles: Mapping[int, Tile] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        figures = {k: v for k, v in self.metrics.items() if k.endswith(("auroc", "aupro"))}
+        said = ", ".join(f"{k} {v:.4f}" for k, v in figures.items() if v is not None)
+        count = f"{self.evaluation.n_good} good, {self.evaluation.n_defect} defective"
+        return f"<Evaluation of {self.name} on {count}: {said}>"
+
     @property
     def name(self) -> str:
         """The category's name."""
         return self.evaluation.name
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """Image and pixel figures by name; None where one is undefined (see `undefined`)."""
+        return dict(self.evaluation.metrics.values)
+
+    @property
+    def scored(self) -> tuple[Scored, ...]:
+        """Every test image and its score."""
+        return self.evaluation.scored
+
+    def report(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Write `index.html`, and the report of this model in a folder beside it.
+
+        Returns:
+            The report's HTML file.
+
+        Raises:
+            OutputError: there is one already, or it can't be written.
+        """
+        from anomaly import write_report
+
+        return write_report(self, Path(folder), overwrite=overwrite)
 
     @property
     def verdicts(self) -> Confusion | None:
@@ -64,6 +105,101 @@ class Category:
             if row.image_score is not None
         ]
         return confusion([v for v, _, _ in rows], [d for _, d, _ in rows], [t for _, _, t in rows])
+
+
+def evaluate(
+    detector: AnomalyDetector,
+    data: Dataset | Config | Iterable[Sample] | None = None,
+    *,
+    workers: int = 2,
+    progress: Progress = lambda done, total: None,
+) -> Category:
+    """Score test images and compare with what they show.
+
+    Nothing is tuned here: the detector and its thresholds stay as they are.
+
+    Args:
+        detector: trained.
+        data: what to test with: a data set's test split (`anomaly.open_dataset`), that of the data
+            set which a config's `data` names, samples of your own, or None for the data set that
+            the detector was trained on, where its run remembers that. Images that it has learned
+            from are left out.
+        workers: decoding processes, besides one for masks.
+        progress: called with (done, total).
+
+    Returns:
+        Figures (`metrics`), every image's score (`scored`), what the thresholds did (`verdicts`),
+        and `report(folder)`.
+
+    Raises:
+        DataError: there are no images, or a mask doesn't fit its image.
+    """
+    mask_above = detector.config.data.mask_above
+    if data is None:
+        if detector.folder is None:
+            raise DataError("nothing says what to test with; give a data set, or samples")
+        data, place = images_to_test(detector, detector.folder)
+        samples = list(data)
+    else:
+        samples, place, mask_above = images_meant(data, mask_above)
+    samples = not_learned(detector, detector.config.name, samples)
+    return evaluated(
+        detector, samples, place, mask_above=mask_above, workers=workers, progress=progress
+    )
+
+
+def evaluated(
+    detector: AnomalyDetector,
+    samples: Sequence[Sample],
+    data_folder: str,
+    *,
+    mask_above: int,
+    workers: int = 2,
+    progress: Progress = lambda done, total: None,
+    model: str = "",
+) -> Category:
+    """Score test images and draw them for the report.
+
+    Args:
+        detector: trained.
+        samples: to test with.
+        data_folder: where they are, for people.
+        mask_above: mask values above this are defect.
+        workers: decoding processes, besides one for masks.
+        progress: called with (done, total).
+        model: the model's folder, as the user named it.
+
+    Raises:
+        DataError: as `evaluate`.
+    """
+    started = time.perf_counter()
+    limit = None if detector.thresholds is None else detector.thresholds.pixel
+    with Tiles(len(samples), limit, workers) as tiles:
+        evaluation = score_test_split(
+            detector,
+            samples,
+            mask_above=mask_above,
+            workers=workers,
+            progress=progress,
+            visit=lambda prediction, _, anomaly_map, mask: tiles.add(prediction, anomaly_map, mask),
+        )
+        pictures = tiles.finished()
+    folder = Path(model) if model else detector.folder
+    return Category(
+        evaluation=evaluation,
+        thresholds=detector.thresholds,
+        model="" if folder is None else str(folder),
+        model_id=detector.model_id,
+        method=detector.method,
+        unit=detector.unit,
+        manifest=detector.manifest,
+        settings=portable(detector.config),
+        training={} if folder is None else training_record(folder),
+        data_folder=data_folder,
+        date=utc_now(),
+        seconds=time.perf_counter() - started,
+        tiles=pictures,
+    )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,18 @@ INDEX_FILES = ("index.html", "metrics.json", "scores.csv")
 CATEGORY_FILES = ("report.html", "metrics.json", "scores.csv")
 
 
+def write_report(category: Category, folder: Path, *, overwrite: bool) -> Path:
+    """Write one evaluation's report and the index over it; returns the report.
+
+    Raises:
+        OutputError: they exist already, or can't be written.
+    """
+    place = EvaluationFolder(folder, overwrite=overwrite)
+    report = place.add(category)
+    place.finish([category], [])
+    return report
+
+
 class EvaluationFolder:
     """The folder that `evaluate` writes.
 

@@ -167,12 +167,12 @@ def test_a_mark_on_a_cropped_oblong_image_comes_back_at_its_pixel(
     output = tmp_path / "run"
     overrides = ["image.resize=96", "image.crop=80", "backbone.layers=[layer1]"]
     assert command("train", train_arguments(product, output, *overrides))[0] == 0
-    detector = load(output, torch.device("cpu")).detector
+    detector = load(output, torch.device("cpu"))
     for mark in [(20, 40), (60, 75), (40, 90)]:
         write_part(tmp_path / "marked.png", seed=7, mark=mark)
         (result,) = detector.predict([tmp_path / "marked.png"])
         assert isinstance(result, Prediction)
-        anomaly_map = result.anomaly_map()
+        anomaly_map = result.anomaly_map
         assert anomaly_map.shape == (96, 120)
         assert np.isnan(anomaly_map[:8]).all()
         assert not np.isnan(anomaly_map[8:88, 10:110]).any()

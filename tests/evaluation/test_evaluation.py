@@ -15,7 +15,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 from anomaly.datasets import Sample, open_dataset
 from anomaly.errors import DataError
-from anomaly.evaluation.evaluate import Evaluation, Scored, evaluate
+from anomaly.evaluation.evaluate import Evaluation, Scored, score_test_split
 from anomaly.evaluation.metrics import Metrics
 from anomaly.imaging.image import read_mask
 from anomaly.model.checkpoint import load
@@ -24,15 +24,15 @@ from anomaly.report.tables import metrics_json, scores_csv, table
 
 
 def test_figures_agree_with_scikit_learn(run_folder: Path, product: Path) -> None:
-    detector = load(run_folder, torch.device("cpu")).detector
+    detector = load(run_folder, torch.device("cpu"))
     samples = open_dataset("mvtec", product, None).test
-    evaluation = evaluate(detector, samples)
+    evaluation = score_test_split(detector, samples)
     scores, pixels, truth = [], [], []
-    for result in detector.predict([s.path for s in samples], whole=True):
+    for result in detector.score_all([s.path for s in samples], whole=True):
         assert isinstance(result, Prediction)
         mask_path = samples[result.index].mask_path
-        scores.append(result.image_score)
-        pixels.append(result.anomaly_map().ravel())
+        scores.append(result.score)
+        pixels.append(result.anomaly_map.ravel())
         truth.append(
             np.zeros(result.image.size, bool).ravel()
             if mask_path is None
@@ -56,18 +56,18 @@ def test_a_mask_of_another_size_is_an_error(run_folder: Path, tmp_path: Path) ->
     product = write_product(tmp_path / "disc", n_train=1)
     mask = product / "ground_truth" / "spot" / "001_mask.png"
     cv2.imwrite(str(mask), np.zeros((50, 60), np.uint8))
-    detector = load(run_folder, torch.device("cpu")).detector
+    detector = load(run_folder, torch.device("cpu"))
     with pytest.raises(DataError, match=r"001_mask\.png is 60×50 pixels, but its image"):
-        evaluate(detector, open_dataset("mvtec", product, None).test)
+        score_test_split(detector, open_dataset("mvtec", product, None).test)
 
 
 def test_an_image_whose_mask_is_damaged_is_left_out(run_folder: Path, tmp_path: Path) -> None:
     product = write_product(tmp_path / "disc", n_train=1)
     mask = product / "ground_truth" / "spot" / "001_mask.png"
     mask.write_bytes(mask.read_bytes()[:-30])
-    detector = load(run_folder, torch.device("cpu")).detector
+    detector = load(run_folder, torch.device("cpu"))
     seen: list[str] = []
-    evaluation = evaluate(
+    evaluation = score_test_split(
         detector,
         open_dataset("mvtec", product, None).test,
         visit=lambda prediction, sample, anomaly_map, mask: seen.append(sample.name),
@@ -83,8 +83,8 @@ def test_an_image_whose_mask_is_damaged_is_left_out(run_folder: Path, tmp_path: 
 def test_defects_without_masks_count_for_the_image_only(run_folder: Path, tmp_path: Path) -> None:
     product = write_product(tmp_path / "disc", n_train=1)
     shutil.rmtree(product / "ground_truth")
-    detector = load(run_folder, torch.device("cpu")).detector
-    metrics = evaluate(detector, open_dataset("mvtec", product, None).test).metrics
+    detector = load(run_folder, torch.device("cpu"))
+    metrics = score_test_split(detector, open_dataset("mvtec", product, None).test).metrics
     assert metrics.values["image_auroc"] == 1.0
     assert metrics.values["pixel_auroc"] is None
     assert metrics.reasons["pixel_auroc"]
@@ -93,8 +93,8 @@ def test_defects_without_masks_count_for_the_image_only(run_folder: Path, tmp_pa
 def test_an_unreadable_test_image_is_left_out_and_listed(run_folder: Path, tmp_path: Path) -> None:
     product = write_product(tmp_path / "disc", n_train=1)
     (product / "test" / "good" / "001.png").write_text("no image")
-    detector = load(run_folder, torch.device("cpu")).detector
-    evaluation = evaluate(detector, open_dataset("mvtec", product, None).test)
+    detector = load(run_folder, torch.device("cpu"))
+    evaluation = score_test_split(detector, open_dataset("mvtec", product, None).test)
     assert (evaluation.n_good, evaluation.n_defect) == (2, 3)
     assert evaluation.scored[1].image_score is None
     assert "001.png" in evaluation.scored[1].reason

@@ -26,13 +26,12 @@ from anomaly.explain.explanation import (
 from anomaly.explain.patches import patch_box
 from anomaly.hooks import live_hooks
 from anomaly.imaging.preprocessing import Loaded, load
-from anomaly.model.checkpoint import Model
 from anomaly.model.checkpoint import load as load_model
 from anomaly.model.detector import AnomalyDetector
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 
-def opened(folder: Path) -> Model:
+def opened(folder: Path) -> AnomalyDetector:
     return load_model(folder, torch.device("cpu"))
 
 
@@ -84,7 +83,7 @@ def test_the_gradient_of_the_score_equals_finite_differences(
 ) -> None:
     overrides = ["precision=fp32", "backbone.layers=[layer1, layer2]", *SETTINGS[kind]]
     assert command("train", train_arguments(product, tmp_path / "run", *overrides))[0] == 0
-    detector = opened(tmp_path / "run").detector
+    detector = opened(tmp_path / "run")
     item = loaded(detector, product / "test" / "spot" / "001.png")
     (before,) = detector.score([item])
     gradient = score_gradient(detector, item)
@@ -99,16 +98,16 @@ def test_the_gradient_of_the_score_equals_finite_differences(
         pixels = item.pixels + np.float32(sign * 0.01 / size) * direction
         moved = replace(item, pixels=np.ascontiguousarray(pixels))
         (after,) = detector.score([moved])
-        steps.append(after.image_score)
+        steps.append(after.score)
     assert (steps[0] - steps[1]) / 0.02 == pytest.approx(size, rel=0.1)
-    assert steps[0] > before.image_score > steps[1]
+    assert steps[0] > before.score > steps[1]
 
 
 def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
     run_folder: Path, product: Path
 ) -> None:
     model = opened(run_folder)
-    detector = model.detector
+    detector = model
     item = loaded(detector, product / "test" / "spot" / "000.png")
     (prediction,) = detector.score([item])
     patches = [worst_patches(prediction.patch_scores, 0.0)[0], (0, 0), (2, 5)]
@@ -140,7 +139,7 @@ def test_large_images_are_explained_by_their_tiles(
     settings = ["image.tile=64", "image.overlap=16", "precision=fp32"]
     assert command("train", train_arguments(product, tmp_path / "run", *settings))[0] == 0
     model = opened(tmp_path / "run")
-    detector, file = model.detector, product / "test" / "spot" / "000.png"
+    detector, file = model, product / "test" / "spot" / "000.png"
     item = loaded(detector, file)
     (prediction,) = detector.score([item])
     height, width = prediction.patch_scores.shape
@@ -174,10 +173,8 @@ def test_padim_compares_with_the_same_place_on_several_good_images(
     padim_folder: Path, product: Path
 ) -> None:
     model = opened(padim_folder)
-    item = loaded(model.detector, product / "test" / "good" / "000.png")
-    good = GoodImages(
-        model.detector, model.manifest, [product], partial(load, 0, loading=model.detector.loading)
-    )
+    item = loaded(model, product / "test" / "good" / "000.png")
+    good = GoodImages(model, model.manifest, [product], partial(load, 0, loading=model.loading))
     ((*near,),) = good.nearest(item, [(3, 4)])
     assert len({patch.image for patch in near}) == 5
     assert {(patch.row, patch.column, patch.distance) for patch in near} == {(3, 4, None)}
@@ -189,12 +186,12 @@ def test_good_images_are_found_in_any_folder_that_holds_them(
 ) -> None:
     model = opened(run_folder)
     good = GoodImages(
-        model.detector,
+        model,
         model.manifest,
         [product / "absent", product / inside],
-        partial(load, 0, loading=model.detector.loading),
+        partial(load, 0, loading=model.loading),
     )
-    item = loaded(model.detector, product / "test" / "good" / "000.png")
+    item = loaded(model, product / "test" / "good" / "000.png")
     ((patch, *_),) = good.nearest(item, [(0, 0)])
     good.crop(patch)
     assert not good.missing()
@@ -205,12 +202,12 @@ def test_images_that_are_gone_or_changed_are_told(
 ) -> None:
     model = opened(run_folder)
     shutil.copytree(product / "train" / "good", tmp_path / "good")
-    item = loaded(model.detector, product / "test" / "good" / "000.png")
+    item = loaded(model, product / "test" / "good" / "000.png")
     here = GoodImages(
-        model.detector,
+        model,
         model.manifest,
         [tmp_path / "good"],
-        partial(load, 0, loading=model.detector.loading),
+        partial(load, 0, loading=model.loading),
     )
     ((first, *rest),) = here.nearest(item, [(0, 0)], count=40)
     other = next(patch for patch in rest if patch.image != first.image)
@@ -218,9 +215,9 @@ def test_images_that_are_gone_or_changed_are_told(
     (tmp_path / "good" / Path(other.image).name).unlink()
     assert here.crop(first).shape == here.crop(other).shape == (150, 150, 3)
     assert here.missing() == {first.image: "changed since training", other.image: "not found"}
-    assert GoodImages(
-        model.detector, model.manifest, [], partial(load, 0, loading=model.detector.loading)
-    ).crop(first).shape == (150, 150, 3)
+    assert GoodImages(model, model.manifest, [], partial(load, 0, loading=model.loading)).crop(
+        first
+    ).shape == (150, 150, 3)
 
 
 @settings(max_examples=50)
@@ -243,11 +240,11 @@ def test_a_refused_training_image_does_not_shift_the_others(
     assert command("train", train_arguments(root, tmp_path / "run"))[0] == 3
     model = opened(tmp_path / "run")
     assert model.manifest["refused_images"] == {"train/good/002.png": 2}
-    bank = model.detector.scorer
+    bank = model.scorer
     assert isinstance(bank, MemoryBank)
     names = training_names(model.manifest)
     for i in range(0, len(bank.origins), max(1, len(bank.origins) // 8)):
         image, row, column = bank.origins[i].tolist()
-        item = loaded(model.detector, root / names[image])
-        patch = model.detector.embedder([item])[0, row, column]
+        item = loaded(model, root / names[image])
+        patch = model.embedder([item])[0, row, column]
         torch.testing.assert_close(patch, bank.vectors[i], rtol=2e-2, atol=2e-2)

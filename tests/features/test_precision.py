@@ -12,8 +12,8 @@ from anomaly.features import precision
 from anomaly.features.backbones import build, fill, read_weights
 from anomaly.features.extractor import FeatureExtractor, truncate
 from anomaly.model import checkpoint
-from anomaly.model.checkpoint import load, save
-from anomaly.model.training import fit
+from anomaly.model.checkpoint import load
+from anomaly.model.training import train
 from anomaly.sample_data import write_sample_data
 
 CPU = torch.device("cpu")
@@ -77,17 +77,17 @@ def test_precision_is_saved_and_a_change_is_pointed_out(
         "test",
     )
     samples = open_dataset("mvtec", tmp_path / "data", "brushed_plate").train
-    training = fit(config, samples, device=CPU, scratch=tmp_path)
-    save(training, tmp_path / "model")
+    training = train(config, samples, device=CPU, scratch=tmp_path)
+    training.detector.save(tmp_path / "model")
     caplog.clear()
     monkeypatch.setattr(checkpoint, "has_bf16", lambda device: True)
     model = load(tmp_path / "model", CPU)
-    assert model.detector.config.precision == model.detector.extractor.precision == "bf16"
+    assert model.config.precision == model.extractor.precision == "bf16"
     assert model.manifest["made_with"]["precision"] == "bf16"
     assert not caplog.records
     caplog.set_level(logging.WARNING)
-    assert load(tmp_path / "model", CPU, "fp32").detector.extractor.precision == "fp32"
+    assert load(tmp_path / "model", CPU, "fp32").extractor.precision == "fp32"
     assert "trained in bf16 and runs in fp32 (as asked)" in caplog.text
     monkeypatch.setattr(checkpoint, "has_bf16", lambda device: False)
-    assert load(tmp_path / "model", CPU).detector.extractor.precision == "fp32"
+    assert load(tmp_path / "model", CPU).extractor.precision == "fp32"
     assert "this machine doesn't have bf16" in caplog.text

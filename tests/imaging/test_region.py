@@ -113,7 +113,7 @@ def test_what_lies_outside_counts_nowhere(
     run = tmp_path / "run"
     arguments = train_arguments(product, run, LEFT, f"model.kind={kind}")
     assert command("train", arguments)[0] == 0
-    detector = load(run, torch.device("cpu")).detector
+    detector = load(run, torch.device("cpu"))
     if kind == "patchcore":  # nothing outside is in the bank: the grid has 16 columns
         columns = detector.scorer.tensors()["origins"][:, 2]
         assert columns.max() <= 4
@@ -124,15 +124,15 @@ def test_what_lies_outside_counts_nowhere(
     inside, outside, plain = detector.predict([tmp_path / f"{name}.png" for name in names])
     for result in (inside, outside, plain):
         assert isinstance(result, Prediction)
-        found = result.anomaly_map()
+        found = result.anomaly_map
         assert np.isnan(found[:, 60:]).all()
         assert not np.isnan(found[:, :60]).any()
         np.testing.assert_array_equal(
-            np.isnan(result.anomaly_map(slice(5, 9))), np.isnan(found[5:9])
+            np.isnan(result.source_map(slice(5, 9))), np.isnan(found[5:9])
         )
-    assert inside.image_score > 1.3 * plain.image_score
-    assert outside.image_score < inside.image_score / 2  # neighbouring patches see some of it
-    assert inside.image_score > detector.thresholds.image
+    assert inside.score > 1.3 * plain.score
+    assert outside.score < inside.score / 2  # neighbouring patches see some of it
+    assert inside.score > detector.thresholds.image
 
 
 def test_a_drawn_mask_travels_with_the_model(
@@ -146,12 +146,12 @@ def test_a_drawn_mask_travels_with_the_model(
     assert command("train", train_arguments(product, run, setting))[0] == 0
     (tmp_path / "mask.png").unlink()
     picture = product / "test" / "spot" / "000.png"
-    (drawn,) = load(run, torch.device("cpu")).detector.predict([picture])
+    (drawn,) = load(run, torch.device("cpu")).predict([picture])
     assert "ignore.png" in json.loads((run / "model" / "manifest.json").read_text())["files"]
     assert command("train", train_arguments(product, tmp_path / "other", LEFT))[0] == 0
-    (polygons,) = load(tmp_path / "other", torch.device("cpu")).detector.predict([picture])
+    (polygons,) = load(tmp_path / "other", torch.device("cpu")).predict([picture])
     assert isinstance(drawn, Prediction)
-    np.testing.assert_array_equal(drawn.anomaly_map(), polygons.anomaly_map())
+    np.testing.assert_array_equal(drawn.anomaly_map, polygons.anomaly_map)
 
 
 def test_figures_leave_out_what_is_outside(product: Path, tmp_path: Path, command: Command) -> None:
@@ -173,7 +173,7 @@ def test_an_image_that_the_region_does_not_fit_has_a_row_that_says_so(
     cv2.imwrite(str(product / "train" / "good" / "small.png"), np.full((50, 60, 3), 90, np.uint8))
     assert command("train", train_arguments(product, run, corner))[0] == 3
     assert list(json.loads((run / "train.json").read_text())["refused"]) == ["train/good/small.png"]
-    detector = load(run, torch.device("cpu")).detector
+    detector = load(run, torch.device("cpu"))
     files = [product / "train" / "good" / name for name in ("000.png", "small.png")]
     results = sorted(detector.predict(files), key=lambda r: r.index)
     assert isinstance(results[0], Prediction)
@@ -212,19 +212,19 @@ def test_an_image_that_the_region_misses_leaves_its_batch_alone(
     _enlarged(inputs / "0.png", inputs / "1.png", 10)
     write_part(inputs / "2.png", seed=51, mark=(5, 5))
     files = sorted(inputs.iterdir())
-    detector = load(run, torch.device("cpu")).detector
+    detector = load(run, torch.device("cpu"))
     assert len({detector.loading.sizing.view(size).size for size in ((96, 120), (960, 1200))}) == 1
     found = {result.index: result for result in detector.predict(files)}
     assert isinstance(found[1], Refused)
     assert (found[1].status, str(files[1]) in found[1].reason) == ("unsupported", True)
     alone = list(detector.predict([files[0], files[2]]))
-    assert [found[i].image_score for i in (0, 2)] == [one.image_score for one in alone]
+    assert [found[i].image_score for i in (0, 2)] == [one.score for one in alone]
     output = tmp_path / "out"
     base = ["--model", run, "--input", inputs, "--output", output]
     assert command("infer", base)[0] == 3
     rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows] == ["ok", "unsupported", "ok"]
-    assert [rows[i]["image_score"] for i in (0, 2)] == [one.image_score for one in alone]
+    assert [rows[i]["image_score"] for i in (0, 2)] == [one.score for one in alone]
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def _train(folder: Path, command: Command, size: int, *settings: str) -> Anomaly
     arguments = train_arguments(folder / "data" / "part", run, "model.coreset_size=500", *settings)
     code, _, err = command("train", arguments)
     assert code == 0, err
-    return load(run, torch.device("cpu")).detector
+    return load(run, torch.device("cpu"))
 
 
 def _separation(detector: AnomalyDetector, folder: Path, size: int) -> tuple[float, bool]:
@@ -100,15 +100,15 @@ def _separation(detector: AnomalyDetector, folder: Path, size: int) -> tuple[flo
             files.append(folder / f"{name}{i}.png")
             cv2.imwrite(str(files[-1]), _texture(size, 50 + i, spot))
     results = sorted(detector.predict(files), key=lambda r: r.index)
-    good = max(r.image_score for r in results[::2])
+    good = max(r.score for r in results[::2])
     in_place = True
     for spot, result in zip(spots, results[1::2], strict=True):
         assert isinstance(result, Prediction)
-        found = result.anomaly_map()
+        found = result.anomaly_map
         assert found.shape == (size, size)
         row, column = np.unravel_index(np.nanargmax(found), found.shape)
         in_place &= abs(row - spot[0] - 7) < 24 and abs(column - spot[1] - 7) < 24
-    return min(r.image_score for r in results[1::2]) / good, in_place
+    return min(r.score for r in results[1::2]) / good, in_place
 
 
 def _small_defects(folder: Path, command: Command, size: int) -> None:
@@ -136,8 +136,8 @@ def test_an_image_of_one_tile_is_scored_as_a_whole(tmp_path: Path, command: Comm
     cv2.imwrite(str(tmp_path / "x.png"), _texture(256, 9, (100, 60)))
     for file in (picture, tmp_path / "x.png"):
         (one,), (other,) = plain.predict([file]), tiled.predict([file])
-        assert one.image_score == pytest.approx(other.image_score, rel=1e-5)
-        np.testing.assert_allclose(one.anomaly_map(), other.anomaly_map(), atol=1e-5)
+        assert one.score == pytest.approx(other.score, rel=1e-5)
+        np.testing.assert_allclose(one.anomaly_map, other.anomaly_map, atol=1e-5)
 
 
 def test_regions_hold_in_tiles(tmp_path: Path, command: Command) -> None:
@@ -148,10 +148,10 @@ def test_regions_hold_in_tiles(tmp_path: Path, command: Command) -> None:
         cv2.imwrite(str(tmp_path / f"{name}.png"), _texture(640, 9, spot))
     inside, outside, none = detector.predict([tmp_path / f"{n}.png" for n in ("in", "out", "none")])
     assert isinstance(inside, Prediction)
-    assert np.isnan(inside.anomaly_map()[:, 320:]).all()
-    assert not np.isnan(inside.anomaly_map()[:, :320]).any()
-    assert outside.image_score == pytest.approx(none.image_score, rel=1e-5)
-    assert inside.image_score > 1.1 * none.image_score
+    assert np.isnan(inside.anomaly_map[:, 320:]).all()
+    assert not np.isnan(inside.anomaly_map[:, :320]).any()
+    assert outside.score == pytest.approx(none.score, rel=1e-5)
+    assert inside.score > 1.1 * none.score
     origins = detector.scorer.tensors()["origins"]
     assert len(np.unique(origins.numpy(), axis=0)) == len(origins)
     # Three tiles of 16 patches: 640 pixels, tiles from 0, 192 and 384. Half ends in the second.

@@ -46,7 +46,7 @@ def test_masks_regions_and_maps_say_the_same(
     base = ["--model", run_folder, "--input", inputs, "--output", output]
     more = ["--masks", "--regions", "--maps", "float32"]
     assert command("infer", [*base, *more])[0] == 3
-    detector = load(run_folder, torch.device("cpu")).detector
+    detector = load(run_folder, torch.device("cpu"))
     assert detector.thresholds is not None
     limit = detector.thresholds.pixel
     rows = [row for row in _csv(output / "results.csv") if row["status"] == "ok"]
@@ -55,7 +55,7 @@ def test_masks_regions_and_maps_say_the_same(
     for row in rows:
         (prediction,) = detector.predict([Path(row["path"])])
         assert isinstance(prediction, Prediction)
-        expected = prediction.anomaly_map()
+        expected = prediction.anomaly_map
         name = Path(row["heatmap"]).relative_to("heatmaps")
         found = _picture(output / "maps" / name.with_suffix(".tiff"))
         np.testing.assert_allclose(found, expected, rtol=1e-4)

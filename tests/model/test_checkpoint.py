@@ -16,7 +16,7 @@ from anomaly.config.files import load_config
 from anomaly.datasets import open_dataset
 from anomaly.model.checkpoint import load
 from anomaly.model.prediction import Prediction
-from anomaly.model.training import fit
+from anomaly.model.training import train
 
 
 def _bytes(model: Path) -> dict[str, str]:
@@ -53,7 +53,6 @@ def test_one_seed_gives_the_same_bytes_from_anywhere(
 def test_saved_and_loaded_models_score_to_the_bit(
     kind: str, score: str, product: Path, tmp_path: Path
 ) -> None:
-    from anomaly.model.checkpoint import save
 
     overrides = [o for o in train_arguments(product, tmp_path) if isinstance(o, str) and "=" in o]
     config = load_config(
@@ -63,16 +62,16 @@ def test_saved_and_loaded_models_score_to_the_bit(
     )
     dataset = open_dataset("mvtec", product, None)
     cpu = torch.device("cpu")
-    training = fit(config, dataset.train, device=cpu, scratch=tmp_path, progress=lambda *_: None)
-    save(training, tmp_path / "model")
-    loaded = load(tmp_path / "model", cpu).detector
+    training = train(config, dataset.train, device=cpu, scratch=tmp_path, progress=lambda *_: None)
+    training.detector.save(tmp_path / "model")
+    loaded = load(tmp_path / "model", cpu)
     paths = [s.path for s in dataset.test]
     for before, after in zip(training.detector.predict(paths), loaded.predict(paths), strict=True):
         assert isinstance(before, Prediction)
         assert isinstance(after, Prediction)
-        assert before.image_score == after.image_score
+        assert before.score == after.score
         np.testing.assert_array_equal(before.patch_scores, after.patch_scores)
-        np.testing.assert_array_equal(before.anomaly_map(), after.anomaly_map())
+        np.testing.assert_array_equal(before.anomaly_map, after.anomaly_map)
     assert loaded.thresholds == training.detector.thresholds
 
 
@@ -120,15 +119,15 @@ def test_bank_vectors_know_where_they_came_from(run_folder: Path, product: Path)
 
     model = load(run_folder, torch.device("cpu"))
     names = list(model.manifest["training_images"])
-    scorer = model.detector.scorer
+    scorer = model.scorer
     origins, vectors = scorer.tensors()["origins"], scorer.tensors()["vectors"]
     dataset = open_dataset("mvtec", product, None)
     learned = [s for s in dataset.train if s.name in names]
     for i in (0, len(origins) // 2, len(origins) - 1):
         image, row, column = origins[i].tolist()
-        item = load_image(0, learned[image].path, model.detector.loading)
+        item = load_image(0, learned[image].path, model.loading)
         assert isinstance(item, Loaded)
-        patch = model.detector.embedder([item])[0, row, column]
+        patch = model.embedder([item])[0, row, column]
         torch.testing.assert_close(patch, vectors[i], rtol=1e-4, atol=1e-5)
 
 
@@ -138,7 +137,7 @@ def test_inverted_lists_are_made_at_first_use(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     arguments = train_arguments(product, tmp_path / "run", "model.search=ivf")
     assert command("train", arguments)[0] == 0
-    detector = load(tmp_path / "run", torch.device("cpu")).detector
+    detector = load(tmp_path / "run", torch.device("cpu"))
     exact = replace(detector, scorer=replace(detector.scorer, search="auto"))
     files = sorted((product / "test").rglob("*.png"))
     for one, other in zip(detector.predict(files), exact.predict(files), strict=True):
@@ -156,7 +155,7 @@ def test_everything_in_a_run_can_be_read_by_others(run_folder: Path) -> None:
 
 def test_train_json_gives_values_of_scalars_and_shapes_of_the_rest(run_folder: Path) -> None:
     scorer = json.loads((run_folder / "train.json").read_text())["scorer"]
-    tensors = load(str(run_folder), "cpu").detector.scorer.tensors()
+    tensors = load(str(run_folder), "cpu").scorer.tensors()
     assert scorer["covering_radius"] == float(tensors["covering_radius"])
     assert scorer["exact"] is True
     assert scorer["vectors"] == list(tensors["vectors"].shape)

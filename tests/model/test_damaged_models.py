@@ -120,7 +120,7 @@ def check_message(error: ModelError, folder: Path) -> None:
 def attempt(folder: Path) -> AnomalyDetector | None:
     """The detector of a folder; None where it is refused."""
     try:
-        return load(folder).detector
+        return load(folder)
     except ModelError as error:
         check_message(error, folder)
         return None
@@ -132,12 +132,12 @@ def agree(one: AnomalyDetector, other: AnomalyDetector, image: Path) -> bool:
     assert isinstance(before, Prediction)
     if isinstance(after, Refused):
         return True
-    assert math.isfinite(after.image_score)
-    return after.image_score == before.image_score and one.verdict(before) == other.verdict(after)
+    assert math.isfinite(after.score)
+    return after.score == before.score and before.verdict == after.verdict
 
 
 def test_each_value_of_a_manifest(model: Path, product: Path) -> None:
-    good = load(model).detector
+    good = load(model)
     image = product / "test" / "spot" / "000.png"
     passed: set[tuple[Any, ...]] = set()
     for way, mutant in mutants(manifest_of(model)):
@@ -213,7 +213,7 @@ def tampered(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor
 
 
 def test_each_tensor_of_the_scorer(model: Path) -> None:
-    kind = type(load(model).detector.scorer)
+    kind = type(load(model).scorer)
     whole = load_file(model / "scorer.safetensors")
     save_file(whole | {"another": torch.zeros(3)}, model / "scorer.safetensors")
     vouch_for(model, "scorer.safetensors")
@@ -291,7 +291,7 @@ def test_values_that_overflow_give_no_verdict(
 
 def test_one_broken_patch_is_enough(model: Path, product: Path) -> None:
     """The highest of the other patches must not stand for the image."""
-    detector = load(model).detector
+    detector = load(model)
     (item,) = detector.predict([product / "test" / "good" / "000.png"])
     assert isinstance(item, Prediction)
     embeddings = torch.zeros(2, *detector.embedder.grid(item.view.size), _channels(detector))
@@ -327,7 +327,7 @@ def test_new_thresholds_are_vouched_for(model: Path) -> None:
     after = replace_thresholds(model, thresholds, {"asked": {}})
     again = load(model)
     assert again.model_id == after == model_id(model)
-    assert again.detector.thresholds == thresholds
+    assert again.thresholds == thresholds
     assert (model / "history.jsonl").read_bytes().startswith(b"\xff\n")
 
 
@@ -339,7 +339,7 @@ def test_a_model_of_the_first_format_loads_with_a_word(
     with caplog.at_level(logging.WARNING):
         first = load(str(bank))
     assert "first format" in caplog.text
-    replace_thresholds(bank, first.detector.thresholds, {})  # type: ignore[arg-type]
+    replace_thresholds(bank, first.thresholds, {})  # type: ignore[arg-type]
     caplog.clear()
     assert load(bank).manifest["format"] == "anomaly-model/2"
     assert "first format" not in caplog.text

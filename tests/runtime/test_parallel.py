@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from anomaly.runtime import spread, spreading
+from anomaly.runtime import spread, spreading, take_threads
 
 CPU = torch.device("cpu")
 
@@ -34,6 +34,22 @@ def test_each_thread_computes_alone_and_the_setting_comes_back(threads: int) -> 
     thread.start()
     thread.join()
     assert later == [threads]
+
+
+def test_a_thread_that_comes_while_others_compute_alone_has_all_threads(threads: int) -> None:
+    seen: list[int] = []
+
+    def caller() -> None:
+        take_threads()
+        seen.append(torch.get_num_threads())
+
+    with spreading(CPU):
+        thread = threading.Thread(target=caller)
+        thread.start()
+        thread.join()
+        assert torch.get_num_threads() == 1
+    assert seen == [threads]
+    assert torch.get_num_threads() == threads
 
 
 def test_more_than_one_thread_works() -> None:

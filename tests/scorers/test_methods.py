@@ -25,7 +25,7 @@ def test_a_method_from_elsewhere_goes_through_all_commands(
     run = tmp_path / "run"
     code, _, err = command("train", train_arguments(product, run, "model.kind=mean"))
     assert code == 0, err
-    detector = load(run).detector
+    detector = load(run)
     assert (detector.method, detector.unit) == ("Mean embedding", "distance to the mean")
     saved = load_file(run / "model" / "scorer.safetensors")
     assert detector.thresholds is not None

@@ -1,0 +1,185 @@
+"""`anomaly start`: from a folder of images to a trained model and a page, in one go."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import webbrowser
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anomaly.cli import execute, machine
+from anomaly.cli.progress import ProgressLine
+
+if TYPE_CHECKING:
+    from anomaly.datasets.advice import Advice
+    from anomaly.datasets.recognise import Recognised
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("folder", type=Path, help="your images, or a CSV list of them")
+    parser.add_argument(
+        "--format", help="how the folder is laid out, where that can't be told: mvtec, folder, …"
+    )
+    parser.add_argument("--name", help="of the product (default: the folder's)")
+    parser.add_argument("--output", type=Path, help="where everything goes (runs/<name>)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what lies there")
+    parser.add_argument("--no-open", action="store_true", help="don't open the page in a browser")
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting that is to differ from what would be chosen; may be repeated",
+    )
+    machine.add_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Look, check, train, evaluate, show."""
+    from anomaly.datasets.recognise import chosen, recognise
+    from anomaly.files.writing import claim, write
+
+    talks = sys.stdin.isatty() and sys.stdout.isatty()
+    taken = chosen(recognise(options.folder, options.format), input if talks else None)
+    name = options.name or _name_of(options.folder)
+    output: Path = options.output or Path("runs") / name
+    config = output / f"{name}.yaml"
+    claim(output, () if options.overwrite else ("model", config.name), overwrite=False)
+    print(f"{options.folder} is taken for --format {taken.layout}: {taken.reason}")
+    if taken.listing:
+        listing = output.absolute() / "images.csv"
+        write(listing, taken.listing)
+        print(f"they are listed in {listing}")
+        taken = type(taken)(taken.layout, listing, taken.reason)
+    network, why = _network(options.settings)
+    advised, tested = _look(taken)
+    for one in advised:
+        print(f"- {one.reason}" + (f" ({one.key}: {one.value})" if one.key else ""))
+    write(config, config_text(name, taken, network, why, advised))
+    print(f"the settings are in {config}, with the reasons; change what you know better")
+    settings = [part for setting in options.settings for part in ("--set", setting)]
+    return _steps(options, config, output, taken, settings, tested, opens=talks)
+
+
+def _steps(
+    options: argparse.Namespace,
+    config: Path,
+    output: Path,
+    taken: Recognised,
+    settings: Sequence[str],
+    tested: bool,
+    *,
+    opens: bool,
+) -> int:
+    """Run the commands, each printed as it can be run alone; the exit code of the worst."""
+    again = ["--overwrite"] if options.overwrite else []
+    computes = ["--device", options.device]
+    if options.threads is not None:
+        computes += ["--threads", str(options.threads)]
+    of_config = ["--config", str(config), *settings]
+    if _step(["check", *of_config]) == 2:
+        print("what is wrong is said above; training goes on without what can't be used")
+    code = _step(["train", *of_config, "--output", str(output), *again, *computes])
+    if code not in (0, 3):
+        return code
+    model = ["--model", str(output)]
+    if tested:
+        page = output / "evaluation" / "index.html"
+        last = ["evaluate", *model, "--output", str(page.parent), *again, *computes]
+    else:
+        page = output / "results" / "results.html"
+        print(
+            "There are no other images to test with, so these are scored: the model knows them, "
+            "and what it marks all the same is odd among them."
+        )
+        images = ["--input", str(taken.root)]
+        last = ["infer", *model, *images, "--output", str(page.parent), *again, *computes]
+    code = max(code, _step(last))
+    if page.is_file():
+        print(f"\nLook at {page.absolute()}")
+        print(f"New images: anomaly infer {_shell(model)} --input FOLDER --output FOLDER")
+        if opens and not options.no_open:
+            webbrowser.open(page.absolute().as_uri())
+    return code
+
+
+def config_text(
+    name: str, taken: Recognised, network: str | None, why: str, advised: Iterable[Advice]
+) -> str:
+    """A config of the few settings that matter, as YAML with comments.
+
+    Args:
+        name: of the product.
+        taken: what its images are taken for.
+        network: the backbone; None where the settings on the command line name one.
+        why: why that one.
+        advised: further settings, and remarks.
+    """
+    import yaml
+
+    def quoted(value: object) -> str:
+        return yaml.safe_dump(str(value), allow_unicode=True, width=10_000).splitlines()[0]
+
+    lines = [
+        "# Written by `anomaly start`. All settings and their defaults are in the README.",
+        f"name: {quoted(name)}",
+        "data:",
+        f"  # {taken.reason}",
+        f"  format: {taken.layout}",
+        f"  root: {quoted(taken.root)}",
+    ]
+    if network is not None:
+        lines += ["backbone:", f"  # {why}", f"  name: {network}", "  weights: imagenet"]
+    sections: dict[str, list[str]] = {"image": [], "model": []}
+    for one in advised:
+        section, _, key = (one.key or "image.").partition(".")
+        sections[section] += [f"  # {one.reason}"] + ([f"  {key}: {one.value}"] if key else [])
+    for section, inside in sections.items():
+        settled = any(not line.startswith("  #") for line in inside)
+        lines += [f"{section}:" if settled else f"# {section}:", *inside] if inside else []
+    return "\n".join(lines) + "\n"
+
+
+def _look(taken: Recognised) -> tuple[tuple[Advice, ...], bool]:
+    """What suits the images, and whether there are any to test with."""
+    from anomaly.datasets import open_dataset
+    from anomaly.datasets.advice import advice
+    from anomaly.datasets.check import Reading, check
+
+    dataset = open_dataset(taken.layout, taken.root, None)
+    with ProgressLine() as progress:
+        report = check(
+            dataset,
+            Reading(),
+            workers=machine.cores(),
+            progress=lambda done, total: progress("looking", done, total),
+        )
+    return advice(report), bool(dataset.test)
+
+
+def _network(settings: Sequence[str]) -> tuple[str | None, str]:
+    """The backbone whose weights can be had, and why it is that one."""
+    if any(setting.startswith("backbone.") for setting in settings):
+        return None, ""
+    from anomaly.features.backbones import backbone_at_hand
+
+    return backbone_at_hand()
+
+
+def _step(arguments: Sequence[str]) -> int:
+    print(f"\n$ anomaly {_shell(arguments)}", flush=True)
+    return execute(arguments)
+
+
+def _shell(arguments: Iterable[str]) -> str:
+    return " ".join(shlex.quote(argument) for argument in arguments)
+
+
+def _name_of(folder: Path) -> str:
+    place = folder.expanduser().absolute()
+    return place.stem if place.suffix.lower() == ".csv" else place.name

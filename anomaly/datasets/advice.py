@@ -1,0 +1,85 @@
+"""What a data set looks like -> the settings that suit it, each with the reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from anomaly.datasets.faults import DataReport
+
+_FEW = 50  # images whose coreset is small at any ratio
+_LARGE = 2048  # original pixels of the shorter side from which small defects vanish at 256
+_TILE = 1024
+_OBLONG = 1.2
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A setting, or only a remark.
+
+    Attributes:
+        key: dotted, as in a config; empty for a remark.
+        value: as YAML has it.
+        reason: a sentence or two, for people.
+    """
+
+    key: str
+    value: str
+    reason: str
+
+
+def advice(report: DataReport) -> tuple[Advice, ...]:
+    """Settings that suit a data set.
+
+    Args:
+        report: what `anomaly.datasets.check.check` found.
+    """
+    return (*_bank(report), *_shape(report), *_bits(report))
+
+
+def _bank(report: DataReport) -> Iterator[Advice]:
+    usable = report.splits["train"].usable if "train" in report.splits else 0
+    if usable < _FEW:
+        reason = (
+            f"{usable} images to learn from are few: a tenth of their patches is kept, so that "
+            "rare ones are; thresholds can promise little before there are 50"
+        )
+        yield Advice("model.coreset_ratio", "0.1", reason)
+    else:
+        reason = f"with {usable} images, one patch in a hundred tells as much as one in ten"
+        yield Advice("model.coreset_ratio", "0.01", reason)
+
+
+def _shape(report: DataReport) -> Iterator[Advice]:
+    sizes: Counter[str] = Counter()
+    for split in report.splits.values():
+        sizes.update(split.sizes)
+    if not sizes:
+        return
+    common = sizes.most_common(1)[0][0]
+    width, height = (int(side) for side in common.split("×"))
+    if len(sizes) > 1:
+        reason = f"images have {len(sizes)} sizes: each keeps its aspect, at about the same area"
+        yield Advice("", "", reason)
+    elif max(width, height) > _OBLONG * min(width, height):
+        shape = "tall" if height > width else "wide"
+        yield Advice("", "", f"images are {shape} ({common}): their aspect is kept, never squashed")
+    if min(width, height) >= _LARGE:
+        tiles = -(-width // _TILE) * -(-height // _TILE)
+        reason = (
+            f"images are large ({common}): each is seen in tiles of {_TILE} pixels, or small "
+            f"defects would vanish; an image takes about {tiles} times as long as without"
+        )
+        yield Advice("image.tile", str(_TILE), reason)
+
+
+def _bits(report: DataReport) -> Iterator[Advice]:
+    if report.bit_depth is not None:
+        reason = (
+            f"no image is brighter than {report.bit_depth} bits, though its file has 16: without "
+            "this they would be seen all but black"
+        )
+        yield Advice("image.bit_depth", str(report.bit_depth), reason)
+    elif any(mode.endswith("16") for s in report.splits.values() for mode in s.modes):
+        yield Advice("", "", "images have 16 bits, all of which are used")

@@ -1,0 +1,146 @@
+"""A folder that someone has -> what kind of data set it is, by its layout alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from anomaly.datasets.folder_names import says_good, says_not_good
+from anomaly.datasets.folders import folders_in
+from anomaly.datasets.samples import GOOD
+from anomaly.errors import DataError, nearest
+from anomaly.files.writing import like
+from anomaly.imaging.image import is_folder, list_images
+
+_MASKS = ("mask", "truth", "gt")
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """What a folder is taken for.
+
+    Attributes:
+        layout: a key of `anomaly.datasets.FORMATS`.
+        root: the folder of images, or the list of them.
+        reason: what it was recognised by, for people.
+        listing: the lines of a list that has to be written for it; empty where none has.
+    """
+
+    layout: str
+    root: Path
+    reason: str
+    listing: str = ""
+
+
+def recognise(place: Path, layout: str | None = None) -> tuple[Recognised, ...]:
+    """What a folder, or a list of images, can be taken for; the likeliest first.
+
+    Args:
+        place: as a user named it.
+        layout: takes it for that one, whatever it looks like.
+
+    Raises:
+        DataError: it doesn't exist, holds several data sets or no images.
+    """
+    place = Path(os.path.abspath(place.expanduser()))  # noqa: PTH100, links stay
+    if not place.exists():
+        raise DataError(f"{place} doesn't exist{like(place)}; give a folder of images")
+    if layout is not None:
+        return (Recognised(layout, place, "as you say"),)
+    if not is_folder(place):
+        if place.suffix.lower() != ".csv":
+            raise DataError(f"{place} is a file; give the folder that it is in, or a CSV list")
+        return (Recognised("csv", place, "a list of images"),)
+    found = tuple(Recognised(name, place, why) for name, fits, why in _KNOWN if fits(place))
+    return found or (_own_names(place) or _plain(place),)
+
+
+def _has(*folders: str) -> Callable[[Path], bool]:
+    return lambda place: all(is_folder(place / folder) for folder in folders)
+
+
+def _is_mvtec(place: Path) -> bool:
+    others = ("test_public", "validation")
+    return _has("train/good")(place) and not any(is_folder(place / other) for other in others)
+
+
+# Format, whether a folder has its layout, and what that is, for people.
+_KNOWN: tuple[tuple[str, Callable[[Path], bool], str], ...] = (
+    ("mvtec_ad_2", _has("train/good", "test_public"), "train/good beside test_public"),
+    ("mvtec_loco", _has("train/good", "validation", "test"), "train, validation and test"),
+    ("mvtec", _is_mvtec, "train/good, and test/ where there is one"),
+    ("btad", _has("train/ok", "test"), "train/ok beside test"),
+    ("visa", _has("../split_csv"), "a category beside split_csv"),
+    ("good_defect", _has("good", "defect"), "good/ beside defect/"),
+)
+
+
+def _own_names(place: Path) -> Recognised | None:
+    """Folders of good images and of others under names of one's own: a list is made of them."""
+    folders = folders_in(place)
+    good = [name for name in folders if says_good(name)]
+    if not good:
+        return None
+    masks = [name for name in folders if any(word in name.lower() for word in _MASKS)]
+    others = [name for name in folders if name not in good and name not in masks]
+    if not others:
+        root = place / good[0] if len(good) == 1 else place
+        return Recognised("folder", root, f"good images in {', '.join(good)}")
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("path", "label"))
+    for folder in [*good, *others]:
+        for image in list_images(place / folder):
+            inner = image.relative_to(place / folder).parts
+            kind = inner[0] if len(inner) > 1 else folder
+            rows.writerow((image, GOOD if folder in good else kind))
+    reason = f"good images in {', '.join(good)}, others in {', '.join(others)}"
+    return Recognised("csv", place, reason, text.getvalue())
+
+
+def _plain(place: Path) -> Recognised:
+    """Good images alone, unless the folder says otherwise."""
+    inside = folders_in(place)
+    sets = [name for name in inside if any(fits(place / name) for _, fits, _ in _KNOWN)]
+    if sets:
+        raise DataError(
+            f"{place} holds several data sets: {', '.join(sets[:8])}"
+            f"{' …' if len(sets) > 8 else ''}; give one of them, e.g. {place / sets[0]}"
+        )
+    if any(says_not_good(name) for name in inside):
+        raise DataError(
+            f"{place} has folders of defects or tests ({', '.join(inside[:8])}), but none by whose "
+            "name it holds good images; rename that one to `good`, or give it alone"
+        )
+    lists = sorted(place.glob("*.csv"))
+    if len(lists) == 1 and not list_images(place):
+        return Recognised("csv", lists[0], f"a list of images, {lists[0].name}")
+    if not list_images(place):
+        raise DataError(f"no images in {place}; give a folder of good images")
+    return Recognised("folder", place, "good images alone")
+
+
+def chosen(found: tuple[Recognised, ...], ask: Callable[[str], str] | None) -> Recognised:
+    """One of what a folder can be taken for.
+
+    Args:
+        found: as `recognise` gave it.
+        ask: shows a question and returns the answer; None where there is no one to ask.
+
+    Raises:
+        DataError: several fit and there is no one to ask, or the answer names none of them.
+    """
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(f"{one.layout} ({one.reason})" for one in found)
+    if ask is None:
+        raise DataError(f"{found[0].root} can be {listed}; say which with --format")
+    answer = ask(f"{found[0].root} can be {listed}. Which? [{found[0].layout}] ").strip()
+    by_name = {one.layout: one for one in found}
+    if answer and answer not in by_name:
+        raise DataError(f"{answer!r} isn't one of them; {nearest(answer, by_name)}")
+    return by_name[answer or found[0].layout]

@@ -1,0 +1,184 @@
+"""Why an image has its anomaly score: evidence, the score's gradient, feature maps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anomaly.errors import DataError, ImageError
+from anomaly.evaluation.test_split import trained_on
+from anomaly.explain.evidence import evidence_picture
+from anomaly.explain.explanation import GoodImages, score_gradient, tile_of, worst_patches
+from anomaly.explain.feature_maps import feature_map_pictures
+from anomaly.explain.overlays import glowing
+from anomaly.explain.patches import marked
+from anomaly.explain.saliency import saliency_map
+from anomaly.explain.tiles import Picture, beside
+from anomaly.features.embedder import network_input
+from anomaly.files.writing import as_json, claim, write
+from anomaly.imaging.decoder_pool import load_shared
+from anomaly.imaging.given import Given, ImageLike
+from anomaly.imaging.image import Image
+from anomaly.imaging.preprocessing import Loaded, Refused
+from anomaly.maps.heatmap import display, encode_png, overlay
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.prediction import Prediction
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Explanation:
+    """Why an image has its score, in pictures and figures.
+
+    Attributes:
+        prediction: what the detector makes of the image.
+        pictures: (H, W, 3) uint8 RGB by name: `evidence` (the patches that were flagged beside the
+            good ones they were compared with), `score_gradient` (the pixels that move the score),
+            and `feature_maps_<layer>` for each hooked layer.
+        patches: place and score of each flagged patch, and what it was compared with.
+        notes: what couldn't be shown, and why.
+    """
+
+    prediction: Prediction
+    pictures: dict[str, Picture]
+    patches: list[dict[str, Any]]
+    notes: list[str]
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self.prediction!r}: {', '.join(self.pictures)}>"
+
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows."""
+        return encode_png(self.pictures["evidence"])
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
+        """Write the pictures as PNG files, and `explanation.json`.
+
+        Raises:
+            OutputError: they exist already, or can't be written.
+        """
+        place, names = Path(folder), [f"{name}.png" for name in self.pictures]
+        claim(place, ("explanation.json", *names), overwrite=overwrite)
+        for name, picture in zip(names, self.pictures.values(), strict=True):
+            write(place / name, encode_png(picture))
+        facts = self.facts() | {"pictures": names, "not_shown": self.notes}
+        write(place / "explanation.json", as_json({"image": self.prediction.name} | facts))
+
+    def facts(self) -> dict[str, Any]:
+        """Score, verdict and patches as plain values."""
+        prediction, limits = self.prediction, self.prediction.thresholds
+        facts = {
+            "image_score": prediction.score,
+            "verdict": prediction.verdict,
+            "reason": prediction.reason,
+        }
+        if limits is not None:
+            facts |= {"threshold": limits.image, "threshold_label": limits.label}
+        return facts | {"patches": self.patches}
+
+
+def explained(
+    detector: AnomalyDetector, image: ImageLike, given: Given, good: str | Path | None
+) -> Explanation:
+    """Why an image has its score; see `AnomalyDetector.explain`."""
+
+    def read(source: Path | Image) -> Loaded | Refused:
+        (item,) = load_shared([(0, source)], detector.loading, whole=True)
+        return item
+
+    item = read(given.source(image))
+    if isinstance(item, Refused):
+        raise ImageError(item.reason, item.status)
+    return explain_score(detector, item, good_folders(detector, good), read)
+
+
+def good_folders(detector: AnomalyDetector, named: str | Path | None) -> list[Path]:
+    """Where training images may be: the folder that somebody names, else where they were.
+
+    Raises:
+        DataError: what is named isn't a folder.
+    """
+    if named is not None:
+        if not Path(named).is_dir():
+            raise DataError(f"{named} isn't a folder; name the one with the training images")
+        return [Path(named)]
+    try:
+        return [] if detector.folder is None else [trained_on(detector.folder)]
+    except DataError:
+        return []
+
+
+def explain_score(
+    detector: AnomalyDetector,
+    item: Loaded,
+    folders: Sequence[Path],
+    read: Callable[[Path], Loaded | Refused],
+) -> Explanation:
+    """Feature maps of the hooked layers, the patches that were flagged, the score's gradient.
+
+    Args:
+        detector: trained.
+        item: the image, decoded.
+        folders: where training images may be.
+        read: loads one of them as the detector wants it, with the decoded image.
+
+    Raises:
+        ImageError: the image can't be scored.
+    """
+    (prediction,) = detector.predict_batches([[item]])
+    if isinstance(prediction, Refused):
+        raise ImageError(prediction.reason, prediction.status)
+    limit = None if detector.thresholds is None else detector.thresholds.pixel
+    patches = worst_patches(prediction.patch_scores, float("inf") if limit is None else limit)
+    height, width = prediction.patch_scores.shape
+    worst = tile_of(item, (height, width), patches[0])
+    network, layers = detector.extractor.network, detector.extractor.layers
+    seen = network_input([worst], detector.normalise, detector.device)[0]
+    maps = feature_map_pictures(network, seen, layers)
+
+    heatmap = _heatmap(prediction, item)
+    good = GoodImages(detector, detector.manifest, folders, read)
+    evidence, facts = evidence_picture(good, item, prediction, patches, heatmap, limit)
+    pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
+    pictures["score_gradient"] = _gradient(detector, prediction, worst, heatmap)
+    pictures["evidence"] = evidence
+    return Explanation(prediction, pictures, facts, _notes(prediction, good))
+
+
+def _heatmap(prediction: Prediction, item: Loaded) -> Picture:
+    limits, anomaly_map = prediction.thresholds, prediction.anomaly_map
+    review = None if limits is None else limits.review_pixel
+    strong = float(np.nanmax(anomaly_map)) if limits is None else limits.pixel
+    return marked(overlay(display(item.decoded), anomaly_map, strong, review=review), [])
+
+
+def _gradient(
+    detector: AnomalyDetector, prediction: Prediction, worst: Loaded, heatmap: Picture
+) -> Picture:
+    saliency = saliency_map(score_gradient(detector, worst))
+    seen = marked(np.rint(worst.pixels * 255).astype(np.uint8), [])
+    return beside(
+        [
+            ("what the network sees" + (" of its worst tile" if worst.whole else ""), seen),
+            (f"heatmap, score {prediction.score:.3g}", heatmap),
+            ("pixels that move the score: |gradient|", glowing(seen, saliency)),
+        ]
+    )
+
+
+def _notes(prediction: Prediction, good: GoodImages) -> list[str]:
+    notes = []
+    if prediction.nearest is None:
+        notes.append(
+            "the nearest good patches: PaDiM keeps none, only means and covariances of each place; "
+            "evidence.png has the same place on some good images instead"
+        )
+    if missing := good.missing():
+        name, reason = next(iter(missing.items()))
+        notes.append(
+            f"{len(missing)} training images ({name}: {reason}); name their folder with --good"
+        )
+    return notes

@@ -1,0 +1,243 @@
+"""What a Python program hands over as an image -> a path, or an `Image`. Imports no torch, no PIL.
+
+Arrays, PIL images and tensors become the same `Image` that a file is decoded into, so that the
+pixels of a lossless file and the file itself score the same, bit by bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.errors import DataError, ImageError
+from anomaly.imaging.codecs import Pixels
+from anomaly.imaging.codecs.colour import grey_to_rgb, over_black
+from anomaly.imaging.codecs.exif import turned_upright
+from anomaly.imaging.codecs.header import unsupported
+from anomaly.imaging.image import (
+    MAX_PIXELS,
+    Image,
+    check_range,
+    check_size,
+    described,
+    full_scale_of,
+)
+from anomaly.imaging.preprocessing import Refused
+
+
+class PilImage(Protocol):
+    """What a PIL image is known by to type checkers; PIL needn't be installed."""
+
+    @property
+    def mode(self) -> str:
+        """Kind and depth of its values."""
+
+    def getexif(self) -> Any:
+        """The notes in its file."""
+
+
+class TorchTensor(Protocol):
+    """What a torch tensor is known by to type checkers; torch needn't be imported."""
+
+    def detach(self) -> Any:
+        """The tensor alone."""
+
+
+ImageLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | PilImage | TorchTensor | Image
+"""A path, an array, a PIL image, a torch tensor, or an `Image`."""
+
+Channels: TypeAlias = Literal["rgb", "bgr"]
+Layout: TypeAlias = Literal["HW", "HWC", "CHW"]
+
+_EXIF_ORIENTATION = 0x0112
+_PIL_GREY = ("L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the numbers of arrays mean; the same for all images of a call.
+
+    Attributes:
+        channels: order of the three colours: `rgb`, or `bgr` as OpenCV's cameras give them. PIL
+            images and files say theirs themselves.
+        full_scale: the value that means white. None takes 255 for uint8 and 65535, or what
+            `bit_depth` says, for uint16; floats have to state it.
+        layout: the axes: `HW`, `HWC` or `CHW`. None takes (H, W) and (H, W, 3) for arrays; tensors
+            have to state it.
+        bit_depth: significant bits of integers, as for files; `full_scale` wins.
+        max_pixels: images of more pixels are refused.
+    """
+
+    channels: Channels = "rgb"
+    full_scale: float | None = None
+    layout: Layout | None = None
+    bit_depth: int | None = None
+    max_pixels: int = MAX_PIXELS
+
+    def __post_init__(self) -> None:
+        legal = {"channels": ("rgb", "bgr"), "layout": (None, "HW", "HWC", "CHW")}
+        for name, values in legal.items():
+            if getattr(self, name) not in values:
+                known = ", ".join(repr(value) for value in values if value)
+                raise DataError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
+        if self.full_scale is not None and not 0 < self.full_scale < float("inf"):
+            raise DataError(f"full_scale is {self.full_scale!r}; it must be a number above 0")
+
+    def source(self, image: ImageLike) -> Path | Image:
+        """The file that is meant, or the pixels as an `Image` of their own.
+
+        The pixels are copied: a camera may use its buffer again.
+
+        Raises:
+            ImageError: it can't be used as an image; says why.
+        """
+        if isinstance(image, Image):
+            return image
+        if isinstance(image, str | os.PathLike):
+            return Path(image)
+        try:
+            return self._image(image)
+        except MemoryError:
+            raise unsupported("there isn't enough memory for a copy of it") from None
+
+    def _image(self, given: Any) -> Image:
+        if isinstance(given, _kind("PIL.Image", "Image")):
+            values, orientation = _from_pil(given)
+            pixels = turned_upright(self._rgb(values, "HWC", "rgb"), orientation)
+        else:
+            layout = self.layout
+            if isinstance(given, _kind("torch", "Tensor")):
+                given = _from_torch(given, layout)
+            elif not isinstance(given, np.ndarray):
+                raise unsupported(
+                    f"{type(given).__name__} can't be used as an image; give a path, a NumPy array "
+                    "(H, W) or (H, W, 3), a PIL image or a torch tensor"
+                )
+            pixels = self._rgb(given, layout, self.channels)
+        full_scale = self._full_scale(pixels)
+        check_size((pixels.shape[0], pixels.shape[1]), self.max_pixels)
+        check_range(pixels, full_scale, in_memory=True)
+        digest = hashlib.sha256(f"{pixels.shape} {pixels.dtype} {full_scale}".encode())
+        digest.update(pixels.data)
+        mode = f"rgb{'float' if pixels.dtype.kind == 'f' else ''}{8 * pixels.itemsize}"
+        return Image(pixels, full_scale, mode, "array", digest.hexdigest())
+
+    def _rgb(self, values: NDArray[Any], layout: Layout | None, channels: Channels) -> Pixels:
+        """(H, W, 3) RGB, a copy."""
+        shape = " × ".join(map(str, values.shape)) or "no axes"
+        if layout == "CHW" and values.ndim == 3:
+            values = values.transpose(1, 2, 0)
+        fits = {None: (2, 3), "HW": (2,), "HWC": (3, 2), "CHW": (3,)}[layout]
+        if values.ndim not in fits or (values.ndim == 3 and values.shape[2] not in (1, 3)):
+            named = f"layout {layout!r}" if layout else "(H, W), (H, W, 1) or (H, W, 3)"
+            hint = ""
+            if values.ndim == 3 and layout is None and values.shape[0] in (1, 3):
+                hint = "; for (3, H, W) say layout='CHW'"
+            elif values.ndim == 3 and values.shape[2] == 4:
+                hint = "; leave out its alpha: image[..., :3]"
+            raise unsupported(f"its shape {shape} isn't an image of {named}{hint}")
+        if 0 in values.shape:
+            raise unsupported(f"it has no pixels (shape {shape})")
+        values = _of_known_type(values)
+        if values.ndim == 2 or values.shape[2] == 1:
+            return grey_to_rgb(np.ascontiguousarray(values.reshape(values.shape[:2])))
+        return np.array(values[..., ::-1] if channels == "bgr" else values, order="C")
+
+    def _full_scale(self, pixels: Pixels) -> float:
+        if pixels.dtype.kind == "f":
+            if self.full_scale is None:
+                raise unsupported(
+                    "its values are floats, and nothing says which one means white: give "
+                    "full_scale=1.0 for values from 0 to 1, 255 for 0 to 255"
+                )
+            return float(self.full_scale)
+        full_scale = full_scale_of(float(np.iinfo(pixels.dtype).max), self.bit_depth)
+        return full_scale if self.full_scale is None else float(self.full_scale)
+
+
+def sources(
+    images: Iterable[ImageLike], given: Given
+) -> Iterator[tuple[int, Path | Image | Refused]]:
+    """The place of each image, and its file, its pixels, or why it can't be used."""
+    for index, image in enumerate(images):
+        try:
+            yield index, given.source(image)
+        except ImageError as error:
+            yield index, Refused(index, error.status, f"{described(index)}: {error}")
+
+
+def is_one(images: Any) -> TypeGuard[ImageLike]:
+    """Whether something is meant as one image, not as a collection of several."""
+    if isinstance(images, np.ndarray | _kind("torch", "Tensor")):
+        return len(getattr(images, "shape", ())) < 4  # (N, H, W, 3) is N images
+    if isinstance(images, str | os.PathLike | Image | _kind("PIL.Image", "Image")):
+        return True
+    return not isinstance(images, Iterable)
+
+
+def _kind(module: str, name: str) -> type:
+    """A class of a library that somebody else has imported, else one that nothing is of."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) else _Nothing
+
+
+class _Nothing:
+    """Has no instances."""
+
+
+def _of_known_type(values: NDArray[Any]) -> NDArray[Any]:
+    if values.dtype.kind == "f":
+        return values.astype(np.float32)
+    if values.dtype.kind == "u" and values.itemsize in (1, 2):
+        return values.astype(values.dtype.newbyteorder("="), copy=False)
+    raise unsupported(
+        f"its values are {values.dtype}; an image has uint8, uint16 or floats (convert it with "
+        "image.astype(np.uint8) if its values run from 0 to 255)"
+    )
+
+
+def _from_torch(tensor: Any, layout: Layout | None) -> NDArray[Any]:
+    if layout is None:
+        shape = " × ".join(map(str, tensor.shape))
+        raise unsupported(
+            f"a tensor ({shape}) doesn't say which axis is which: give layout='CHW', 'HWC' or 'HW'"
+        )
+    tensor = tensor.detach().cpu()
+    try:
+        return np.asarray(tensor.numpy())
+    except TypeError:  # NumPy has no bfloat16
+        return np.asarray(tensor.float().numpy())
+
+
+def _from_pil(image: Any) -> tuple[NDArray[Any], int]:
+    """Values (H, W) or (H, W, 3) of a PIL image, and its EXIF orientation; alpha over black."""
+    try:
+        orientation = int(image.getexif().get(_EXIF_ORIENTATION, 1))
+        if image.mode == "1":
+            image = image.convert("L")
+        if image.mode in ("P", "PA"):
+            image = image.convert("RGBA")
+        values = np.asarray(image)
+    except (OSError, SyntaxError, ValueError, TypeError) as error:
+        raise ImageError(f"PIL can't read it ({' '.join(str(error).split())})") from None
+    if image.mode in ("LA", "RGBA"):
+        colours = np.ascontiguousarray(values[..., :-1])
+        values = over_black(colours, np.ascontiguousarray(values[..., -1]), 255.0)
+    elif image.mode == "I":  # 32 bits for what a 16-bit file holds
+        if values.min() < 0 or values.max() > 65535:
+            raise unsupported(
+                f"its 32-bit values run from {values.min()} to {values.max()}; at most 16 bits can "
+                "be used"
+            )
+        values = values.astype(np.uint16)
+    elif image.mode not in (*_PIL_GREY, "RGB"):
+        raise unsupported(f"a PIL image of mode {image.mode}; convert it: image.convert('RGB')")
+    return values, orientation

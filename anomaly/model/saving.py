@@ -1,0 +1,134 @@
+"""A detector -> its model folder, which `anomaly.model.checkpoint` describes and reads."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+import torch
+import yaml
+from safetensors.numpy import save_file as save_numpy
+from safetensors.torch import save_file
+
+from anomaly import __version__
+from anomaly.errors import OutputError
+from anomaly.files.writing import share
+from anomaly.imaging.region import Picture, Region
+from anomaly.model.folder import appearing, model_id, vouch
+from anomaly.model.manifest import write_manifest
+from anomaly.model.settings import portable
+from anomaly.model.threshold_files import write_thresholds
+
+if TYPE_CHECKING:
+    from anomaly.model.detector import AnomalyDetector
+
+_RECORDED = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless", "safetensors")
+BACKBONE, SCORER, USUAL = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
+
+
+def save(detector: AnomalyDetector, folder: Path, *, overwrite: bool = False) -> str:
+    """Write a model folder; it appears under its name complete, or not at all.
+
+    Args:
+        detector: what to keep.
+        folder: the model folder.
+        overwrite: replace an earlier one.
+
+    Returns:
+        The model's id.
+
+    Raises:
+        OutputError: the folder exists already, or can't be written.
+    """
+    if folder.exists() and not overwrite:
+        raise OutputError(
+            f"{folder} exists already; give another folder, or overwrite it (--overwrite, "
+            "overwrite=True)"
+        )
+    with appearing(folder) as draft:
+        state = {
+            k: v.cpu().contiguous() for k, v in detector.extractor.network.state_dict().items()
+        }
+        save_file(state, draft / BACKBONE)
+        scorer = {k: v.cpu().contiguous() for k, v in detector.scorer.tensors().items()}
+        save_file(scorer, draft / SCORER)
+        if detector.usual is not None:
+            save_numpy(detector.usual.tensors(), draft / USUAL)
+        for file in draft.iterdir():
+            share(file)
+        for name, picture in _pictures(detector.region).items():
+            (draft / name).write_bytes(picture)
+        settings = portable(detector.config)
+        (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
+        write_thresholds(draft, detector.thresholds)
+        files = {file.name: vouch(file) for file in sorted(draft.iterdir())}
+        current = {"software_version": __version__, "files": files}
+        write_manifest(draft, {**detector.manifest, **current})
+        return model_id(draft)
+
+
+def manifest_of(
+    detector: AnomalyDetector,
+    weights_sha256: str | None,
+    training_images: Mapping[str, str],
+    refused_images: Mapping[str, int],
+) -> dict[str, Any]:
+    """What a model's manifest says of how it was made; `save` adds the files.
+
+    Args:
+        detector: just trained.
+        weights_sha256: of the backbone's weights file; None for random weights.
+        training_images: sha256 of every training image learned from, by name, in order.
+        refused_images: index among all training images of each that couldn't be used, by name.
+    """
+    extractor = detector.extractor
+    return {
+        "software_version": __version__,
+        "name": detector.config.name,
+        "seed": detector.config.seed,
+        "aspect": detector.aspect,
+        "backbone": {
+            "name": detector.config.backbone.name,
+            "layers": list(extractor.layers),
+            "channels": list(extractor.channels),
+            "strides": list(extractor.strides),
+            "mean": list(detector.normalise.mean),
+            "std": list(detector.normalise.std),
+            "weights": portable(detector.config)["backbone"]["weights"],
+            "weights_sha256": weights_sha256,
+        },
+        "made_with": {
+            "packages": {name: _version(name) for name in _RECORDED},
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "device": detector.device.type,
+            "threads": torch.get_num_threads(),
+            "batch_size": detector.config.batch_size,
+            "precision": detector.config.precision,
+        },
+        "files": {},
+        "training_images": dict(training_images),
+        "refused_images": dict(refused_images),
+    }
+
+
+def _pictures(region: Region | None) -> dict[str, bytes]:
+    """The masks that say where to look, as PNG files by name."""
+    shapes = {} if region is None else {"region": region.look, "ignore": region.ignore}
+    return {
+        f"{name}.png": cv2.imencode(".png", shape.pixels.astype(np.uint8) * 255)[1].tobytes()
+        for name, shape in shapes.items()
+        if isinstance(shape, Picture)
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,79 @@
+"""From a folder to a page without another word."""
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import yaml
+from conftest import FAST, Command
+
+from anomaly.config.files import load_config
+
+SETTINGS = [part for setting in FAST for part in ("--set", setting)]
+
+
+def test_a_data_set_ends_in_a_report(product: Path, command: Command, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    code, out, err = command("start", [product, "--output", output, *SETTINGS])
+    assert code == 0, err
+    assert "is taken for --format mvtec" in out
+    for name in ("check", "train", "evaluate"):
+        assert f"\n$ anomaly {name} " in out
+    assert (output / "evaluation" / "index.html").is_file()
+    assert str(output / "evaluation" / "index.html") in out
+    config = load_config(output / "disc.yaml")
+    assert (config.name, config.data.root) == ("disc", product)
+
+    code, _, err = command("start", [product, "--output", output, *SETTINGS])
+    assert code == 2
+    assert "--overwrite" in err
+
+
+def test_sixteen_bit_greys_under_names_of_ones_own(command: Command, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for folder, count in (("OK", 12), ("NG", 2)):
+        (tmp_path / "part" / folder).mkdir(parents=True)
+        for i in range(count):
+            image = draw.integers(0, 4096, (80, 64), dtype=np.uint16)
+            cv2.imwrite(str(tmp_path / "part" / folder / f"{i}.png"), image)
+    output = tmp_path / "run"
+    code, out, err = command("start", [tmp_path / "part", "--output", output, *SETTINGS])
+    assert code == 0, err
+    assert "good images in OK, others in NG" in out
+    written = yaml.safe_load((output / "part.yaml").read_text())
+    assert written["image"] == {"bit_depth": 12}
+    assert written["data"] == {"format": "csv", "root": str(output / "images.csv")}
+    assert (output / "evaluation" / "index.html").is_file()
+
+
+def test_good_images_alone_end_in_a_page(product: Path, command: Command, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    good = product / "train" / "good"
+    code, out, err = command("start", [good, "--name", "disc", "--output", output, *SETTINGS])
+    assert code == 0, err
+    assert "no other images to test with" in out
+    assert (output / "results" / "results.html").is_file()
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_without_a_network_what_is_on_disk_is_taken(
+    on_disk: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from anomaly.errors import WeightsError
+    from anomaly.features import backbones, weights
+
+    def unreachable(url: str, name: str, prefix: str) -> Path:
+        raise WeightsError(f"the weights {name} are missing and there is no network")
+
+    monkeypatch.setattr(weights, "_download", unreachable)
+    monkeypatch.setattr(weights, "search_folders", lambda: [tmp_path])
+    if not on_disk:
+        with pytest.raises(WeightsError, match="no network"):
+            backbones.backbone_at_hand()
+        return
+    (tmp_path / "mobilenet_v2-b0353104.pth").write_bytes(b"")
+    name, why = backbones.backbone_at_hand()
+    assert name == "mobilenet_v2"
+    assert "its weights are on disk" in why
+    assert "wide_resnet50_2" in caplog.text

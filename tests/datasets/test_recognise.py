@@ -1,0 +1,134 @@
+"""What a folder is taken for, by its layout; and the settings that suit what lies there."""
+
+from pathlib import Path
+
+import pytest
+
+from anomaly.datasets import open_dataset
+from anomaly.datasets.advice import advice
+from anomaly.datasets.faults import DataReport, SplitSummary
+from anomaly.datasets.recognise import chosen, recognise
+from anomaly.errors import DataError
+
+LAYOUTS = {
+    "mvtec": ["train/good", "test/good", "test/crack", "ground_truth/crack"],
+    "mvtec_ad_2": ["train/good", "validation/good", "test_public/good", "test_public/bad"],
+    "mvtec_loco": ["train/good", "validation/good", "test/good", "test/logical_anomalies"],
+    "btad": ["train/ok", "test/ok", "test/ko"],
+    "good_defect": ["good", "defect/crack"],
+    "folder": [".", "line 1"],
+}
+
+
+def _images(root: Path, folders: list[str]) -> Path:
+    for folder in folders:
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        for i in range(6):
+            (root / folder / f"{i}.png").write_bytes(b"")
+    return root
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_is_recognised_and_opens_as_such(layout: str, tmp_path: Path) -> None:
+    root = _images(tmp_path / "part", LAYOUTS[layout])
+    (found,) = recognise(root)
+    assert (found.layout, found.root) == (layout, root)
+    assert open_dataset(found.layout, found.root, None).train
+
+
+@pytest.mark.parametrize(
+    ("folders", "good", "kinds"),
+    [
+        (["OK", "NG"], "OK", {"NG"}),
+        (["good", "scratch", "dent"], "good", {"scratch", "dent"}),
+        (["ok_parts", "bad/crack", "bad/dent", "masks"], "ok_parts", {"crack", "dent"}),
+    ],
+)
+def test_names_of_ones_own_become_a_list(
+    folders: list[str], good: str, kinds: set[str], tmp_path: Path
+) -> None:
+    root = _images(tmp_path / "part", folders)
+    (found,) = recognise(root)
+    assert found.layout == "csv"
+    listing = tmp_path / "images.csv"
+    listing.write_text(found.listing)
+    dataset = open_dataset("csv", listing, None)
+    assert {sample.path.parent.name for sample in dataset.train} == {good}
+    assert {sample.defect_type for sample in dataset.test if sample.is_defect} == kinds
+
+
+def test_good_images_alone_in_their_folder(tmp_path: Path) -> None:
+    (found,) = recognise(_images(tmp_path / "part", ["good"]))
+    assert (found.layout, found.root) == ("folder", tmp_path / "part" / "good")
+
+
+def test_lists_are_recognised(tmp_path: Path) -> None:
+    folder = tmp_path / "part"
+    folder.mkdir()
+    listing = folder / "list.csv"
+    listing.write_text("path,label\n")
+    assert [one.layout for one in recognise(listing)] == ["csv"]
+    assert recognise(folder)[0].root == listing
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        ([], "no images in"),
+        (["bottle/train/good", "cable/train/good"], "several data sets: bottle, cable"),
+        (["defect", "photos"], "none by whose name it holds good images"),
+    ],
+)
+def test_what_cannot_be_told_is_said(folders: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    with pytest.raises(DataError, match=message):
+        recognise(_images(tmp_path / "part", folders))
+
+
+def test_no_such_folder_and_no_images_at_all(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="doesn't exist"):
+        recognise(tmp_path / "nothing")
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(DataError, match="is a file; give the folder"):
+        recognise(tmp_path / "a.txt")
+
+
+def test_where_two_layouts_fit_someone_is_asked(tmp_path: Path) -> None:
+    root = _images(tmp_path / "part", ["train/good", "test/good", "good", "defect"])
+    found = recognise(root)
+    assert [one.layout for one in found] == ["mvtec", "good_defect"]
+    with pytest.raises(DataError, match="say which with --format"):
+        chosen(found, None)
+    assert chosen(found, lambda question: "").layout == "mvtec"
+    assert chosen(found, lambda question: "good_defect").layout == "good_defect"
+    with pytest.raises(DataError, match="did you mean"):
+        chosen(found, lambda question: "mvtek")
+    assert recognise(root, "folder")[0].layout == "folder"
+
+
+def _report(
+    size: str, images: int = 200, mode: str = "rgb8", bits: int | None = None
+) -> DataReport:
+    split = SplitSummary(images, images, 0, images, 0, {size: images}, {mode: images})
+    return DataReport({"train": split}, (), bits)
+
+
+@pytest.mark.parametrize(
+    ("report", "settings", "word"),
+    [
+        (_report("900×900"), {"model.coreset_ratio": "0.01"}, "one patch in a hundred"),
+        (_report("900×900", images=12), {"model.coreset_ratio": "0.1"}, "12 images"),
+        (_report("500×1254"), {"model.coreset_ratio": "0.01"}, "images are tall"),
+        (_report("4096×3000"), {"model.coreset_ratio": "0.01", "image.tile": "1024"}, "12 times"),
+        (
+            _report("900×900", mode="grey16", bits=12),
+            {"model.coreset_ratio": "0.01", "image.bit_depth": "12"},
+            "12 bits",
+        ),
+        (_report("900×900", mode="grey16"), {"model.coreset_ratio": "0.01"}, "16 bits"),
+    ],
+)
+def test_settings_that_suit(report: DataReport, settings: dict[str, str], word: str) -> None:
+    given = advice(report)
+    assert {one.key: one.value for one in given if one.key} == settings
+    assert any(word in one.reason for one in given)

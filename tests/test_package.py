@@ -1,0 +1,34 @@
+"""What a package has to say of itself, and that it says the same everywhere."""
+
+import re
+import tomllib
+from importlib.metadata import version
+
+import yaml
+from conftest import REPOSITORY
+
+from anomaly import __version__
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert version("anomaly") == __version__
+    assert f"## {__version__}" in (REPOSITORY / "CHANGELOG.md").read_text("utf-8")
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text("utf-8"))
+    assert citation["version"] == __version__
+    assert citation["license"] == PROJECT["license"]
+
+
+def test_the_licence_is_there() -> None:
+    text = (REPOSITORY / "LICENSE").read_text("utf-8")
+    assert text.lstrip().startswith("Apache License\n                           Version 2.0")
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_every_package_that_is_needed_has_its_licence_listed() -> None:
+    listed = (REPOSITORY / "docs" / "licences.md").read_text("utf-8")
+    needed = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["parquet"]
+    for requirement in needed:
+        name = re.split(r"[<>=\[; ]", requirement)[0]
+        assert f"| {name} " in listed, name

@@ -1,0 +1,378 @@
+"""The library as a Python program uses it; docs/python.md teaches it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY, write_part, write_product
+from PIL import Image as Pil
+
+import anomaly
+from anomaly.errors import ConfigError, DataError, ModelError, OutputError
+
+PAGE = REPOSITORY / "docs" / "python.md"
+SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
+TINY = {
+    "backbone": {"name": "mobilenet_v2", "weights": "random"},
+    "image": {"area": 64},
+    "precision": "fp32",
+}
+
+
+def part(seed: int, mark: bool = False) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    picture = np.full((96, 120, 3), 40, np.uint8)
+    cv2.circle(picture, (60, 48), 38, (150, 150, 150), -1)
+    picture = np.clip(picture + rng.normal(0, 6, picture.shape), 0, 255).astype(np.uint8)
+    if mark:
+        picture[30:46, 50:66] = (220, 30, 30)
+    return picture
+
+
+@pytest.fixture(scope="module")
+def detector() -> anomaly.AnomalyDetector:
+    return anomaly.fit([part(seed) for seed in range(12)], TINY, device="cpu")
+
+
+def test_every_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for i in range(10):
+        write_part(tmp_path / "good" / f"{i:03}.png", seed=i)
+        write_part(tmp_path / "more_good" / f"{i:03}.png", seed=50 + i)
+    write_part(tmp_path / "part.png", seed=99, mark=(30, 40))
+    write_part(tmp_path / "camera" / "a.png", seed=31)
+    (tmp_path / "camera" / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n cut short")
+    write_part(tmp_path / "camera" / "c.png", seed=32)
+    write_product(tmp_path / "disc", n_train=1)
+    snippets = SNIPPET.findall(PAGE.read_text())
+    assert len(snippets) == 11
+    network = '"mobilenet_v2"'
+    names: dict[str, object] = {}
+    for snippet in snippets:  # no test waits for weights
+        code = snippet.replace(network, f'{network}, "weights": "random"')
+        exec(compile(code, str(PAGE), "exec"), names)
+    assert (tmp_path / "why" / "explanation.json").is_file()
+    assert (tmp_path / "model_recalibrated" / "manifest.json").is_file()
+    assert next((tmp_path / "evaluation").rglob("report.html")).is_file()
+
+
+def test_the_ten_lines_of_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_product(tmp_path / "bottle", n_train=8)
+    (tmp_path / "camera").mkdir()
+    (tmp_path / "camera" / "broken.png").write_bytes(b"")
+    (snippet,) = SNIPPET.findall((REPOSITORY / "README.md").read_text())
+    settings, folder = '{"model": {"coreset_ratio": 0.01}}', '"path/to/good"'
+    assert settings in snippet
+    assert folder in snippet
+    code = snippet.replace(settings, "settings").replace(folder, "root / 'bottle/train/good'")
+    paths = [tmp_path / "camera" / "broken.png", tmp_path / "bottle/test/good/000.png"]
+    exec(code, {"settings": TINY, "root": tmp_path, "frame": part(3), "paths": paths})
+    assert "broken.png: it is empty" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tiff"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("channels", ["grey", "colour"])
+def test_an_array_scores_as_the_lossless_file_of_its_pixels(
+    detector: anomaly.AnomalyDetector, tmp_path: Path, suffix: str, dtype: type, channels: str
+) -> None:
+    pixels = part(40, mark=True).astype(dtype) * (257 if dtype == np.uint16 else 1)
+    pixels += np.random.default_rng(1).integers(0, 5, pixels.shape).astype(dtype)
+    if channels == "grey":
+        pixels = pixels[..., 1]
+    file = tmp_path / f"part{suffix}"
+    cv2.imwrite(str(file), pixels[..., ::-1] if pixels.ndim == 3 else pixels)
+    one, other = detector.predict(file), detector.predict(pixels)
+    assert one.score == other.score
+    np.testing.assert_array_equal(one.anomaly_map, other.anomaly_map)
+    np.testing.assert_array_equal(one.heatmap(), other.heatmap())
+    listed = detector.predict([file, pixels, str(file)])
+    assert len({p.score for p in listed}) == 1
+    assert [p.path for p in listed] == [file, None, file]
+    assert [p.index for p in listed] == [0, 1, 2]
+
+
+def test_every_way_to_give_an_image(detector: anomaly.AnomalyDetector) -> None:
+    pixels = part(41, mark=True)
+    expected = detector.predict(pixels).score
+    planes = torch.from_numpy(pixels).permute(2, 0, 1)
+    unit = pixels.astype(np.float32) / np.float32(255)
+    scores = [
+        detector.predict(pixels[..., ::-1], channels="bgr").score,
+        detector.predict(pixels.astype(np.float64), full_scale=255).score,
+        detector.predict(pixels.astype(np.uint16) * 16, full_scale=16 * 255).score,
+        detector.predict(Pil.fromarray(pixels)).score,
+        detector.predict(planes, layout="CHW").score,
+        detector.predict(planes.permute(1, 2, 0), layout="HWC").score,
+        detector.predict(unit, full_scale=1.0).score,
+    ]
+    assert scores == pytest.approx([expected] * len(scores), rel=1e-6)
+    assert scores[:6] == [expected] * 6
+    grey = pixels[..., 0]
+    same = [
+        detector.predict(grey).score,
+        detector.predict(grey[..., None]).score,
+        detector.predict(Pil.fromarray(grey)).score,
+        detector.predict(torch.from_numpy(grey), layout="HW").score,
+    ]
+    assert len(set(same)) == 1
+    assert [p.score for p in detector.predict(np.stack([pixels, pixels]))] == [
+        p.score for p in detector.predict([pixels, pixels])
+    ]
+
+
+def test_pil_images_are_what_their_files_are(
+    detector: anomaly.AnomalyDetector, tmp_path: Path
+) -> None:
+    pixels = part(42, mark=True)
+    exif = Pil.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    alpha = np.dstack([pixels, np.full(pixels.shape[:2], 128, np.uint8)])
+    sixteen = pixels[..., 0].astype(np.uint16) * 257
+    Pil.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
+    Pil.fromarray(alpha).save(tmp_path / "alpha.png")
+    Pil.fromarray(sixteen).save(tmp_path / "sixteen.png")
+    Pil.fromarray(pixels).quantize(16).save(tmp_path / "palette.png")
+    for file in sorted(tmp_path.iterdir()):
+        assert detector.predict(Pil.open(file)).score == detector.predict(file).score, file
+
+
+@pytest.mark.parametrize(
+    ("image", "options", "says"),
+    [
+        (np.zeros((40, 40)), {}, "full_scale=1.0"),
+        (np.full((40, 40), 2.0), {"full_scale": 1.0}, "from 2 to 2"),
+        (np.full((40, 40), np.nan), {"full_scale": 1.0}, "not a number"),
+        (np.zeros((40, 40), np.int64), {}, "int64"),
+        (np.zeros((40, 40, 2), np.uint8), {}, "40 × 40 × 2"),
+        (np.zeros((40, 40, 4), np.uint8), {}, "alpha"),
+        (np.zeros((3, 40, 40), np.uint8), {}, "layout='CHW'"),
+        (np.zeros((0, 40), np.uint8), {}, "no pixels"),
+        (np.full((40, 40), 9000, np.uint16), {"full_scale": 4095}, "9000, above 4095"),
+        (torch.zeros(3, 40, 40), {}, "layout='CHW'"),
+        (Pil.new("CMYK", (40, 40)), {}, r"convert\('RGB'\)"),
+        (None, {}, "NoneType"),
+        ("missing.png", {}, "missing.png"),
+        (Path("tests"), {}, "tests"),
+    ],
+)
+def test_what_cannot_be_used_says_why(
+    detector: anomaly.AnomalyDetector, image: object, options: dict[str, object], says: str
+) -> None:
+    with pytest.raises(anomaly.ImageError, match=says):
+        detector.predict(image, **options)  # type: ignore[call-overload]
+
+
+def test_options_that_mean_nothing_are_errors(detector: anomaly.AnomalyDetector) -> None:
+    with pytest.raises(DataError, match="channels is 'gbr'"):
+        detector.predict(part(0), channels="gbr")  # type: ignore[call-overload]
+    with pytest.raises(DataError, match="full_scale is 0"):
+        detector.predict(part(0), full_scale=0)
+
+
+def test_a_list_names_the_image_that_is_wrong_and_a_stream_goes_on(
+    detector: anomaly.AnomalyDetector, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no picture at all, whatever its name says")
+    images = [part(1), broken, np.zeros((5, 5, 5, 5)), part(2)]
+    with pytest.raises(anomaly.ImageError, match=r"broken\.png"):
+        detector.predict(images)
+    told: list[tuple[object, anomaly.ImageError]] = []
+    found = list(detector.stream(images, on_error=lambda *what: told.append(what)))
+    assert sorted(one.index for one in found) == [0, 3]
+    assert [one.score for one in found] == [p.score for p in detector.predict([part(1), part(2)])]
+    (first, why), (second, shape) = told
+    assert first is broken
+    assert second is images[2]
+    assert "broken.png" in str(why)
+    assert "image 2: its shape 5 × 5 × 5 × 5" in str(shape)
+    list(detector.stream([broken]))
+    assert "broken.png" in caplog.text
+    assert detector.predict([]) == []
+
+
+def test_eight_threads_give_what_one_gives(
+    detector: anomaly.AnomalyDetector, tmp_path: Path
+) -> None:
+    pictures = [part(seed, mark=seed % 2 == 0) for seed in range(60, 76)]
+    files = [tmp_path / f"{i}.png" for i in range(len(pictures))]
+    for file, picture in zip(files, pictures, strict=True):
+        cv2.imwrite(str(file), picture[..., ::-1])
+    images = [
+        file if i % 3 == 0 else picture
+        for i, (file, picture) in enumerate(zip(files, pictures, strict=True))
+    ]
+    alone = [detector.predict(image) for image in images]
+    lists = [p.score for p in detector.predict(images)]
+    with ThreadPoolExecutor(8) as pool:
+        several = pool.submit(detector.predict, images)
+        together = list(pool.map(detector.predict, images))
+    assert [p.score for p in together] == [p.score for p in alone]
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(one.anomaly_map, other.anomaly_map)
+    assert [p.score for p in several.result()] == lists
+
+
+def test_a_prediction_says_and_shows_what_there_is(
+    detector: anomaly.AnomalyDetector, tmp_path: Path
+) -> None:
+    file = tmp_path / "part.png"
+    cv2.imwrite(str(file), part(43, mark=True)[..., ::-1])
+    found = detector.predict(file)
+    assert found.path == file
+    assert found.verdict == "reject"
+    assert found.calibrated_score > 0
+    assert found.anomaly_map.shape == (96, 120)
+    assert found.anomaly_map.dtype == np.float32
+    assert found.mask.dtype == bool
+    assert sum(region.area for region in found.regions) == found.mask.sum() > 0
+    assert "part.png: reject, score" in repr(found)
+    assert len(repr(found)) < 200
+    assert found._repr_png_().startswith(b"\x89PNG")
+    assert found.heatmap().shape == (96, 120, 3)
+    bare = replace(found, thresholds=None)
+    assert (bare.verdict, bare.calibrated_score) == ("", None)
+    with pytest.raises(ModelError, match="calibrate"):
+        _ = bare.mask
+    write_part(file, seed=5)
+    with pytest.raises(anomaly.ImageError, match="was changed"):
+        found.heatmap()
+    file.unlink()
+    assert found._repr_png_() is None
+
+
+def test_the_pixels_of_a_camera_that_uses_its_buffer_again(
+    detector: anomaly.AnomalyDetector,
+) -> None:
+    buffer = part(44, mark=True)
+    found, before = detector.predict(buffer), detector.predict(buffer.copy()).heatmap()
+    buffer[:] = 0
+    np.testing.assert_array_equal(found.heatmap(), before)
+
+
+def test_saved_and_loaded_it_is_the_same_model(
+    detector: anomaly.AnomalyDetector, tmp_path: Path
+) -> None:
+    model_id = detector.save(str(tmp_path / "model"))
+    loaded = anomaly.load(str(tmp_path / "model"), device="cpu")
+    assert loaded.model_id == model_id
+    assert loaded.predict(part(45)).score == detector.predict(part(45)).score
+    assert loaded.save(tmp_path / "again") == model_id
+    assert "12 good images" in repr(loaded)
+    with pytest.raises(OutputError, match="exists already"):
+        loaded.save(tmp_path / "again")
+    other = loaded.calibrate(threshold=9.0)
+    assert other.save(tmp_path / "again", overwrite=True) != model_id
+    again = anomaly.load(tmp_path / "again", device="cpu")
+    assert (again.thresholds.image, again.thresholds.label) == (9.0, "by hand")
+    with pytest.raises(anomaly.AnomalyError, match="'auto', 'cpu' or 'cuda'"):
+        anomaly.load(tmp_path / "again", device="gpu7")
+
+
+def test_what_is_learned_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for i in range(8):
+        write_part(tmp_path / "good" / "day" / f"{i}.png", seed=i)
+    (tmp_path / "good" / "broken.png").write_bytes(b"no picture")
+    options = {"device": "cpu", "calibrate": False}
+    config = anomaly.Config.model_validate(TINY)
+    of_folder = anomaly.fit(str(tmp_path / "good"), config, **options)  # type: ignore[arg-type]
+    assert next(iter(of_folder.manifest["training_images"])) == "day/0.png"
+    assert "broken.png" in caplog.text
+    paths = sorted((tmp_path / "good" / "day").iterdir())
+    of_paths = anomaly.fit(paths, TINY, **options)  # type: ignore[arg-type]
+    arrays = [cv2.imread(str(path)) for path in paths]
+    of_arrays = anomaly.fit(arrays, TINY, channels="bgr", **options)  # type: ignore[arg-type]
+    image = part(46)
+    scores = {one.predict(image).score for one in (of_folder, of_paths, of_arrays)}
+    assert len(scores) == 1
+    assert of_paths.predict(image).verdict == ""
+
+
+@pytest.mark.parametrize(
+    ("images", "config", "error", "says"),
+    [
+        ([], None, DataError, "no images"),
+        (part(0), None, DataError, "list of good images"),
+        ([part(0)], {"modell": {}}, ConfigError, "unknown key 'modell'"),
+        ([part(0)], "folder.yaml", ConfigError, "load_config"),
+        ([part(0), np.zeros((4, 4))], TINY, anomaly.ImageError, "image 1: .*full_scale"),
+        ("nowhere", TINY, DataError, "nowhere doesn't exist"),
+    ],
+)
+def test_what_cannot_be_learned_from(
+    images: object, config: object, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        anomaly.fit(images, config, device="cpu")  # type: ignore[arg-type]
+
+
+def test_calibration_by_arrays_and_its_refusals(detector: anomaly.AnomalyDetector) -> None:
+    good = [part(seed) for seed in range(80, 90)]
+    other = detector.calibrate([*good, good[0], part(0)], reject_rate=0.2, review_rate=0.2)
+    assert other.thresholds.images == 10  # a copy, and one that it has learned from, are left out
+    assert detector.thresholds.images == 12
+    for wrong, says in [
+        ({"reject_rate": 0.3, "review_rate": 0.1}, "is above the review rate"),
+        ({"reject_rate": 1.5}, "between 0 and 1"),
+        ({"threshold": 1.0, "reject_rate": 0.1}, "not both"),
+        ({"threshold": 1.0, "review_threshold": 2.0}, "lies above"),
+        ({"review_threshold": 2.0}, "needs threshold"),
+    ]:
+        with pytest.raises(DataError, match=says):
+            detector.calibrate(**wrong)  # type: ignore[arg-type]
+
+
+def test_no_image_of_the_test_split_touches_a_threshold(run_folder: Path, product: Path) -> None:
+    trained = anomaly.load(run_folder, device="cpu")
+    with pytest.raises(DataError, match="test split"):
+        trained.calibrate(product / "test" / "good", reject_rate=0.2, review_rate=0.2)
+    evaluation = anomaly.evaluate(trained)
+    assert evaluation.metrics["image_auroc"] == 1.0
+    assert "3 good, 3 defective" in repr(evaluation)
+    assert trained.explain(product / "test" / "spot" / "000.png").notes == []
+
+
+def test_help_and_types_are_there() -> None:
+    assert "good images only" in (anomaly.fit.__doc__ or "")
+    assert (Path(anomaly.__file__).parent / "py.typed").is_file()
+    text = PAGE.read_text()
+    for name in anomaly.__all__:
+        assert name in text, f"docs/python.md doesn't mention {name}"
+
+
+def test_a_program_that_predicts_files_ends_by_itself(
+    detector: anomaly.AnomalyDetector, tmp_path: Path
+) -> None:
+    detector.save(tmp_path / "model")
+    write_part(tmp_path / "part.png", seed=1)
+    code = (
+        "import os, anomaly\n"
+        f"detector = anomaly.load({str(tmp_path / 'model')!r}, device='cpu')\n"
+        f"os.chdir({str(tmp_path)!r})\n"
+        "detector.predict('part.png')\n"
+        f"os.chdir({str(tmp_path / 'model')!r})\n"
+        "print(detector.predict('../part.png').verdict)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() in ("good", "review", "reject")
