@@ -25,7 +25,7 @@ ENGINES = {
 
 
 class Graph:
-    """A graph that is loaded. Threads may share it.
+    """A graph in a file, which the engine loads when it is first run. Threads may share it.
 
     Args:
         file: as `anomaly.export` wrote it.
@@ -33,13 +33,17 @@ class Graph:
         precision: `fp32` or `bf16`, the number format to compute in.
         threads: processor threads to use, all calls together.
 
+    Attributes:
+        version: the engine's.
+
     Raises:
-        ModelError: the engine isn't installed, can't read the graph, or lacks the precision.
+        ModelError: the engine isn't installed, or lacks the precision; when it is run, the engine can't read
+            the graph.
     """
 
     def __init__(self, file: Path, engine: str, precision: str, threads: int) -> None:
         self._compile = {"onnx": _onnx, "openvino": _openvino}[engine]
-        self._file, self._engine, self._precision = file, engine, precision
+        self.file, self.engine, self.precision = file, engine, precision
         self._threads = max(1, threads)
         self._alone: Run | None = None
         self._together: Run | None = None
@@ -64,11 +68,11 @@ class Graph:
 
     def _compiled(self, streams: int) -> Run:
         try:
-            return self._compile(self._file, self._precision, self._threads, streams)
+            return self._compile(self.file, self.precision, self._threads, streams)
         except Exception:  # each engine has its own family of errors
-            name = ENGINES[self._engine][0]
+            name = ENGINES[self.engine][0]
             raise ModelError(
-                f"{self._file} can't be loaded by {name} {self.version}; export the model again "
+                f"{self.file} can't be loaded by {name} {self.version}; export the model again "
                 "with this version"
             ) from None
 

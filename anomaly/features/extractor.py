@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,7 +45,14 @@ class FeatureExtractor:
         copies: whether a later layer overwrites a wanted one in place.
         pairs: convolutions and batch norms to fold, see `anomaly.features.folding`.
         precision: `fp32` or `bf16`, the number format that the network runs in.
+
+    Attributes:
+        engine: what computes.
+        align: how its maps become embeddings, where it isn't the scorer that says so.
     """
+
+    engine = "torch"
+    align: Callable[[Sequence[Tensor]], Tensor] | None = None
 
     def __init__(
         self,
