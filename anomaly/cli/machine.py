@@ -85,7 +85,9 @@ def _exported(options: argparse.Namespace) -> bool:
 
     named = getattr(options, "model", None) or []
     folders = named if isinstance(named, list) else [named]
-    return any((place / EXPORT).exists() for folder in folders for place in (folder, folder / "model"))
+    return any(
+        (place / EXPORT).exists() for folder in folders for place in (folder, folder / "model")
+    )
 
 
 def peak_memory() -> int:

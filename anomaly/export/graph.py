@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -173,23 +173,25 @@ def _tidied(
         part.doc_string = ""
     del model.graph.value_info[:]
     sizing = detector.loading.sizing
-    sides: list[int | str] = list(sizing.only or ("height", "width"))
-    grid = ["h", "w"] if sizing.only is None else shapes[0][1:3]
-    said = {"images": (_IMAGES, ["batch", 3, *sides])}
-    if sizing.only is None:
-        step = f"; height and width are multiples of {sizing.multiple}"
-        said["images"] = (_IMAGES + step, ["batch", 3, *sides])
+    sides: Sequence[int | str] = ("height", "width")
+    grid: Sequence[int | str] = ("h", "w")
+    step = f"; height and width are multiples of {sizing.multiple}"
+    if sizing.only is not None:
+        sides, grid, step = sizing.only, shapes[0][1:3], ""
+    said: dict[str, tuple[str, list[int | str]]] = {
+        "images": (_IMAGES + step, ["batch", 3, *sides])
+    }
     for name, shape in zip(names, shapes, strict=True):
         said[name] = (_MEANINGS[name], ["batch", *grid, *shape[3:]])
-    described = []
+    described: list[dict[str, Any]] = []
     for value in (*model.graph.input, *model.graph.output):
         del value.metadata_props[:]
-        kind, (meaning, shape) = value.type.tensor_type, said[value.name]
-        for axis, length in zip(kind.shape.dim, shape, strict=True):
+        kind, (meaning, lengths) = value.type.tensor_type, said[value.name]
+        for axis, length in zip(kind.shape.dim, lengths, strict=True):
             if isinstance(length, str):
                 axis.dim_param = length
         number = onnx.TensorProto.DataType.Name(kind.elem_type).lower()
         number = {"float": "float32"}.get(number, number)
-        described.append({"name": value.name, "type": number, "shape": shape, "meaning": meaning})
+        described.append({"name": value.name, "type": number, "shape": lengths, "meaning": meaning})
     onnx.save(model, file)
     return described[:1], described[1:]

@@ -37,8 +37,8 @@ class Graph:
         version: the engine's.
 
     Raises:
-        ModelError: the engine isn't installed, or lacks the precision; when it is run, the engine can't read
-            the graph.
+        ModelError: the engine isn't installed, or lacks the precision; when it is first run, also
+            where the engine can't read the graph.
     """
 
     def __init__(self, file: Path, engine: str, precision: str, threads: int) -> None:
@@ -125,9 +125,7 @@ def _onnx(file: Path, precision: str, threads: int, streams: int) -> Run:
     options.log_severity_level = 4
     # Threads that wait in a loop would take the cores from those that decode.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = onnxruntime.InferenceSession(
-        file, options, providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     return lambda images: list(session.run(None, {"images": images}))
 
 

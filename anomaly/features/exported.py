@@ -35,6 +35,7 @@ class ExportedNetwork(FeatureExtractor):
         self._graph = graph
         self.engine = graph.engine
         self.precision = graph.precision
+        self.version = graph.version
         self.layers, self.channels, self.strides = tuple(layers), tuple(channels), tuple(strides)
 
     @property

@@ -11,6 +11,7 @@ The manifest is the model's, and so is its id: it is the same model, computed by
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,7 +82,7 @@ def read_export(folder: Path) -> dict[str, Any] | None:
     if not is_sealed(values, file):
         raise ModelError(f"{file} was changed since it was written; {AGAIN}")
     checked(values, _Export, file)
-    return values
+    return dict(values)
 
 
 def write_export(folder: Path, values: dict[str, Any]) -> None:
@@ -101,7 +102,7 @@ def files_of(manifest: dict[str, Any], export: dict[str, Any] | None) -> dict[st
 
 
 def open_network(
-    folder: Path, manifest: dict[str, Any], export: dict[str, Any], threads: int
+    folder: Path, manifest: Mapping[str, Any], export: Mapping[str, Any], threads: int
 ) -> ExportedNetwork:
     """The exported network, ready to run.
 

@@ -1,4 +1,4 @@
-"""The search in a memory bank as plain reductions, for runtimes that know nothing of this program."""
+"""The search in a memory bank as plain reductions, for programs that know nothing of this one."""
 
 from __future__ import annotations
 
