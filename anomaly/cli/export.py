@@ -28,7 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="gets the folder model/")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
-    machine.add_precision(parser)
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="compute in this number format (fp32); bf16 only with openvino, where the processor "
+        "has it",
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="processor threads")
 
 

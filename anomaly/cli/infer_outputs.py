@@ -126,6 +126,7 @@ def about(
         "model": model.model_id,
         "software version": __version__,
         "device": str(device),
+        "engine": model.extractor.engine,
         "precision": model.extractor.precision,
         "set of outputs": [options.heatmap, *names, *([options.maps] if options.maps else [])],
     }

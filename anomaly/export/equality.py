@@ -98,7 +98,8 @@ def compare(
         ModelError: it doesn't; the message says of which image, and by how much.
         DataError: none of the images can be scored.
     """
-    limit = TOLERANCE[exported.extractor.precision]
+    precision = exported.extractor.precision
+    limit, hint = TOLERANCE[precision], "" if precision == "fp32" else "; try --precision fp32"
     scores = _scored(reference, paths, workers)
     verdicts = scores if own is reference else _scored(own, paths, workers)
     if not any(isinstance(one, Prediction) for one in scores.values()):
@@ -114,7 +115,7 @@ def compare(
                 f"the exported model doesn't say the same: {path} has {_said(one)} with "
                 f"{exported.extractor.engine} and {_said(before)} with torch, which is off by "
                 f"{share:.2g} of the score (up to {limit:g} is let pass); its verdict was "
-                f"{verdict or 'none'}. Nothing was exported"
+                f"{verdict or 'none'}. Nothing was exported{hint}"
             )
         largest = max(largest, Largest(share, path.name), key=lambda one: one.share)
         progress(done)

@@ -132,6 +132,7 @@ def _trace(
                 (images,),
                 input_names=["images"],
                 output_names=names,
+                dynamo=True,
                 opset_version=OPSET,
                 verbose=False,
             )

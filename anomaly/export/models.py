@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,7 @@ from anomaly.errors import ModelError, OutputError
 from anomaly.evaluation.test_split import training_record
 from anomaly.export.equality import TOLERANCE, compare, compare_patches, golden_images
 from anomaly.export.graph import OPSET, write_graph
-from anomaly.features.engine import ENGINES, Graph, check_precision, installed
+from anomaly.features.engine import Graph, check_precision, installed
 from anomaly.features.exported import PLAIN
 from anomaly.files.writing import as_json, write
 from anomaly.model.checkpoint import load
@@ -26,15 +25,13 @@ from anomaly.model.folder import HISTORY, appearing, find_model, vouch
 from anomaly.model.manifest import MANIFEST
 from anomaly.model.saving import BACKBONE
 
-log = logging.getLogger(__name__)
-
 
 def export_model(
     source: Path,
     output: Path,
     engine: str,
     *,
-    precision: str | None = None,
+    precision: str = "fp32",
     whole: bool = False,
     golden: Path | None = None,
     workers: int = 2,
@@ -47,8 +44,7 @@ def export_model(
         source: the run, or its model folder.
         output: a folder that gets `model/`, and what the run remembers of its training.
         engine: a key of `anomaly.features.engine.ENGINES`.
-        precision: `fp32` or `bf16`; by default the model's own, or fp32 where the engine, or
-            `whole`, doesn't go with it.
+        precision: `fp32` or `bf16`, the number format to compute in.
         whole: whether to write a second graph, on to patch scores, for other programs.
         golden: a folder of images to compare on; by default some of the training images.
         workers: decoding processes.
@@ -70,8 +66,10 @@ def export_model(
         raise OutputError(
             f"{output / 'model'} exists already; give another --output or add --overwrite"
         )
+    if precision == "bf16" and whole:
+        raise ModelError("--whole is for other programs, and exported in fp32 only")
+    check_precision(engine, precision, f"--precision {precision} was asked for")
     own = load(folder, "cpu")
-    precision = _precision(own.extractor.precision, engine, precision, whole)
     same = precision == own.extractor.precision
     reference = own if same else load(folder, "cpu", precision)
     paths = golden_images(own, source, golden)
@@ -128,26 +126,3 @@ def _check_installed(engine: str) -> None:
             f"exporting needs {' and '.join(missing)}: pip install 'anomaly[export,{engine}]'"
         )
     installed(engine, "the model is compared in")
-
-
-def _precision(own: str, engine: str, wanted: str | None, whole: bool) -> str:
-    """The number format to export in.
-
-    Raises:
-        ModelError: the engine, or the whole graph, doesn't go with the one that was asked for.
-    """
-    if wanted == "bf16" and whole:
-        raise ModelError(
-            "--whole is for other programs, and exported in fp32; leave out --precision bf16"
-        )
-    if wanted is not None:
-        check_precision(engine, wanted, f"--precision {wanted} was asked for")
-        return wanted
-    if own == "bf16" and not whole:
-        try:
-            check_precision(engine, own, "")
-        except ModelError:
-            log.warning("%s doesn't compute in bf16 here: exporting in fp32", ENGINES[engine][0])
-        else:
-            return own
-    return "fp32"

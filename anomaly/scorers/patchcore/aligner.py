@@ -57,7 +57,7 @@ def patchcore_adaptive(maps: Sequence[Tensor]) -> Tensor:
 
 def _join(maps: Sequence[Tensor]) -> Tensor:
     finest = max((m.shape[-2:] for m in maps), key=lambda size: size[0] * size[1])
-    if torch.compiler.is_exporting():  # writing into places is a detour in a traced graph
+    if torch.compiler.is_compiling():  # writing into places is a detour in a traced graph
         return torch.cat([_resized(m, finest) for m in maps], 1).permute(0, 2, 3, 1)
     first = maps[0]
     channels = sum(m.shape[1] for m in maps)
