@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import ModelError
-from anomaly.features.engine import ENGINES
+from anomaly.features.engine import ENGINES, installed
 from anomaly.features.folding import folded
 from anomaly.hooks import capture
 from anomaly.model.detector import AnomalyDetector
@@ -99,8 +99,7 @@ def write_graph(
     _trace(module, images, sizes, names, file)
     inputs, outputs = _tidied(file, names, shapes, detector)
     if ENGINES[engine][2] != ".onnx":
-        import openvino
-
+        openvino = installed(engine, "this export is for")
         openvino.save_model(openvino.Core().read_model(file), folder / name, compress_to_fp16=False)
         for part in folder.glob(f"{file.name}*"):
             part.unlink()
@@ -147,7 +146,7 @@ def _trace(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing said of operators, and tensors that stay as they are whoever asks next."""
+    """Keep to themselves what tracing and writing have to say of operators and symbols."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

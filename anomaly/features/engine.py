@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -88,6 +89,9 @@ def installed(engine: str, what: str) -> Any:
         ModelError: it isn't installed.
     """
     name, module, _ = ENGINES[engine]
+    # OpenVINO's converter, which nobody here uses, would put an id for its statistics into the
+    # user's home folder as soon as it is imported; without this module it doesn't.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:
         return import_module(module)
     except ImportError:

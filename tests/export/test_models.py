@@ -3,7 +3,9 @@
 import argparse
 import csv
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -430,3 +432,10 @@ def test_a_run_that_was_broken_off_ends_with_the_same_bytes(
                 command("infer", [*chosen, output])
         assert command("infer", [*chosen, output, "--resume"])[0] == 0
         assert result_files(output) == expected
+
+
+def test_an_engine_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
+    code = "from anomaly.features.engine import installed; installed('openvino', '').Core()"
+    environment = {**os.environ, "HOME": str(tmp_path), "USERPROFILE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    assert not list(tmp_path.iterdir())
