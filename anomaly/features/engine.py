@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from threading import Lock
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -43,11 +44,10 @@ class Graph:
     """
 
     def __init__(self, file: Path, engine: str, precision: str, threads: int) -> None:
-        self._compile = {"onnx": _onnx, "openvino": _openvino}[engine]
         self.file, self.engine, self.precision = file, engine, precision
         self._threads = max(1, threads)
-        self._alone: Run | None = None
-        self._together: Run | None = None
+        self._compiling = Lock()
+        self._compiled: dict[int, Run] = {}
         module = installed(engine, f"{file.parent} was exported for")
         self.version = str(module.__version__).partition("-")[0]
         check_precision(engine, precision, f"{file.parent} was exported in {precision}")
@@ -61,15 +61,19 @@ class Graph:
                 computes alone; else all threads share one call.
         """
         images = np.ascontiguousarray(images, np.float32)
-        if together and self._threads > 1:
-            self._together = self._together or self._compiled(streams=self._threads)
-            return self._together(images)
-        self._alone = self._alone or self._compiled(streams=1)
-        return self._alone(images)
+        return self._for(self._threads if together else 1)(images)
 
-    def _compiled(self, streams: int) -> Run:
+    def _for(self, streams: int) -> Run:
+        """The graph, compiled for so many calls at once."""
+        with self._compiling:
+            if streams not in self._compiled:
+                self._compiled[streams] = self._compile(streams)
+            return self._compiled[streams]
+
+    def _compile(self, streams: int) -> Run:
+        compiler = {"onnx": _onnx, "openvino": _openvino}[self.engine]
         try:
-            return self._compile(self.file, self.precision, self._threads, streams)
+            return compiler(self.file, self.precision, self._threads, streams)
         except Exception:  # each engine has its own family of errors
             name = ENGINES[self.engine][0]
             raise ModelError(
