@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
 
     with locked(options.output):
         options.device = "cpu"
-        _, threads = machine.settle(options)
+        _, threads = machine.device_and_threads(options)
         from anomaly.export.models import export_model
 
         with ProgressLine() as progress:

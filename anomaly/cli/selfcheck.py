@@ -12,7 +12,7 @@ from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from anomaly.imaging.preprocessing import Refused
+    from anomaly.imaging.preprocessing import UnusableImage
     from anomaly.model.detector import AnomalyDetector
     from anomaly.model.prediction import Prediction
 
@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace, paths: list[Path]) -> int:
     from anomaly.files.writing import as_json, write
     from anomaly.model.checkpoint import load
 
-    device, threads = machine.settle(options)
+    device, threads = machine.device_and_threads(options)
     model = load(options.model, device)
     found = _score(model, paths, options.golden, threads)
     if recorded is None:
@@ -95,10 +95,10 @@ def _score(
     return dict(sorted(found.items()))
 
 
-def _said(result: Prediction | Refused) -> dict[str, Any]:
-    from anomaly.imaging.preprocessing import Refused
+def _said(result: Prediction | UnusableImage) -> dict[str, Any]:
+    from anomaly.imaging.preprocessing import UnusableImage
 
-    if isinstance(result, Refused):
+    if isinstance(result, UnusableImage):
         return {"image_score": None, "verdict": result.status}
     return {"image_score": result.score, "verdict": result.verdict}
 

@@ -13,14 +13,14 @@ import torch
 
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, ModelError
-from anomaly.evaluation.test_split import trained_on
 from anomaly.features.engine import Graph
 from anomaly.files.writing import sha256_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.preprocessing import Loaded, Refused, by_shape, tile_by_tile
+from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape, tile_by_tile
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
+from anomaly.model.run_folder import trained_on
 
 COUNT = 16  # golden images that are taken of the training images
 # How far scores may be apart, as a share. bf16 rounds to 8 bits wherever an engine likes: up to a
@@ -144,7 +144,7 @@ def compare_patches(
     with Decoders(min(workers, len(paths)), Task(reference.loading)) as decoders:
         loaded = reference.fitting(decoders.load_all(enumerate(paths)))
         for batch in tile_by_tile(by_shape(loaded, _BATCH), _BATCH):
-            if isinstance(batch, Refused):
+            if isinstance(batch, UnusableImage):
                 continue
             for item, share in zip(batch, _patch_differences(reference, graph, batch), strict=True):
                 if not share <= limit:
@@ -171,7 +171,7 @@ def _patch_differences(
 
 def _scored(
     detector: AnomalyDetector, paths: Sequence[Path], workers: int
-) -> dict[int, Prediction | Refused]:
+) -> dict[int, Prediction | UnusableImage]:
     return {one.index: one for one in detector.score_all(paths, workers=workers)}
 
 
@@ -180,17 +180,19 @@ def _scale(detector: AnomalyDetector) -> float:
     return 1e-12 if detector.thresholds is None else max(detector.thresholds.review, 1e-12)
 
 
-def _difference(before: Prediction | Refused, now: Prediction | Refused, scale: float) -> float:
+def _difference(
+    before: Prediction | UnusableImage, now: Prediction | UnusableImage, scale: float
+) -> float:
     if isinstance(before, Prediction) and isinstance(now, Prediction):
         return abs(now.score - before.score) / max(abs(before.score), scale)
     return 0.0 if type(before) is type(now) else float("inf")
 
 
-def _verdict(one: Prediction | Refused) -> str:
-    return one.status if isinstance(one, Refused) else one.verdict
+def _verdict(one: Prediction | UnusableImage) -> str:
+    return one.status if isinstance(one, UnusableImage) else one.verdict
 
 
-def _said(one: Prediction | Refused) -> str:
-    if isinstance(one, Refused):
+def _said(one: Prediction | UnusableImage) -> str:
+    if isinstance(one, UnusableImage):
         return f"no score ({one.reason})"
     return f"score {one.score:.6g} ({one.verdict or 'no verdict'})"

@@ -13,7 +13,6 @@ import torch
 
 from anomaly import __version__
 from anomaly.errors import ModelError, OutputError
-from anomaly.evaluation.test_split import training_record
 from anomaly.export.equality import TOLERANCE, compare, compare_patches, golden_images
 from anomaly.export.graph import OPSET, write_graph
 from anomaly.features.engine import Graph, check_precision, installed
@@ -21,8 +20,9 @@ from anomaly.features.exported import PLAIN
 from anomaly.files.writing import as_json, write
 from anomaly.model.checkpoint import load
 from anomaly.model.exported import open_network, write_export
-from anomaly.model.folder import HISTORY, appearing, find_model, vouch
+from anomaly.model.folder import HISTORY, appearing, file_entry, find_model
 from anomaly.model.manifest import MANIFEST
+from anomaly.model.run_folder import training_record
 from anomaly.model.saving import BACKBONE
 
 
@@ -83,7 +83,7 @@ def export_model(
             "precision": precision,
             "network": write_graph(own, draft, engine),
             "whole": write_graph(own, draft, engine, whole=True) if whole else None,
-            "files": {file.name: vouch(file) for file in sorted(draft.iterdir())},
+            "files": {file.name: file_entry(file) for file in sorted(draft.iterdir())},
         }
         progress("writing graphs", 1, 1)
         for name in (MANIFEST, *own.manifest["files"].keys() - {BACKBONE}):

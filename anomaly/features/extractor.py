@@ -157,7 +157,7 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int = 256) -> Tru
     Raises:
         LayerError: a layer doesn't exist, never runs, or gives no (B, C, h, w) map.
     """
-    outputs = trim(network, layers, probe)
+    outputs = truncate_in_place(network, layers, probe)
     for path, output in outputs.items():
         # A square image must give a square grid; Swin's (B, h, w, C) doesn't.
         if output.ndim != 4 or output.shape[2] != output.shape[3]:
@@ -176,7 +176,7 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int = 256) -> Tru
     )
 
 
-def trim(network: nn.Module, layers: Sequence[str], probe: int) -> dict[str, Tensor]:
+def truncate_in_place(network: nn.Module, layers: Sequence[str], probe: int) -> dict[str, Tensor]:
     """Drop every part of a network that isn't needed to compute `layers`, in place.
 
     Args:

@@ -146,7 +146,7 @@ class Tiling:
 
 
 Axis: TypeAlias = tuple[AxisView, ...]
-Layout: TypeAlias = View | Tiling
+AnyView: TypeAlias = View | Tiling
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Sizing:
             return self.crop or self.resize, self.crop or self.resize
         return None if self.aspect is None else self._kept_aspect(self.aspect)
 
-    def view(self, source: tuple[int, int]) -> Layout:
+    def view(self, source: tuple[int, int]) -> AnyView:
         """The view of an image of (H0, W0) pixels.
 
         Raises:

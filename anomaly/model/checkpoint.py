@@ -29,11 +29,11 @@ from safetensors.torch import load_file
 from anomaly import __version__
 from anomaly.config.schema import Config, parse_config
 from anomaly.errors import AnomalyError, ModelError
-from anomaly.features.backbones import Normalisation, build, fill
+from anomaly.features.backbones import Normalisation, build, load_state
 from anomaly.features.exported import PLAIN
 from anomaly.features.extractor import FeatureExtractor, truncate
 from anomaly.imaging.decoder_pool import read_mask
-from anomaly.model.appearance import UsualLook
+from anomaly.model.appearance import AppearanceModel
 from anomaly.model.build import scorer_of
 from anomaly.model.consistency import agree, check_together
 from anomaly.model.detector import AnomalyDetector
@@ -74,7 +74,7 @@ def load(
         extractor = graph or _network(folder, manifest, config, device, precision)
         scorer = scorer_of(config, load_file(folder / SCORER), device)
         looks = folder / USUAL
-        usual = UsualLook.from_tensors(load_numpy(looks)) if looks.is_file() else None
+        appearance = AppearanceModel.from_tensors(load_numpy(looks)) if looks.is_file() else None
         thresholds = read_thresholds(folder)
         region = region_of(config.image, folder, read_mask)
     except SafetensorError:
@@ -82,7 +82,7 @@ def load(
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, manifest, error) from None
-    check_together(folder, manifest, scorer, usual)
+    check_together(folder, manifest, scorer, appearance)
     return AnomalyDetector(
         config=config,
         extractor=extractor,
@@ -94,7 +94,7 @@ def load(
         device=device,
         region=region,
         aspect=manifest["aspect"],
-        usual=usual,
+        appearance=appearance,
         manifest=manifest,
         model_id=model_id(folder),
         folder=folder,
@@ -113,7 +113,7 @@ def _network(
     agree(folder, "channels", manifest["backbone"]["channels"], list(truncated.channels))
     agree(folder, "strides", manifest["backbone"]["strides"], list(truncated.strides))
     state, full = load_file(folder / BACKBONE), build(config.backbone.name)
-    fill(truncated.network, state, full, str(folder / BACKBONE))
+    load_state(truncated.network, state, full, str(folder / BACKBONE))
     return truncated.extractor().to(device, _precision(config, device, precision))
 
 

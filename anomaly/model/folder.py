@@ -94,7 +94,7 @@ def model_id(folder: Path) -> str:
     return sha256_of(folder / MANIFEST)[:16]
 
 
-def vouch(file: Path) -> dict[str, Any]:
+def file_entry(file: Path) -> dict[str, Any]:
     """What a manifest says about a file."""
     return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
 

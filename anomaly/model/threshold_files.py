@@ -10,7 +10,7 @@ from typing import Any
 from anomaly.calibration import GoodScores, Threshold, Thresholds
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
-from anomaly.model.folder import HISTORY, appearing, find_model, link, model_id, vouch
+from anomaly.model.folder import HISTORY, appearing, file_entry, find_model, link, model_id
 from anomaly.model.manifest import (
     AGAIN,
     MANIFEST,
@@ -101,7 +101,7 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
             if file.is_file() and file.name not in (*_FILES, MANIFEST, HISTORY):
                 link(file, draft / file.name)
         write_thresholds(draft, thresholds)
-        manifest["files"] |= {name: vouch(draft / name) for name in _FILES}
+        manifest["files"] |= {name: file_entry(draft / name) for name in _FILES}
         write_manifest(draft, manifest)
         after = model_id(draft)
         line = json.dumps(record | {"model_before": before, "model_after": after}, allow_nan=False)

@@ -14,8 +14,9 @@ from anomaly.datasets import Dataset, Sample
 from anomaly.errors import DataError
 from anomaly.evaluation.evaluate import Evaluation, Scored, score_test_split
 from anomaly.evaluation.metrics import Confusion, confusion
-from anomaly.evaluation.test_split import images_to_test, not_learned, training_record
+from anomaly.evaluation.test_split import images_to_test, not_learned
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.run_folder import training_record
 from anomaly.model.settings import images_meant, portable
 from anomaly.report.page import utc_now
 from anomaly.report.tiles import Tile, Tiles

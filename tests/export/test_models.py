@@ -24,7 +24,7 @@ from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import models
 from anomaly.export.equality import compare, golden_images
 from anomaly.export.graph import write_graph
-from anomaly.features.backbones import build, default_layers, fill, read_weights
+from anomaly.features.backbones import build, default_layers, load_state, read_weights
 from anomaly.features.engine import Graph
 from anomaly.features.extractor import truncate
 from anomaly.files.writing import as_json, sha256_of
@@ -327,7 +327,7 @@ def test_a_precision_or_device_that_an_engine_lacks(
     assert load(bank_export).device.type == "cpu"
     for named in (bank_export, [bank_export / "model"]):
         options = argparse.Namespace(device="auto", threads=2, model=named)
-        assert machine.settle(options)[0].type == "cpu"
+        assert machine.device_and_threads(options)[0].type == "cpu"
 
 
 @pytest.mark.slow
@@ -365,7 +365,7 @@ def test_each_family_of_networks(
     """Embeddings are torch's, for any size and number of images."""
     full = build(name)
     truncated = truncate(build(name), default_layers(name, full, 2))
-    fill(truncated.network, read_weights(name, "random", 0)[0], full, "a test")
+    load_state(truncated.network, read_weights(name, "random", 0)[0], full, "a test")
     detector = replace(load(run_folder, "cpu", "fp32"), extractor=truncated.extractor())
     for engine in ENGINES:
         said = write_graph(detector, tmp_path, engine)
@@ -417,7 +417,7 @@ def test_a_run_that_was_broken_off_ends_with_the_same_bytes(
 
     import anomaly.inference.run as run_module
 
-    settled = run_module._Run._settle
+    settled = run_module._Run._record_first
     for stop in (1, 7, 30):
         left = iter(range(stop))
 
@@ -427,7 +427,7 @@ def test_a_run_that_was_broken_off_ends_with_the_same_bytes(
 
         output = tmp_path / str(stop)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run_module._Run, "_settle", settle)
+            patch.setattr(run_module._Run, "_record_first", settle)
             with pytest.raises(BaseException, match="broken off"):
                 command("infer", [*chosen, output])
         assert command("infer", [*chosen, output, "--resume"])[0] == 0

@@ -9,7 +9,7 @@ import torch
 from anomaly.config.schema import parse_config
 from anomaly.datasets import open_dataset
 from anomaly.features import precision
-from anomaly.features.backbones import build, fill, read_weights
+from anomaly.features.backbones import build, load_state, read_weights
 from anomaly.features.extractor import FeatureExtractor, truncate
 from anomaly.model import checkpoint
 from anomaly.model.checkpoint import load
@@ -21,7 +21,9 @@ CPU = torch.device("cpu")
 
 def extractor(scale: float = 1.0) -> FeatureExtractor:
     truncated = truncate(build("resnet18"), ["layer1", "layer2"])
-    fill(truncated.network, read_weights("resnet18", "random", 0)[0], build("resnet18"), "random")
+    load_state(
+        truncated.network, read_weights("resnet18", "random", 0)[0], build("resnet18"), "random"
+    )
     with torch.no_grad():
         truncated.network.bn1.weight *= scale
     return truncated.extractor()
@@ -31,7 +33,7 @@ def test_rounding_is_measured_against_an_independent_rounding() -> None:
     """One layer, so that the share can be worked out: conv in float64 against rounded operands."""
     one = truncate(build("resnet18"), ["conv1"])
     state = read_weights("resnet18", "random", 0)[0]
-    fill(one.network, state, build("resnet18"), "random")
+    load_state(one.network, state, build("resnet18"), "random")
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     (share,) = precision.rounding_share(one.extractor(), images)
     weight = state["conv1.weight"].double()
