@@ -164,13 +164,13 @@ def _shell(lines: list[str], cwd: Path) -> None:
 def _printed(own_files: Path) -> list[str]:
     """The commands that work in any folder, on the reader's own files.
 
-    Each page starts in a folder of its own, with the model that the README trains as `runs/my_part`.
+    Each page starts in a folder of its own, with the model that the README trains, `runs/my_part`.
     """
     lines = []
     for number, page in enumerate(PAGES):
         printed = commands(page)
         lines += [f"mkdir -p {number}/runs", f"cd {number}"]
-        if number and not any(line.startswith("anomaly start") for line in printed):
+        if number and not re.search("anomaly start|name=my_part", " ".join(printed)):
             lines.append("cp -r ../0/runs/the_part runs/my_part")
         lines += [*printed, "cd .."]
     lines = [line.replace("/path/to/", f"{own_files}/path/to/") for line in lines]
