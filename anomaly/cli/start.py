@@ -61,8 +61,8 @@ def _start(options: argparse.Namespace, name: str, output: Path) -> int:
     if config.exists() and not options.overwrite:  # somebody may have changed it
         train = ["train", "--config", str(config), "--output", str(output)]
         raise OutputError(
-            f"{config} is there from an earlier start: `anomaly {shlex.join(train)}` takes it as it "
-            "is, --overwrite writes it anew"
+            f"{config} is there from an earlier start: `anomaly {shlex.join(train)}` takes it as "
+            "it is, --overwrite writes it anew"
         )
     print(f"{options.folder} is taken for --format {taken.layout}: {taken.reason}")
     if taken.listing:
