@@ -27,6 +27,7 @@ COMMANDS = {
     "features": "save what layers make of images, for classifiers of your own",
     "explain": "show why an image was flagged, in pictures",
     "selfcheck": "score known parts before a shift and say what has moved",
+    "serve": "answer over HTTP, write every answer down, and show a page to the line",
     "sample-data": "generate a small data set to try things on",
 }
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, get_type_hints
 
+from anomaly import __version__
 from anomaly.files.csv_files import csv_text
+from anomaly.imaging.preprocessing import Refused
 from anomaly.maps.regions import MarkedRegion
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from anomaly.model.detector import AnomalyDetector
+    from anomaly.model.prediction import Prediction
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,44 @@ class Row:
     model_name: str = ""
     time: str = ""
     milliseconds: float | None = None
+
+
+def row_of(
+    result: Prediction | Refused,
+    model: AnomalyDetector,
+    path: str,
+    begun: float,
+    heatmap: str = "",
+) -> Row:
+    """The row of an image that was scored, or couldn't be.
+
+    Args:
+        result: what became of it.
+        model: said so.
+        path: what the row calls the image.
+        begun: when it was begun, by `time.perf_counter`.
+        heatmap: picture, relative to the output folder; empty where there is none.
+    """
+    scored = None if isinstance(result, Refused) else result
+    limits = model.thresholds
+    return Row(
+        path=path,
+        image_sha256="" if scored is None else scored.sha256,
+        status=result.status if isinstance(result, Refused) else "ok",
+        image_score=None if scored is None else scored.score,
+        calibrated_score=None if scored is None else scored.calibrated_score,
+        review_threshold=None if limits is None else limits.review,
+        threshold=None if limits is None else limits.image,
+        verdict="" if scored is None else scored.verdict,
+        heatmap=heatmap,
+        model_id=model.model_id,
+        software_version=__version__,
+        threshold_label="" if limits is None else limits.label,
+        reason=result.reason,
+        model_name=model.config.name,
+        time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        milliseconds=round(1000 * (time.perf_counter() - begun), 1),
+    )
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from anomaly import __version__
 from anomaly.errors import OutputError
 from anomaly.files.own_outputs import HEATMAPS
 from anomaly.imaging.decoder_pool import Decoders
@@ -19,7 +17,7 @@ from anomaly.imaging.geometry import Tiling
 from anomaly.imaging.preprocessing import Loaded, Refused, by_shape
 from anomaly.inference.artifacts import Drawn, Shown
 from anomaly.inference.journal import Known, Record
-from anomaly.inference.rows import Row
+from anomaly.inference.rows import Row, row_of
 from anomaly.maps.thumbnails import Thumbnails
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
@@ -155,7 +153,7 @@ class _Run:
     def _take(self, result: Prediction | Refused) -> None:
         if isinstance(result, Refused):
             self._decoders.forget(result.index)
-            self._record.add(Known(result.index, None, self._refused(result)))
+            self._record.add(Known(result.index, None, self._row(result)))
             return
         i = result.index
         picture, shown = self._inputs.pictures[i], self._shown(result)
@@ -184,9 +182,10 @@ class _Run:
         drawn = future.result()
         shape = None if isinstance(result.view, Tiling) else result.view.size
         if isinstance(drawn, Refused):
-            self._record.add(Known(result.index, shape, self._refused(drawn)))
+            self._record.add(Known(result.index, shape, self._row(drawn)))
         else:
-            row = self._scored(result, shown)
+            picture = f"{HEATMAPS}/{self._inputs.pictures[result.index]}"
+            row = self._row(result, picture if shown.heatmap else "")
             self._record.add(Known(result.index, shape, row, drawn.regions))
             if self._thumbnails and drawn.small:
                 odd = bool(result.reason)
@@ -202,51 +201,6 @@ class _Run:
             small = self._thumbnails.pixels
         return Shown(drawn, verdict, result.score, times, small)
 
-    def _scored(self, result: Prediction, shown: Shown) -> Row:
-        thresholds = self._model.thresholds
-        score = result.score
-        return self._row(
-            result.index,
-            image_sha256=result.sha256,
-            status="ok",
-            image_score=score,
-            calibrated_score=None if thresholds is None else thresholds.calibrated(score),
-            verdict=shown.verdict,
-            heatmap=f"{HEATMAPS}/{self._inputs.pictures[result.index]}" if shown.heatmap else "",
-            reason=result.reason,
-        )
-
-    def _refused(self, result: Refused) -> Row:
-        return self._row(result.index, status=result.status, reason=result.reason)
-
-    def _row(
-        self,
-        index: int,
-        *,
-        status: str,
-        image_sha256: str = "",
-        image_score: float | None = None,
-        calibrated_score: float | None = None,
-        verdict: str = "",
-        heatmap: str = "",
-        reason: str = "",
-    ) -> Row:
-        thresholds = self._model.thresholds
-        return Row(
-            path=str(self._inputs.paths[index]),
-            image_sha256=image_sha256,
-            status=status,
-            image_score=image_score,
-            calibrated_score=calibrated_score,
-            review_threshold=None if thresholds is None else thresholds.review,
-            threshold=None if thresholds is None else thresholds.image,
-            verdict=verdict,
-            heatmap=heatmap,
-            model_id=self._model.model_id,
-            software_version=__version__,
-            threshold_label="" if thresholds is None else thresholds.label,
-            reason=reason,
-            model_name=self._model.config.name,
-            time=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            milliseconds=round(1000 * (time.perf_counter() - self._begun.pop(index)), 1),
-        )
+    def _row(self, result: Prediction | Refused, heatmap: str = "") -> Row:
+        begun = self._begun.pop(result.index)
+        return row_of(result, self._model, str(self._inputs.paths[result.index]), begun, heatmap)
