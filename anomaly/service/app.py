@@ -240,7 +240,8 @@ def _part_routes(app: FastAPI, line: Line) -> None:
         picture = line.heatmap(number)
         if picture is None:
             raise HTTPException(404, f"no picture of part {number} is kept")
-        return Response(picture, media_type="image/jpeg")
+        kept = {"Cache-Control": "private, max-age=86400, immutable"}
+        return Response(picture, media_type="image/jpeg", headers=kept)
 
     @app.post("/v1/parts/{number}/feedback", summary="Say what a part really is")
     def feedback(
@@ -265,6 +266,10 @@ def _part_routes(app: FastAPI, line: Line) -> None:
         since: Annotated[str, Query(description="ISO 8601, in UTC", max_length=40)],
     ) -> dict[str, int]:
         return line.record.counts(since)
+
+    @app.get("/v1/drift", summary="Whether parts have drifted since the start, by model")
+    def drift() -> dict[str, dict[str, Any]]:
+        return {served.name: served.drifted() for served in line.lineup.models.values()}
 
     @app.get("/v1/events", summary="What happens from now on, as server-sent events")
     async def events() -> StreamingResponse:

@@ -80,6 +80,7 @@ SERVED = _json(
     {
         **_MODEL,
         "checked": "every file's hash, and 12 golden parts, which score as recorded",
+        "drift": {"alarm": False, "lines": []},
         "config": {"name": "plate", "backbone": {"name": "wide_resnet50_2"}},
         "thresholds": {"label": "calibrated", "reject": {"value": 2.75}, "pixel": 2.75},
         "calibration": ["thresholds calibrated on 209 training images"],

@@ -54,7 +54,7 @@ class Line:
         self.lineup = Lineup(
             folders, self._recorder, device=device, workers=workers, most_waiting=most_waiting
         )
-        self.metrics = Metrics(self._waiting, lambda: self.bodies.held)
+        self.metrics = Metrics(self._waiting, lambda: self.bodies.held, self._drifted)
         self.stopping = False
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._followers: set[_Follower] = set()
@@ -122,6 +122,9 @@ class Line:
     def _told(self, number: int, answer: Answer) -> None:
         """A part was written down; called in the record's thread."""
         self.metrics.note(answer)
+        drift, score = self.lineup.models[answer.model].drift, answer.row.image_score
+        if drift is not None and score is not None and not answer.row.reason:
+            drift.add(score)
         if answer.heatmap:
             self._recent[number] = answer.heatmap
             while len(self._recent) > _RECENT:
@@ -132,6 +135,9 @@ class Line:
     def _tell(self, event: dict[str, Any]) -> None:
         for follower in list(self._followers):
             follower.put(event)
+
+    def _drifted(self) -> dict[str, bool]:
+        return {one.name: bool(one.drifted()["alarm"]) for one in self.lineup.models.values()}
 
     def _waiting(self) -> dict[str, int]:
         served = self.lineup.models.values()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from anomaly.calibration.drift import Drift, levels_of
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.files.own_outputs import GOLDEN
 from anomaly.imaging.image import Image, list_images
@@ -57,6 +58,7 @@ class Served:
         engine: None until it is loaded, and where it can't be used.
         trouble: why it can't be used; empty while that isn't so.
         checked: what was looked at before it was let in.
+        drift: watches its scores since the service was started; None without thresholds.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Served:
     engine: Engine | None = None
     trouble: str = ""
     checked: str = ""
+    drift: Drift | None = None
 
     @property
     def state(self) -> str:
@@ -79,9 +82,15 @@ class Served:
             said |= {"method": model.method, "unit": model.unit}
         return said
 
+    def drifted(self) -> dict[str, Any]:
+        """Whether its parts have drifted since the service was started, and what was seen."""
+        if self.drift is None:
+            return {"alarm": False, "lines": []}
+        return {"alarm": self.drift.alarm is not None, "lines": self.drift.lines()}
+
     def long(self) -> dict[str, Any]:
         """All that can be asked of it: settings, thresholds, and what they were found with."""
-        said = {**self.short(), "checked": self.checked}
+        said = {**self.short(), "checked": self.checked, "drift": self.drifted()}
         if self.engine is not None:
             model, limits = self.engine.model, self.engine.model.thresholds
             said["config"] = portable(model.config)
@@ -152,6 +161,8 @@ class Lineup:
     def _load(self, served: Served) -> None:
         model = load(served.folder, self._device)
         served.checked = self._check(model, served.folder)
+        if model.thresholds is not None:
+            served.drift = Drift(levels_of(model.thresholds))
         engine = Engine(
             served.name,
             model,

@@ -23,10 +23,14 @@ class Metrics:
     Args:
         waiting: gives the parts on their way, by model.
         bytes_held: gives the bytes of images that wait.
+        drifted: says whether parts have drifted, by model.
     """
 
     def __init__(
-        self, waiting: Callable[[], dict[str, int]], bytes_held: Callable[[], int]
+        self,
+        waiting: Callable[[], dict[str, int]],
+        bytes_held: Callable[[], int],
+        drifted: Callable[[], dict[str, bool]],
     ) -> None:
         self._registry = CollectorRegistry()
         self._scores: dict[str, deque[float]] = {}
@@ -49,7 +53,7 @@ class Metrics:
             ("code",),
             registry=self._registry,
         )
-        self._registry.register(_Now(waiting, bytes_held, self._scores))
+        self._registry.register(_Now(waiting, bytes_held, drifted, self._scores))
 
     def note(self, answer: Answer) -> None:
         """Count a part that was answered."""
@@ -72,9 +76,11 @@ class _Now(Collector):
         self,
         waiting: Callable[[], dict[str, int]],
         bytes_held: Callable[[], int],
+        drifted: Callable[[], dict[str, bool]],
         scores: dict[str, deque[float]],
     ) -> None:
-        self._waiting, self._bytes_held, self._scores = waiting, bytes_held, scores
+        self._waiting, self._bytes_held = waiting, bytes_held
+        self._drifted, self._scores = drifted, scores
 
     def collect(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily(
@@ -86,6 +92,12 @@ class _Now(Collector):
         yield GaugeMetricFamily(
             "anomaly_held_bytes", "Bytes of images that wait", value=self._bytes_held()
         )
+        drifted = GaugeMetricFamily(
+            "anomaly_drift_alarm", "1 once a model's parts have drifted", labels=["model"]
+        )
+        for model, alarm in self._drifted().items():
+            drifted.add_metric([model], alarm)
+        yield drifted
         quantiles = GaugeMetricFamily(
             "anomaly_score", f"Quantiles of the last {_LATEST} scores", labels=["model", "quantile"]
         )

@@ -101,7 +101,6 @@ class Record:
     def __init__(self, file: Path, keeping: Keeping | None = None) -> None:
         self.file = file
         self._keeping = keeping or Keeping()
-        self._draw = random.Random(self._keeping.seed)
         self._lock = threading.Lock()
         with self._explained():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -153,9 +152,9 @@ class Record:
             (*values, row.image_score, line),
         )
         number = int(cursor.lastrowid or 0)
-        asked = row.status == "ok" and row.verdict != "good"
-        # Drawn for every part, so that which goods are kept doesn't hang on the others.
-        if self._draw.random() < self._keeping.goods or asked:
+        asked = row.verdict != "good"
+        drawn = random.Random(f"{self._keeping.seed} {number}").random()
+        if row.status == "ok" and (asked or drawn < self._keeping.goods):
             size = len(answer.file) + len(answer.heatmap)
             self._db.execute(
                 "INSERT INTO pictures (part, asked, bytes, file, heatmap) VALUES (?, ?, ?, ?, ?)",

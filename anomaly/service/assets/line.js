@@ -16,6 +16,8 @@ let drafted = false; // something is typed that wasn't sent
 const kind = (part) => (part.status === "ok" ? part.verdict || "none" : "none");
 const shown = () => parts.find((part) => part.id === chosen);
 const digits = (value) => Number(value).toPrecision(4);
+// The hash keeps another record's part of this number out of the browser's memory.
+const heatmap = (part) => `/v1/parts/${part.id}/heatmap?of=${part.image_sha256.slice(0, 16)}`;
 const clock = (part) => new Date(part.time).toLocaleTimeString();
 
 async function json(path, options) {
@@ -49,6 +51,14 @@ async function counts() {
     row.append(element("dt", name), element("dd", String(count)));
     return row;
   }));
+  await alarms();
+}
+
+async function alarms() {
+  const found = await json("/v1/drift");
+  const drifted = Object.keys(found).filter((name) => found[name].alarm);
+  at("alarm").hidden = !drifted.length;
+  at("alarm").textContent = `Parts have drifted: ${drifted.join(", ")}. Look at lamp, lens and product, and at: anomaly drift`;
 }
 
 function element(tag, text = "", className = "") {
@@ -87,7 +97,7 @@ function picture(part) {
   blank.hidden = !image.hidden;
   blank.textContent = part ? "No picture of this part is kept." : "The first part that is scored appears here.";
   if (!image.hidden) {
-    const address = `/v1/parts/${part.id}/heatmap`;
+    const address = heatmap(part);
     if (image.getAttribute("src") !== address) image.src = address;
     image.alt = `heatmap of part ${part.id}`;
   } else {
@@ -120,7 +130,7 @@ function strip() {
     button.setAttribute("aria-label", `part ${part.id}, ${part.verdict || part.status}`);
     if (part.picture) {
       const image = document.createElement("img");
-      image.src = `/v1/parts/${part.id}/heatmap`;
+      image.src = heatmap(part);
       image.alt = "";
       image.addEventListener("error", () => { part.picture = false; image.replaceWith(element("div", "", "gap")); });
       button.append(image);
@@ -142,7 +152,7 @@ function chart() {
   const limits = scored.length ? scored[scored.length - 1] : null;
   svg.setAttribute("viewBox", `0 0 ${width || 300} ${height || 120}`);
   svg.replaceChildren();
-  at("scale").textContent = limits && limits.threshold ? "in multiples of the reject threshold, to 2.5" : "";
+  at("scale").textContent = limits && limits.threshold ? "÷ reject threshold, up to 2.5" : "";
   if (!limits) return;
   // Each part by its own threshold: models and thresholds may change on the way.
   const high = limits.threshold ? 2.5 : Math.max(...scored.map((part) => part.image_score)) || 1;
