@@ -11,13 +11,13 @@ from functools import partial
 from importlib.resources import files
 from typing import Annotated, Any, Literal
 
-from fastapi import Body, FastAPI, HTTPException, Query, Request, Response
+from fastapi import Body, FastAPI, HTTPException, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from anomaly import __version__
-from anomaly.errors import AnomalyError, nearest
+from anomaly.errors import AnomalyError, DataError, nearest
 from anomaly.inference.rows import region_rows
 from anomaly.service.bodies import shown_name
 from anomaly.service.engine import BusyError, Engine, Scored
@@ -40,6 +40,7 @@ _SAFE = {
 _ASSETS = {"line.html": "text/html", "line.css": "text/css", "line.js": "text/javascript"}
 
 Include = Literal["heatmap", "mask", "regions"]
+Number = Annotated[int, Path(ge=1, lt=2**63, description="id of the part")]
 
 
 class Feedback(BaseModel):
@@ -65,6 +66,7 @@ def make_app(line: Line) -> FastAPI:
     app.openapi = partial(_described, app)  # type: ignore[method-assign]
     app.middleware("http")(_answers(line))
     app.add_exception_handler(RequestValidationError, _misunderstood)
+    app.add_exception_handler(AnomalyError, _in_trouble)
     _score_routes(app, line)
     _model_routes(app, line)
     _part_routes(app, line)
@@ -104,6 +106,11 @@ async def _misunderstood(request: Request, error: Exception) -> Response:
         first["type"], f"can't be {str(first.get('input'))[:40]!r}"
     )
     return JSONResponse({"detail": f"{where} {said}" + (f"; give {legal}" if legal else "")}, 400)
+
+
+async def _in_trouble(request: Request, error: Exception) -> Response:
+    """The record can't be read or written."""
+    return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "10"})
 
 
 def _score_routes(app: FastAPI, line: Line) -> None:
@@ -218,13 +225,15 @@ def _part_routes(app: FastAPI, line: Line) -> None:
     @app.get("/v1/parts", summary="The newest parts, the newest first")
     def parts(
         limit: Annotated[int, Query(ge=1, le=500)] = 60,
-        before: Annotated[int | None, Query(description="only parts with a lower id")] = None,
+        before: Annotated[
+            int | None, Query(ge=1, lt=2**63, description="only parts with a lower id")
+        ] = None,
         verdict: Literal["", "good", "review", "reject"] = "",
     ) -> dict[str, Any]:
         return {"parts": line.parts(before, verdict, limit)}
 
     @app.get("/v1/parts/{number}", summary="One part")
-    def part(number: int) -> dict[str, Any]:
+    def part(number: Number) -> dict[str, Any]:
         found = line.part(number)
         if found is None:
             raise HTTPException(404, f"there is no part {number}")
@@ -236,7 +245,7 @@ def _part_routes(app: FastAPI, line: Line) -> None:
         response_class=Response,
         responses={200: {"content": {"image/jpeg": {}}}},
     )
-    def heatmap(number: int) -> Response:
+    def heatmap(number: Number) -> Response:
         picture = line.heatmap(number)
         if picture is None:
             raise HTTPException(404, f"no picture of part {number} is kept")
@@ -245,7 +254,7 @@ def _part_routes(app: FastAPI, line: Line) -> None:
 
     @app.post("/v1/parts/{number}/feedback", summary="Say what a part really is")
     def feedback(
-        number: int, said: Annotated[Feedback, Body()], request: Request
+        number: Number, said: Annotated[Feedback, Body()], request: Request
     ) -> dict[str, Any]:
         user = credentials(request.headers.get("authorization", ""))[0]
         try:
@@ -256,7 +265,7 @@ def _part_routes(app: FastAPI, line: Line) -> None:
                 defect_type=said.defect_type,
                 note=said.note,
             )
-        except AnomalyError as error:
+        except DataError as error:
             raise HTTPException(409, str(error)) from None
         line.changed(number)
         return line.part(number) or {}

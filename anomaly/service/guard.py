@@ -1,4 +1,4 @@
-"""Who may ask: a token where one is set, and no page of another site."""
+"""Who may ask, and how much they may say before an image is asked for."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
+_SHORT_BYTES = 65_536  # of whatever isn't an image
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # a supervisor has no token
 
 
@@ -57,6 +58,12 @@ class Guard:
         if self._token and scope["path"] not in _OPEN and not self._may(headers):
             ask = (b"www-authenticate", b'Basic realm="anomaly", charset="UTF-8"')
             return 401, "the token is missing or wrong", [ask]
+        if scope["method"] not in ("GET", "HEAD") and not scope["path"].endswith("/score"):
+            told = headers.get(b"content-length", "")
+            if not told.isdecimal():
+                return 411, "the length of the body has to be said", []
+            if int(told) > _SHORT_BYTES:
+                return 413, f"the body is longer than {_SHORT_BYTES} bytes, which is the limit", []
         return None
 
     def _may(self, headers: Mapping[bytes, str]) -> bool:

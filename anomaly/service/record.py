@@ -33,6 +33,7 @@ CREATE TABLE IF NOT EXISTS parts (
     score REAL, line TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS parts_by_time ON parts (time, model, status, verdict);
 CREATE INDEX IF NOT EXISTS parts_by_verdict ON parts (verdict, id);
+CREATE INDEX IF NOT EXISTS parts_by_image ON parts (sha256, id);
 CREATE TABLE IF NOT EXISTS pictures (
     part INTEGER PRIMARY KEY REFERENCES parts (id), asked INTEGER NOT NULL, bytes INTEGER NOT NULL,
     file BLOB NOT NULL, heatmap BLOB);
@@ -179,16 +180,19 @@ class Record:
         sha256: str = "",
         defect_type: str = "",
         note: str = "",
-    ) -> None:
+    ) -> int | None:
         """Write down what a person says of a part.
 
         Args:
             verdict: `good` or `defect`.
             who: says so.
-            part: its number; None for an image that is known by its hash alone.
+            part: its number; None takes the newest one of this image, if there is any.
             sha256: of the image; taken from the part where there is one.
             defect_type: what is wrong with it.
             note: anything.
+
+        Returns:
+            The part's number; None for an image that was never scored here.
 
         Raises:
             DataError: there is no such part, or it couldn't be read: nobody can have seen it.
@@ -203,11 +207,15 @@ class Record:
                     what = "doesn't exist" if found is None else "has no image that could be read"
                     raise DataError(f"part {part} {what}; nothing is noted")
                 sha256 = found[0]
+            else:
+                newest = "SELECT MAX (id) FROM parts WHERE sha256 = ?"
+                part = self._db.execute(newest, (sha256,)).fetchone()[0]
             self._db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (part, sha256, who, verdict, defect_type, note, _now()),
             )
+        return part
 
     def parts(
         self, before: int | None = None, verdict: str = "", limit: int = 60

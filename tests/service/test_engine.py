@@ -183,15 +183,17 @@ def test_bodies_are_limited_in_length_time_and_memory() -> None:
     assert bodies.held == 20
 
 
-def asked(guard: Guard, path: str = "/v1/parts", **headers: str) -> int:
+def asked(guard: Guard, path: str = "/v1/parts", method: str = "GET", **headers: str) -> int:
     """The status that a guard answers with; 200 where it lets pass."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    listed = [(k.encode(), v.encode("latin-1")) for k, v in {"host": "line:80", **headers}.items()]
-    asyncio.run(guard({"type": "http", "path": path, "headers": listed}, send, send))
+    every = {"host": "line:80", **headers}.items()
+    listed = [(k.replace("_", "-").encode(), v.encode("latin-1")) for k, v in every]
+    scope = {"type": "http", "method": method, "path": path, "headers": listed}
+    asyncio.run(guard(scope, send, send))
     return int(sent[0]["status"])
 
 
@@ -220,3 +222,15 @@ def test_without_a_token_only_this_machine_may_ask() -> None:
     for host in ("line", "127.0.0.1.evil.example", "10.0.0.1", "", "["):
         assert asked(guard, host=host) == 403
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "127.1.2.3")] == [False, False, True]
+
+
+def test_only_images_may_be_long() -> None:
+    guard = Guard(_through, "")
+    for path, length, status in (
+        ("/v1/parts/1/feedback", "100", 200),
+        ("/v1/parts/1/feedback", "5000000000", 413),
+        ("/v1/parts/1/feedback", "", 411),
+        ("/v1/models/disc/score", "5000000000", 200),  # has a limit of its own
+    ):
+        told = {"content_length": length} if length else {"transfer_encoding": "chunked"}
+        assert asked(guard, path, "POST", host="localhost", **told) == status

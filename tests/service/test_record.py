@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import Command
 
 from anomaly.errors import DataError, OutputError
 from anomaly.inference.rows import Row
@@ -125,3 +127,32 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
         record.add([good, bad])
     assert len(record.parts()) == 1
     assert json.loads(json.dumps(record.parts()[0]))["path"] == "1.png"
+
+
+def test_the_command_notes_and_lists(tmp_path: Path, command: Command) -> None:
+    file, image = tmp_path / "line.sqlite", tmp_path / "part.png"
+    image.write_bytes(b"some image")
+    record = Record(file)
+    known = answer("reject", 1)
+    sha256 = hashlib.sha256(b"some image").hexdigest()
+    known = replace(known, row=replace(known.row, image_sha256=sha256))
+    record.add([answer("good", 0), known])
+    arguments = ["--record", file, "--who", "Ada"]
+    more = ["--verdict", "defect", "--type", "dent", "--images", image]
+    code, out, _ = command("feedback", [*arguments, *more])
+    assert (code, "part 2): defect" in out) == (0, True)
+    image.write_bytes(b"another")
+    code, out, _ = command("feedback", [*arguments, "--verdict", "good", "--images", image])
+    assert (code, "not scored here so far" in out) == (0, True)
+    code, out, _ = command("feedback", [*arguments, "--verdict", "good", "--parts", 1])
+    said = [json.loads(line) for line in command("feedback", arguments)[1].splitlines()]
+    assert [(one["part"], one["verdict"], one["defect_type"]) for one in said] == [
+        (2, "defect", "dent"),
+        (None, "good", ""),
+        (1, "good", ""),
+    ]
+    for wrong in (["--verdict", "good"], ["--parts", 1], ["--verdict", "good", "--parts", 9]):
+        assert command("feedback", [*arguments, *wrong])[0] == 2
+    code, _, err = command("feedback", ["--record", tmp_path / "lime.sqlite"])
+    assert (code, "did you mean 'line.sqlite'" in err) == (2, True)
+    assert not (tmp_path / "lime.sqlite").exists()

@@ -204,6 +204,7 @@ def test_people_say_what_a_part_is(served: Served, product: Path) -> None:
         status, _, answer = served.ask("POST", f"/v1/parts/{number}/feedback", body, kind)
         assert (status, wanted in answer.decode()) == (409, True)
     assert served.ask("POST", path, b'{"verdict": "perhaps"}', kind)[0] == 400
+    assert served.ask("GET", f"/v1/parts/{2**70}")[0] == 400
 
 
 def test_pages_of_other_sites_may_not_ask(served: Served) -> None:
