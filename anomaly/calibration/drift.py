@@ -69,7 +69,7 @@ def levels_of(
     if not 0 <= defects < 0.5 or not 0 < false_alarms < 1:
         raise ValueError("defects must be 0 to 0.5, and false_alarms more than 0 and less than 1")
     good = np.sort(np.array(thresholds.good.image))
-    values = {"reject": thresholds.image, "review": thresholds.review}
+    values = {"reject threshold": thresholds.image, "review threshold": thresholds.review}
     values |= {
         "upper quartile": float(np.quantile(good, 0.75, method="higher")),
         "median": float(np.quantile(good, 0.5, method="higher")),

@@ -65,7 +65,12 @@ def test_the_sum_is_that_of_the_definition() -> None:
 def test_a_change_is_seen_and_none_is_not() -> None:
     rng = np.random.default_rng(1)
     levels = levels_of(model_thresholds(rng, 200))
-    assert [level.name for level in levels] == ["reject", "review", "upper quartile", "median"]
+    assert [level.name for level in levels] == [
+        "reject threshold",
+        "review threshold",
+        "upper quartile",
+        "median",
+    ]
     assert Drift(levels).add_all(stream(rng, 0.0, defects=0.01)).alarm is None
     changed = Drift(levels).add_all(stream(rng, 0.5)).alarm
     assert changed is not None
@@ -75,7 +80,7 @@ def test_a_change_is_seen_and_none_is_not() -> None:
 
 def test_thresholds_that_coincide_are_watched_once() -> None:
     levels = levels_of(model_thresholds(np.random.default_rng(2), 20))
-    assert [level.name for level in levels] == ["reject", "upper quartile", "median"]
+    assert [level.name for level in levels] == ["reject threshold", "upper quartile", "median"]
     with pytest.raises(ValueError, match="defects"):
         levels_of(model_thresholds(np.random.default_rng(2), 20), defects=0.7)
 
