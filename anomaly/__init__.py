@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from anomaly.model.fitting import fit
     from anomaly.model.prediction import Prediction
     from anomaly.report.category import evaluate
-    from anomaly.report.files import write_report as write_report
+    from anomaly.report.index import write_report as write_report
 
 _HOME = {
     "AnomalyDetector": "model.detector",
@@ -40,7 +40,7 @@ _HOME = {
 _ABOVE = {
     "explained": "explain.score",
     "recalibrated": "evaluation.recalibration",
-    "write_report": "report.files",
+    "write_report": "report.index",
 }
 
 __all__ = [

@@ -67,7 +67,7 @@ def _library() -> Any:
     return library if hasattr(library, "malloc_trim") else None
 
 
-def trim() -> None:
+def release_memory() -> None:
     """Give free memory back to the system.
 
     Large arrays of many sizes that come and go leave gaps, which glibc keeps: without this, a
@@ -120,13 +120,23 @@ class _Setting:
 _setting, _setting_of, _met = threading.Lock(), _Setting(), threading.local()
 
 
-def side_by_side(
+def peak_memory() -> int:
+    """The most memory that this process has held so far, in bytes; 0 where the system can't say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def in_parallel(
     task: Callable[[Item], Result], items: Iterable[Item], device: torch.device
 ) -> Iterator[Result]:
     """`map(task, items)`, several at once on a CPU, in order.
 
     Torch's own threads share each operation and wait for one another at its end. Here each of as
-    many lanes as torch has threads carries a batch through alone: as fast on a quiet machine, and
+    many threads as torch has carries a batch through alone: as fast on a quiet machine, and
     up to 1.6 times as fast where decoding or another program uses the same cores. Results don't
     depend on the number of threads.
 
@@ -135,7 +145,7 @@ def side_by_side(
 
     Args:
         task: may not depend on the order of calls.
-        items: read in the caller's thread, no further ahead than there are lanes.
+        items: read in the caller's thread, no further ahead than there are threads.
         device: where the task computes.
     """
     source = iter(items)

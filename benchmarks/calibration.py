@@ -31,8 +31,8 @@ from anomaly.datasets import open_dataset
 from anomaly.features.embedder import inside_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.geometry import Layout
-from anomaly.imaging.preprocessing import Refused, by_shape, tile_by_tile
+from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.preprocessing import UnusableImage, by_shape, tile_by_tile
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of, split
 from anomaly.model.detector import AnomalyDetector
@@ -47,7 +47,7 @@ class Patches:
     """The patch embeddings of images, in memory; a stand-in for `TrainingPatches`."""
 
     batches: list[PatchBatch]
-    views: dict[int, Layout]
+    views: dict[int, AnyView]
 
     @property
     def count(self) -> int:
@@ -108,11 +108,11 @@ def prepare(args: argparse.Namespace) -> Bench:
         )
     detector = trained.detector
     batches: list[PatchBatch] = []
-    views: dict[int, Layout] = {}
+    views: dict[int, AnyView] = {}
     with Decoders(2, Task(detector.loading)) as decoders:
         loaded = decoders.load_all(enumerate(s.path for s in samples))
         for batch in tile_by_tile(by_shape(loaded, config.batch_size), config.batch_size):
-            if isinstance(batch, Refused):
+            if isinstance(batch, UnusableImage):
                 continue
             embeddings = detector.embedder(batch)
             inside = inside_of(batch, embeddings, detector.region)

@@ -116,3 +116,36 @@ def mutated(data, rng, foreign):
     else:
         broken[at:] = foreign[at:]
     return bytes(broken)
+
+
+def jpegs(rgb):
+    """(name, file) of one picture in each kind of JPEG."""
+    yield "baseline", encoded(rgb, "JPEG", quality=90, subsampling=0)
+    yield "4:2:0", encoded(rgb, "JPEG", quality=90, subsampling=2)
+    yield "optimised", encoded(rgb, "JPEG", quality=90, optimize=True)
+    yield "progressive", encoded(rgb, "JPEG", quality=90, progressive=True)
+    yield "progressive grey", encoded(rgb[..., 0], "JPEG", quality=90, progressive=True)
+    yield "restarts", encoded(rgb, "JPEG", quality=90, restart_marker_blocks=2)
+    yield "grey", encoded(rgb[..., 0], "JPEG", quality=90)
+    yield "cmyk", converted(rgb, "CMYK", "JPEG", quality=90)
+
+
+def pngs(rgb):
+    """(name, file) of one picture in each kind of PNG."""
+    yield "8 bits", encoded(rgb, "PNG")
+    yield "16 bits", by_opencv(".png", rgb.astype(np.uint16) * 257)
+    rows = np.insert(rgb.reshape(H, -1), 0, 0, axis=1).tobytes()
+    stream = zlib.compress(rows)
+    yield "many chunks", png(W, H, 8, 2, [stream[i : i + 64] for i in range(0, len(stream), 64)])
+
+
+def others(rgb):
+    """(name, file) of one picture (H, W, 3) in the other formats."""
+    yield "bmp", encoded(rgb, "BMP")
+    yield "webp lossless", encoded(rgb, "WEBP", lossless=True)
+    yield "webp lossy", encoded(rgb, "WEBP", quality=90)
+    alpha = np.tile(np.arange(W, dtype=np.uint8) * 4, (H, 1))
+    yield "webp alpha", encoded(np.dstack([rgb, alpha]), "WEBP", quality=90)
+    for compression in (None, "tiff_lzw", "tiff_deflate", "packbits"):
+        yield f"tiff {compression}", encoded(rgb, "TIFF", compression=compression)
+    yield "tiff 16 bits", by_opencv(".tiff", rgb.astype(np.uint16) * 257)

@@ -13,12 +13,12 @@ from anomaly.calibration.model_thresholds import (
 )
 from anomaly.calibration.rates import (
     Rate,
+    ScoreScale,
     beta_binomial_interval,
     images_needed,
     rate_of,
     supported_rate,
 )
-from anomaly.calibration.scale import ScoreScale
 from anomaly.calibration.thresholds import (
     Calibration,
     Threshold,

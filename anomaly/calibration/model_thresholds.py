@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from anomaly.calibration.costs import Choice, Costs, cheapest_threshold
-from anomaly.calibration.rates import Floats, Rate, percent, supported_rate
-from anomaly.calibration.scale import ScoreScale
+from anomaly.calibration.rates import Floats, Rate, ScoreScale, percent, supported_rate
 from anomaly.calibration.thresholds import (
     Calibration,
     Threshold,

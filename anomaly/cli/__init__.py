@@ -26,6 +26,7 @@ COMMANDS = {
     "layers": "list a network's layers: shapes, strides, parameters, compute",
     "features": "save what layers make of images, for classifiers of your own",
     "explain": "show why an image was flagged, in pictures",
+    "export": "write a trained model for ONNX Runtime or OpenVINO",
     "selfcheck": "score known parts before a shift and say what has moved",
     "serve": "answer over HTTP, write every answer down, and show a page to the line",
     "feedback": "write down what parts of a line really were, or list what was said",

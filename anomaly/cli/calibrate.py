@@ -17,7 +17,7 @@ from anomaly.errors import AnomalyError, DataError
 
 if TYPE_CHECKING:
     from anomaly.calibration import Choice, GoodScores, Thresholds
-    from anomaly.evaluation.held_out import Unseen
+    from anomaly.evaluation.held_out import HeldOutScores
     from anomaly.model.detector import AnomalyDetector
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.model.folder import find_model
 
     _check(options)
-    model = find_model(options.model).resolve()
+    model = find_model(options.model, exported=False).resolve()
     with locked(model.parent if model.name == "model" else model):  # a run's lock is its model's
         return _run(options)
 
@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
     from anomaly.model.checkpoint import load
     from anomaly.model.threshold_files import replace_thresholds
 
-    device, threads = machine.settle(options)
+    device, threads = machine.device_and_threads(options)
     model = load(options.model, device)
     scored = _score(options, model, threads)
     good, defects = _good(options, model, scored), scored.get("defects")
@@ -138,21 +138,23 @@ def _within(
         raise AnomalyError(f"--{name.replace('_', '-')} is {value:g}; it must be {legal}")
 
 
-def _score(options: argparse.Namespace, model: AnomalyDetector, threads: int) -> dict[str, Unseen]:
+def _score(
+    options: argparse.Namespace, model: AnomalyDetector, threads: int
+) -> dict[str, HeldOutScores]:
     """The scores of the images that were given, by option."""
     from anomaly.datasets import check_good_inputs
     from anomaly.datasets.inputs import find_inputs
-    from anomaly.evaluation.held_out import score_unseen
+    from anomaly.evaluation.held_out import score_held_out
 
     given = {name: getattr(options, name) for name in ("good", "defects")}
     given = {name: inputs for name, inputs in given.items() if inputs is not None}
     found = {name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items()}
     check_good_inputs(given.get("good", ()), found.get("good", ()))
     tested = _tested(options, model) if given else frozenset()
-    scored: dict[str, Unseen] = {}
+    scored: dict[str, HeldOutScores] = {}
     for name, paths in found.items():
         with ProgressLine() as progress:
-            scored[name] = score_unseen(
+            scored[name] = score_held_out(
                 model,
                 paths,
                 learned=frozenset(model.manifest["training_images"].values()),
@@ -164,7 +166,7 @@ def _score(options: argparse.Namespace, model: AnomalyDetector, threads: int) ->
     return scored
 
 
-def _say_left_out(option: str, images: Unseen) -> None:
+def _say_left_out(option: str, images: HeldOutScores) -> None:
     if images.learned:
         log.warning("%s: the model has learned from %d; left out", option, images.learned)
     if images.repeated:
@@ -193,7 +195,7 @@ def _tested(options: argparse.Namespace, model: AnomalyDetector) -> frozenset[st
 
 
 def _good(
-    options: argparse.Namespace, model: AnomalyDetector, scored: dict[str, Unseen]
+    options: argparse.Namespace, model: AnomalyDetector, scored: dict[str, HeldOutScores]
 ) -> GoodScores:
     now = model.thresholds
     if "good" in scored:
@@ -210,7 +212,10 @@ def _good(
 
 
 def _choose(
-    options: argparse.Namespace, model: AnomalyDetector, good: GoodScores, defects: Unseen | None
+    options: argparse.Namespace,
+    model: AnomalyDetector,
+    good: GoodScores,
+    defects: HeldOutScores | None,
 ) -> tuple[Thresholds, Choice | None]:
     """The thresholds that were asked for, and what was chosen by cost."""
     from anomaly.calibration import Costs, thresholds_by_cost, thresholds_from
@@ -228,7 +233,9 @@ def _choose(
     return thresholds, choice
 
 
-def _recall(thresholds: Thresholds, defects: Unseen, choice: Choice | None) -> dict[str, Any]:
+def _recall(
+    thresholds: Thresholds, defects: HeldOutScores, choice: Choice | None
+) -> dict[str, Any]:
     """Say how many defects are found; the same for the record.
 
     Only thresholds by rate are sure not to have been chosen by these defects.
@@ -253,7 +260,7 @@ def _record(
     options: argparse.Namespace,
     before: Thresholds | None,
     after: Thresholds,
-    scored: dict[str, Unseen],
+    scored: dict[str, HeldOutScores],
     found: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """A line of the history."""

@@ -24,9 +24,7 @@ _HEADINGS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    from anomaly.cli.train import add_config_arguments
-
-    add_config_arguments(parser)
+    machine.add_config(parser)
     parser.add_argument("--json", action="store_true", help="everything found, as JSON on stdout")
     parser.add_argument("--all", action="store_true", help="name every file, not the first few")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from anomaly.report.category import Category, Failure
-    from anomaly.report.files import EvaluationFolder
+    from anomaly.report.index import EvaluationFolder
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +99,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from anomaly.report.files import EvaluationFolder
+    from anomaly.report.index import EvaluationFolder
 
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)
-    device, threads = machine.settle(options)
+    device, threads = machine.device_and_threads(options)
     categories: list[Category] = []
     failures: list[Failure] = []
     try:
@@ -131,8 +131,7 @@ def _attempt(
     try:
         run_folder = Path(source)
         if options.config:
-            chosen = ["--device", options.device, "--threads", str(threads)]
-            run_folder = trained_run(str(source), options.overrides, options.runs, chosen)
+            run_folder = trained_run(str(source), options.overrides, options.runs, device, threads)
         category = _evaluate(run_folder, options, device, threads)
         category = _distinct(category, run_folder, {c.name for c in categories})
         report = folder.add(category)
@@ -195,14 +194,8 @@ def _say(categories: Sequence[Category], failures: Sequence[Failure], output: Pa
 
 
 def _compare(first: Path, second: Path, output: Path, overwrite: bool) -> int:
-    from anomaly.files.writing import claim, write
-    from anomaly.report.comparison import compare, comparison_csv, summary
-    from anomaly.report.comparison_page import comparison_html
+    from anomaly.report.comparison import summary, write_comparison
 
-    comparison = compare(first, second)
-    claim(output, ("comparison.html", "comparison.csv"), overwrite=overwrite)
-    write(output / "comparison.csv", comparison_csv(comparison))
-    write(output / "comparison.html", comparison_html(comparison))
-    print(summary(comparison))
+    print(summary(write_comparison(first, second, output, overwrite=overwrite)))
     print(f"all of it: {output / 'comparison.html'}")
     return 0

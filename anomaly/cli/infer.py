@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import infer_outputs, machine
+from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.stopping import Stopping
-from anomaly.files.own_outputs import DONE, HEATMAPS, INFER, JOURNAL, WATCHED
+from anomaly.files.own_outputs import DONE, HEATMAPS, JOURNAL
 
 if TYPE_CHECKING:
-    from anomaly.datasets.inputs import Found
-    from anomaly.errors import OutputError
+    from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
 
 
@@ -53,83 +51,110 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start.add_argument(
         "--resume", action="store_true", help="go on where an earlier run there was broken off"
     )
-    infer_outputs.add_arguments(parser)
+    _add_outputs(parser)
     machine.add_precision(parser)
     machine.add_arguments(parser)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--heatmap",
+        choices=("none", "reject", "all"),
+        default="all",
+        help="which images get one: none, those not called good (reject and review), or all "
+        "(default)",
+    )
+    parser.add_argument(
+        "--side-by-side",
+        action="store_true",
+        help="heatmaps of image, heatmap and colour bar, with verdict and score",
+    )
+    parser.add_argument(
+        "--no-page", action="store_true", help="leave out results.html, the page over all images"
+    )
+    more = parser.add_argument_group("more to write")
+    more.add_argument("--masks", action="store_true", help="masks/: what is marked, as PNG")
+    more.add_argument(
+        "--regions",
+        action="store_true",
+        help="regions.csv: bounding box, area and peak score of each marked region",
+    )
+    more.add_argument(
+        "--maps",
+        choices=("float32", "uint16"),
+        help="maps/: anomaly maps, as float TIFF or as 16-bit PNG with a scale",
+    )
+    more.add_argument(
+        "--parquet", action="store_true", help="results.parquet (needs the extra: parquet)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Score images."""
     from anomaly.files.output_lock import locked
+    from anomaly.inference.outputs import Outputs
 
+    outputs = Outputs(
+        options.output,
+        heatmaps=options.heatmap,
+        side_by_side=options.side_by_side,
+        masks=options.masks,
+        regions=options.regions,
+        maps=options.maps,
+        parquet=options.parquet,
+        page=not options.no_page,
+    )
     with locked(options.output):
         if options.watch:
             from anomaly.cli import infer_watch
 
-            return infer_watch.run(options)
-        return _run(options)
+            return infer_watch.run(options, outputs)
+        return _run(options, outputs)
 
 
-def _run(options: argparse.Namespace) -> int:
-    from anomaly.datasets.inputs import find_inputs, picture_names, say_passed_over
-    from anomaly.errors import OutputError
-    from anomaly.files.writing import claim, remove_drafts
+def _run(options: argparse.Namespace, outputs: Outputs) -> int:
+    from anomaly.datasets.inputs import find_inputs, say_passed_over
+    from anomaly.files.writing import remove_drafts
     from anomaly.imaging.decoder_pool import Decoders
-    from anomaly.imaging.decoder_worker import Task
 
     begun = time.perf_counter()
-    infer_outputs.check(options)
     found = find_inputs(options.input, options.list)
     paths = found.paths
     if found.passed_over:
         print(f"note: {say_passed_over(found.passed_over)}", file=sys.stderr)
-    is_complete = _is_complete(options)
-    claim(options.output, () if options.resume else INFER, overwrite=options.overwrite)
-    remove_drafts(options.output)
+    is_complete = outputs.begin(resume=options.resume, overwrite=options.overwrite)
     # The decoding processes start while this one imports torch.
     with Decoders(min(machine.wanted_threads(options), len(paths))) as decoders, Stopping() as stop:
-        from anomaly.inference.journal import Journal, finished
-        from anomaly.inference.run import Inputs, infer
-        from anomaly.maps.thumbnails import Thumbnails
+        from anomaly.inference.journal import RunJournal, exit_code_of
+        from anomaly.inference.outputs import infer_files
         from anomaly.model.checkpoint import load
+        from anomaly.report.gallery import write_gallery
 
-        device, _ = machine.settle(options)
+        device, _ = machine.device_and_threads(options)
         model = load(options.model, device, options.precision)
-        about = {"list of images": _hash(found)} | infer_outputs.about(options, model, device)
+        about = {"list of images": found.sha256} | outputs.about(model, device)
         if is_complete:
-            code = finished(options.output / DONE, about)
+            code = exit_code_of(options.output / DONE, about)
             print(f"the run in {options.output} is complete; there is nothing to resume")
             return code
-        journal = Journal(options.output / JOURNAL, about)
-        names = picture_names(paths, [] if options.list else options.input)
-        inputs = Inputs(paths, names, options.heatmap)
-        thumbnails = None if options.no_page else Thumbnails(len(paths))
-        decoders.begin(Task(model.loading, infer_outputs.pictures(options, model)))
-        mm_per_pixel = model.config.image.mm_per_pixel
-        failure: OutputError | None = None
-        try:
-            with journal, ProgressLine() as progress:
-                infer_outputs.write_scale(options, model)
-                infer(
-                    model,
-                    inputs,
-                    journal,
-                    decoders,
-                    stopped=lambda: stop.signal is not None,
-                    progress=lambda done, total: progress("scoring", done, total),
-                    thumbnails=thumbnails,
-                )
-        except OutputError as error:
-            failure = error
-        finally:
-            # Whatever stopped the run, the rows that exist are kept.
-            tables = infer_outputs.write_tables(options, journal, found.groups, mm_per_pixel)
+        journal = RunJournal(options.output / JOURNAL, about)
+        with ProgressLine() as progress:
+            thumbnails = infer_files(
+                model,
+                found,
+                [] if options.list else options.input,
+                outputs,
+                journal,
+                decoders,
+                stopped=lambda: stop.signal is not None,
+                progress=lambda done, total: progress("scoring", done, total),
+            )
     rows = journal.rows()
-    if (failed := failure or tables) is not None:
-        raise _broken_off(failed, len(rows), len(paths))
     page = ""
-    if len(rows) == len(paths):
-        page = infer_outputs.write_page(options, model, rows, thumbnails, about)
+    if len(rows) == len(paths) and thumbnails is not None:
+        named = ", ".join(map(str, options.input or [options.list]))
+        file = write_gallery(model, options.model, named, rows, options.output, thumbnails, about)
+        page = f", all on one page in {file}"
     _say(rows, len(paths), options.output, page)
     if len(rows) < len(paths):
         print("stopped; go on with --resume")
@@ -144,42 +169,6 @@ def _run(options: argparse.Namespace) -> int:
     journal.finish(options.output / DONE, code, when)
     remove_drafts(options.output)  # of decoding processes that were killed
     return code
-
-
-def _is_complete(options: argparse.Namespace) -> bool:
-    """Whether there is nothing left to do in the output folder.
-
-    Raises:
-        OutputError: it holds another run, and nothing is said of what is to become of that.
-    """
-    from anomaly.errors import OutputError
-
-    unfinished = (options.output / JOURNAL).exists()
-    if options.resume and (options.output / WATCHED).exists():
-        raise OutputError(f"{options.output} holds a run with --watch; resume it with --watch")
-    if unfinished and not (options.resume or options.overwrite):
-        raise OutputError(
-            f"{options.output} holds a run that was broken off; add --resume to go on with it, "
-            "--overwrite to start again, or give another --output"
-        )
-    return options.resume and not unfinished and (options.output / "results.csv").exists()
-
-
-def _hash(found: Found) -> str:
-    listed = [f"{path}\0{found.groups.get(str(path), '')}" for path in found.paths]
-    return hashlib.sha256("\0".join(listed).encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _broken_off(failure: OutputError, done: int, total: int) -> OutputError:
-    """What to tell of a run that couldn't write."""
-    from anomaly.errors import OutputError
-
-    told = OutputError(
-        f"{failure}; {done} of {total} images are done and kept: once that is mended, go on with "
-        "--resume"
-    )
-    told.exit_code = 3 if done else 2
-    return told
 
 
 def _say(rows: list[Row], total: int, output: Path, page: str) -> None:

@@ -10,16 +10,17 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from anomaly.cli import infer_outputs, machine
+from anomaly.cli import machine
 from anomaly.cli.stopping import Stopping
 from anomaly.files.own_outputs import INFER, JOURNAL, WATCHED
 
 if TYPE_CHECKING:
-    from anomaly.inference.journal import Known
+    from anomaly.inference.journal import Finished
+    from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, outputs: Outputs) -> int:
     """Score what arrives until a signal comes."""
     from anomaly.errors import OutputError
     from anomaly.files.writing import claim, remove_drafts
@@ -33,39 +34,39 @@ def run(options: argparse.Namespace) -> int:
     _say_passed_over(options)
     with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
         from anomaly.inference.rows import Row
-        from anomaly.inference.watch import watch
-        from anomaly.inference.watch_log import WatchLog
+        from anomaly.inference.watch import WatchJournal, watch
         from anomaly.maps.thumbnails import Thumbnails
         from anomaly.model.checkpoint import load
+        from anomaly.report.gallery import write_gallery
 
-        device, _ = machine.settle(options)
+        device, _ = machine.device_and_threads(options)
         model = load(options.model, device, options.precision)
-        about = infer_outputs.about(options, model, device)
+        about = outputs.about(model, device)
         about["folders"] = sorted(str(folder.absolute()) for folder in options.input)
-        log = WatchLog(
+        journal = WatchJournal(
             options.output,
             about,
             regions=options.regions,
             mm_per_pixel=model.config.image.mm_per_pixel,
         )
-        infer_outputs.write_scale(options, model)
-        decoders.begin(Task(model.loading, infer_outputs.pictures(options, model)))
+        outputs.write_scale(model)
+        decoders.begin(Task(model.loading, outputs.pictures(model)))
         counts: Counter[str] = Counter()
         thumbnails = None if options.no_page else Thumbnails()
         print(f"watching {', '.join(map(str, options.input))}; Ctrl-C ends it", flush=True)
         try:
-            with log:
+            with journal:
 
-                def seen(known: Known) -> None:
-                    counts[known.row.status] += 1
-                    counts[known.row.verdict] += 1
-                    print(_line(known.row), flush=True)
+                def seen(finished: Finished) -> None:
+                    counts[finished.row.status] += 1
+                    counts[finished.row.verdict] += 1
+                    print(_line(finished.row), flush=True)
 
                 watch(
                     model,
                     options.input,
                     options.output,
-                    log,
+                    journal,
                     decoders,
                     settle=options.settle,
                     stopped=lambda: stop.signal is not None,
@@ -78,9 +79,15 @@ def run(options: argparse.Namespace) -> int:
             told = OutputError(f"{error}; once that is mended, go on with --resume")
             told.exit_code = 3 if counts["ok"] else 2
             raise told from None
-        with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
-            rows = (Row(**json.loads(line)) for line in lines)
-            page = infer_outputs.write_page(options, model, rows, thumbnails, about)
+        page = ""
+        if thumbnails is not None:
+            named = ", ".join(map(str, options.input))
+            with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
+                rows = (Row(**json.loads(line)) for line in lines)
+                file = write_gallery(
+                    model, options.model, named, rows, options.output, thumbnails, about
+                )
+            page = f", all on one page in {file}"
     remove_drafts(options.output)  # of decoding processes that were killed
     print(f"{_counted(counts)}; rows in {options.output / 'results.csv'}{page}")
     return 0 if counts["ok"] == _total(counts) else 3 if counts["ok"] else 2

@@ -1,10 +1,9 @@
-"""What is settled once, at the edge: the device, the threads, and memory used."""
+"""Options that several commands have, and what is settled once: the device and the threads."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from anomaly.errors import AnomalyError
@@ -30,6 +29,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """The options that name a config and change its values."""
+    parser.add_argument(
+        "--config", required=True, help="a YAML file, or a bare name looked up in configs/"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a setting, e.g. --set model.kind=padim; may be repeated",
+    )
+
+
 def add_precision(parser: argparse.ArgumentParser) -> None:
     """The option of commands that use a trained model."""
     parser.add_argument(
@@ -47,7 +61,7 @@ def cores() -> int:
 
 
 def wanted_threads(options: argparse.Namespace) -> int:
-    """How many threads `settle` will use.
+    """How many threads `device_and_threads` will use.
 
     Raises:
         AnomalyError: an impossible number.
@@ -58,7 +72,7 @@ def wanted_threads(options: argparse.Namespace) -> int:
     return threads
 
 
-def settle(options: argparse.Namespace) -> tuple[torch.device, int]:
+def device_and_threads(options: argparse.Namespace) -> tuple[torch.device, int]:
     """Set the threads of every library and choose the device.
 
     Returns:
@@ -75,14 +89,16 @@ def settle(options: argparse.Namespace) -> tuple[torch.device, int]:
 
     torch.set_num_threads(threads)  # faiss follows when its index is made
     cv2.setNumThreads(1)  # files are decoded in parallel already
-    return device_of(options.device), threads
+    device = "cpu" if options.device == "auto" and _exported(options) else options.device
+    return device_of(device), threads
 
 
-def peak_memory() -> int:
-    """The most memory that this process has held so far, in bytes; 0 where the system can't say."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _exported(options: argparse.Namespace) -> bool:
+    """Whether a model that was exported is among those named: its engine computes on the CPU."""
+    from anomaly.model.folder import EXPORT
+
+    named = getattr(options, "model", None) or []
+    folders = named if isinstance(named, list) else [named]
+    return any(
+        (place / EXPORT).exists() for folder in folders for place in (folder, folder / "model")
+    )

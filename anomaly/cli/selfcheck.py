@@ -58,7 +58,7 @@ def _run(options: argparse.Namespace, paths: list[Path]) -> int:
 
     from anomaly.model.checkpoint import load
 
-    device, threads = machine.settle(options)
+    device, threads = machine.device_and_threads(options)
     model = load(options.model, device)
     with ProgressLine() as progress:
         told = partial(progress, "scoring")

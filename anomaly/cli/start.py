@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import execute, machine
 from anomaly.cli.progress import ProgressLine
+from anomaly.errors import OutputError
 
 if TYPE_CHECKING:
     from anomaly.datasets.advice import Advice
@@ -41,15 +42,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Look, check, train, evaluate, show."""
+    from anomaly.files.output_lock import locked
+
+    name = options.name or _name_of(options.folder)
+    output: Path = options.output or Path("runs") / name
+    with locked(output):  # the commands that follow work within this lock
+        return _start(options, name, output)
+
+
+def _start(options: argparse.Namespace, name: str, output: Path) -> int:
     from anomaly.datasets.recognise import chosen, recognise
     from anomaly.files.writing import claim, write
 
     talks = sys.stdin.isatty() and sys.stdout.isatty()
     taken = chosen(recognise(options.folder, options.format), input if talks else None)
-    name = options.name or _name_of(options.folder)
-    output: Path = options.output or Path("runs") / name
     config = output / f"{name}.yaml"
-    claim(output, () if options.overwrite else ("model", config.name), overwrite=False)
+    claim(output, () if options.overwrite else ("model",), overwrite=False)
+    if config.exists() and not options.overwrite:  # somebody may have changed it
+        train = ["train", "--config", str(config), "--output", str(output)]
+        raise OutputError(
+            f"{config} is there from an earlier start: `anomaly {_shell(train)}` takes it as it "
+            "is, --overwrite writes it anew"
+        )
     print(f"{options.folder} is taken for --format {taken.layout}: {taken.reason}")
     if taken.listing:
         listing = output.absolute() / "images.csv"

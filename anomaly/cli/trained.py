@@ -1,81 +1,166 @@
-"""A config -> its trained run: the one that is there, or a new one."""
+"""Training with progress shown, and what is said of it: for the commands that train."""
 
 from __future__ import annotations
 
-import argparse
-import json
+import logging
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from anomaly.cli import train
-from anomaly.errors import AnomalyError, ConfigError, why
-from anomaly.files.output_lock import locked
+from anomaly.cli.progress import ProgressLine
+
+if TYPE_CHECKING:
+    import torch
+
+    from anomaly.calibration import Thresholds
+    from anomaly.config.schema import Config
+    from anomaly.datasets import Dataset
+
+log = logging.getLogger(__name__)
+
+
+def train_and_say(
+    config: Config,
+    dataset: Dataset,
+    output: Path,
+    *,
+    device: torch.device,
+    threads: int,
+    calibrate: bool = True,
+    overwrite: bool = False,
+) -> int:
+    """Train one model, and print what came of it.
+
+    Returns:
+        The exit code: 3 where images couldn't be used.
+    """
+    from anomaly.model.run_folder import train_run
+
+    with ProgressLine() as progress:
+        training, summary = train_run(
+            config,
+            dataset,
+            output,
+            device=device,
+            workers=threads,
+            calibrate=calibrate,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    _say(summary, output, training.detector.thresholds)
+    return 3 if training.refused else 0
 
 
 def trained_run(
-    config_file: str, overrides: Sequence[str], runs: Path, machine: Sequence[str]
+    config_file: str, overrides: Sequence[str], runs: Path, device: torch.device, threads: int
 ) -> Path:
     """The run of a config, trained now unless it has been before.
-
-    Args:
-        config_file: as for `train --config`.
-        overrides: as for `train --set`.
-        runs: the folder of runs.
-        machine: command-line options that choose device and threads.
 
     Raises:
         ConfigError: a run of this name was trained with other settings.
         AnomalyError: training failed.
     """
     from anomaly.config.files import load_config
+    from anomaly.datasets import open_dataset
+    from anomaly.files.output_lock import locked
+    from anomaly.model.run_folder import check_same
 
     config = load_config(config_file, overrides)
     run = runs / config.name
     with locked(run):  # it may be being trained
         if (run / "model").exists():
-            _check_same(run, config)
+            check_same(run, config)
         else:
-            _train(config_file, overrides, run, machine)
+            dataset = open_dataset(config.data.format, config.data.root, config.data.category)
+            train_and_say(config, dataset, run, device=device, threads=threads)
     return run
 
 
-def _train(config_file: str, overrides: Sequence[str], run: Path, machine: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
-    sets = [part for override in overrides for part in ("--set", override)]
-    arguments = ["--config", config_file, *sets, "--output", str(run), *machine]
-    if train.run(parser.parse_args(arguments)) not in (0, 3):
-        raise AnomalyError(f"training {config_file} failed")
+def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -> None:
+    from anomaly.model.appearance import LEAST_IMAGES
 
-
-def _check_same(run: Path, config: Any) -> None:
-    import yaml
-
-    from anomaly.datasets import open_dataset
-    from anomaly.model.settings import flat, portable
-
-    file, summary = run / "model" / "config.yaml", run / "train.json"
-    try:
-        before = dict(flat(yaml.safe_load(file.read_text("utf-8"))))
-        before["data folder"] = json.loads(summary.read_text("utf-8"))["data_folder"]
-    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"what {run} was trained with can't be read ({why(error)}); train it again, or "
-            f"evaluate it as it is with --model {run}"
-        ) from None
-    now = dict(flat(portable(config)))
-    dataset = open_dataset(config.data.format, config.data.root, config.data.category)
-    now["data folder"] = str(dataset.folder.absolute())
-    if now["precision"] == "auto":  # settled at training
-        before["precision"] = now["precision"]
-    different = [
-        f"{key} is {before.get(key)!r} there and {now.get(key)!r} here"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    ]
-    if different:
-        raise ConfigError(
-            f"{run} was trained with other settings ({'; '.join(different)}); give another --runs "
-            f"folder, another name (--set name=…), or evaluate it as it is with --model {run}"
+    images, vectors = summary["images"], summary["bank_vectors"]
+    learned = f"{images['learned']} images, {summary['patches']:,} patches"
+    kept = f", {vectors:,} kept in the memory bank" if vectors else ""
+    print(f"trained {summary['name']} ({summary['kind']}) on {learned}{kept}")
+    if thresholds is None:
+        print("no thresholds, so results will have no verdicts; `anomaly calibrate` finds some")
+    else:
+        for line in thresholds.lines():
+            print(line)
+        _say_raised(summary["raised_by"], thresholds.image, output)
+    if images["learned"] < LEAST_IMAGES:
+        print(
+            f"{images['learned']} images don't show what is usual: it takes {LEAST_IMAGES} for "
+            "another product, a lens cap or a blurred image to be noticed as such"
         )
+    _say_patch(summary)
+    if summary["suspects"]:
+        print("look at these training images; a defect among the good ones is learned as good:")
+        for suspect in summary["suspects"][:3]:
+            print(f"  {suspect['score']:.4g}  {suspect['name']}  {output / suspect['heatmap']}")
+    if odd := summary["odd"]:
+        print(
+            f"{len(odd)} of {images['learned']} training images would be for review whatever their "
+            f"score, being so unlike the others: {_some(odd)}"
+        )
+    _say_refused(summary["refused"])
+    seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9
+    print(
+        f"{seconds:.1f} s, {peak:.2f} GB at most; model {summary['model_id']} in {output / 'model'}"
+    )
+
+
+def _say_raised(raised: Sequence[dict[str, Any]], reject: float, output: Path) -> None:
+    """Which good images put the reject threshold so high, and what to do about it."""
+    for i, image in enumerate(raised):
+        without = "without it" if i == 0 else f"without it and the {i} before"
+        print(
+            f"{image['name']} scores {image['score']:.5g} and raises the reject threshold: "
+            f"{without} that would be {image['reject_without']:.5g} instead of {reject:.5g}"
+        )
+    if raised:
+        names = " ".join(shlex.quote(image["name"]) for image in raised)
+        print(
+            "  look at what raises it; where it isn't good: "
+            f"anomaly calibrate --model {shlex.quote(str(output))} --without {names}"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _say_patch(summary: dict[str, Any]) -> None:
+    size = summary["patch_size"]
+    (height, width), mm = size["pixels"] or (0.0, 0.0), size["mm"]
+    real = f", {mm[0]:.3g} × {mm[1]:.3g} mm" if mm else ""
+    print(
+        f"one patch covers {height:.0f} × {width:.0f} original pixels{real} (height × width): "
+        "smaller defects may not be seen"
+    )
+    print(f"  {_remedy(summary)}")
+
+
+def _remedy(summary: dict[str, Any]) -> str:
+    """What makes patches smaller."""
+    from anomaly.config.methods import METHODS
+
+    image = summary["image"]
+    if image["resize"] is not None:
+        return f"image.resize above {image['resize']} sees smaller ones, and takes longer"
+    if image["tile"] is not None:
+        return f"image.tile below {image['tile']} sees smaller ones, and takes longer"
+    area = f"image.area above {image['area']}"
+    if METHODS[summary["kind"]].one_grid:
+        return f"{area} sees smaller ones, and takes longer"
+    return f"{area} or image.tile, which cuts large images up, sees smaller ones, and takes longer"
+
+
+def _say_refused(refused: dict[str, str], shown: int = 5) -> None:
+    reasons: Sequence[str] = list(refused.values())
+    for reason in reasons[:shown]:
+        log.warning("skipped: %s", reason)
+    if len(reasons) > shown:
+        log.warning("skipped %d more images; train.json lists all", len(reasons) - shown)

@@ -152,7 +152,7 @@ class ModelConfig(_Section):
     coreset_size: PositiveInt | None = None
     embedding: Literal["concat", "adaptive"] = "concat"
     neighbours: Annotated[int, Field(ge=2, le=1000)] = 3
-    search: Literal["exact", "ivf"] = "exact"
+    search: Literal["exact", "faiss", "ivf"] = "exact"
 
     dimensions: PositiveInt = 100
     projection: Literal["random", "orthogonal"] = "orthogonal"

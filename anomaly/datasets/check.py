@@ -15,7 +15,7 @@ from anomaly.errors import DataError, ImageError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape
 from anomaly.imaging.image import MAX_PIXELS, Image
-from anomaly.imaging.preprocessing import Refused, nothing_said, read, refusal
+from anomaly.imaging.preprocessing import UnusableImage, nothing_said, read, refusal
 from anomaly.imaging.region import Region
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
@@ -100,7 +100,7 @@ def _look_at_all(
             else:
                 mask = "" if sample.mask_path is None else f", or its mask {sample.mask_path}"
                 reason = f"{sample.path}{mask}: {one}"
-                yield _unusable(split, sample, Refused(0, one.status, reason))
+                yield _unusable(split, sample, UnusableImage(0, one.status, reason))
 
 
 def _look_at(
@@ -128,7 +128,7 @@ def _look_at(
     return _Seen(split, sample, image.size, image.mode, brightest, _picture(image), faults)
 
 
-def _unusable(split: str, sample: Sample, refused: Refused) -> _Seen:
+def _unusable(split: str, sample: Sample, refused: UnusableImage) -> _Seen:
     fault = Fault(refused.status, Severity.UNUSABLE, split, sample.name, refused.reason)
     return _Seen(split, sample, None, "", 0.0, b"", (fault,))
 

@@ -35,7 +35,7 @@ _MASK_NAMES = ("{}_mask.png", "{}.png", "{}.bmp", "{}.tif", "{}.tiff", "{}.webp"
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _FolderLayout:
     """Where a published data set keeps what.
 
     Attributes:
@@ -255,10 +255,10 @@ def folders_in(folder: Path) -> list[str]:
 
 
 FOLDERS: dict[str, Callable[[Path], Dataset]] = {
-    "mvtec": _Layout("MVTec AD"),
-    "mvtec_ad_2": _Layout("MVTec AD 2", test="test_public", masks="test_public/ground_truth"),
-    "mvtec_loco": _Layout("MVTec LOCO AD"),
-    "btad": _Layout("BTAD", train="train/ok", validation="validation/ok", good="ok"),
+    "mvtec": _FolderLayout("MVTec AD"),
+    "mvtec_ad_2": _FolderLayout("MVTec AD 2", test="test_public", masks="test_public/ground_truth"),
+    "mvtec_loco": _FolderLayout("MVTec LOCO AD"),
+    "btad": _FolderLayout("BTAD", train="train/ok", validation="validation/ok", good="ok"),
     "folder": _good_only,
     "good_defect": _good_and_defect,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import re
@@ -34,6 +35,12 @@ class Found:
     paths: list[Path]
     groups: dict[str, str]
     passed_over: int = 0
+
+    @property
+    def sha256(self) -> str:
+        """What tells one list of files, and the parts that they show, from another."""
+        listed = [f"{path}\0{self.groups.get(str(path), '')}" for path in self.paths]
+        return hashlib.sha256("\0".join(listed).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def find_inputs(

@@ -86,7 +86,8 @@ def _own_names(place: Path) -> Recognised | None:
     if not good:
         return None
     masks = [name for name in folders if any(word in name.lower() for word in _MASKS)]
-    others = [name for name in folders if name not in good and name not in masks]
+    left = [name for name in folders if name not in good and name not in masks]
+    others = [name for name in left if list_images(place / name)]  # no runs, no notes
     if not others:
         root = place / good[0] if len(good) == 1 else place
         return Recognised("folder", root, f"good images in {', '.join(good)}")

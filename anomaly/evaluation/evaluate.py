@@ -20,7 +20,7 @@ from anomaly.evaluation.metrics import (
     recall_at_false_reject_rates,
 )
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.preprocessing import Refused
+from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
 from anomaly.scorers.base import Progress
@@ -120,10 +120,12 @@ def score_test_split(
     pixels = PixelAccumulator()
     scored: dict[int, Scored] = {}
     with Decoders(1) as masks:
-        for result in detector.score_all([s.source for s in samples], workers=workers, whole=True):
+        for result in detector.score_all(
+            [s.source for s in samples], workers=workers, keep_images=True
+        ):
             sample = samples[result.index]
             try:
-                if isinstance(result, Refused):
+                if isinstance(result, UnusableImage):
                     raise ImageError(result.reason, result.status)
                 mask = _mask(masks, sample, result.view.source, mask_above)
             except ImageError as error:

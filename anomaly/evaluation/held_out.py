@@ -11,7 +11,7 @@ import numpy as np
 from anomaly.calibration import GoodScores
 from anomaly.errors import DataError
 from anomaly.imaging.image import Image, described
-from anomaly.imaging.preprocessing import Refused
+from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
 from anomaly.scorers.base import Progress
@@ -20,7 +20,7 @@ _STRIP = 2048  # rows of an anomaly map at once; a large image's whole map may n
 
 
 @dataclass(frozen=True)
-class Unseen:
+class HeldOutScores:
     """Images with their scores, in the order of their files.
 
     Attributes:
@@ -48,7 +48,7 @@ class Unseen:
         return GoodScores(names, self.image, self.peak, source)
 
 
-def score_unseen(
+def score_held_out(
     detector: AnomalyDetector,
     images: Sequence[Path | Image],
     *,
@@ -56,7 +56,7 @@ def score_unseen(
     tested: Collection[str],
     workers: int = 2,
     progress: Progress = lambda done, total: None,
-) -> Unseen:
+) -> HeldOutScores:
     """Score images that thresholds may hang on.
 
     Args:
@@ -77,7 +77,7 @@ def score_unseen(
     known = repeated = 0
     for done, result in enumerate(detector.score_all(images, workers=workers), 1):
         progress(done, len(images))
-        if isinstance(result, Refused):
+        if isinstance(result, UnusableImage):
             refused.append(result.reason)
             continue
         sha256 = result.sha256
@@ -100,7 +100,7 @@ def score_unseen(
     order = sorted(rows)
     image, peak, hashes = zip(*(rows[i] for i in order), strict=True)
     files = tuple(Path(paths[i]) for i in order)
-    return Unseen(files, image, peak, hashes, known, repeated, tuple(refused))
+    return HeldOutScores(files, image, peak, hashes, known, repeated, tuple(refused))
 
 
 def _peak(result: Prediction) -> float:

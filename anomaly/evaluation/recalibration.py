@@ -11,7 +11,7 @@ from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand, thre
 from anomaly.datasets import check_good_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, ImageError
-from anomaly.evaluation.held_out import score_unseen
+from anomaly.evaluation.held_out import score_held_out
 from anomaly.evaluation.test_split import tested_hashes
 from anomaly.imaging.given import Given, ImageLike
 from anomaly.imaging.image import Image, described
@@ -91,7 +91,7 @@ def _good_scores(
         if detector.thresholds is None:
             raise DataError("the model knows no scores of good images; give some good images")
         return detector.thresholds.good
-    unseen = score_unseen(
+    unseen = score_held_out(
         detector,
         _sources(good, given),
         learned=frozenset(detector.manifest["training_images"].values()),

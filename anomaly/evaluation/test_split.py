@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from anomaly.datasets import TEST_IMAGES, Dataset, Sample, open_dataset, open_test_images
-from anomaly.errors import DataError, why
+from anomaly.errors import DataError
 from anomaly.files.writing import sha256_of
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.run_folder import trained_on
 
 log = logging.getLogger(__name__)
 
@@ -80,35 +79,6 @@ def dataset_of(model: AnomalyDetector, folder: Path, data_root: Path | None) -> 
     if data_root is None:
         return open_dataset(data.format, trained_on(folder), None)
     return open_dataset(data.format, data_root, data.category)
-
-
-def trained_on(folder: Path) -> Path:
-    """The data set's folder, which the run remembers beside the model.
-
-    Raises:
-        DataError: it doesn't.
-    """
-    training = training_record(folder)
-    if not training:
-        raise DataError(
-            f"{folder} has no train.json that says where its data set is; give --data-root"
-        )
-    if not isinstance(training.get("data_folder"), str):
-        raise DataError(
-            f"{folder}: its train.json doesn't say where the data set is; give --data-root"
-        )
-    return Path(training["data_folder"])
-
-
-def training_record(folder: Path) -> dict[str, Any]:
-    """What train.json beside the model says; empty where there is none that can be read."""
-    for file in (folder / "train.json", folder.absolute().parent / "train.json"):
-        if file.is_file():
-            try:
-                return dict(json.loads(file.read_text("utf-8")))
-            except (OSError, ValueError, TypeError) as error:
-                log.warning("%s can't be read: %s", file, why(error))
-    return {}
 
 
 def not_learned(model: AnomalyDetector, name: object, named: Sequence[Sample]) -> list[Sample]:

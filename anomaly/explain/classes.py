@@ -1,27 +1,110 @@
-"""What a classifier looks at for each of several classes, on one page."""
+"""What a classifier sees in an image, and what it looks at for each of several classes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
+from anomaly.errors import AnomalyError
+from anomaly.explain.explanation import Explained, read_one
 from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
-from anomaly.explain.overlays import glowing, signed
 from anomaly.explain.patches import marked
-from anomaly.explain.tiles import Picture, beside, stacked
+from anomaly.explain.tiles import RgbImage, beside, glowing, signed, stacked
+from anomaly.features.backbones import build, full_network, normalisation, official_weights
+from anomaly.features.layer_table import last_map, layer_table, stages, takes_oblong
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.geometry import Sizing
+from anomaly.imaging.image import MAX_PIXELS
+from anomaly.imaging.preprocessing import Loading
 
 _SIDE = 320
 
 
-def can_be_guided(model: nn.Module) -> bool:
+def explain_class(
+    name: str,
+    path: Path,
+    decoders: Decoders,
+    *,
+    weights: str,
+    size: int,
+    device: torch.device,
+    classes: Sequence[int] | None = None,
+    before: str = "",
+) -> Explained:
+    """Show what a torchvision classifier sees in an image.
+
+    Args:
+        name: of the network.
+        path: the image.
+        decoders: one process is enough.
+        weights: `imagenet`, `random`, or a file.
+        size: images are brought to the area of a square of this side.
+        device: where to compute.
+        classes: the indices of those to look for; by default the likeliest, at most three.
+        before: what the names of the feature maps' pictures begin with.
+
+    Returns:
+        Feature maps of each stage, Grad-CAM and its guided form.
+
+    Raises:
+        ImageError: the image can't be used.
+        AnomalyError: there is no such network, class or weights file.
+    """
+    table = layer_table(build(name), size)
+    side = None if takes_oblong(build(name)) else size
+    loading = Loading(Sizing(side, None, size, 32), None, MAX_PIXELS)
+    item = read_one(path, loading, decoders)
+    network = full_network(name, weights).requires_grad_(False).to(device)
+    pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)
+    image = normalisation(name)(pixels)
+    shown = Explained()
+    shown.draw_maps(network, image, stages(table), before)
+
+    with torch.inference_mode():
+        chances = network(image[None])[0].softmax(dim=0)
+    likeliest = chances.argsort(descending=True)[:3].tolist()
+    classes = classes or [c for c in likeliest if chances[c] > 0.05] or likeliest[:1]
+    _check_classes(classes, len(chances), name)
+    labels = {c: f"{_class_name(name, c)}, {float(chances[c]):.0%}" for c in classes}
+    shown.facts["classes"] = [
+        {"index": c, "name": _class_name(name, c), "probability": float(chances[c])}
+        for c in classes
+    ]
+    layer = last_map(table)
+    if layer is None:
+        shown.notes.append(f"Grad-CAM: {name} puts out no late feature map")
+        return shown
+    if not _can_be_guided(network):
+        shown.notes.append(f"guided Grad-CAM: {name} has no ReLU layers")
+    seen = np.rint(item.pixels * 255).astype(np.uint8)
+    shown.pictures["grad_cam.png"] = _class_evidence(network, image, seen, layer, labels)
+    return shown
+
+
+def _check_classes(classes: Sequence[int], count: int, name: str) -> None:
+    for target in classes:
+        if not 0 <= target < count:
+            raise AnomalyError(f"--class {target}: {name} has classes 0 to {count - 1}")
+
+
+def _class_name(network: str, index: int) -> str:
+    official = official_weights(network)
+    names = [] if official is None else official.meta["categories"]
+    return str(names[index]) if index < len(names) else f"class {index}"
+
+
+def _can_be_guided(model: nn.Module) -> bool:
     """Whether guided backpropagation is defined: the network has ReLU layers."""
     return any(isinstance(module, nn.ReLU | nn.ReLU6) for module in model.modules())
 
 
-def class_evidence(
-    model: nn.Module, image: Tensor, picture: Picture, layer: str, classes: Mapping[int, str]
-) -> Picture:
+def _class_evidence(
+    model: nn.Module, image: Tensor, picture: RgbImage, layer: str, classes: Mapping[int, str]
+) -> RgbImage:
     """A line for each class: the image, Grad-CAM and, where the network allows it, its guided form.
 
     Args:
@@ -35,7 +118,7 @@ def class_evidence(
         (H', W', 3) RGB.
     """
     seen = marked(picture, [], _SIDE)
-    guided = can_be_guided(model)
+    guided = _can_be_guided(model)
     lines = []
     for target, caption in classes.items():
         cam = grad_cam(model, image, layer, target)

@@ -9,7 +9,7 @@ from typing import Any
 
 from anomaly.explain.explanation import GoodImages, GoodPatch
 from anomaly.explain.patches import comparison, marked, patch_box, patch_crop
-from anomaly.explain.tiles import Picture, beside, stacked
+from anomaly.explain.tiles import RgbImage, beside, stacked
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.maps.heatmap import display
 from anomaly.model.prediction import Prediction
@@ -20,9 +20,9 @@ def evidence_picture(
     item: Loaded,
     prediction: Prediction,
     patches: Sequence[tuple[int, int]],
-    heatmap: Picture,
+    heatmap: RgbImage,
     limit: float | None,
-) -> tuple[Picture, list[dict[str, Any]]]:
+) -> tuple[RgbImage, list[dict[str, Any]]]:
     """Draw why an image was flagged.
 
     Args:
@@ -40,7 +40,7 @@ def evidence_picture(
     picture = display(item.decoded)
     height, width = prediction.patch_scores.shape
     boxes = [patch_box(item.view, (height, width), *patch) for patch in patches]
-    rows: list[list[tuple[tuple[str, str], Picture]]] = []
+    rows: list[list[tuple[tuple[str, str], RgbImage]]] = []
     facts: list[dict[str, Any]] = []
     for patch, box, near in zip(patches, boxes, good.nearest(item, patches), strict=True):
         score = float(prediction.patch_scores[patch])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -11,17 +11,63 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy import ndimage
-from torch import Tensor
+from torch import Tensor, nn
 
+from anomaly.errors import ImageError
+from anomaly.explain.feature_maps import feature_map_pictures
 from anomaly.explain.patches import absent, patch_box, patch_crop
 from anomaly.explain.saliency import image_gradient
-from anomaly.explain.tiles import Picture
+from anomaly.explain.tiles import RgbImage
 from anomaly.features.embedder import inside_of
 from anomaly.hooks import capture
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling, View
-from anomaly.imaging.preprocessing import Loaded, Refused
+from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage
 from anomaly.maps.heatmap import display
 from anomaly.model.detector import AnomalyDetector
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What there is to say and show about an image.
+
+    Attributes:
+        facts: for a machine to read.
+        pictures: (H, W, 3) uint8 RGB, by the name of a file for each.
+        notes: what can't be shown, and why.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    pictures: dict[str, RgbImage] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def draw_maps(
+        self, network: nn.Module, image: Tensor, layers: Sequence[str], before: str = ""
+    ) -> None:
+        """Draw the feature maps of layers.
+
+        Args:
+            network: in eval mode.
+            image: (3, H, W), normalised as the network wants it, on its device.
+            layers: paths of layers that put out feature maps.
+            before: what the pictures' names begin with.
+        """
+        for layer, picture in feature_map_pictures(network, image, layers).items():
+            self.pictures[f"{before}feature_maps_{layer}.png"] = picture
+
+
+def read_one(path: Path, loading: Loading, decoders: Decoders) -> Loaded:
+    """Load one image, with the decoded file.
+
+    Raises:
+        ImageError: it can't be used.
+    """
+    decoders.begin(Task(loading, keep_image=True))
+    item = decoders.load(path)
+    if isinstance(item, UnusableImage):
+        raise ImageError(item.reason, item.status)
+    return item
 
 
 @dataclass(frozen=True)
@@ -130,7 +176,7 @@ class GoodImages:
         detector: AnomalyDetector,
         manifest: Mapping[str, Any],
         folders: Sequence[Path],
-        read: Callable[[Path], Loaded | Refused],
+        read: Callable[[Path], Loaded | UnusableImage],
     ) -> None:
         self._detector = detector
         self._read = read
@@ -171,7 +217,7 @@ class GoodImages:
             for places, near in zip(origins, distances, strict=True)
         ]
 
-    def crop(self, patch: GoodPatch) -> Picture:
+    def crop(self, patch: GoodPatch) -> RgbImage:
         """The patch in its surroundings, or a grey tile that says why it can't be shown."""
         item = self._image(patch.image)
         if isinstance(item, str):
@@ -195,7 +241,7 @@ class GoodImages:
             if not path.is_file():
                 continue
             item = self._read(path)
-            if isinstance(item, Refused):
+            if isinstance(item, UnusableImage):
                 reason = "can't be read"
             elif item.sha256 != self._hashes[name]:
                 reason = "changed since training"

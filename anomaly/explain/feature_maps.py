@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
-from anomaly.explain.tiles import Picture, captioned, colored, grid, resized, stacked
+from anomaly.explain.tiles import RgbImage, captioned, colored, grid, resized, stacked
 from anomaly.hooks import capture
 
 _TILE = 120
@@ -20,7 +20,7 @@ _COLUMNS = 6
 
 def feature_map_pictures(
     model: nn.Module, image: Tensor, layers: Sequence[str], n_channels: int = 16
-) -> dict[str, Picture]:
+) -> dict[str, RgbImage]:
     """Draw what each layer makes of an image.
 
     Args:
@@ -46,8 +46,8 @@ def feature_map_pictures(
 
 
 def feature_map_picture(
-    values: NDArray[Any], title: str, image: Picture | None = None, n_channels: int = 16
-) -> Picture:
+    values: NDArray[Any], title: str, image: RgbImage | None = None, n_channels: int = 16
+) -> RgbImage:
     """Draw one feature map.
 
     Args:
@@ -75,7 +75,7 @@ def most_active(values: NDArray[Any], n: int) -> list[int]:
     return [int(c) for c in np.argsort(-activity, kind="stable")[:n]]
 
 
-def pca_rgb(values: NDArray[Any]) -> Picture:
+def pca_rgb(values: NDArray[Any]) -> RgbImage:
     """Show all channels at once: each position's first three principal components as a colour.
 
     Positions that the layer describes alike get the same colour. Components run over the positions
@@ -116,7 +116,7 @@ def _one_map(values: NDArray[Any], layer: str) -> NDArray[Any]:
     return one
 
 
-def _as_picture(image: NDArray[np.float32]) -> Picture:
+def _as_picture(image: NDArray[np.float32]) -> RgbImage:
     """A normalised image (3, H, W) stretched to what the eye can see."""
     low, high = float(image.min()), float(image.max())
     unit = (image - low) / max(high - low, 1e-12)

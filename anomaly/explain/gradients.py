@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
-from anomaly.explain.tiles import Picture, captioned, colored, shortened
+from anomaly.explain.tiles import RgbImage, captioned, colored, shortened
 from anomaly.hooks import HookSet
 from anomaly.hooks.paths import Selector, select
 
@@ -151,7 +151,7 @@ def _clip(parameter: Tensor, max_norm: float) -> None:
         parameter.grad = limit_norm(parameter.grad, max_norm)
 
 
-def draw_gradients(record: GradientRecord) -> Picture:
+def draw_gradients(record: GradientRecord) -> RgbImage:
     """Draw a record: one line a layer; its norm over the steps, and how its values spread.
 
     Both are on a logarithmic scale, brighter is more (in the second panel within each line). Steps
@@ -206,7 +206,7 @@ def _trainable(
     return found
 
 
-def _panel(cells: Picture) -> Picture:
+def _panel(cells: RgbImage) -> RgbImage:
     rows, columns = cells.shape[:2]
     if not columns:
         return np.full((rows * _ROW, _PANEL, 3), 255, np.uint8)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
-from anomaly.explain.tiles import Picture, captioned, grid, shortened, stacked
-from anomaly.imaging.geometry import AxisView, Layout
+from anomaly.explain.tiles import RgbImage, captioned, grid, shortened, stacked
+from anomaly.imaging.geometry import AnyView, AxisView
 
 MARK = (255, 64, 32)
 _NUMBERED = 48
@@ -26,7 +26,7 @@ class Box:
     right: float
 
 
-def patch_box(view: Layout, grid: tuple[int, int], row: int, column: int) -> Box:
+def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Box:
     """Where a patch lies in the original image.
 
     Args:
@@ -50,7 +50,7 @@ def _edges(pieces: Sequence[AxisView], count: int, index: int) -> tuple[float, f
     return start, end
 
 
-def patch_crop(picture: Picture, box: Box, size: int = 150) -> Picture:
+def patch_crop(picture: RgbImage, box: Box, size: int = 150) -> RgbImage:
     """A patch and its surroundings, the patch itself outlined.
 
     Args:
@@ -74,7 +74,7 @@ def patch_crop(picture: Picture, box: Box, size: int = 150) -> Picture:
     return _outlined(enlarged, inside, size / side)
 
 
-def marked(picture: Picture, boxes: Sequence[Box], longest: int = 420) -> Picture:
+def marked(picture: RgbImage, boxes: Sequence[Box], longest: int = 420) -> RgbImage:
     """The whole image, small enough for a page, with numbered frames around patches.
 
     Args:
@@ -112,7 +112,7 @@ def marked(picture: Picture, boxes: Sequence[Box], longest: int = 420) -> Pictur
     return small
 
 
-def absent(text: str, size: int = 150) -> Picture:
+def absent(text: str, size: int = 150) -> RgbImage:
     """A grey tile that says why there is no picture."""
     tile = np.full((size, size, 3), 225, np.uint8)
     for i, word in enumerate(text.split(", ")):
@@ -121,7 +121,7 @@ def absent(text: str, size: int = 150) -> Picture:
     return tile
 
 
-def comparison(rows: Sequence[Sequence[tuple[Sequence[str], Picture]]]) -> Picture:
+def comparison(rows: Sequence[Sequence[tuple[Sequence[str], RgbImage]]]) -> RgbImage:
     """A line for each patch: what was flagged, then what it was compared with.
 
     Args:
@@ -144,7 +144,7 @@ def comparison(rows: Sequence[Sequence[tuple[Sequence[str], Picture]]]) -> Pictu
     return stacked(lines)
 
 
-def _outlined(picture: Picture, box: Box, scale: float) -> Picture:
+def _outlined(picture: RgbImage, box: Box, scale: float) -> RgbImage:
     """A copy with a frame just outside the box, in pixels of the picture / `scale`."""
     result = picture.copy()
     first = round(box.left * scale) - 1, round(box.top * scale) - 1

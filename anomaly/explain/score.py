@@ -10,23 +10,22 @@ from typing import Any
 import numpy as np
 
 from anomaly.errors import DataError, ImageError
-from anomaly.evaluation.test_split import trained_on
 from anomaly.explain.evidence import evidence_picture
 from anomaly.explain.explanation import GoodImages, score_gradient, tile_of, worst_patches
 from anomaly.explain.feature_maps import feature_map_pictures
-from anomaly.explain.overlays import glowing
 from anomaly.explain.patches import marked
 from anomaly.explain.saliency import saliency_map
-from anomaly.explain.tiles import Picture, beside
+from anomaly.explain.tiles import RgbImage, beside, glowing
 from anomaly.features.embedder import network_input
 from anomaly.files.writing import as_json, claim, write
 from anomaly.imaging.decoder_pool import load_shared
 from anomaly.imaging.given import Given, ImageLike
 from anomaly.imaging.image import Image
-from anomaly.imaging.preprocessing import Loaded, Refused
+from anomaly.imaging.preprocessing import Loaded, UnusableImage
 from anomaly.maps.heatmap import display, encode_png, overlay
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
+from anomaly.model.run_folder import trained_on
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,7 +42,7 @@ class Explanation:
     """
 
     prediction: Prediction
-    pictures: dict[str, Picture]
+    pictures: dict[str, RgbImage]
     patches: list[dict[str, Any]]
     notes: list[str]
 
@@ -85,12 +84,12 @@ def explained(
 ) -> Explanation:
     """Why an image has its score; see `AnomalyDetector.explain`."""
 
-    def read(source: Path | Image) -> Loaded | Refused:
-        (item,) = load_shared([(0, source)], detector.loading, whole=True)
+    def read(source: Path | Image) -> Loaded | UnusableImage:
+        (item,) = load_shared([(0, source)], detector.loading, keep_image=True)
         return item
 
     item = read(given.source(image))
-    if isinstance(item, Refused):
+    if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)
     return explain_score(detector, item, good_folders(detector, good), read)
 
@@ -115,7 +114,7 @@ def explain_score(
     detector: AnomalyDetector,
     item: Loaded,
     folders: Sequence[Path],
-    read: Callable[[Path], Loaded | Refused],
+    read: Callable[[Path], Loaded | UnusableImage],
 ) -> Explanation:
     """Feature maps of the hooked layers, the patches that were flagged, the score's gradient.
 
@@ -129,7 +128,7 @@ def explain_score(
         ImageError: the image can't be scored.
     """
     (prediction,) = detector.predict_batches([[item]])
-    if isinstance(prediction, Refused):
+    if isinstance(prediction, UnusableImage):
         raise ImageError(prediction.reason, prediction.status)
     limit = None if detector.thresholds is None else detector.thresholds.pixel
     patches = worst_patches(prediction.patch_scores, float("inf") if limit is None else limit)
@@ -148,7 +147,7 @@ def explain_score(
     return Explanation(prediction, pictures, facts, _notes(prediction, good))
 
 
-def _heatmap(prediction: Prediction, item: Loaded) -> Picture:
+def _heatmap(prediction: Prediction, item: Loaded) -> RgbImage:
     limits, anomaly_map = prediction.thresholds, prediction.anomaly_map
     review = None if limits is None else limits.review_pixel
     strong = float(np.nanmax(anomaly_map)) if limits is None else limits.pixel
@@ -156,8 +155,8 @@ def _heatmap(prediction: Prediction, item: Loaded) -> Picture:
 
 
 def _gradient(
-    detector: AnomalyDetector, prediction: Prediction, worst: Loaded, heatmap: Picture
-) -> Picture:
+    detector: AnomalyDetector, prediction: Prediction, worst: Loaded, heatmap: RgbImage
+) -> RgbImage:
     saliency = saliency_map(score_gradient(detector, worst))
     seen = marked(np.rint(worst.pixels * 255).astype(np.uint8), [])
     return beside(

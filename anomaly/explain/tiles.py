@@ -1,4 +1,4 @@
-"""Small labelled pictures and how they are put together. RGB, uint8, (H, W, 3) throughout."""
+"""Numbers as labelled pictures, and how these are put together. RGB, uint8, (H, W, 3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-Picture = NDArray[np.uint8]
+RgbImage = NDArray[np.uint8]
 
 _CAPTION_HEIGHT, _INDENT = 18, 2
 _FONT, _FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4
@@ -19,7 +19,7 @@ _BACKGROUND = 255
 _INK = (40, 40, 40)
 
 
-def colored(values: NDArray[Any], low: float | None = None, high: float | None = None) -> Picture:
+def colored(values: NDArray[Any], low: float | None = None, high: float | None = None) -> RgbImage:
     """Show numbers as colours (viridis: dark blue low, yellow high).
 
     Args:
@@ -43,14 +43,44 @@ def colored(values: NDArray[Any], low: float | None = None, high: float | None =
     return np.asarray(picture, np.uint8)
 
 
-def resized(picture: Picture, height: int, width: int) -> Picture:
+def glowing(picture: RgbImage, values: NDArray[Any]) -> RgbImage:
+    """An image in grey, coloured where a map is high.
+
+    Args:
+        picture: (H, W, 3).
+        values: (h, w) in [0, 1], brought to the picture's size.
+
+    Returns:
+        (H, W, 3).
+    """
+    height, width = picture.shape[:2]
+    fitted = cv2.resize(np.asarray(values, np.float32), (width, height))
+    unit = np.clip(fitted, 0, 1)
+    levels = np.rint(unit * 255).astype(np.uint8)
+    heat = cv2.cvtColor(cv2.applyColorMap(levels, cv2.COLORMAP_INFERNO), cv2.COLOR_BGR2RGB)
+    grey = cv2.cvtColor(cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
+    opacity = (0.85 * np.sqrt(unit))[..., None]
+    return np.asarray(np.rint(heat * opacity + grey * 0.75 * (1 - opacity)), np.uint8)
+
+
+def signed(values: NDArray[Any]) -> RgbImage:
+    """Values around 0 as a picture around mid-grey.
+
+    Args:
+        values: (H, W, 3); stretched by the 99th percentile of their absolute values.
+    """
+    strongest = float(np.percentile(np.abs(values), 99)) or 1.0
+    return np.asarray(np.rint(np.clip(values / strongest, -1, 1) * 127 + 128), np.uint8)
+
+
+def resized(picture: RgbImage, height: int, width: int) -> RgbImage:
     """Bring a picture (H, W, 3) to (height, width, 3); enlarged pixels keep their edges."""
     enlarging = height * width >= picture.shape[0] * picture.shape[1]
     how = cv2.INTER_NEAREST if enlarging else cv2.INTER_AREA
     return np.asarray(cv2.resize(picture, (width, height), interpolation=how), np.uint8)
 
 
-def captioned(picture: Picture, text: str) -> Picture:
+def captioned(picture: RgbImage, text: str) -> RgbImage:
     """The picture with text above it, in as many lines as it takes.
 
     A picture that is too narrow for words gets white to its right.
@@ -87,13 +117,13 @@ def _text_width(text: str) -> int:
     return 2 * _INDENT + cv2.getTextSize(text, _FONT, _FONT_SCALE, 1)[0][0]
 
 
-def _line(text: str, width: int) -> Picture:
+def _line(text: str, width: int) -> RgbImage:
     line = np.full((_CAPTION_HEIGHT, width, 3), _BACKGROUND, np.uint8)
     cv2.putText(line, text, (_INDENT, 13), _FONT, _FONT_SCALE, _INK, 1, cv2.LINE_AA)
     return line
 
 
-def grid(tiles: Sequence[Picture], columns: int, gap: int = 4) -> Picture:
+def grid(tiles: Sequence[RgbImage], columns: int, gap: int = 4) -> RgbImage:
     """Put pictures of one size side by side, row by row.
 
     Args:
@@ -115,13 +145,13 @@ def grid(tiles: Sequence[Picture], columns: int, gap: int = 4) -> Picture:
     return sheet
 
 
-def stacked(pictures: Sequence[Picture]) -> Picture:
+def stacked(pictures: Sequence[RgbImage]) -> RgbImage:
     """Put pictures below each other, left-aligned; the narrow ones get white to their right."""
     width = max(picture.shape[1] for picture in pictures)
     return np.vstack([_widened(picture, width) for picture in pictures])
 
 
-def beside(panels: Sequence[tuple[str, Picture]], gap: int = 8) -> Picture:
+def beside(panels: Sequence[tuple[str, RgbImage]], gap: int = 8) -> RgbImage:
     """Put titled pictures next to each other, aligned at the top, with white around them.
 
     Titles are wrapped, and narrow pictures get white to their right.
@@ -141,6 +171,6 @@ def beside(panels: Sequence[tuple[str, Picture]], gap: int = 8) -> Picture:
     return np.pad(np.hstack(spaced), ((0, 0), (gap, 0), (0, 0)), constant_values=_BACKGROUND)
 
 
-def _widened(picture: Picture, width: int) -> Picture:
+def _widened(picture: RgbImage, width: int) -> RgbImage:
     padding = ((0, 0), (0, width - picture.shape[1]), (0, 0))
     return np.pad(picture, padding, constant_values=_BACKGROUND)

@@ -18,6 +18,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -27,12 +28,14 @@ from safetensors.numpy import load_file, save
 
 from anomaly.errors import DataError, OutputError, why
 from anomaly.files.csv_files import csv_rows, csv_text
-from anomaly.files.writing import claim, write
+from anomaly.files.writing import as_json, claim, write
 
 Array: TypeAlias = NDArray[np.float32]
 Format: TypeAlias = Literal["safetensors", "npy"]
 
 SETTINGS, INDEX, SKIPPED = "features.json", "index.csv", "skipped.csv"
+# A shard closes before its rows fill more memory than this.
+_SHARD_BYTES = 256 * 1024**2
 _COLUMNS = ("shard", "row", "path", "image_sha256")
 
 
@@ -69,7 +72,7 @@ def read_features(folder: Path) -> SavedFeatures:
         DataError: no features there, a shard is missing or damaged, or (with `--pool none`) the
             images differ in size, so that their maps don't fit into one array.
     """
-    settings = read_settings(folder)
+    settings = _read_settings(folder)
     index = _read_index(folder)
     if not index:
         raise DataError(f"{folder} holds no features yet; run the command that makes them")
@@ -91,8 +94,8 @@ def read_features(folder: Path) -> SavedFeatures:
     return SavedFeatures(tuple(saved.path for saved in index), values)
 
 
-def encoded(arrays: Mapping[str, Array], form: Format) -> list[bytes]:
-    """The contents of the files of `shard_files`."""
+def _encoded(arrays: Mapping[str, Array], form: Format) -> list[bytes]:
+    """The contents of the files of `_shard_files`."""
     if form == "safetensors":
         return [save(dict(arrays))]
     files = []
@@ -115,18 +118,18 @@ def _read_shard(folder: Path, shard: str, settings: Mapping[str, Any]) -> dict[s
         ) from None
 
 
-def trusted_index(folder: Path, layers: Sequence[str], form: Format) -> list[Saved]:
+def _trusted_index(folder: Path, layers: Sequence[str], form: Format) -> list[Saved]:
     """The index without shards that have vanished."""
     index = _read_index(folder)
     whole = {
         shard
         for shard in {saved.shard for saved in index}
-        if all((folder / name).is_file() for name in shard_files(shard, layers, form))
+        if all((folder / name).is_file() for name in _shard_files(shard, layers, form))
     }
     return [saved for saved in index if saved.shard in whole]
 
 
-def delete_orphans(folder: Path, shards: set[str]) -> None:
+def _delete_orphans(folder: Path, shards: set[str]) -> None:
     """Files of shards that were written, but whose run ended before they were in the index."""
     claim(
         folder,
@@ -139,7 +142,7 @@ def delete_orphans(folder: Path, shards: set[str]) -> None:
     )
 
 
-def shard_files(shard: str, layers: Sequence[str], form: Format) -> list[str]:
+def _shard_files(shard: str, layers: Sequence[str], form: Format) -> list[str]:
     """The names of a shard's files."""
     if form == "safetensors":
         return [f"{shard}.safetensors"]
@@ -161,12 +164,12 @@ def _read_index(folder: Path) -> list[Saved]:
         ) from None
 
 
-def write_index(folder: Path, index: Sequence[Saved]) -> None:
+def _write_index(folder: Path, index: Sequence[Saved]) -> None:
     """Write the whole index."""
     write(folder / INDEX, csv_text([_COLUMNS, *_lines(index)]))
 
 
-def append_index(folder: Path, new: Sequence[Saved]) -> None:
+def _append_index(folder: Path, new: Sequence[Saved]) -> None:
     """Add the rows of a shard that is on disk already."""
     try:
         with (folder / INDEX).open("ab") as file:
@@ -181,7 +184,7 @@ def _lines(index: Sequence[Saved]) -> list[tuple[str, ...]]:
     return [(saved.shard, str(saved.row), saved.path, saved.image_sha256) for saved in index]
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
+def _read_settings(folder: Path) -> dict[str, Any]:
     """What the features in a folder hang on.
 
     Raises:
@@ -199,6 +202,107 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def is_ours(name: str) -> bool:
+def _is_ours(name: str) -> bool:
     """Whether a file of this name belongs to saved features."""
     return name in (SETTINGS, INDEX, SKIPPED) or name.startswith("features-")
+
+
+class FeatureWriter:
+    """Writes features into a folder; use it in a `with` statement, which saves what is left.
+
+    Args:
+        folder: made if need be. One that holds features of the same settings is continued.
+        settings: what makes these features, as JSON values; `layers` and `format` among them.
+        shard_size: images in a shard.
+        overwrite: begin anew.
+
+    Raises:
+        OutputError: features of other settings are there, or the folder can't be used.
+    """
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], shard_size: int, *, overwrite: bool
+    ) -> None:
+        self.folder = folder
+        self._format: Format = settings["format"]
+        self._shard_size = shard_size
+        self._waiting: dict[tuple[tuple[int, ...], ...], list[tuple[str, str, list[Array]]]] = {}
+        self._layers: tuple[str, ...] = tuple(settings["layers"])
+        if overwrite and folder.is_dir():
+            claim(folder, [f.name for f in folder.iterdir() if _is_ours(f.name)], overwrite=True)
+        claim(folder, (), overwrite=False)
+        self._check_settings(settings)
+        self._index = _trusted_index(folder, self._layers, self._format)
+        _write_index(folder, self._index)
+        _delete_orphans(folder, {saved.shard for saved in self._index})
+        write(folder / SETTINGS, as_json(settings))
+
+    @property
+    def done(self) -> dict[str, str]:
+        """Images saved, and the sha256 of each file."""
+        return {saved.path: saved.image_sha256 for saved in self._index}
+
+    def __enter__(self) -> FeatureWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # After a full disk another try would only hide the first error.
+        if kind is None or not issubclass(kind, OutputError):
+            for shapes in list(self._waiting):
+                self._save(shapes)
+
+    def add(self, path: str, image_sha256: str, features: Mapping[str, Array]) -> None:
+        """Take the features of one image, a (…) float32 array for each layer.
+
+        Images whose features differ in shape go to different shards.
+        """
+        values = [features[layer] for layer in self._layers]
+        shapes = tuple(value.shape for value in values)
+        rows = self._waiting.setdefault(shapes, [])
+        rows.append((path, image_sha256, values))
+        held = len(rows) * sum(value.nbytes for value in values)
+        if len(rows) == self._shard_size or held >= _SHARD_BYTES:
+            self._save(shapes)
+
+    def skipped(self, rows: Sequence[tuple[str, str, str]]) -> None:
+        """List the files that couldn't be used: (path, status, reason)."""
+        write(self.folder / SKIPPED, csv_text([("path", "status", "reason"), *rows]))
+
+    def _save(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        rows = self._waiting.pop(shapes)
+        shard = f"features-{self._next_number():05}"
+        arrays = {
+            layer: np.stack([values[i] for _, _, values in rows])
+            for i, layer in enumerate(self._layers)
+        }
+        names = _shard_files(shard, self._layers, self._format)
+        for name, content in zip(names, _encoded(arrays, self._format), strict=True):
+            write(self.folder / name, content)
+        new = [Saved(shard, row, path, sha) for row, (path, sha, _) in enumerate(rows)]
+        _append_index(self.folder, new)
+        self._index += new
+
+    def _next_number(self) -> int:
+        return max((int(saved.shard.rpartition("-")[2]) + 1 for saved in self._index), default=0)
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        if not any(_is_ours(f.name) for f in self.folder.iterdir()):
+            return
+        before = _read_settings(self.folder)
+        # Through JSON, so that tuples and lists are the same.
+        now = json.loads(json.dumps(settings))
+        changed = [
+            f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key)
+        ]
+        if changed:
+            raise OutputError(
+                f"{self.folder} holds features made in another way: {'; '.join(changed)}. "
+                "Give another --output or add --overwrite"
+            )

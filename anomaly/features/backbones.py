@@ -194,15 +194,17 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[dict[str, Tensor],
     return official_state(official.url)
 
 
-def whole(name: str, weights: str, seed: int = 0) -> nn.Module:
+def full_network(name: str, weights: str, seed: int = 0) -> nn.Module:
     """A network with all of its weights, nothing cut away; arguments as for `read_weights`."""
     network = build(name)
     state, _ = read_weights(name, weights, seed)
-    fill(network, state, build(name), f"the weights file for {name}")
+    load_state(network, state, build(name), f"the weights file for {name}")
     return network
 
 
-def fill(network: nn.Module, state: Mapping[str, Tensor], full: nn.Module, where: str) -> None:
+def load_state(
+    network: nn.Module, state: Mapping[str, Tensor], full: nn.Module, where: str
+) -> None:
     """Give a truncated network its weights, in place.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anomaly.features.backbones import Normalisation
 from anomaly.features.extractor import FeatureExtractor
-from anomaly.imaging.geometry import Layout
+from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.imaging.region import Region, counted
 
@@ -76,7 +76,7 @@ def inside_of(batch: Sequence[Loaded], embeddings: Tensor, region: Region | None
 
 
 def inside(
-    pieces: Sequence[tuple[Layout, tuple[int, int]]], embeddings: Tensor, region: Region | None
+    pieces: Sequence[tuple[AnyView, tuple[int, int]]], embeddings: Tensor, region: Region | None
 ) -> Tensor | None:
     """Which patches of images count, by their layouts and tiles.
 

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 LIMIT = 0.1
 
 
-def settle(extractor: FeatureExtractor, images: Tensor) -> str:
+def choose_precision(extractor: FeatureExtractor, images: Tensor) -> str:
     """bf16 where the device has it and a trial shows that it is safe, else fp32.
 
     Args:

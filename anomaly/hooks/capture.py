@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from anomaly.errors import LayerError
-from anomaly.hooks.compiled import refuse_compiled
-from anomaly.hooks.guard import Attached
+from anomaly.hooks.guard import Attached, refuse_compiled
 from anomaly.hooks.nested import map_tensors, named_tensors
 from anomaly.hooks.paths import Selector, select
 

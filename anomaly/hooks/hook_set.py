@@ -13,8 +13,7 @@ from torch.nn.modules import module as torch_hooks
 
 from anomaly.errors import LayerError
 from anomaly.hooks.backward import BackwardGates
-from anomaly.hooks.compiled import refuse_compiled
-from anomaly.hooks.guard import Attached, Hook, unmodified
+from anomaly.hooks.guard import Attached, Hook, refuse_compiled, unmodified
 from anomaly.hooks.paths import Selector, select
 
 Layers: TypeAlias = Selector | Sequence[Selector]

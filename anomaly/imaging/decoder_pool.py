@@ -29,7 +29,7 @@ from anomaly.imaging.decoder_worker import Task, load_alone, name_of
 from anomaly.imaging.geometry import View
 from anomaly.imaging.guarded_process import DRAWING, EndedError, GuardedProcess
 from anomaly.imaging.image import Image
-from anomaly.imaging.preprocessing import Loaded, Loading, Refused, paint
+from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage, paint
 from anomaly.prefetch import StoppedError, ahead
 
 _AHEAD = 4  # images that each process may be ahead of the network
@@ -77,7 +77,7 @@ class Decoders:
         self,
         items: Iterable[tuple[int, Path | Image]],
         stopped: Callable[[], bool] | None = None,
-    ) -> Iterator[Loaded | Refused]:
+    ) -> Iterator[Loaded | UnusableImage]:
         """Load images in order, a bounded number ahead of the one asked for.
 
         Args:
@@ -94,7 +94,7 @@ class Decoders:
                 process.drop()
             raise
 
-    def load(self, source: Path | Image) -> Loaded | Refused:
+    def load(self, source: Path | Image) -> Loaded | UnusableImage:
         """Load one image."""
         return self._load(0, source).result()
 
@@ -138,7 +138,7 @@ class Decoders:
             raise ImageError(f"{about}: {found}", found.status)
         return found
 
-    def submit(self, index: int, source: Path | bytes | Image) -> Future[Loaded | Refused]:
+    def submit(self, index: int, source: Path | bytes | Image) -> Future[Loaded | UnusableImage]:
         """Load one image among many, as `load_all` does; nobody bounds how many wait.
 
         Args:
@@ -156,9 +156,9 @@ class Decoders:
             what: for `Task.pictures.write`, behind the image.
 
         Returns:
-            What that returns, once the pictures are on disk; `Refused` when the file can't be read
-            any more, can't be drawn, or takes its process down. The future raises OutputError when
-            they can't be written.
+            What that returns, once the pictures are on disk; `UnusableImage` when the file can't be
+            read any more, can't be drawn, or takes its process down. The future raises OutputError
+            when they can't be written.
         """
         process = self._of.pop(index)
         return process.submit(_finish, process, index, path, *what)
@@ -168,13 +168,13 @@ class Decoders:
         self._of.pop(index, None)
 
     def alone(
-        self, index: int, path: Path, loading: Loading, whole: bool
-    ) -> Future[Loaded | Refused]:
+        self, index: int, path: Path, loading: Loading, keep_image: bool
+    ) -> Future[Loaded | UnusableImage]:
         """Load a file that has nothing to do with the task; see `load_shared`."""
         process = self._idlest()
-        return process.submit(_load_alone, process, index, path, loading, whole)
+        return process.submit(_load_alone, process, index, path, loading, keep_image)
 
-    def _load(self, index: int, source: Path | bytes | Image) -> Future[Loaded | Refused]:
+    def _load(self, index: int, source: Path | bytes | Image) -> Future[Loaded | UnusableImage]:
         if isinstance(source, Image):
             assert self._task is not None
             return _done(preprocessing.load(index, source, self._task.loading))
@@ -217,23 +217,26 @@ def shared() -> Decoders:
 
 
 def load_shared(
-    items: Iterable[tuple[int, Path | Image | Refused]], loading: Loading, *, whole: bool = False
-) -> Iterator[Loaded | Refused]:
+    items: Iterable[tuple[int, Path | Image | UnusableImage]],
+    loading: Loading,
+    *,
+    keep_image: bool = False,
+) -> Iterator[Loaded | UnusableImage]:
     """Load images in order, a bounded number ahead of the one asked for, by the shared processes.
 
     Args:
         items: index of each image, and its file, or its pixels, or why it can't be used.
         loading: how.
-        whole: whether decoded files are handed over, too; pixels always are.
+        keep_image: whether decoded files are handed over, too; pixels always are.
     """
 
-    def submit(item: tuple[int, Path | Image | Refused]) -> Future[Loaded | Refused]:
+    def submit(item: tuple[int, Path | Image | UnusableImage]) -> Future[Loaded | UnusableImage]:
         index, source = item
-        if isinstance(source, Refused):
+        if isinstance(source, UnusableImage):
             return _done(source)
         if isinstance(source, Image):
             return _done(preprocessing.load(index, source, loading))
-        return shared().alone(index, source, loading, whole)
+        return shared().alone(index, source, loading, keep_image)
 
     # An image that is worth tiling is too large to have many of it waiting.
     return ahead(submit, items, 0 if loading.sizing.tile else _AHEAD)
@@ -249,7 +252,7 @@ def read_mask(path: Path) -> NDArray[np.bool_]:
         return np.asarray(decoders.call(images.read_mask, path, about=path), bool)
 
 
-def _load(process: GuardedProcess, index: int, path: Path | bytes) -> Loaded | Refused:
+def _load(process: GuardedProcess, index: int, path: Path | bytes) -> Loaded | UnusableImage:
     try:
         answer = process.ask("load", index, path, droppable=True)
     except EndedError as ended:
@@ -258,23 +261,23 @@ def _load(process: GuardedProcess, index: int, path: Path | bytes) -> Loaded | R
         if answer.image is not None:
             return replace(answer, render=partial(paint, answer.name, answer.image))
         return replace(answer, render=partial(_render, process, index, path))
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, UnusableImage)
     return answer
 
 
 def _load_alone(
-    process: GuardedProcess, index: int, path: Path, loading: Loading, whole: bool
-) -> Loaded | Refused:
+    process: GuardedProcess, index: int, path: Path, loading: Loading, keep_image: bool
+) -> Loaded | UnusableImage:
     place = path.absolute()  # the process may be in another folder by now
     try:
-        answer = process.ask("tell", load_alone, index, place, loading, whole, droppable=True)
+        answer = process.ask("tell", load_alone, index, place, loading, keep_image, droppable=True)
     except EndedError as ended:
         return _failed(index, path, "decoding", ended)
     if isinstance(answer, Loaded):
         image = answer.image
         render = answer.render if image is None else partial(paint, path, image)
         return replace(answer, path=path, render=render)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, UnusableImage)
     return answer
 
 
@@ -293,7 +296,7 @@ def _render(
         answer = process.submit(process.ask, "render", index, path, view).result()
     except EndedError as ended:
         answer = _failed(index, path, "rendering", ended)
-    if isinstance(answer, Refused):
+    if isinstance(answer, UnusableImage):
         raise ImageError(answer.reason, answer.status)
     assert isinstance(answer, np.ndarray)
     return answer
@@ -312,11 +315,11 @@ def _spread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return function(*arguments)
 
 
-def _failed(index: int, source: Path | bytes, doing: str, ended: EndedError) -> Refused:
-    return Refused(index, "failed", f"{name_of(index, source)}: {doing} it {ended}")
+def _failed(index: int, source: Path | bytes, doing: str, ended: EndedError) -> UnusableImage:
+    return UnusableImage(index, "failed", f"{name_of(index, source)}: {doing} it {ended}")
 
 
-def _done(result: Loaded | Refused) -> Future[Loaded | Refused]:
-    future: Future[Loaded | Refused] = Future()
+def _done(result: Loaded | UnusableImage) -> Future[Loaded | UnusableImage]:
+    future: Future[Loaded | UnusableImage] = Future()
     future.set_result(result)
     return future

@@ -31,7 +31,7 @@ from anomaly.imaging.preprocessing import (
     MODEST_PIXELS,
     Loaded,
     Loading,
-    Refused,
+    UnusableImage,
     load,
     nothing_said,
     paint,
@@ -56,12 +56,12 @@ class Task:
     Attributes:
         loading: how files become network inputs.
         pictures: what to write for each image; None for nothing.
-        whole: whether the decoded image is handed over with the network's input.
+        keep_image: whether the decoded image is handed over with the network's input.
     """
 
     loading: Loading
     pictures: Drawing | None = None
-    whole: bool = False
+    keep_image: bool = False
 
 
 def send(stream: IO[bytes] | None, message: object) -> None:
@@ -148,19 +148,21 @@ class _Server:
         self._say_pixels = say_pixels
         self._kept: OrderedDict[int, Image] = OrderedDict()
 
-    def load(self, index: int, source: Path | bytes) -> Loaded | Refused:
+    def load(self, index: int, source: Path | bytes) -> Loaded | UnusableImage:
         loaded = load(index, source, self._task.loading, self._say_pixels)
-        if isinstance(loaded, Refused):
+        if isinstance(loaded, UnusableImage):
             return loaded
-        if self._task.whole:
+        if self._task.keep_image:
             return replace(loaded, render=_elsewhere)
         if self._task.pictures is not None or isinstance(loaded.view, Tiling):
             self._keep(index, loaded.decoded)
         return replace(loaded, image=None, render=_elsewhere)
 
-    def render(self, index: int, source: Path | bytes, view: View) -> NDArray[np.float32] | Refused:
+    def render(
+        self, index: int, source: Path | bytes, view: View
+    ) -> NDArray[np.float32] | UnusableImage:
         image = self._image(index, source)
-        if isinstance(image, Refused):
+        if isinstance(image, UnusableImage):
             return image
         self._keep(index, image)
         name = name_of(index, source)
@@ -172,7 +174,7 @@ class _Server:
     def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:
         assert self._task.pictures is not None
         image = self._image(index, source)
-        if isinstance(image, Refused):
+        if isinstance(image, UnusableImage):
             return image
         try:
             return self._task.pictures.write(image, *what)
@@ -187,11 +189,11 @@ class _Server:
         while held > _KEPT_BYTES and len(self._kept) > 1:
             held -= self._kept.popitem(last=False)[1].pixels.nbytes
 
-    def _image(self, index: int, source: Path | bytes) -> Image | Refused:
+    def _image(self, index: int, source: Path | bytes) -> Image | UnusableImage:
         image = self._kept.pop(index, None)
         if image is None:
             loaded = load(index, source, self._task.loading, self._say_pixels)
-            return loaded if isinstance(loaded, Refused) else loaded.decoded
+            return loaded if isinstance(loaded, UnusableImage) else loaded.decoded
         height, width = image.size
         if height * width > MODEST_PIXELS:
             self._say_pixels(height * width)
@@ -204,21 +206,21 @@ def name_of(index: int, source: Path | bytes) -> str:
 
 
 def load_alone(
-    index: int, path: Path, loading: Loading, whole: bool, say_pixels: Callable[[int], None]
-) -> Loaded | Refused:
+    index: int, path: Path, loading: Loading, keep_image: bool, say_pixels: Callable[[int], None]
+) -> Loaded | UnusableImage:
     """Load a file for a caller that won't come back to it: nothing of it is kept here.
 
     Args:
         index: its place in the list of images.
         path: the file.
         loading: how.
-        whole: whether the decoded image is handed over; one whose tiles are to be made always is.
+        keep_image: whether the decoded image is handed over; one to be cut into tiles always is.
         say_pixels: as for `preprocessing.read`.
     """
     loaded = load(index, path, loading, say_pixels)
-    if isinstance(loaded, Refused):
+    if isinstance(loaded, UnusableImage):
         return loaded
-    handed = loaded.image if whole or isinstance(loaded.view, Tiling) else None
+    handed = loaded.image if keep_image or isinstance(loaded.view, Tiling) else None
     return replace(loaded, image=handed, render=_elsewhere)
 
 

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.codecs import Pixels
 from anomaly.imaging.codecs.colour import grey_to_rgb, over_black
-from anomaly.imaging.codecs.exif import turned_upright
 from anomaly.imaging.codecs.header import unsupported
 from anomaly.imaging.image import (
     MAX_PIXELS,
@@ -29,8 +28,9 @@ from anomaly.imaging.image import (
     check_size,
     described,
     full_scale_of,
+    turned_upright,
 )
-from anomaly.imaging.preprocessing import Refused
+from anomaly.imaging.preprocessing import UnusableImage
 
 
 class PilImage(Protocol):
@@ -55,7 +55,7 @@ ImageLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | PilImage | TorchT
 """A path, an array, a PIL image, a torch tensor, or an `Image`."""
 
 Channels: TypeAlias = Literal["rgb", "bgr"]
-Layout: TypeAlias = Literal["HW", "HWC", "CHW"]
+AxisOrder: TypeAlias = Literal["HW", "HWC", "CHW"]
 
 _EXIF_ORIENTATION = 0x0112
 _PIL_GREY = ("L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
@@ -78,7 +78,7 @@ class Given:
 
     channels: Channels = "rgb"
     full_scale: float | None = None
-    layout: Layout | None = None
+    layout: AxisOrder | None = None
     bit_depth: int | None = None
     max_pixels: int = MAX_PIXELS
 
@@ -130,7 +130,7 @@ class Given:
         mode = f"rgb{'float' if pixels.dtype.kind == 'f' else ''}{8 * pixels.itemsize}"
         return Image(pixels, full_scale, mode, "array", digest.hexdigest())
 
-    def _rgb(self, values: NDArray[Any], layout: Layout | None, channels: Channels) -> Pixels:
+    def _rgb(self, values: NDArray[Any], layout: AxisOrder | None, channels: Channels) -> Pixels:
         """(H, W, 3) RGB, a copy."""
         shape = " × ".join(map(str, values.shape)) or "no axes"
         if layout == "CHW" and values.ndim == 3:
@@ -165,13 +165,13 @@ class Given:
 
 def sources(
     images: Iterable[ImageLike], given: Given
-) -> Iterator[tuple[int, Path | Image | Refused]]:
+) -> Iterator[tuple[int, Path | Image | UnusableImage]]:
     """The place of each image, and its file, its pixels, or why it can't be used."""
     for index, image in enumerate(images):
         try:
             yield index, given.source(image)
         except ImageError as error:
-            yield index, Refused(index, error.status, f"{described(index)}: {error}")
+            yield index, UnusableImage(index, error.status, f"{described(index)}: {error}")
 
 
 def is_one(images: Any) -> TypeGuard[ImageLike]:
@@ -204,7 +204,7 @@ def _of_known_type(values: NDArray[Any]) -> NDArray[Any]:
     )
 
 
-def _from_torch(tensor: Any, layout: Layout | None) -> NDArray[Any]:
+def _from_torch(tensor: Any, layout: AxisOrder | None) -> NDArray[Any]:
     if layout is None:
         shape = " × ".join(map(str, tensor.shape))
         raise unsupported(

@@ -24,13 +24,13 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
 from anomaly.files.own_outputs import is_model, own_outputs
 from anomaly.imaging.codecs import HEAD_BYTES, Format, ImageHeader, Pixels, identify
-from anomaly.imaging.codecs.exif import turned_upright
 from anomaly.imaging.codecs.header import damaged, unsupported
 
 __all__ = [
@@ -318,3 +318,12 @@ def check_range(pixels: Pixels, full_scale: float, *, in_memory: bool = False) -
             f"its brightest value is {pixels.max()}, above {full_scale:.0f}, the full scale of "
             f"{bits} bits; {remedy}set image.bit_depth to the depth of the camera"
         )
+
+
+def turned_upright(pixels: Pixels, orientation: int) -> Pixels:
+    """Turn stored pixels (H, W, 3) so that the picture's top row is the first row."""
+    if orientation in (5, 6, 7, 8):
+        pixels = np.asarray(cv2.transpose(pixels))
+    # After the transposition above, what is left is a mirroring of rows, columns or both.
+    flip = {2: 1, 3: -1, 4: 0, 6: 1, 7: -1, 8: 0}.get(orientation)
+    return pixels if flip is None else np.asarray(cv2.flip(pixels, flip))

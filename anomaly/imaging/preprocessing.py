@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.geometry import Layout, Sizing, Tiling, View, render
+from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
 from anomaly.imaging.image import MAX_PIXELS, Image, described, read_header, read_image
 from anomaly.imaging.region import Region
 
@@ -24,8 +23,8 @@ NO_PIXELS: NDArray[np.float32] = np.empty((0, 0, 3), np.float32)
 # first, and gets more time and memory in proportion.
 MODEST_PIXELS = 25_000_000
 
-Item = TypeVar("Item")
-Member = TypeVar("Member", bound="Shaped")
+# An incomplete batch waits for so many batches' worth of images.
+_SPAN = 4
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Loaded:
 
     index: int
     sha256: str
-    view: Layout
+    view: AnyView
     pixels: NDArray[np.float32]
     render: Callable[[View], NDArray[np.float32]]
     path: Path | None = None
@@ -84,12 +83,7 @@ class Loaded:
         return self.image
 
     @property
-    def shape(self) -> tuple[int, int] | None:
-        """(H, W) that it shares a batch with; None goes alone, as a large image does."""
-        return None if isinstance(self.view, Tiling) else self.view.size
-
-    @property
-    def layout(self) -> Layout:
+    def layout(self) -> AnyView:
         """How the image, not just this tile, was turned into the network's input."""
         return self.whole or self.view
 
@@ -108,7 +102,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Refused:
+class UnusableImage:
     """One file that couldn't be used.
 
     Attributes:
@@ -172,7 +166,7 @@ def load(
     source: Path | bytes | Image,
     loading: Loading,
     say_pixels: Callable[[int], None] = nothing_said,
-) -> Loaded | Refused:
+) -> Loaded | UnusableImage:
     """Decode and render one image. Whatever happens on the way, it is this image's alone.
 
     Args:
@@ -188,14 +182,14 @@ def load(
         return refusal(index, described(index, path), error)
 
 
-def refusal(index: int, name: Path | str, error: Exception) -> Refused:
+def refusal(index: int, name: Path | str, error: Exception) -> UnusableImage:
     """What becomes of an image that has led to an error; `failed` where nobody has foreseen it."""
     if isinstance(error, ImageError):
-        return Refused(index, error.status, str(error))
+        return UnusableImage(index, error.status, str(error))
     if isinstance(error, DataError):
-        return Refused(index, "unsupported", f"{name}: {error}")
+        return UnusableImage(index, "unsupported", f"{name}: {error}")
     what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-    return Refused(index, "failed", f"{name}: {what}")
+    return UnusableImage(index, "failed", f"{name}: {what}")
 
 
 def _load(
@@ -238,14 +232,14 @@ def paint(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:
 
 
 def refuse_missed(
-    items: Iterable[Item],
+    items: Iterable[Loaded | UnusableImage],
     grid: Callable[[tuple[int, int]], tuple[int, int]],
     region: Region | None,
-) -> Iterator[Item | Refused]:
+) -> Iterator[Loaded | UnusableImage]:
     """Refuse images none of whose patches lie inside a region, each before it joins a batch.
 
     Args:
-        items: loaded images among others, which pass through.
+        items: loaded images; those refused already pass through.
         grid: gives (h, w) of the patches for (H, W) of a network input.
         region: what of each image counts; None lets all pass.
     """
@@ -262,44 +256,44 @@ def refuse_missed(
         yield item
 
 
-class Shaped(Protocol):
-    """What batches are gathered from."""
-
-    @property
-    def shape(self) -> tuple[int, int] | None:
-        """(H, W) that it shares a batch with; None goes alone."""
-
-
 def by_shape(
-    items: Iterable[Member | Refused], batch_size: int
-) -> Iterator[list[Member] | Refused]:
+    items: Iterable[Loaded | UnusableImage], batch_size: int
+) -> Iterator[list[Loaded] | UnusableImage]:
     """Gather images of equal network size into batches; refusals pass through.
 
-    The split depends on the list of files alone. At most four batches' worth of images wait; then
-    the largest group goes, full or not. An image in tiles goes alone and at once.
+    A batch goes when it is full, or when its first image lies `_SPAN` batches' worth of places
+    behind the last one read: that bounds what waits. Which images share a batch depends on the
+    images of their size alone, so that a list from which whole batches are taken out is split into
+    the others. An image in tiles goes alone and at once.
+
+    Args:
+        items: in order of their indices.
+        batch_size: of a full batch.
     """
-    waiting: dict[tuple[int, int], list[Member]] = {}
+    waiting: dict[tuple[int, int], list[Loaded]] = {}
     for item in items:
-        if isinstance(item, Refused):
+        if isinstance(item, UnusableImage):
             yield item
             continue
-        if item.shape is None:
+        for shape, group in list(waiting.items()):
+            if item.index - group[0].index >= _SPAN * batch_size:
+                yield waiting.pop(shape)
+        if isinstance(item.view, Tiling):
             yield [item]
             continue
-        group = waiting.setdefault(item.shape, [])
+        group = waiting.setdefault(item.view.size, [])
         group.append(item)
-        held = sum(map(len, waiting.values()))
-        if len(group) == batch_size or held >= 4 * batch_size:
-            yield waiting.pop(max(waiting, key=lambda size: len(waiting[size])))
+        if len(group) == batch_size:
+            yield waiting.pop(item.view.size)
     yield from waiting.values()
 
 
 def tile_by_tile(
-    batches: Iterable[list[Loaded] | Refused], batch_size: int
-) -> Iterator[list[Loaded] | Refused]:
+    batches: Iterable[list[Loaded] | UnusableImage], batch_size: int
+) -> Iterator[list[Loaded] | UnusableImage]:
     """Batches with large images replaced by batches of their tiles."""
     for batch in batches:
-        if isinstance(batch, Refused) or len(batch) > 1:
+        if isinstance(batch, UnusableImage) or len(batch) > 1:
             yield batch
         else:
             yield from batch[0].tiles(batch_size)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError
-from anomaly.imaging.geometry import Axis, AxisView, Layout, aspect_error
+from anomaly.imaging.geometry import AnyView, Axis, AxisView, aspect_error
 
 Mask = NDArray[np.bool_]
 Polygon = tuple[tuple[float, float], ...]
@@ -59,7 +59,7 @@ class Polygons:
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class DrawnMask:
     """A shape drawn as a picture; images of another size but its aspect are covered by it, too.
 
     Attributes:
@@ -85,7 +85,7 @@ class Picture:
         return np.asarray(self.pixels[rows[:, None], columns])
 
 
-Shape = Polygons | Picture
+Shape = Polygons | DrawnMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ class Region:
             found = self.look.inside(size, strip)
         return found if self.ignore is None else found & ~self.ignore.inside(size, strip)
 
-    def patches(self, layout: Layout, grid: tuple[int, int]) -> Mask:
+    def patches(self, layout: AnyView, grid: tuple[int, int]) -> Mask:
         """Which patches count: those at least half of whose original pixels do.
 
         Args:
@@ -136,14 +136,14 @@ class Region:
         return _patches(self, layout, grid)
 
 
-def counted(region: Region, layout: Layout, tile: tuple[int, int], grid: tuple[int, int]) -> Mask:
+def counted(region: Region, layout: AnyView, tile: tuple[int, int], grid: tuple[int, int]) -> Mask:
     """Which patches (h, w) of one tile count; of the whole image where there are no tiles."""
     top, left = tile[0] * grid[0], tile[1] * grid[1]
     return region.patches(layout, grid)[top : top + grid[0], left : left + grid[1]]
 
 
 @lru_cache(maxsize=32)
-def _patches(region: Region, layout: Layout, grid: tuple[int, int]) -> Mask:
+def _patches(region: Region, layout: AnyView, grid: tuple[int, int]) -> Mask:
     size = layout.source
     (above, below), (left, right) = (
         _edges(pieces, count) for pieces, count in zip(layout.axes, grid, strict=True)

@@ -13,8 +13,8 @@ from anomaly.files.own_outputs import HEATMAPS, MAPS, MASKS
 from anomaly.files.writing import write
 from anomaly.imaging.image import Image
 from anomaly.maps.anomaly_map import SourceMap
-from anomaly.maps.colour_bar import side_by_side
-from anomaly.maps.heatmap import Picture, display, encode_png, heatmap
+from anomaly.maps.colour_bar import with_colour_bar
+from anomaly.maps.heatmap import RgbImage, display, encode_png, heatmap
 from anomaly.maps.map_files import encode_float32, encode_uint16
 from anomaly.maps.regions import AnomalyMap, MarkedRegion, marked_regions, predicted_mask
 from anomaly.maps.thumbnails import Thumbnail, thumbnail
@@ -119,7 +119,7 @@ class Pictures:
 
     def _heatmap(
         self, image: Image, anomaly_map: AnomalyMap, limit: float, shown: Shown
-    ) -> Picture:
+    ) -> RgbImage:
         picture = heatmap(image, anomaly_map, limit, self.review)
         if self.beside is None:
             return picture
@@ -128,7 +128,7 @@ class Pictures:
             caption += f" = {shown.times:.2f} x the reject threshold"
         if shown.verdict:
             caption = f"{shown.verdict}: {caption}"
-        return side_by_side(display(image), picture, limit, self.beside, self.review, caption)
+        return with_colour_bar(display(image), picture, limit, self.beside, self.review, caption)
 
 
 def picture_exists(output: Path, name: str) -> bool:

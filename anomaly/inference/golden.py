@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from anomaly.errors import DataError, why
 from anomaly.files.own_outputs import GOLDEN
 from anomaly.files.writing import as_json, write
-from anomaly.imaging.preprocessing import Refused
+from anomaly.imaging.preprocessing import UnusableImage
 
 if TYPE_CHECKING:
     from anomaly.model.detector import AnomalyDetector
@@ -46,8 +46,8 @@ def score_golden(
     return dict(sorted(found.items()))
 
 
-def _said(result: Prediction | Refused) -> dict[str, Any]:
-    if isinstance(result, Refused):
+def _said(result: Prediction | UnusableImage) -> dict[str, Any]:
+    if isinstance(result, UnusableImage):
         return {"image_score": None, "verdict": result.status}
     return {"image_score": result.score, "verdict": result.verdict}
 

@@ -1,13 +1,13 @@
-"""What a run of `infer` has done so far, kept line by line, so that a broken-off one can go on."""
+"""What a run of `infer` has done so far, kept on disk, so that a broken-off one can go on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from anomaly.errors import OutputError, why
 from anomaly.files.writing import GrowingFile, as_json, write
@@ -16,19 +16,16 @@ from anomaly.maps.regions import MarkedRegion
 
 
 @dataclass(frozen=True)
-class Known:
-    """An image that an earlier run has scored.
+class Finished:
+    """An image that is done: its row is settled and its pictures are on disk.
 
     Attributes:
         index: its place in the list of files.
-        shape: (H, W) of its network input, which decides what it shared a batch with; None where
-            it was alone.
-        row: what was said of it.
+        row: what is said of it.
         regions: what is marked in it, where that was asked for.
     """
 
     index: int
-    shape: tuple[int, int] | None
     row: Row
     regions: tuple[MarkedRegion, ...] = ()
 
@@ -37,60 +34,105 @@ class Record(Protocol):
     """What takes the rows of a run."""
 
     @property
-    def known(self) -> Mapping[int, Known]:
-        """The images that needn't be scored, by index."""
+    def done(self) -> Container[int]:
+        """Indices of the images that needn't be scored."""
 
-    def add(self, known: Known) -> None:
-        """Take one more row; it is kept when this returns."""
+    def add(self, batch: Sequence[Finished]) -> None:
+        """Take a whole batch; it is kept when this returns."""
 
 
 class Journal:
-    """A file of finished rows. Each line is whole or isn't there: a torn last one is dropped.
+    """A file whose first line says what is done, and each further one what more of it is finished.
+
+    Each line is a JSON object, whole or not there: a torn last one is dropped. Used in a `with`
+    statement.
 
     Args:
-        file: made with the first line.
-        about: what the rows depend on; a journal about something else can't be continued.
+        file: made when it is entered.
+        about: what the results depend on; a journal about something else can't be continued.
 
     Raises:
         OutputError: the file is about something else, or isn't a journal.
     """
 
     def __init__(self, file: Path, about: Mapping[str, object]) -> None:
-        self._file = file
-        self._about = json.loads(json.dumps(about))
+        self.file = file
+        self.about: dict[str, object] = json.loads(json.dumps(about))
         self._lines: GrowingFile | None = None
-        self.known: dict[int, Known] = {}
         self._end = 0
         if file.exists():
-            self._read()
+            with _reading(file), file.open("rb") as stream:
+                self._read(stream)
 
-    def __enter__(self) -> Journal:
-        self._lines = GrowingFile(self._file, self._end)
+    def __enter__(self) -> Self:
+        self._lines = GrowingFile(self.file, self._end)
         if not self._end:
-            self._lines.append(as_line({"about": self._about}))
+            self.commit({"about": self.about})
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._lines is not None
         self._lines.close()
 
-    def add(self, known: Known) -> None:
-        """Write one more row; it is in the file when this returns.
+    def commit(self, line: Mapping[str, object]) -> None:
+        """Write one more line; it is in the file when this returns.
 
         Raises:
             OutputError: no room.
         """
         assert self._lines is not None
-        self._lines.append(as_line(asdict(known)))
-        self.known[known.index] = known
+        # Plain ASCII, so that any file name survives.
+        text = json.dumps(line, ensure_ascii=True, allow_nan=False)
+        self._lines.append(text.encode() + b"\n")
 
-    def in_order(self) -> list[Known]:
-        """All that is known, in order of the files."""
-        return [self.known[index] for index in sorted(self.known)]
+    def take(self, line: dict[str, Any]) -> None:
+        """Remember what a line says that an earlier run has committed."""
+
+    def _read(self, lines: Iterator[bytes]) -> None:
+        for text in lines:
+            if not text.endswith(b"\n"):
+                return
+            line = json.loads(text)
+            if self._end:
+                self.take(line)
+            else:
+                _check_same(self.file, line["about"], self.about)
+            self._end += len(text)
+
+
+class RunJournal(Journal):
+    """The journal of a run over a list of files: a line for each batch.
+
+    Attributes:
+        done: what is finished, by index.
+    """
+
+    def __init__(self, file: Path, about: Mapping[str, object]) -> None:
+        self.done: dict[int, Finished] = {}
+        super().__init__(file, about)
+
+    def add(self, batch: Sequence[Finished]) -> None:
+        """Write a batch; it is in the file when this returns.
+
+        Raises:
+            OutputError: no room.
+        """
+        self.commit({"images": [asdict(one) for one in batch]})
+        self.done |= {one.index: one for one in batch}
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Remember a batch."""
+        for one in line["images"]:
+            regions = tuple(MarkedRegion(**region) for region in one["regions"])
+            self.done[one["index"]] = Finished(one["index"], Row(**one["row"]), regions)
+
+    def in_order(self) -> list[Finished]:
+        """All that is finished, in order of the files."""
+        return [self.done[index] for index in sorted(self.done)]
 
     def rows(self) -> list[Row]:
         """All rows, in order of the files."""
-        return [known.row for known in self.in_order()]
+        return [one.row for one in self.in_order()]
 
     def finish(self, done: Path, exit_code: int, more: Mapping[str, object] | None = None) -> None:
         """The run is complete: another file says of what, and this one goes.
@@ -98,30 +140,20 @@ class Journal:
         Args:
             done: the other file.
             exit_code: of the run.
-            more: what it shall say besides; `finished` doesn't look at it.
+            more: what it shall say besides; `exit_code_of` doesn't look at it.
 
         Raises:
             OutputError: no room for it.
         """
-        write(done, as_json({"about": self._about, "exit_code": exit_code, **(more or {})}))
-        self._file.unlink(missing_ok=True)
-
-    def _read(self) -> None:
-        with reading(self._file):
-            whole, _, _torn = self._file.read_bytes().rpartition(b"\n")
-            lines = [json.loads(line) for line in whole.splitlines()]
-            about = lines[0]["about"] if lines else self._about
-            found = [_known(line) for line in lines[1:]]
-        check_same(self._file, about, self._about)
-        self.known = {one.index: one for one in found}
-        self._end = len(whole) + 1 if lines else 0
+        write(done, as_json({"about": self.about, "exit_code": exit_code, **(more or {})}))
+        self.file.unlink(missing_ok=True)
 
 
-def finished(done: Path, about: Mapping[str, object]) -> int:
+def exit_code_of(done: Path, about: Mapping[str, object]) -> int:
     """The exit code of a run that is complete.
 
     Args:
-        done: what `Journal.finish` has written.
+        done: what `RunJournal.finish` has written.
         about: what the rows of the run that is asked for depend on.
 
     Raises:
@@ -135,33 +167,11 @@ def finished(done: Path, about: Mapping[str, object]) -> int:
             f"{done.parent} holds results, but {done.name}, which says what of, is missing "
             "or damaged; give another --output, or --overwrite to start again"
         ) from None
-    check_same(done, found, json.loads(json.dumps(about)))
+    _check_same(done, found, json.loads(json.dumps(about)))
     return code
 
 
-def as_line(content: object) -> bytes:
-    """One line of JSON; plain ASCII, so that any file name survives."""
-    return json.dumps(content, ensure_ascii=True, allow_nan=False).encode() + b"\n"
-
-
-@contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Say what is wrong with a file of ours that is read inside.
-
-    Raises:
-        OutputError: it can't be read, or holds something else.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(f"{file} can't be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise OutputError(
-            f"{file} is damaged ({why(error)}); start again with --overwrite"
-        ) from None
-
-
-def check_same(file: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+def _check_same(file: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
     """See that the run in a file is the one that is to go on.
 
     Raises:
@@ -175,11 +185,18 @@ def check_same(file: Path, found: Mapping[str, object], wanted: Mapping[str, obj
         )
 
 
-def _known(line: dict[str, Any]) -> Known:
-    shape = line["shape"]
-    return Known(
-        line["index"],
-        None if shape is None else tuple(shape),
-        Row(**line["row"]),
-        tuple(MarkedRegion(**region) for region in line["regions"]),
-    )
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Say what is wrong with the journal that is read inside.
+
+    Raises:
+        OutputError: it can't be read, or holds something else.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{file} can't be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise OutputError(
+            f"{file} is damaged ({why(error)}); start again with --overwrite"
+        ) from None

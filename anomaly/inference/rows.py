@@ -1,18 +1,20 @@
-"""Rows of verdicts: what `infer` says about each image."""
+"""Rows of verdicts: what `infer` says about each image, each marked region and each part."""
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, get_type_hints
 
 from anomaly import __version__
 from anomaly.files.csv_files import csv_text
-from anomaly.imaging.preprocessing import Refused
+from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.maps.regions import MarkedRegion
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class Row:
         time: when that was said, in UTC (ISO 8601).
         milliseconds: from when the file began to be read until its pictures were on disk; it shares
             a batch, and so it waits for others in between.
+        engine: what computed: `torch`, or the engine that the model was exported for.
     """
 
     path: str
@@ -65,10 +68,11 @@ class Row:
     model_name: str = ""
     time: str = ""
     milliseconds: float | None = None
+    engine: str = "torch"
 
 
 def row_of(
-    result: Prediction | Refused,
+    result: Prediction | UnusableImage,
     model: AnomalyDetector,
     path: str,
     begun: float,
@@ -83,12 +87,12 @@ def row_of(
         begun: when it was begun, by `time.perf_counter`.
         heatmap: picture, relative to the output folder; empty where there is none.
     """
-    scored = None if isinstance(result, Refused) else result
+    scored = None if isinstance(result, UnusableImage) else result
     limits = model.thresholds
     return Row(
         path=path,
         image_sha256="" if scored is None else scored.sha256,
-        status=result.status if isinstance(result, Refused) else "ok",
+        status=result.status if isinstance(result, UnusableImage) else "ok",
         image_score=None if scored is None else scored.score,
         calibrated_score=None if scored is None else scored.calibrated_score,
         review_threshold=None if limits is None else limits.review,
@@ -102,6 +106,7 @@ def row_of(
         model_name=model.config.name,
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
         milliseconds=round(1000 * (time.perf_counter() - begun), 1),
+        engine=model.extractor.engine,
     )
 
 
@@ -156,6 +161,65 @@ def region_rows(
         )
         for number, region in enumerate(regions, 1)
     ]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part's line in parts.csv; the fields are the columns, in order.
+
+    Attributes:
+        group: the part.
+        verdict: `reject` where any view is, else `review` where any view is for review or has no
+            score, else `good`; empty where the model has no threshold.
+        views: how many images it has.
+        scored: how many of them have a score.
+        image_score: the highest of its views; None without any.
+        path: the view that decides: the rejected one with the highest score, else the first one
+            for review, else the one with the highest score.
+        reason: why a person has to look at that one; empty where that isn't so.
+    """
+
+    group: str
+    verdict: str
+    views: int
+    scored: int
+    image_score: float | None
+    path: str
+    reason: str
+
+
+def judge_parts(rows: Sequence[Row], groups: Mapping[str, str]) -> list[Part]:
+    """The parts all of whose views have a row, in order of their names.
+
+    Args:
+        rows: one for each image.
+        groups: the part of each image, by its path; images without one are left out.
+    """
+    views: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.path in groups:
+            views.setdefault(groups[row.path], []).append(row)
+    expected = Counter(groups.values())
+    return [_judge(g, views[g]) for g in sorted(views) if len(views[g]) == expected[g]]
+
+
+def _judge(group: str, views: Sequence[Row]) -> Part:
+    rejected = [row for row in views if row.verdict == "reject"]
+    unsure = [row for row in views if row.verdict == "review" or row.image_score is None]
+    if rejected:
+        verdict, decisive = "reject", max(rejected, key=_score)
+    elif unsure:
+        verdict, decisive = "review", unsure[0]
+    else:
+        decisive = max(views, key=_score)
+        verdict = decisive.verdict
+    scores = [row.image_score for row in views if row.image_score is not None]
+    highest = max(scores, default=None)
+    return Part(group, verdict, len(views), len(scores), highest, decisive.path, decisive.reason)
+
+
+def _score(row: Row) -> float:
+    return -math.inf if row.image_score is None else row.image_score
 
 
 def as_csv(rows: Iterable[DataclassInstance], kind: type[DataclassInstance]) -> str:

@@ -13,10 +13,9 @@ from typing import Literal
 from anomaly.errors import OutputError
 from anomaly.files.own_outputs import HEATMAPS
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.geometry import Tiling
-from anomaly.imaging.preprocessing import Loaded, Refused, by_shape
+from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape
 from anomaly.inference.artifacts import Drawn, Shown
-from anomaly.inference.journal import Known, Record
+from anomaly.inference.journal import Finished, Record
 from anomaly.inference.rows import Row, row_of
 from anomaly.maps.thumbnails import Thumbnails
 from anomaly.model.detector import AnomalyDetector
@@ -55,14 +54,14 @@ def infer(
 ) -> None:
     """Score the images that the record doesn't know yet.
 
-    Batches are cut from the whole list, known images included, and one that isn't complete is
-    scored whole again: a number's last digits may hang on what it shares a batch with, and a run
-    that was broken off has to end with the same bytes as one that wasn't.
+    The record gets whole batches: a number's last digits may hang on what it shares a batch with,
+    and a run that was broken off, whose batches are cut as if it hadn't been, has to end with the
+    same bytes as one that wasn't.
 
     Args:
         model: says what is good.
         inputs: what is to be scored.
-        record: gets each row once its pictures are on disk.
+        record: gets each batch once its pictures are on disk.
         decoders: begun, with this model's loading.
         stopped: asked all the time; what is scored is then drawn and kept, as far as that takes
             no more than a few seconds.
@@ -91,105 +90,100 @@ class _Run:
         self._inputs = inputs
         self._record = record
         self._decoders = decoders
-        self._behind: deque[tuple[Prediction, Shown, Future[Drawn | Refused]]] = deque()
+        # The index of each batch's last image, and how many images it has.
+        self._batches: dict[int, int] = {}
+        # In the batches' order: results whose pictures may still be on their way, if they have any,
+        # and what is finished of the batch that the first of them belongs to.
+        self._behind: deque[
+            tuple[Prediction, Shown, Future[Drawn | UnusableImage]] | UnusableImage
+        ] = deque()
+        self._finished: list[Finished] = []
         self._begun: dict[int, float] = {}
 
     def score(self, progress: Progress) -> None:
-        total = len(self._inputs.paths) - len(self._record.known)
-        done = 0
-        detector = self._model
-        items = detector.fitting(self._items())
-        batches = self._unfinished(by_shape(items, detector.config.batch_size))
+        paths, detector = self._inputs.paths, self._model
+        new = [index for index in range(len(paths)) if index not in self._record.done]
+        loaded = self._decoders.load_all(((i, self._begin(i)) for i in new), self._stopped)
+        batches = by_shape(detector.fitting(loaded), detector.config.batch_size)
         try:
-            for result in detector.predict_batches(batches):
-                if result.index in self._record.known:
-                    self._decoders.forget(result.index)
-                    continue
+            results = detector.predict_batches(self._noted(batches))
+            for done, result in enumerate(results, 1):
                 self._take(result)
-                done += 1
-                progress(done, total)
-                if self._stopped():
+                progress(done, len(new))
+                if result.index in self._batches and self._stopped():
                     break
         except StoppedError:
             pass
         finally:
-            self._settle_all()
-
-    def _items(self) -> Iterator[Loaded | Known | Refused]:
-        """Every file in order: known, or loaded ahead."""
-        known, paths = self._record.known, self._inputs.paths
-        new = (i for i in range(len(paths)) if i not in known)
-        loaded = self._decoders.load_all(((i, self._begin(i)) for i in new), self._stopped)
-        for index in range(len(paths)):
-            if index not in known:
-                yield next(loaded)
-            elif known[index].shape is not None:  # others were alone
-                yield known[index]
+            self._record_all()
 
     def _begin(self, index: int) -> Path:
         self._begun[index] = time.perf_counter()
         return self._inputs.paths[index]
 
-    def _unfinished(
-        self, batches: Iterable[list[Loaded | Known] | Refused]
-    ) -> Iterator[list[Loaded] | Refused]:
-        """Batches that hold anything new, whole."""
+    def _noted(
+        self, batches: Iterable[list[Loaded] | UnusableImage]
+    ) -> Iterator[list[Loaded] | UnusableImage]:
         for batch in batches:
-            if isinstance(batch, Refused):
-                yield batch
-                continue
-            again = [item.index for item in batch if isinstance(item, Known)]
-            if len(again) == len(batch):
-                continue
-            wanted = ((i, self._inputs.paths[i]) for i in again)
-            found = self._decoders.load_all(wanted, self._stopped)
-            whole = []
-            for item in batch:
-                one = next(found) if isinstance(item, Known) else item
-                if isinstance(one, Loaded):  # a known one may have vanished since
-                    whole.append(one)
-            yield whole
+            members = [batch] if isinstance(batch, UnusableImage) else batch
+            self._batches[members[-1].index] = len(members)
+            yield batch
 
-    def _take(self, result: Prediction | Refused) -> None:
-        if isinstance(result, Refused):
+    def _take(self, result: Prediction | UnusableImage) -> None:
+        if isinstance(result, UnusableImage):
             self._decoders.forget(result.index)
-            self._record.add(Known(result.index, None, self._row(result)))
-            return
-        i = result.index
-        picture, shown = self._inputs.pictures[i], self._shown(result)
-        future = self._decoders.finish(i, self._inputs.paths[i], result.source_map, picture, shown)
-        self._behind.append((result, shown, future))
+            self._behind.append(result)
+        else:
+            i, shown = result.index, self._shown(result)
+            path, name = self._inputs.paths[i], self._inputs.pictures[i]
+            drawn = self._decoders.finish(i, path, result.source_map, name, shown)
+            self._behind.append((result, shown, drawn))
         if len(self._behind) > _BEHIND:
-            self._settle()
+            self._record_first()
 
-    def _settle_all(self) -> None:
+    def _record_all(self) -> None:
         """What is computed isn't thrown away because another one's picture had no room."""
         failure: OutputError | None = None
         end = time.monotonic() + _LAST_SECONDS
         while self._behind:
-            if self._stopped() and not wait([self._behind[0][2]], end - time.monotonic()).done:
-                break  # the run will score it again when it goes on
+            first = self._behind[0]
+            drawing = [] if isinstance(first, UnusableImage) else [first[2]]
+            if self._stopped() and wait(drawing, end - time.monotonic()).not_done:
+                break  # the run will score its batch again when it goes on
             try:
-                self._settle()
+                self._record_first()
             except OutputError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
 
-    def _settle(self) -> None:
-        """A row counts once its picture is on disk."""
-        result, shown, future = self._behind.popleft()
+    def _record_first(self) -> None:
+        """A row counts once its picture is on disk, and those of its batch are."""
+        first = self._behind.popleft()
+        index = first.index if isinstance(first, UnusableImage) else first[0].index
+        try:
+            self._finished.append(self._finish(first))
+            if len(self._finished) == self._batches.get(index):
+                self._record.add(self._finished)
+        finally:
+            if self._batches.pop(index, None):
+                self._finished = []
+
+    def _finish(
+        self, result: tuple[Prediction, Shown, Future[Drawn | UnusableImage]] | UnusableImage
+    ) -> Finished:
+        if isinstance(result, UnusableImage):
+            return Finished(result.index, self._row(result))
+        prediction, shown, future = result
         drawn = future.result()
-        shape = None if isinstance(result.view, Tiling) else result.view.size
-        if isinstance(drawn, Refused):
-            self._record.add(Known(result.index, shape, self._row(drawn)))
-        else:
-            picture = f"{HEATMAPS}/{self._inputs.pictures[result.index]}"
-            row = self._row(result, picture if shown.heatmap else "")
-            self._record.add(Known(result.index, shape, row, drawn.regions))
-            if self._thumbnails and drawn.small:
-                odd = bool(result.reason)
-                self._thumbnails.keep(row.heatmap, odd, result.score, drawn.small)
+        if isinstance(drawn, UnusableImage):
+            return Finished(drawn.index, self._row(drawn))
+        picture = f"{HEATMAPS}/{self._inputs.pictures[prediction.index]}"
+        row = self._row(prediction, picture if shown.heatmap else "")
+        if self._thumbnails and drawn.small:
+            odd = bool(prediction.reason)
+            self._thumbnails.keep(row.heatmap, odd, prediction.score, drawn.small)
+        return Finished(prediction.index, row, drawn.regions)
 
     def _shown(self, result: Prediction) -> Shown:
         thresholds = self._model.thresholds
@@ -201,6 +195,6 @@ class _Run:
             small = self._thumbnails.pixels
         return Shown(drawn, verdict, result.score, times, small)
 
-    def _row(self, result: Prediction | Refused, heatmap: str = "") -> Row:
+    def _row(self, result: Prediction | UnusableImage, heatmap: str = "") -> Row:
         begun = self._begun.pop(result.index)
         return row_of(result, self._model, str(self._inputs.paths[result.index]), begun, heatmap)

@@ -3,39 +3,193 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 from anomaly.datasets.inputs import picture_names
 from anomaly.errors import DataError
+from anomaly.files.own_outputs import WATCHED
+from anomaly.files.writing import GrowingFile
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.inference.arrivals import Arrivals, Stamp
+from anomaly.imaging.image import is_image, list_files
 from anomaly.inference.artifacts import picture_exists
-from anomaly.inference.journal import Known
+from anomaly.inference.journal import Finished, Journal
+from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lines, region_rows
 from anomaly.inference.run import Inputs, infer
-from anomaly.inference.watch_log import WatchLog
 from anomaly.maps.thumbnails import Thumbnails
 from anomaly.model.detector import AnomalyDetector
 
 _POLL_SECONDS = 0.5
 # Looking into the folders takes at most this share of the time.
 _POLL_SHARE = 0.2
+_RESULTS, _LINES, _REGIONS = "results.csv", "results.jsonl", "regions.csv"
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What changes when a file is written to.
+
+    Attributes:
+        size: in bytes.
+        time: of the last change, in nanoseconds.
+    """
+
+    size: int
+    time: int
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """A file's stamp; None where there is none, or it may not be looked at."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return Stamp(status.st_size, status.st_mtime_ns)
+
+
+class Arrivals:
+    """Follows folders. What it remembers are the files that are in them now.
+
+    Args:
+        folders: searched with their subfolders.
+        done: files that were given earlier, with the stamps that they had then.
+        settle: for how many seconds a file mustn't have changed to be taken as fully written.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        done: Mapping[Path, Stamp],
+        settle: float = 0.0,
+    ) -> None:
+        self._folders = folders
+        self._given = dict(done)
+        self._settle = settle
+        # The stamps of files that may still be written to, and since when they have them.
+        self._written: dict[Path, tuple[Stamp, float]] = {}
+
+    def poll(self, now: float = 0.0) -> dict[Path, Stamp]:
+        """The files that are there, unchanged since an earlier poll, and not given yet.
+
+        A file that has changed since it was given is another one under the same name.
+
+        Args:
+            now: seconds on any clock that only goes forward.
+
+        Returns:
+            Stamps by file, the oldest file first.
+
+        Raises:
+            DataError: a folder can't be listed; what arrives is given later.
+        """
+        files = {file for folder in self._folders for file in list_files(folder, tell=False)}
+        listed = filter(is_image, files)
+        stamps = {path: stamp for path in listed if (stamp := stamp_of(path)) is not None}
+        new = {path: stamp for path, stamp in stamps.items() if self._given.get(path) != stamp}
+        before, self._written = self._written, {}
+        ready = {}
+        for path, stamp in new.items():
+            known, since = before.get(path, (None, now))
+            if known != stamp:
+                self._written[path] = stamp, now
+            elif now - since < self._settle:
+                self._written[path] = stamp, since
+            else:
+                ready[path] = stamp
+        self._given = {path: stamp for path, stamp in self._given.items() if path in stamps}
+        self._given.update(ready)
+        return dict(sorted(ready.items(), key=lambda one: (one[1].time, one[0])))
+
+
+class WatchJournal(Journal):
+    """The journal of watched folders, and the tables that grow with it.
+
+    A line names files that are done and says how long the tables were then: whatever lies behind
+    are rows that a killed process didn't finish, and is dropped.
+
+    Args:
+        output: the folder.
+        about: what the rows depend on; tables about something else can't be continued.
+        regions: whether there is a table of regions.
+        mm_per_pixel: for that one; None where it isn't known.
+
+    Attributes:
+        done: files in the tables that are still where they were, unchanged, when this was made.
+
+    Raises:
+        OutputError: the tables are about something else, or damaged.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        about: Mapping[str, object],
+        *,
+        regions: bool,
+        mm_per_pixel: float | None,
+    ) -> None:
+        self._mm_per_pixel = mm_per_pixel
+        self._headers = {_RESULTS: csv_header(Row), _LINES: ""}
+        if regions:
+            self._headers[_REGIONS] = csv_header(RegionRow)
+        self._ends = dict.fromkeys(self._headers, 0)
+        self._tables: dict[str, GrowingFile] = {}
+        self.done: dict[Path, Stamp] = {}
+        super().__init__(output / WATCHED, about)
+
+    def __enter__(self) -> Self:
+        for name, end in self._ends.items():
+            self._tables[name] = GrowingFile(self.file.with_name(name), end)
+            if not end:
+                self._tables[name].append(self._headers[name].encode())
+        return super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        for table in self._tables.values():
+            table.close()
+
+    def add(self, files: Mapping[Path, Stamp], batch: Sequence[Finished]) -> None:
+        """Write a batch's rows and regions; they are in the tables when this returns.
+
+        Raises:
+            OutputError: no room.
+        """
+        rows = [one.row for one in batch]
+        texts = {_RESULTS: csv_lines(rows), _LINES: as_jsonl(rows)}
+        if _REGIONS in self._tables:
+            mm = self._mm_per_pixel
+            found = [r for one in batch for r in region_rows(one.row.path, one.regions, mm)]
+            texts[_REGIONS] = csv_lines(found)
+        for name, text in texts.items():
+            self._tables[name].append(text.encode("utf-8", "surrogateescape"))
+        stamps = {str(path): asdict(stamp) for path, stamp in files.items()}
+        self.commit({"files": stamps, "ends": {n: t.end for n, t in self._tables.items()}})
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Remember the files of a line, and how long the tables were."""
+        for name, said in line["files"].items():
+            path, stamp = Path(name), Stamp(**said)
+            if stamp_of(path) == stamp:
+                self.done[path] = stamp
+        self._ends.update(line["ends"])
 
 
 def watch(
     model: AnomalyDetector,
     folders: list[Path],
     output: Path,
-    log: WatchLog,
+    journal: WatchJournal,
     decoders: Decoders,
     *,
     settle: float = 0.5,
     stopped: Callable[[], bool],
     heatmaps: Literal["none", "reject", "all"] = "all",
     thumbnails: Thumbnails | None = None,
-    seen: Callable[[Known], None] = lambda known: None,
+    seen: Callable[[Finished], None] = lambda finished: None,
     trouble: Callable[[str], None] = lambda message: None,
 ) -> None:
     """Score what is in the folders, and what arrives there, until stopped.
@@ -47,7 +201,7 @@ def watch(
         model: says what is good.
         folders: what is followed.
         output: where the pictures are, so that none is written over.
-        log: open; gets each row once its pictures are on disk.
+        journal: open; gets each row once its pictures are on disk.
         decoders: begun, with this model's loading.
         settle: seconds after which a file that nobody has written to is fully written.
         stopped: asked all the time.
@@ -59,7 +213,7 @@ def watch(
     Raises:
         OutputError: results can't be written.
     """
-    arrivals = Arrivals(folders, log.done, settle)
+    arrivals = Arrivals(folders, journal.done, settle)
     complaint = told = ""
     while not stopped():
         begun = time.monotonic()
@@ -78,7 +232,7 @@ def watch(
             paths = list(ready)
             names = picture_names(paths, folders, partial(picture_exists, output))
             inputs = Inputs(paths, names, heatmaps)
-            record = _Arrived(ready, log, seen)
+            record = _Arrived(ready, journal, seen)
             infer(model, inputs, record, decoders, stopped=stopped, thumbnails=thumbnails)
         _pause(polled + max(_POLL_SECONDS, (polled - begun) / _POLL_SHARE), stopped)
 
@@ -92,15 +246,19 @@ def _pause(until: float, stopped: Callable[[], bool]) -> None:
 class _Arrived:
     """Takes the rows of what one poll has found."""
 
+    done: tuple[int, ...] = ()
+
     def __init__(
-        self, ready: Mapping[Path, Stamp], log: WatchLog, seen: Callable[[Known], None]
+        self,
+        ready: Mapping[Path, Stamp],
+        journal: WatchJournal,
+        seen: Callable[[Finished], None],
     ) -> None:
         self._files = list(ready.items())
-        self._log = log
+        self._journal = journal
         self._seen = seen
-        self.known: dict[int, Known] = {}
 
-    def add(self, known: Known) -> None:
-        path, stamp = self._files[known.index]
-        self._log.add(path, stamp, known)
-        self._seen(known)
+    def add(self, batch: Sequence[Finished]) -> None:
+        self._journal.add(dict(self._files[one.index] for one in batch), batch)
+        for one in batch:
+            self._seen(one)

@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.imaging.geometry import Axis, Layout
+from anomaly.imaging.geometry import AnyView, Axis
 from anomaly.imaging.region import Region
 
 # Farther than the blur reaches from every patch that counts, there is nothing to show.
@@ -38,7 +38,7 @@ class SourceMap:
     """
 
     scores: NDArray[np.float32]
-    view: Layout
+    view: AnyView
     smoothing: float
     region: Region | None
 
@@ -56,7 +56,7 @@ class SourceMap:
 
 
 def source_map(
-    scores: NDArray[np.float32], view: Layout, smoothing: float, strip: slice | None = None
+    scores: NDArray[np.float32], view: AnyView, smoothing: float, strip: slice | None = None
 ) -> NDArray[np.float32]:
     """The anomaly map of one image in its own pixels.
 

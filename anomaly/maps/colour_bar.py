@@ -5,20 +5,20 @@ from __future__ import annotations
 import cv2
 import numpy as np
 
-from anomaly.maps.heatmap import OPACITY, Picture, colour_stops
+from anomaly.maps.heatmap import OPACITY, RgbImage, colour_stops
 
 _PAPER, _INK, _GREY = 255, (30, 30, 30), 128
 _FONT = cv2.FONT_HERSHEY_SIMPLEX
 
 
-def side_by_side(
-    picture: Picture,
-    marked: Picture,
+def with_colour_bar(
+    picture: RgbImage,
+    marked: RgbImage,
     threshold: float,
     unit: str,
     review: float | None = None,
     caption: str = "",
-) -> Picture:
+) -> RgbImage:
     """An image, the same with its heatmap, and the legend; both at their own resolution.
 
     Args:
@@ -45,7 +45,7 @@ def side_by_side(
     return np.vstack([head, plate])
 
 
-def colour_bar(height: int, threshold: float, unit: str, review: float | None = None) -> Picture:
+def colour_bar(height: int, threshold: float, unit: str, review: float | None = None) -> RgbImage:
     """What the colours mean, on a mid-grey ground: scores from 0 to twice the threshold.
 
     Scores are given as they are, and in multiples of the threshold.
@@ -100,7 +100,7 @@ def _scale(height: int) -> float:
     return max(0.45 * height / 400, 0.2)
 
 
-def _gradient(length: int) -> Picture:
+def _gradient(length: int) -> RgbImage:
     """(length, 3): the colours as they look over mid-grey, the highest score first."""
     stops = np.array(colour_stops(256), dtype=np.float64)[::-1]
     opacity = stops[:, 3:] * OPACITY
@@ -109,5 +109,5 @@ def _gradient(length: int) -> Picture:
     return np.asarray(np.rint(seen[rows]), np.uint8)
 
 
-def _write(sheet: Picture, text: str, at: tuple[int, int], scale: float, thickness: int) -> None:
+def _write(sheet: RgbImage, text: str, at: tuple[int, int], scale: float, thickness: int) -> None:
     cv2.putText(sheet, text, at, _FONT, scale, _INK, thickness, cv2.LINE_AA)

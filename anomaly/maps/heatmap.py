@@ -20,7 +20,7 @@ from zlib_ng import zlib_ng
 
 from anomaly.imaging.image import Image
 
-Picture = NDArray[np.uint8]
+RgbImage = NDArray[np.uint8]
 
 CONTOUR = (255, 255, 255)
 _EDGE = (0, 0, 0)  # on either side of a line, so that it shows on white
@@ -31,7 +31,7 @@ _AT_THRESHOLD = 127.5
 _STRIP_PIXELS = 8_000_000
 
 
-def display(image: Image, rows: slice = slice(None)) -> Picture:
+def display(image: Image, rows: slice = slice(None)) -> RgbImage:
     """Some rows of the image as a screen shows them.
 
     Returns:
@@ -49,7 +49,7 @@ def heatmap(
     anomaly_map: Callable[[slice], NDArray[np.float32]],
     threshold: float,
     review: float | None = None,
-) -> Picture:
+) -> RgbImage:
     """Lay an anomaly map over its image, a strip at a time: large maps needn't fit into memory.
 
     Args:
@@ -76,12 +76,12 @@ def heatmap(
 
 
 def overlay(
-    picture: Picture,
+    picture: RgbImage,
     anomaly_map: NDArray[np.float32],
     threshold: float,
     line: int | None = None,
     review: float | None = None,
-) -> Picture:
+) -> RgbImage:
     """Lay a heatmap over a picture.
 
     Args:
@@ -114,7 +114,7 @@ def _lines(anomaly_map: NDArray[np.float32], limit: float) -> list[NDArray[np.in
     return outlines(anomaly_map > max(limit, 1e-12))
 
 
-def _outlined(picture: Picture, lines: list[NDArray[np.int32]], width: int) -> Picture:
+def _outlined(picture: RgbImage, lines: list[NDArray[np.int32]], width: int) -> RgbImage:
     edged = width + max(min(width, 2), width // 3)
     cv2.drawContours(picture, lines, -1, _EDGE, edged, cv2.LINE_AA)
     cv2.drawContours(picture, lines, -1, CONTOUR, width, cv2.LINE_AA)
@@ -125,7 +125,7 @@ def _line_width(size: tuple[int, ...]) -> int:
     return max(1, round(min(size) / 300))
 
 
-def layer(anomaly_map: NDArray[np.float32], threshold: float) -> Picture:
+def layer(anomaly_map: NDArray[np.float32], threshold: float) -> RgbImage:
     """The heatmap alone, to be laid over a picture at any opacity (`OPACITY` for `overlay`'s look).
 
     Args:

@@ -37,7 +37,7 @@ _BLANK = 1e-4
 
 
 @dataclass(frozen=True)
-class Look:
+class Appearance:
     """An image as a whole, in sums, so that its tiles add up.
 
     Attributes:
@@ -62,8 +62,8 @@ class Look:
     darkest: float
     brightest: float
 
-    def __add__(self, other: Look) -> Look:
-        return Look(
+    def __add__(self, other: Appearance) -> Appearance:
+        return Appearance(
             self.pixels + other.pixels,
             self.light + other.light,
             self.light_squared + other.light_squared,
@@ -104,7 +104,9 @@ class Look:
         return max(mean_square - float(np.mean(np.square(mean))), 0.0)
 
 
-def looks_of(batch: Sequence[Loaded], embeddings: Tensor, inside: Tensor | None) -> list[Look]:
+def appearances_of(
+    batch: Sequence[Loaded], embeddings: Tensor, inside: Tensor | None
+) -> list[Appearance]:
     """What each image or tile of a batch looks like as a whole.
 
     Args:
@@ -130,7 +132,7 @@ def look(
     squared: float,
     patches: int,
     inside: NDArray[np.bool_] | None = None,
-) -> Look:
+) -> Appearance:
     """What one network input looks like.
 
     Args:
@@ -146,7 +148,7 @@ def look(
         size = (light.shape[1], light.shape[0])
         shown = cv2.resize(inside.astype(np.uint8), size, interpolation=cv2.INTER_NEAREST) > 0
         light, edges = light[shown], edges[shown]
-    return Look(
+    return Appearance(
         float(light.size),
         float(light.sum(dtype=np.float64)),
         float(np.square(light).sum(dtype=np.float64)),
@@ -161,7 +163,7 @@ def look(
 
 
 @dataclass(frozen=True, eq=False)
-class UsualLook:
+class AppearanceModel:
     """What the training images look like.
 
     Attributes:
@@ -179,7 +181,7 @@ class UsualLook:
     seen_distance: float
 
     @classmethod
-    def of(cls, looks: Sequence[Look]) -> UsualLook | None:
+    def of(cls, looks: Sequence[Appearance]) -> AppearanceModel | None:
         """Learn from training images; None where there are fewer than `LEAST_IMAGES`."""
         if len(looks) < LEAST_IMAGES:
             return None
@@ -198,7 +200,7 @@ class UsualLook:
             seen_distance=others * float(_root_mean_square(embeddings - mean).max()) / spread,
         )
 
-    def oddness(self, one: Look) -> str:
+    def deviation(self, one: Appearance) -> str:
         """Why an image is far outside the training set, for a person; empty where it isn't."""
         for name, value in one.figures().items():
             low, high = self.ranges[name]
@@ -229,7 +231,7 @@ class UsualLook:
         }
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Floats]) -> UsualLook:
+    def from_tensors(cls, tensors: dict[str, Floats]) -> AppearanceModel:
         """The way back from `tensors`.
 
         Raises:
@@ -253,7 +255,7 @@ class UsualLook:
         )
 
 
-def odd_among(looks: Sequence[Look]) -> list[int]:
+def odd_among(looks: Sequence[Appearance]) -> list[int]:
     """Places of the images that would be odd to a look learned from all the others.
 
     How often good parts are taken for another product, hence. Only images at an end of a range, or
@@ -268,9 +270,9 @@ def odd_among(looks: Sequence[Look]) -> list[int]:
     outer = {*np.argmin(figures, axis=0), *np.argmax(figures, axis=0), int(np.argmax(distances))}
     odd = []
     for place in sorted(map(int, outer)):
-        usual = UsualLook.of([*looks[:place], *looks[place + 1 :]])
+        usual = AppearanceModel.of([*looks[:place], *looks[place + 1 :]])
         assert usual is not None
-        if usual.oddness(looks[place]):
+        if usual.deviation(looks[place]):
             odd.append(place)
     return sorted({*odd, *blank})
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
-from anomaly.features.backbones import build, default_layers, fill, read_weights
+from anomaly.features.backbones import build, default_layers, load_state, read_weights
 from anomaly.features.extractor import FeatureExtractor, truncate
 from anomaly.files.writing import cache_folder
 from anomaly.imaging.geometry import Sizing
@@ -51,7 +51,7 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
     layers = config.backbone.layers or default_layers(name, full, METHODS[config.model.kind].stages)
     truncated = truncate(build(name), layers)
     state, sha256 = read_weights(name, config.backbone.weights, config.seed)
-    fill(truncated.network, state, full, f"the weights file for backbone.name {name}")
+    load_state(truncated.network, state, full, f"the weights file for backbone.name {name}")
     return truncated.extractor().to(device, "fp32"), sha256
 
 

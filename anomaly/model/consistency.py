@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.errors import ModelError
-from anomaly.model.appearance import UsualLook
+from anomaly.model.appearance import AppearanceModel
 from anomaly.model.manifest import AGAIN
 from anomaly.scorers.base import Scorer
 
@@ -25,7 +25,7 @@ def agree(folder: Path, what: str, manifest: object, found: object) -> None:
 
 
 def check_together(
-    folder: Path, manifest: dict[str, Any], scorer: Scorer, usual: UsualLook | None
+    folder: Path, manifest: dict[str, Any], scorer: Scorer, appearance: AppearanceModel | None
 ) -> None:
     """See that the scorer is one for the network's embeddings and the manifest's images.
 
@@ -37,5 +37,5 @@ def check_together(
         scorer.check_origin(sum(manifest["backbone"]["channels"]), images)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}; {AGAIN}") from None
-    if usual is not None:
-        agree(folder, "channels", scorer.dimensions, len(usual.mean))
+    if appearance is not None:
+        agree(folder, "channels", scorer.dimensions, len(appearance.mean))

@@ -9,7 +9,7 @@ from typing import Any
 
 from anomaly.calibration import GoodScores
 from anomaly.errors import DataError
-from anomaly.imaging.geometry import Layout
+from anomaly.imaging.geometry import AnyView
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.image_score import network_map
 from anomaly.model.suspects import Suspects
@@ -74,7 +74,7 @@ def cross_fit(
 def scores_of(
     detector: AnomalyDetector,
     batches: Iterable[PatchBatch],
-    views: Mapping[int, Layout],
+    views: Mapping[int, AnyView],
     *,
     suspects: Suspects | None = None,
     progress: Callable[[int], None] = lambda done: None,

@@ -25,24 +25,23 @@ from anomaly.features.extractor import FeatureExtractor
 from anomaly.imaging.decoder_pool import Decoders, load_shared
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling
-from anomaly.imaging.given import Channels, Given, ImageLike, Layout, is_one, sources
+from anomaly.imaging.given import AxisOrder, Channels, Given, ImageLike, is_one, sources
 from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import (
-    Item,
     Loaded,
     Loading,
-    Refused,
+    UnusableImage,
     by_shape,
     refusal,
     refuse_missed,
 )
 from anomaly.imaging.region import Region
-from anomaly.model.appearance import Look, UsualLook, looks_of
+from anomaly.model.appearance import Appearance, AppearanceModel, appearances_of
 from anomaly.model.build import loading_of
 from anomaly.model.image_score import image_scores, network_map
 from anomaly.model.prediction import Prediction
 from anomaly.model.saving import save
-from anomaly.runtime import side_by_side, take_threads
+from anomaly.runtime import in_parallel, take_threads
 from anomaly.scorers.base import PatchScores, Scorer
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class AnomalyDetector:
         device: where the network and the scorer are.
         region: what of each image counts; None for all of it.
         aspect: H/W that images have to have; None for any.
-        usual: what images look like as a whole; None where there were too few to tell.
+        appearance: what images look like as a whole; None where there were too few to tell.
         manifest: what the model folder says, or will say, of how the model was made.
         model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
             for one that hasn't been saved.
@@ -83,7 +82,7 @@ class AnomalyDetector:
     device: torch.device
     region: Region | None = None
     aspect: float | None = None
-    usual: UsualLook | None = None
+    appearance: AppearanceModel | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     model_id: str = ""
     folder: Path | None = None
@@ -111,7 +110,8 @@ class AnomalyDetector:
     @cached_property
     def embedder(self) -> Embedder:
         """How network inputs become patch embeddings."""
-        return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
+        align = self.extractor.align or self.scorer.align
+        return Embedder(self.extractor, self.normalise, align, self.device)
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # a str is a collection, too
@@ -120,7 +120,7 @@ class AnomalyDetector:
         *,
         channels: Channels = "rgb",
         full_scale: float | None = None,
-        layout: Layout | None = None,
+        layout: AxisOrder | None = None,
     ) -> Prediction: ...
 
     @overload
@@ -130,7 +130,7 @@ class AnomalyDetector:
         *,
         channels: Channels = "rgb",
         full_scale: float | None = None,
-        layout: Layout | None = None,
+        layout: AxisOrder | None = None,
     ) -> list[Prediction]: ...
 
     def predict(
@@ -139,7 +139,7 @@ class AnomalyDetector:
         *,
         channels: Channels = "rgb",
         full_scale: float | None = None,
-        layout: Layout | None = None,
+        layout: AxisOrder | None = None,
     ) -> Prediction | list[Prediction]:
         """Score one image, or several.
 
@@ -174,7 +174,7 @@ class AnomalyDetector:
         on_error: Callable[[ImageLike, ImageError], object] | None = None,
         channels: Channels = "rgb",
         full_scale: float | None = None,
-        layout: Layout | None = None,
+        layout: AxisOrder | None = None,
     ) -> Iterator[Prediction]:
         """Score many images, one after the other, and go on where one can't be used.
 
@@ -231,7 +231,7 @@ class AnomalyDetector:
         review_threshold: float | None = None,
         channels: Channels = "rgb",
         full_scale: float | None = None,
-        layout: Layout | None = None,
+        layout: AxisOrder | None = None,
     ) -> AnomalyDetector:
         """A detector with other thresholds; this one and its folder stay as they are.
 
@@ -271,7 +271,7 @@ class AnomalyDetector:
         good: str | Path | None = None,
         channels: Channels = "rgb",
         full_scale: float | None = None,
-        layout: Layout | None = None,
+        layout: AxisOrder | None = None,
     ) -> Explanation:
         """Why an image has its score, in pictures: see `anomaly.explain.score.Explanation`.
 
@@ -296,44 +296,48 @@ class AnomalyDetector:
         *,
         batch_size: int | None = None,
         workers: int = 2,
-        whole: bool = False,
-    ) -> Iterator[Prediction | Refused]:
+        keep_images: bool = False,
+    ) -> Iterator[Prediction | UnusableImage]:
         """Score images with decoding processes of their own, and tell of those that can't be used.
 
         Args:
             images: files, or pixels that are decoded already.
             batch_size: images at once; the config's by default.
             workers: decoding processes.
-            whole: whether the predictions are to have the decoded images.
+            keep_images: whether the predictions are to have the decoded images.
 
         Yields:
-            One result for each image, `Refused` for those that can't be used. With images of
+            One result for each image, `UnusableImage` for those that can't be used. With images of
             several shapes the order isn't that of `images`; `index` tells.
         """
-        task = Task(self.loading, whole=whole)
+        task = Task(self.loading, keep_image=keep_images)
         with Decoders(min(workers, len(images)), task) as decoders:
             loaded = self.fitting(decoders.load_all(enumerate(images)))
             yield from self.predict_batches(by_shape(loaded, batch_size or self.config.batch_size))
 
-    def _given(self, channels: Channels, full_scale: float | None, layout: Layout | None) -> Given:
+    def _given(
+        self, channels: Channels, full_scale: float | None, layout: AxisOrder | None
+    ) -> Given:
         image = self.config.image
         return Given(channels, full_scale, layout, image.bit_depth, image.max_pixels)
 
-    def _results(self, images: Iterable[ImageLike], given: Given) -> Iterator[Prediction | Refused]:
+    def _results(
+        self, images: Iterable[ImageLike], given: Given
+    ) -> Iterator[Prediction | UnusableImage]:
         loaded = self.fitting(load_shared(sources(images, given), self.loading))
         return self.predict_batches(by_shape(loaded, self.config.batch_size))
 
-    def fitting(self, items: Iterable[Item]) -> Iterator[Item | Refused]:
+    def fitting(self, items: Iterable[Loaded | UnusableImage]) -> Iterator[Loaded | UnusableImage]:
         """Refuse images whose patches all lie outside the region, so that no batch holds any.
 
         Args:
-            items: loaded images among others, which pass through.
+            items: loaded images; those refused already pass through.
         """
         return refuse_missed(items, self.embedder.grid, self.region)
 
     def predict_batches(
-        self, batches: Iterable[list[Loaded] | Refused]
-    ) -> Iterator[Prediction | Refused]:
+        self, batches: Iterable[list[Loaded] | UnusableImage]
+    ) -> Iterator[Prediction | UnusableImage]:
         """Score loaded images, as `anomaly.imaging.preprocessing.by_shape` gathers them.
 
         Args:
@@ -345,12 +349,12 @@ class AnomalyDetector:
         take_threads()
         tiled = self.config.image.tile is not None
         # A large image's tiles go side by side already.
-        together = map if tiled else partial(side_by_side, device=self.device)
+        together = map if tiled else partial(in_parallel, device=self.device)
         for results in together(self._attempt, batches):
             yield from results
 
-    def _attempt(self, batch: list[Loaded] | Refused) -> Sequence[Prediction | Refused]:
-        if isinstance(batch, Refused):
+    def _attempt(self, batch: list[Loaded] | UnusableImage) -> Sequence[Prediction | UnusableImage]:
+        if isinstance(batch, UnusableImage):
             return [batch]
         try:
             scored = self.score(batch)
@@ -375,11 +379,11 @@ class AnomalyDetector:
         """Score one large image; only a few batches of tiles are in memory beside it."""
         rows, columns = (len(pieces) for pieces in item.view.axes)
         mosaic: _Patches | None = None
-        whole: Look | None = None
+        whole: Appearance | None = None
         best = -math.inf
         # Tiles are many and large: smaller batches keep what is in memory small.
         tiles = item.tiles(min(self.config.batch_size, _TILES_AT_ONCE))
-        done = side_by_side(lambda batch: (batch, *self._scored(batch)), tiles, self.device)
+        done = in_parallel(lambda batch: (batch, *self._scored(batch)), tiles, self.device)
         for batch, patches, scores, looks in done:
             best = float(np.max([best, *scores]))  # NaN stays NaN
             for tile, part, one in zip(batch, patches, looks, strict=True):
@@ -390,12 +394,14 @@ class AnomalyDetector:
         assert whole is not None
         return self._prediction(item, mosaic, best, whole)
 
-    def _scored(self, batch: Sequence[Loaded]) -> tuple[list[_Patches], list[float], list[Look]]:
+    def _scored(
+        self, batch: Sequence[Loaded]
+    ) -> tuple[list[_Patches], list[float], list[Appearance]]:
         """Patches, image scores and looks of images or tiles."""
         with torch.inference_mode():
             embeddings = self.embedder(batch)
             inside = inside_of(batch, embeddings, self.region)
-            looks = looks_of(batch, embeddings, inside)
+            looks = appearances_of(batch, embeddings, inside)
             found, scores = self.score_patches(embeddings, batch[0].view.size, inside)
         nearest = None if found.nearest is None else found.nearest.cpu().numpy()
         patches = [
@@ -404,7 +410,9 @@ class AnomalyDetector:
         ]
         return patches, scores.tolist(), looks
 
-    def _prediction(self, item: Loaded, patches: _Patches, score: float, look: Look) -> Prediction:
+    def _prediction(
+        self, item: Loaded, patches: _Patches, score: float, look: Appearance
+    ) -> Prediction:
         return Prediction(
             index=item.index,
             path=item.path,
@@ -417,7 +425,8 @@ class AnomalyDetector:
             smoothing=self.config.model.smoothing,
             loading=self.loading,
             thresholds=self.thresholds,
-            reason=look.blank or ("" if self.usual is None else self.usual.oddness(look)),
+            reason=look.blank
+            or ("" if self.appearance is None else self.appearance.deviation(look)),
         )
 
     def score_patches(
@@ -452,14 +461,14 @@ class AnomalyDetector:
         return shown, scores.masked_fill(broken.flatten(1).any(1), math.nan).cpu()
 
 
-def _scored(result: Prediction | Refused) -> Prediction:
-    if isinstance(result, Refused):
+def _scored(result: Prediction | UnusableImage) -> Prediction:
+    if isinstance(result, UnusableImage):
         raise ImageError(result.reason, result.status)
     return result
 
 
-def _unscored(one: Prediction) -> Refused:
-    return Refused(
+def _unscored(one: Prediction) -> UnusableImage:
+    return UnusableImage(
         one.index,
         "failed",
         f"{one.name}: its score isn't a finite number, so the model is damaged or numbers overflow "

@@ -15,7 +15,7 @@ from anomaly.config.schema import Config, parse_config
 from anomaly.datasets import Dataset, Sample, check_good_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import ConfigError, DataError, ImageError
-from anomaly.imaging.given import Channels, Given, ImageLike, Layout, is_one
+from anomaly.imaging.given import AxisOrder, Channels, Given, ImageLike, is_one
 from anomaly.imaging.image import described
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.training import StageProgress, train
@@ -37,7 +37,7 @@ def fit(
     progress: StageProgress = lambda stage, done, total: None,
     channels: Channels = "rgb",
     full_scale: float | None = None,
-    layout: Layout | None = None,
+    layout: AxisOrder | None = None,
 ) -> AnomalyDetector:
     """Learn what good looks like.
 

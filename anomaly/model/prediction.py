@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from anomaly.calibration import Thresholds
 from anomaly.errors import ImageError, ModelError
 from anomaly.imaging.decoder_pool import load_shared
-from anomaly.imaging.geometry import Layout
+from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.image import Image, described
-from anomaly.imaging.preprocessing import Loaded, Loading, Refused
+from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage
 from anomaly.maps.anomaly_map import SourceMap
-from anomaly.maps.heatmap import Picture, encode_png, heatmap
+from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
 from anomaly.maps.regions import MarkedRegion, marked_regions
 
 _NOTEBOOK_PIXELS = 600_000
@@ -48,7 +48,7 @@ class Prediction:
     path: Path | None
     sha256: str
     image: Image | None
-    view: Layout
+    view: AnyView
     patch_scores: NDArray[np.float32]
     nearest: NDArray[np.int64] | None
     score: float
@@ -115,7 +115,7 @@ class Prediction:
         marked = self.mask.astype(np.uint8) * np.uint8(255)
         return marked_regions(marked, lambda strip: self.anomaly_map[strip])
 
-    def heatmap(self) -> Picture:
+    def heatmap(self) -> RgbImage:
         """The image under its anomaly map, (H0, W0, 3) uint8 RGB, as `infer` draws it.
 
         Without thresholds, marking starts at the image's own highest patch score. A file is read
@@ -154,8 +154,8 @@ class Prediction:
         if self.image is not None:
             return self.image
         assert self.path is not None
-        (item,) = load_shared([(self.index, self.path)], self.loading, whole=True)
-        if isinstance(item, Refused):
+        (item,) = load_shared([(self.index, self.path)], self.loading, keep_image=True)
+        if isinstance(item, UnusableImage):
             raise ImageError(item.reason, item.status)
         assert isinstance(item, Loaded)
         if item.sha256 != self.sha256:

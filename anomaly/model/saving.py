@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from anomaly import __version__
 from anomaly.errors import OutputError
 from anomaly.files.writing import share
-from anomaly.imaging.region import Picture, Region
-from anomaly.model.folder import appearing, model_id, vouch
+from anomaly.imaging.region import DrawnMask, Region
+from anomaly.model.folder import appearing, file_entry, model_id
 from anomaly.model.manifest import write_manifest
 from anomaly.model.settings import portable
 from anomaly.model.threshold_files import write_thresholds
@@ -57,8 +57,8 @@ def save(detector: AnomalyDetector, folder: Path, *, overwrite: bool = False) ->
         save_file(state, draft / BACKBONE)
         scorer = {k: v.cpu().contiguous() for k, v in detector.scorer.tensors().items()}
         save_file(scorer, draft / SCORER)
-        if detector.usual is not None:
-            save_numpy(detector.usual.tensors(), draft / USUAL)
+        if detector.appearance is not None:
+            save_numpy(detector.appearance.tensors(), draft / USUAL)
         for file in draft.iterdir():
             share(file)
         for name, picture in _pictures(detector.region).items():
@@ -66,7 +66,7 @@ def save(detector: AnomalyDetector, folder: Path, *, overwrite: bool = False) ->
         settings = portable(detector.config)
         (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
         write_thresholds(draft, detector.thresholds)
-        files = {file.name: vouch(file) for file in sorted(draft.iterdir())}
+        files = {file.name: file_entry(file) for file in sorted(draft.iterdir())}
         current = {"software_version": __version__, "files": files}
         write_manifest(draft, {**detector.manifest, **current})
         return model_id(draft)
@@ -123,7 +123,7 @@ def _pictures(region: Region | None) -> dict[str, bytes]:
     return {
         f"{name}.png": cv2.imencode(".png", shape.pixels.astype(np.uint8) * 255)[1].tobytes()
         for name, shape in shapes.items()
-        if isinstance(shape, Picture)
+        if isinstance(shape, DrawnMask)
     }
 
 

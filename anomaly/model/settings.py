@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from anomaly.config.schema import Config, ImageConfig, ShapeConfig
 from anomaly.datasets import Dataset, Sample, open_dataset
-from anomaly.imaging.region import Picture, Polygons, Region, Shape
+from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
 
 
 def region_of(
@@ -32,7 +32,7 @@ def region_of(
         if config is None:
             return None
         if config.png is not None:
-            return Picture(read(folder / config.png.expanduser()))
+            return DrawnMask(read(folder / config.png.expanduser()))
         return Polygons(config.polygons, config.unit == "relative")
 
     look, ignore = shape(image.region), shape(image.ignore)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.imaging.geometry import Layout
+from anomaly.imaging.geometry import AnyView
 from anomaly.scorers.base import PatchBatch
 
 COUNT = 5
@@ -37,7 +37,7 @@ class Suspects:
         views: how each image was turned into the network's input, by index.
     """
 
-    def __init__(self, views: Mapping[int, Layout]) -> None:
+    def __init__(self, views: Mapping[int, AnyView]) -> None:
         self._views = views
         self._kept: dict[int, Suspect] = {}
 

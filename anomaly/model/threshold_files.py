@@ -10,7 +10,7 @@ from typing import Any
 from anomaly.calibration import GoodScores, Threshold, Thresholds
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
-from anomaly.model.folder import HISTORY, appearing, find_model, link, model_id, vouch
+from anomaly.model.folder import HISTORY, appearing, file_entry, find_model, link, model_id
 from anomaly.model.manifest import (
     AGAIN,
     MANIFEST,
@@ -90,10 +90,10 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
         The id of the model with these thresholds.
 
     Raises:
-        ModelError: no model there.
+        ModelError: no model there, or an exported one.
         OutputError: the folder can't be written.
     """
-    folder = find_model(folder)
+    folder = find_model(folder, exported=False)
     manifest = read_manifest(folder)
     before = model_id(folder)
     with appearing(folder) as draft:
@@ -101,7 +101,7 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
             if file.is_file() and file.name not in (*_FILES, MANIFEST, HISTORY):
                 link(file, draft / file.name)
         write_thresholds(draft, thresholds)
-        manifest["files"] |= {name: vouch(draft / name) for name in _FILES}
+        manifest["files"] |= {name: file_entry(draft / name) for name in _FILES}
         write_manifest(draft, manifest)
         after = model_id(draft)
         line = json.dumps(record | {"model_before": before, "model_after": after}, allow_nan=False)

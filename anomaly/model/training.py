@@ -16,11 +16,11 @@ from anomaly.datasets import Sample
 from anomaly.features.backbones import Normalisation, normalisation
 from anomaly.features.embedder import Embedder, network_input
 from anomaly.features.extractor import FeatureExtractor
-from anomaly.features.precision import settle
+from anomaly.features.precision import choose_precision
 from anomaly.imaging.decoder_pool import Decoders, read_mask
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, size_of
-from anomaly.model.appearance import UsualLook, odd_among
+from anomaly.model.appearance import AppearanceModel, odd_among
 from anomaly.model.build import backbone, fitter_of, loading_of
 from anomaly.model.cross_fitting import cross_fit
 from anomaly.model.detector import AnomalyDetector
@@ -106,7 +106,7 @@ def _train(
     normalise = normalisation(config.backbone.name)
     region, aspect = region_of(config.image, Path(), read_mask), _aspect(config, samples, decoders)
     decoders.begin(Task(loading_of(config, extractor, region, aspect)))
-    extractor = _settle(config, extractor, normalise, samples, decoders, device)
+    extractor = _in_chosen_precision(config, extractor, normalise, samples, decoders, device)
     config = config.model_copy(update={"precision": extractor.precision})
     fitter = fitter_of(config).prepared(sum(extractor.channels), device)
     clock.lap("backbone")
@@ -154,7 +154,7 @@ def _train(
     manifest = manifest_of(detector, weights_sha256, hashes, refused_at)
     return Training(
         detector=replace(
-            detector, thresholds=thresholds, usual=UsualLook.of(looks), manifest=manifest
+            detector, thresholds=thresholds, appearance=AppearanceModel.of(looks), manifest=manifest
         ),
         learned=len(hashes),
         refused={samples[r.index].name: r.reason for r in patches.refused},
@@ -192,7 +192,7 @@ def _groups(samples: Sequence[Sample], used: Collection[int]) -> dict[int, str]:
     return {i: group for i, group in groups.items() if group}
 
 
-def _settle(
+def _in_chosen_precision(
     config: Config,
     extractor: FeatureExtractor,
     normalise: Normalisation,
@@ -205,7 +205,7 @@ def _settle(
     if precision == "auto":
         trial = _trial(samples, decoders)
         images = network_input(trial, normalise, device) if trial else None
-        precision = "fp32" if images is None else settle(extractor, images)
+        precision = "fp32" if images is None else choose_precision(extractor, images)
     return extractor.to(device, precision)
 
 

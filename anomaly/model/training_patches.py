@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.errors import DataError
+from anomaly.errors import DataError, OutputError
 from anomaly.features.embedder import Embedder, inside, inside_of
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.geometry import Layout
+from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.image import Image
-from anomaly.imaging.preprocessing import Loaded, Refused, by_shape, refuse_missed, tile_by_tile
+from anomaly.imaging.preprocessing import (
+    Loaded,
+    UnusableImage,
+    by_shape,
+    refuse_missed,
+    tile_by_tile,
+)
 from anomaly.imaging.region import Region
-from anomaly.model.appearance import Look, looks_of
-from anomaly.model.tensor_file import PieceName, TensorFile
-from anomaly.runtime import side_by_side, trim
+from anomaly.model.appearance import Appearance, appearances_of
+from anomaly.runtime import in_parallel, release_memory
 from anomaly.scorers.base import PatchBatch, Progress
 
 # Images after which memory that is free but still held goes back to the system.
 _TRIMMED = 128
 
-_Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor, list[Look]]
+_Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor, list[Appearance]]
 
 
 class TrainingPatches:
@@ -71,12 +77,12 @@ class TrainingPatches:
         self._aligned = aligned
         self._region = region
         self._progress = progress
-        self._file: TensorFile | None = None
+        self._file: _TensorFile | None = None
         self.seconds = 0.0
-        self.refused: list[Refused] = []
+        self.refused: list[UnusableImage] = []
         self.hashes: dict[int, str] = {}
-        self.views: dict[int, Layout] = {}
-        self.looks: dict[int, Look] = {}
+        self.views: dict[int, AnyView] = {}
+        self.looks: dict[int, Appearance] = {}
         self.count = 0
 
     def __iter__(self) -> Iterator[PatchBatch]:
@@ -102,7 +108,7 @@ class TrainingPatches:
             self._file.close()
             self._file = None
 
-    def _batch(self, embeddings: Tensor, names: Sequence[PieceName]) -> PatchBatch:
+    def _batch(self, embeddings: Tensor, names: Sequence[_Piece]) -> PatchBatch:
         height, width = embeddings.shape[1:3]
         pieces = [(self.views[name.image], (name.row, name.column)) for name in names]
         return PatchBatch(
@@ -112,8 +118,8 @@ class TrainingPatches:
             inside(pieces, embeddings, self._region),
         )
 
-    def _compute(self) -> Iterator[tuple[tuple[PieceName, ...], Tensor]]:
-        file = TensorFile(self._scratch)
+    def _compute(self) -> Iterator[tuple[tuple[_Piece, ...], Tensor]]:
+        file = _TensorFile(self._scratch)
         sums: NDArray[np.float64] | None = None
         self.refused, self.hashes, self.looks, self.count = [], {}, {}, 0
         started = time.perf_counter()
@@ -123,12 +129,12 @@ class TrainingPatches:
             self._region,
         )
         batches = tile_by_tile(by_shape(loaded, self._batch_size), self._batch_size)
-        for done in side_by_side(self._embed, batches, self._embedder.device):
-            if isinstance(done, Refused):
+        for done in in_parallel(self._embed, batches, self._embedder.device):
+            if isinstance(done, UnusableImage):
                 self.refused.append(done)
                 continue
             batch, kept, embeddings, looks = done
-            names = tuple(PieceName(item.index, *item.tile) for item in batch)
+            names = tuple(_Piece(item.index, *item.tile) for item in batch)
             self.hashes.update((item.index, item.sha256) for item in batch)
             self.views.update((item.index, item.layout) for item in batch)
             for item, one in zip(batch, looks, strict=True):
@@ -143,7 +149,7 @@ class TrainingPatches:
             self.count += math.prod(embeddings.shape[:3])
             file.write(names, kept)
             if len(self.hashes) % _TRIMMED < len(batch):
-                trim()
+                release_memory()
             self._progress(len(self.hashes) + len(self.refused), len(self._images))
             self.seconds += time.perf_counter() - started
             yield names, embeddings
@@ -154,18 +160,18 @@ class TrainingPatches:
             raise DataError(f"none of the {count} training images can be used:\n  {reasons}")
         self._file = file
 
-    def _embed(self, batch: list[Loaded] | Refused) -> _Embedded | Refused:
+    def _embed(self, batch: list[Loaded] | UnusableImage) -> _Embedded | UnusableImage:
         """What is kept of a batch on disk, and its embeddings."""
-        if isinstance(batch, Refused):
+        if isinstance(batch, UnusableImage):
             return batch
         with torch.inference_mode():
             maps = self._embedder.maps(batch)
             embeddings = self._embedder.align(maps)
             inside = inside_of(batch, embeddings, self._region)
-            looks = looks_of(batch, embeddings, inside)
+            looks = appearances_of(batch, embeddings, inside)
         return batch, [embeddings] if self._aligned else maps, embeddings, looks
 
-    def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[PieceName, ...], Tensor]]:
+    def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[_Piece, ...], Tensor]]:
         assert self._file is not None
         for names, kept in self._file.read(images):
             rows = [row for row, name in enumerate(names) if name.image in images]
@@ -183,3 +189,80 @@ class Part:
 
     def __iter__(self) -> Iterator[PatchBatch]:
         return self.patches.read(self.images)
+
+
+class _Piece(NamedTuple):
+    """A training image, or one tile of it."""
+
+    image: int
+    row: int
+    column: int
+
+
+class _TensorFile:
+    """Batches of tensors in a file without a name, gone with this object or the process.
+
+    Args:
+        folder: on the disk that the file is to be on.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
+        self._written: list[tuple[tuple[_Piece, ...], int, list[_InFile]]] = []
+
+    def write(self, names: tuple[_Piece, ...], tensors: Sequence[Tensor]) -> None:
+        """Append one batch.
+
+        Args:
+            names: its pieces.
+            tensors: (B, …) each, in the order of the names.
+
+        Raises:
+            OutputError: no room.
+        """
+        layouts = []
+        offset = self._file.tell()
+        try:
+            for t in tensors:
+                layout = _InFile.of(t)
+                self._file.write(t.permute(layout.order).cpu().view(torch.uint8).numpy().data)
+                layouts.append(layout)
+        except OSError as error:
+            raise OutputError(
+                f"no room for temporary feature maps in {self._folder} ({error.strerror}); free "
+                "some disk space or write to another disk with --output"
+            ) from None
+        self._written.append((names, offset, layouts))
+
+    def read(self, images: Container[int]) -> Iterator[tuple[tuple[_Piece, ...], list[Tensor]]]:
+        """Give the batches again that hold any of some images, whole and as they were."""
+        for names, offset, layouts in self._written:
+            if any(name.image in images for name in names):
+                self._file.seek(offset)
+                yield names, [layout.read(self._file) for layout in layouts]
+
+    def close(self) -> None:
+        """Delete the file."""
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class _InFile:
+    """How a tensor lies in the file: in the order of its strides, so that nothing is copied."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, t: Tensor) -> _InFile:
+        strides = t.stride()
+        order = tuple(sorted(range(t.ndim), key=strides.__getitem__, reverse=True))
+        return cls(tuple(t.shape[axis] for axis in order), order, t.dtype, t.device)
+
+    def read(self, file: IO[bytes]) -> Tensor:
+        flat = np.fromfile(file, np.uint8, math.prod(self.shape) * self.dtype.itemsize)
+        values = torch.from_numpy(flat).view(self.dtype).view(self.shape).to(self.device)
+        return values.permute(tuple(int(i) for i in np.argsort(self.order)))

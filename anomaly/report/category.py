@@ -14,8 +14,9 @@ from anomaly.datasets import Dataset, Sample
 from anomaly.errors import DataError
 from anomaly.evaluation.evaluate import Evaluation, Scored, score_test_split
 from anomaly.evaluation.metrics import Confusion, confusion
-from anomaly.evaluation.test_split import images_to_test, not_learned, training_record
+from anomaly.evaluation.test_split import images_to_test, not_learned
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.run_folder import training_record
 from anomaly.model.settings import images_meant, portable
 from anomaly.report.page import utc_now
 from anomaly.report.tiles import Tile, Tiles
@@ -36,6 +37,7 @@ class Category:
         model_id: names this very model.
         method: the model's method, by the name that it has in the literature.
         unit: of the scores.
+        engine: what computed them.
         manifest: the model's manifest.
         settings: the model's config as plain values.
         training: what the run's train.json says; empty where it isn't there.
@@ -51,6 +53,7 @@ class Category:
     model_id: str = ""
     method: str = ""
     unit: str = "score"
+    engine: str = "torch"
     manifest: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -192,6 +195,7 @@ def evaluated(
         model_id=detector.model_id,
         method=detector.method,
         unit=detector.unit,
+        engine=detector.extractor.engine,
         manifest=detector.manifest,
         settings=portable(detector.config),
         training={} if folder is None else training_record(folder),

@@ -19,10 +19,13 @@ import cv2
 import numpy as np
 
 from anomaly.calibration import Thresholds
+from anomaly.files.own_outputs import PAGE
+from anomaly.files.writing import write
 from anomaly.inference.rows import Row
 from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.maps.thumbnails import SHOWN, Thumbnail, Thumbnails, thumbnail
-from anomaly.model.settings import flat
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.settings import flat, portable
 from anomaly.report.document import SCRIPTS, STYLES, command, limits, subtitle, tables
 from anomaly.report.page import asset, page, utc_now
 
@@ -55,6 +58,47 @@ class Run:
     inputs: str
     settings: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_gallery(
+    model: AnomalyDetector,
+    folder: Path,
+    inputs: str,
+    rows: Iterable[Row],
+    output: Path,
+    thumbnails: Thumbnails,
+    facts: Mapping[str, Any],
+) -> Path:
+    """Write results.html into the folder of a run.
+
+    Args:
+        model: that has scored the images.
+        folder: of the model, as the user named it.
+        inputs: what was scored, as the user named it.
+        rows: one for each image.
+        output: the run's folder.
+        thumbnails: what the run has drawn small.
+        facts: what else there is to say, by name.
+
+    Returns:
+        The page's file.
+
+    Raises:
+        OutputError: no room, no permission.
+    """
+    run = Run(
+        name=model.config.name,
+        method=model.method,
+        unit=model.unit,
+        thresholds=model.thresholds,
+        model=str(folder),
+        model_id=model.model_id,
+        inputs=inputs,
+        settings=portable(model.config),
+        facts=facts,
+    )
+    write(output / PAGE, gallery_html(run, rows, output, thumbnails))
+    return output / PAGE
 
 
 def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbnails) -> str:

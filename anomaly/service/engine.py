@@ -22,7 +22,7 @@ import torch
 from anomaly.errors import AnomalyError, OutputError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.preprocessing import Loaded, Refused, by_shape
+from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape
 from anomaly.inference.rows import row_of
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
@@ -97,7 +97,7 @@ class Engine:
         self._most = most_waiting
         self._numbers = itertools.count()
         self._parts: dict[int, _Part] = {}
-        self._ready: queue.SimpleQueue[Loaded | Refused | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Loaded | UnusableImage | None] = queue.SimpleQueue()
         self._decoding = 0
         self._lock = threading.Lock()
         self._seconds = 0.1  # that a part has taken of late, from one answer to the next
@@ -147,10 +147,10 @@ class Engine:
         self._decoders.submit(part.index, data).add_done_callback(partial(self._decoded, part))
         return part.done
 
-    def _decoded(self, part: _Part, future: Future[Loaded | Refused]) -> None:
+    def _decoded(self, part: _Part, future: Future[Loaded | UnusableImage]) -> None:
         error = future.exception()
         if error is not None:  # nothing of the image's own
-            self._ready.put(Refused(part.index, "failed", f"it couldn't be decoded: {error}"))
+            self._ready.put(UnusableImage(part.index, "failed", f"it couldn't be decoded: {error}"))
         else:
             self._ready.put(future.result())
 
@@ -163,7 +163,7 @@ class Engine:
                     for item in gathered:
                         self._refuse(item.index, f"scoring it failed: {type(error).__name__}")
 
-    def _gather(self) -> list[Loaded | Refused] | None:
+    def _gather(self) -> list[Loaded | UnusableImage] | None:
         """What is ready: waits for the first one, and a moment for others that are underway."""
         first = self._take()
         if first is None:
@@ -182,14 +182,14 @@ class Engine:
             gathered.append(item)
         return gathered
 
-    def _take(self, seconds: float | None = None) -> Loaded | Refused | None:
+    def _take(self, seconds: float | None = None) -> Loaded | UnusableImage | None:
         item = self._ready.get(timeout=seconds) if seconds != 0 else self._ready.get_nowait()
         if item is not None:
             with self._lock:
                 self._decoding -= 1
         return item
 
-    def _score(self, gathered: Sequence[Loaded | Refused]) -> None:
+    def _score(self, gathered: Sequence[Loaded | UnusableImage]) -> None:
         batch_size = self.model.config.batch_size
         # Every thread of torch's gets a batch of its own, if a small one.
         share = -(-len(gathered) // max(1, torch.get_num_threads()))
@@ -198,35 +198,37 @@ class Engine:
         for result in self.model.predict_batches(batches):
             self._draw(result)
 
-    def _draw(self, result: Prediction | Refused) -> None:
+    def _draw(self, result: Prediction | UnusableImage) -> None:
         part = self._parts.get(result.index)
         if part is None or part.done.done():
             return
-        if isinstance(result, Refused):
+        if isinstance(result, UnusableImage):
             self._decoders.forget(result.index)
             self._record(part, result, None)
             return
         found = self._decoders.finish(part.index, part.data, result.source_map, part.wanted)
         found.add_done_callback(partial(self._drawn, part, result))
 
-    def _drawn(self, part: _Part, result: Prediction, future: Future[Drawn | Refused]) -> None:
+    def _drawn(
+        self, part: _Part, result: Prediction, future: Future[Drawn | UnusableImage]
+    ) -> None:
         error = future.exception()
         drawn = future.result() if error is None else None
         if isinstance(drawn, Drawn):
             self._record(part, result, drawn)
         else:
             reason = drawn.reason if drawn is not None else f"drawing it failed: {error}"
-            self._record(part, Refused(part.index, "failed", reason), None)
+            self._record(part, UnusableImage(part.index, "failed", reason), None)
 
     def _refuse(self, index: int, reason: str) -> None:
         part = self._parts.get(index)
         if part is not None and not part.done.done():
-            self._record(part, Refused(index, "failed", reason), None)
+            self._record(part, UnusableImage(index, "failed", reason), None)
 
-    def _record(self, part: _Part, result: Prediction | Refused, drawn: Drawn | None) -> None:
-        if isinstance(result, Refused):
+    def _record(self, part: _Part, result: Prediction | UnusableImage, drawn: Drawn | None) -> None:
+        if isinstance(result, UnusableImage):
             reason = result.reason.removeprefix(f"image {part.index}: ")
-            result = Refused(result.index, result.status, reason)
+            result = UnusableImage(result.index, result.status, reason)
         row = row_of(result, self.model, part.name, part.begun)
         answer = Answer(self.name, row, part.data, drawn.small if drawn else b"")
         self._recorder.put(answer, partial(self._recorded, part, answer, drawn))

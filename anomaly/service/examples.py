@@ -21,6 +21,7 @@ _ROW = {
     "model_name": "plate",
     "time": "2026-05-04T09:41:07.312+00:00",
     "milliseconds": 61.4,
+    "engine": "torch",
     "id": 731,
 }
 _NO_SCORE = {

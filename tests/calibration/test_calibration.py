@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -220,6 +220,7 @@ COSTS = st.builds(Costs, st.floats(0.01, 100), st.floats(0.01, 100), st.floats(0
 
 
 @given(SCORES | TIED, SCORES | TIED, COSTS)
+@example([0.0], [1.1754943508222875e-38], Costs(1.0, 1.0, 0.5))
 def test_cheapest_threshold_beats_every_other(good, defects, costs):
     got = cheapest_threshold(good, defects, costs)
     g, d = np.array(good), np.array(defects)
@@ -230,9 +231,9 @@ def test_cheapest_threshold_beats_every_other(good, defects, costs):
 
     assert got.recall.count == (d > got.threshold.value).sum()
     assert got.threshold.false_rejects.count == (g > got.threshold.value).sum()
-    # Every other that lies in a gap which rounding leaves open.
+    # Every other that lies in a gap which rounding leaves open; below 1e-30 all scores are zero.
     known = np.unique(np.concatenate([g, d]))
-    wide = np.append(np.diff(known) >= 2 * GAP * known[1:], True)
+    wide = np.append(np.diff(known) >= 2 * GAP * np.maximum(known[1:], 1e-30), True)
     every = np.append(-1.0, known[wide])
     best = min(cost(value) for value in every)
     assert cost(got.threshold.value) <= best * (1 + 1e-9) or not wide.all()

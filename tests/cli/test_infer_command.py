@@ -11,6 +11,8 @@ import pytest
 from conftest import Command, result_files, write_part
 
 from anomaly.cli import infer
+from anomaly.imaging.preprocessing import by_shape
+from anomaly.inference import run as inference_run
 
 
 @pytest.fixture
@@ -31,12 +33,13 @@ def _arguments(run: Path, inputs: Path, output: Path, *flags: object) -> list[ob
 
 
 class _After:
-    """Stands in for a signal that comes once so many images are through."""
+    """Stands in for a signal that comes once so many images are through, and for the count."""
 
     exit_code = 130
 
     def __init__(self, images: int) -> None:
-        self._left = images
+        self._images = images
+        self.signal: int | None = None
 
     def __enter__(self) -> "_After":
         return self
@@ -44,10 +47,9 @@ class _After:
     def __exit__(self, *_: object) -> None:
         pass
 
-    @property
-    def signal(self) -> int | None:
-        self._left -= 1
-        return signal.SIGINT if self._left <= 0 else None
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if done >= self._images:
+            self.signal = signal.SIGINT
 
 
 def test_stopped_again_and_again(
@@ -57,16 +59,20 @@ def test_stopped_again_and_again(
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # What is begun of a batch is finished, so that several stops need several batches.
+    monkeypatch.setattr(inference_run, "by_shape", lambda items, _: by_shape(items, 2))
     whole = tmp_path / "whole"
     assert command("infer", _arguments(run_folder, inputs, whole))[0] == 3
     output = tmp_path / "output"
-    for step in range(4):
+    for step in range(3):
         with monkeypatch.context() as patched:
-            patched.setattr(infer, "Stopping", lambda: _After(3))
+            after = _After(3)
+            patched.setattr(infer, "Stopping", lambda stop=after: stop)
+            patched.setattr(infer, "ProgressLine", lambda stop=after: stop)
             code, out, _ = command("infer", _arguments(run_folder, inputs, output, "--resume"))
         assert (code, "go on with --resume" in out) == (130, True)
         rows = (output / "results.csv").read_text().splitlines()[1:]
-        assert len(rows) > 2 * step
+        assert len(rows) > step
         assert len(rows) < 22
     code, _, err = command("infer", _arguments(run_folder, inputs, output))
     assert (code, "add --resume" in err) == (2, True)

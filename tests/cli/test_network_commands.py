@@ -176,7 +176,7 @@ def test_bad_files_are_listed_and_the_rest_goes_on(tmp_path: Path, command: Comm
 def test_an_interrupted_run_goes_on(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anomaly.export.feature_writer import FeatureWriter
+    from anomaly.export.feature_files import FeatureWriter
 
     images = tmp_path / "images"
     for i in range(7):

@@ -56,6 +56,19 @@ def test_good_images_alone_end_in_a_page(product: Path, command: Command, tmp_pa
     assert (output / "results" / "results.html").is_file()
 
 
+def test_settings_of_an_earlier_start_are_not_lost(
+    product: Path, command: Command, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    bad = ["--set", "backbone.name=no_such_network"]
+    code, _, _ = command("start", [product, "--output", output, *bad])
+    assert code == 2
+    code, _, err = command("start", [product, "--output", output, *SETTINGS])
+    assert code == 2
+    assert f"anomaly train --config {output / 'disc.yaml'} --output {output}" in err
+    assert "--overwrite" in err
+
+
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_without_a_network_what_is_on_disk_is_taken(
     on_disk: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture

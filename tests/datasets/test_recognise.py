@@ -57,6 +57,16 @@ def test_names_of_ones_own_become_a_list(
     assert {sample.defect_type for sample in dataset.test if sample.is_defect} == kinds
 
 
+@pytest.mark.parametrize("others", [[], ["NG"]])
+def test_folders_without_images_hold_no_defects(others: list[str], tmp_path: Path) -> None:
+    """Runs, as `start .` makes them, and notes."""
+    root = _images(tmp_path / "part", ["OK", *others])
+    (root / "runs" / "part").mkdir(parents=True)
+    (found,) = recognise(root)
+    assert found.layout == ("csv" if others else "folder")
+    assert found.reason == "good images in OK" + (", others in NG" if others else "")
+
+
 def test_good_images_alone_in_their_folder(tmp_path: Path) -> None:
     (found,) = recognise(_images(tmp_path / "part", ["good"]))
     assert (found.layout, found.root) == ("folder", tmp_path / "part" / "good")

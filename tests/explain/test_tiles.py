@@ -5,7 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anomaly.explain.tiles import beside, captioned, colored, grid, resized, shortened, stacked
+from anomaly.explain.tiles import (
+    beside,
+    captioned,
+    colored,
+    glowing,
+    grid,
+    resized,
+    shortened,
+    signed,
+    stacked,
+)
 
 
 def test_colours_run_from_dark_to_bright_and_mark_what_is_not_finite() -> None:
@@ -91,3 +101,23 @@ def test_shortened_text_fits_and_keeps_both_ends(text: str, width: int) -> None:
 def test_enlarged_pixels_keep_their_edges() -> None:
     picture = np.array([[[0] * 3, [255] * 3]], np.uint8)
     np.testing.assert_array_equal(resized(picture, 2, 6), np.repeat(np.repeat(picture, 2, 0), 3, 1))
+
+
+def test_what_is_high_glows_and_what_is_low_stays_grey() -> None:
+    picture = np.full((40, 60, 3), (200, 100, 0), np.uint8)
+    values = np.zeros((4, 6))
+    values[2, 3] = 1
+    shown = glowing(picture, values)
+    assert shown.shape == picture.shape
+    spread = np.ptp(shown.astype(int), axis=2)
+    assert spread[5, 5] == 0  # grey
+    assert spread[25, 35] > 50
+    assert shown[25, 35].sum() > shown[5, 5].sum()
+
+
+def test_signed_values_lie_around_mid_grey() -> None:
+    values = np.array([[[-1.0, 0.0, 1.0], [-0.5, 0.5, 2.0]]])
+    shown = signed(values)
+    assert shown[0, 0, 1] == 128
+    assert shown[0, 0, 0] < 128 < shown[0, 0, 2]
+    assert (signed(np.zeros((2, 2, 3))) == 128).all()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
-from anomaly.features.backbones import build, fill, read_weights
+from anomaly.features.backbones import build, load_state, read_weights
 from anomaly.features.extractor import truncate
 from anomaly.hooks import live_hooks
 
@@ -73,9 +73,9 @@ def test_a_layer_that_is_overwritten_in_place_is_captured_before(layer: str) -> 
     state, _ = read_weights(name, "random", 0)
     # relu(inplace=True) runs over bn1's output.
     truncated = truncate(build(name), [layer, "layer2"])
-    fill(truncated.network, state, build(name), "random")
+    load_state(truncated.network, state, build(name), "random")
     alone = truncate(build(name), [layer])
-    fill(alone.network, state, build(name), "random")
+    load_state(alone.network, state, build(name), "random")
     images = torch.rand(1, 3, 64, 64)
     together = truncated.extractor()(images)[0].values
     torch.testing.assert_close(together, alone.extractor()(images)[0].values)
@@ -87,7 +87,7 @@ def test_a_layer_that_is_overwritten_in_place_is_captured_before(layer: str) -> 
 def test_maps_carry_layer_and_stride_and_no_hook_stays() -> None:
     state, _ = read_weights("mobilenet_v2", "random", 0)
     truncated = truncate(build("mobilenet_v2"), ["features.3", "features.6"])
-    fill(truncated.network, state, build("mobilenet_v2"), "random")
+    load_state(truncated.network, state, build("mobilenet_v2"), "random")
     extractor = truncated.extractor()
     maps = extractor(torch.rand(2, 3, 64, 96))
     assert [(m.layer, m.stride, tuple(m.values.shape)) for m in maps] == [
@@ -101,7 +101,7 @@ def test_maps_carry_layer_and_stride_and_no_hook_stays() -> None:
 def test_an_image_too_small_for_the_network_leaves_no_hook() -> None:
     state, _ = read_weights("resnet18", "random", 0)
     truncated = truncate(build("resnet18"), ["layer2"])
-    fill(truncated.network, state, build("resnet18"), "random")
+    load_state(truncated.network, state, build("resnet18"), "random")
     extractor = truncated.extractor()
     with pytest.raises(RuntimeError):
         extractor(torch.rand(1, 4, 64, 64))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anomaly.features.backbones import build, default_layers, fill, read_weights
+from anomaly.features.backbones import build, default_layers, load_state, read_weights
 from anomaly.features.extractor import FeatureExtractor, truncate
 from anomaly.features.folding import foldable, folded
 
@@ -39,7 +39,7 @@ def unsettle(network: nn.Module) -> None:
 def test_maps_stay_the_same(name: str) -> None:
     full = build(name)
     truncated = truncate(build(name), default_layers(name, full, 3))
-    fill(truncated.network, read_weights(name, "random", 0)[0], full, name)
+    load_state(truncated.network, read_weights(name, "random", 0)[0], full, name)
     unsettle(truncated.network)
     norms = [m for m in truncated.network.modules() if isinstance(m, nn.BatchNorm2d)]
     assert (len(norms), len(truncated.pairs)) == FOLDED[name]

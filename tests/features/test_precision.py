@@ -9,7 +9,7 @@ import torch
 from anomaly.config.schema import parse_config
 from anomaly.datasets import open_dataset
 from anomaly.features import precision
-from anomaly.features.backbones import build, fill, read_weights
+from anomaly.features.backbones import build, load_state, read_weights
 from anomaly.features.extractor import FeatureExtractor, truncate
 from anomaly.model import checkpoint
 from anomaly.model.checkpoint import load
@@ -21,7 +21,9 @@ CPU = torch.device("cpu")
 
 def extractor(scale: float = 1.0) -> FeatureExtractor:
     truncated = truncate(build("resnet18"), ["layer1", "layer2"])
-    fill(truncated.network, read_weights("resnet18", "random", 0)[0], build("resnet18"), "random")
+    load_state(
+        truncated.network, read_weights("resnet18", "random", 0)[0], build("resnet18"), "random"
+    )
     with torch.no_grad():
         truncated.network.bn1.weight *= scale
     return truncated.extractor()
@@ -31,7 +33,7 @@ def test_rounding_is_measured_against_an_independent_rounding() -> None:
     """One layer, so that the share can be worked out: conv in float64 against rounded operands."""
     one = truncate(build("resnet18"), ["conv1"])
     state = read_weights("resnet18", "random", 0)[0]
-    fill(one.network, state, build("resnet18"), "random")
+    load_state(one.network, state, build("resnet18"), "random")
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     (share,) = precision.rounding_share(one.extractor(), images)
     weight = state["conv1.weight"].double()
@@ -49,16 +51,16 @@ def test_auto_takes_bf16_only_where_it_is_fast_and_safe(
 ) -> None:
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(precision, "has_bf16", lambda device: False)
-    assert precision.settle(extractor(), images) == "fp32"
+    assert precision.choose_precision(extractor(), images) == "fp32"
     monkeypatch.setattr(precision, "has_bf16", lambda device: True)
-    assert precision.settle(extractor(), images) == "bf16"
+    assert precision.choose_precision(extractor(), images) == "bf16"
     assert "bf16" not in caplog.text
     with monkeypatch.context() as patch:
         patch.setattr(precision, "LIMIT", 1e-6)
-        assert precision.settle(extractor(), images) == "fp32"
+        assert precision.choose_precision(extractor(), images) == "fp32"
     assert "bf16 would blur" in caplog.text
     broken = extractor(float("inf"))  # maps that aren't numbers
-    assert precision.settle(broken, images) == "fp32"
+    assert precision.choose_precision(broken, images) == "fp32"
 
 
 def test_precision_is_saved_and_a_change_is_pointed_out(

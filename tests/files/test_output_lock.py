@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Command, train_arguments, write_part, write_product
+from conftest import FAST, REPOSITORY, Command, train_arguments, write_part, write_product
 
+from anomaly.cli import COMMANDS
 from anomaly.errors import OutputError
 from anomaly.files import output_lock
 from anomaly.files.output_lock import LOCK, locked
@@ -144,7 +145,9 @@ def test_every_command_that_writes_minds_the_lock(
     out = tmp_path / "out"
     process = {folder: occupied(folder) for folder in (out, model, golden)}
     before = _files(tmp_path)
-    for name, arguments, folder in _commands(product, model, golden, out):
+    lines = _commands(product, model, golden, out)
+    assert {name for name, _, _ in lines} == COMMANDS.keys() - {"check", "layers"}
+    for name, arguments, folder in lines:
         code, said, err = command(name, arguments)
         assert (code, said) == (2, ""), name
         assert f"{folder} is in use by another run (process {process[folder]} on" in err
@@ -159,7 +162,9 @@ def _commands(
     image = product / "test" / "spot" / "000.png"
     infer = ["--model", model, "--input", product / "test", "--output", out]
     features = ["--backbone", "resnet18", "--weights", "random", "--input", image]
+    settings = [part for setting in FAST for part in ("--set", setting)]
     return [
+        ("start", [product, *settings, "--output", out], out),
         ("train", train_arguments(product, out), out),
         ("infer", infer, out),
         ("infer", [*infer, "--resume"], out),
@@ -179,7 +184,7 @@ _TURNS = 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(12))
+@pytest.mark.parametrize("index", range(13))
 def test_two_processes_of_each_command_twenty_times(
     index: int, tmp_path: Path, run_folder: Path, command: Command
 ) -> None:

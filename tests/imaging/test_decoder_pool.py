@@ -17,7 +17,7 @@ from anomaly.imaging import preprocessing as loading
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing, Tiling
-from anomaly.imaging.preprocessing import Loaded, Loading, Refused, load
+from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage, load
 from anomaly.inference.artifacts import Drawn, Pictures
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
@@ -83,7 +83,7 @@ def test_the_same_as_here_in_order(folder: Path) -> None:
         assert [item.index for item in there] == list(range(12))
         for i, item in enumerate(there):
             here = load(i, paths[i], task.loading)
-            if isinstance(here, Refused):
+            if isinstance(here, UnusableImage):
                 assert item == here
                 continue
             assert isinstance(item, Loaded)
@@ -109,7 +109,7 @@ def test_images_that_are_not_kept_are_read_again(
         path.unlink()
     assert isinstance(items[0], Loaded)
     found = server.finish(0, paths[0], _map(items[0]), "0.png")
-    assert isinstance(found, Refused) == (kept == 0)
+    assert isinstance(found, UnusableImage) == (kept == 0)
 
 
 def test_tiles_are_rendered_where_the_image_is(folder: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_deadly_file_is_failed_and_the_rest_go_on(
     with Decoders(2) as decoders:
         decoders.begin(_task(folder))
         found = list(decoders.load_all(enumerate(paths)))
-    statuses = {i: f.status for i, f in enumerate(found) if isinstance(f, Refused)}
+    statuses = {i: f.status for i, f in enumerate(found) if isinstance(f, UnusableImage)}
     assert statuses == {3: "failed", 5: "unsupported"}
     assert "03_deadly.png" in found[3].reason
     assert isinstance(found[7], Loaded)  # the second time it was read
@@ -185,13 +185,13 @@ def test_what_one_image_does_is_its_own(folder: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patched:
         patched.setattr(loading, "render", fail)
         found = server.render(0, path, tile)
-        assert isinstance(found, Refused)
+        assert isinstance(found, UnusableImage)
         assert (found.status, "image.tile" in found.reason) == ("unsupported", True)
     assert isinstance(server.render(0, path, tile), np.ndarray)
     with monkeypatch.context() as patched:
         patched.setattr(Pictures, "write", fail)
         drawn = server.finish(0, path, _map(item), "0.png")
-        assert isinstance(drawn, Refused)
+        assert isinstance(drawn, UnusableImage)
         assert drawn.status == "failed"
         assert "no room" in drawn.reason
 

@@ -21,7 +21,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.image import read_header
-from anomaly.imaging.preprocessing import MODEST_PIXELS, Loaded, Loading, Refused, read
+from anomaly.imaging.preprocessing import MODEST_PIXELS, Loaded, Loading, UnusableImage, read
 
 # A parser that a file's name makes do what no file should make it do.
 _PARSER = """
@@ -132,10 +132,10 @@ def test_limits_hold_and_say_which(
     *refused, asleep, fine = found
     assert isinstance(fine, Loaded)
     for name, item in zip(names, refused, strict=False):
-        assert isinstance(item, Refused)
+        assert isinstance(item, UnusableImage)
         assert item.status == ("unsupported" if "thin" in name else "failed")
         _check_reason(name, item.reason)
-    assert isinstance(asleep, Refused)
+    assert isinstance(asleep, UnusableImage)
     assert "took more than 15 s, the limit" in asleep.reason
 
 

@@ -1,16 +1,21 @@
 """Whatever happens to one file on its way to the network is that file's alone."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import pytest
 from conftest import write_part
+from hypothesis import given
+from hypothesis import strategies as st
 
 from anomaly.errors import ImageError
 from anomaly.imaging import preprocessing as loading
 from anomaly.imaging.geometry import Sizing, Tiling
-from anomaly.imaging.preprocessing import Loaded, Loading, Refused, load
+from anomaly.imaging.preprocessing import NO_PIXELS, Loaded, Loading, UnusableImage, by_shape, load
 
 
 def _loading(tile: int | None = None) -> Loading:
@@ -29,7 +34,7 @@ def test_a_mistake_in_a_decoder_is_this_files(file: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(loading, "read_image", decode)
     found = load(3, file, _loading())
-    assert found == Refused(3, "failed", f"{file}: ZeroDivisionError: division by zero")
+    assert found == UnusableImage(3, "failed", f"{file}: ZeroDivisionError: division by zero")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), cv2.error("Failed to allocate\n 3 GB")])
@@ -41,7 +46,7 @@ def test_an_image_that_cant_be_resized_points_to_tiles(
 
     monkeypatch.setattr(loading, "render", render)
     found = load(0, file, _loading())
-    assert isinstance(found, Refused)
+    assert isinstance(found, UnusableImage)
     assert found.status == "unsupported"
     assert found.reason.startswith(f"{file}: its 120×96 pixels")
     assert "image.tile" in found.reason
@@ -60,3 +65,35 @@ def test_tiles_are_views_of_the_same_picture(file: Path) -> None:
     assert tiled.pixels.size == 0
     np.testing.assert_array_equal(whole.decoded.pixels, tiled.decoded.pixels)
     assert whole.pixels.shape == (*whole.view.size, 3)
+
+
+@given(
+    st.lists(st.sampled_from([(32, 32), (32, 64), (64, 32), None]), max_size=60),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+)
+def test_a_list_without_whole_batches_is_split_into_the_others(
+    sizes: list[tuple[int, int] | None], batch_size: int, random: Random
+) -> None:
+    """So a run that goes on scores the same batches as one that wasn't broken off."""
+
+    def batches(indices: Iterable[int]) -> list[tuple[int, ...]]:
+        items = [_item(i, sizes[i]) for i in indices]
+        done = by_shape(items, batch_size)
+        return [
+            (b.index,) if isinstance(b, UnusableImage) else tuple(x.index for x in b) for b in done
+        ]
+
+    every = batches(range(len(sizes)))
+    assert sorted(i for batch in every for i in batch) == list(range(len(sizes)))
+    assert all(len({sizes[i] for i in batch}) == 1 for batch in every)
+    assert all(len(b) <= batch_size and b[-1] - b[0] < 4 * batch_size for b in every)
+    kept = [batch for batch in every if random.random() < 0.5]
+    again = batches(sorted(i for batch in kept for i in batch))
+    assert sorted(again) == sorted(kept)
+
+
+def _item(index: int, size: tuple[int, int] | None) -> Loaded | UnusableImage:
+    if size is None:
+        return UnusableImage(index, "unreadable", "")
+    return Loaded(index, "", SimpleNamespace(size=size), NO_PIXELS, NO_PIXELS.view)  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import Sizing, View
-from anomaly.imaging.preprocessing import Refused
-from anomaly.imaging.region import Picture, Polygons, Region
+from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.imaging.region import DrawnMask, Polygons, Region
 from anomaly.model.checkpoint import load
 from anomaly.model.prediction import Prediction
 
@@ -50,11 +50,11 @@ def test_strips_are_parts_of_the_whole(height: int, width: int, top: int, rows: 
 
 def test_a_picture_covers_images_of_its_aspect() -> None:
     mask = np.random.default_rng(0).random((20, 30)) < 0.5
-    twice = Picture(mask).inside((40, 60), slice(None))
+    twice = DrawnMask(mask).inside((40, 60), slice(None))
     np.testing.assert_array_equal(twice, np.kron(mask, np.ones((2, 2), bool)))
-    np.testing.assert_array_equal(Picture(mask).inside((10, 15), slice(None)), mask[::2, ::2])
+    np.testing.assert_array_equal(DrawnMask(mask).inside((10, 15), slice(None)), mask[::2, ::2])
     with pytest.raises(DataError, match="another shape than the mask of 30×20"):
-        Picture(mask).inside((30, 20), slice(None))
+        DrawnMask(mask).inside((30, 20), slice(None))
 
 
 def test_a_polygon_in_pixels_must_fit_the_image() -> None:
@@ -70,7 +70,7 @@ def test_a_patch_counts_when_half_of_it_does(sizing: Sizing) -> None:
     mask = cv2.GaussianBlur(rng.normal(size=(160, 320)), (0, 0), 12) > 0
     view = sizing.view(mask.shape)
     assert isinstance(view, View)
-    found = Region(Picture(mask), None).patches(view, (8, 8))
+    found = Region(DrawnMask(mask), None).patches(view, (8, 8))
     # By brute force: every original pixel becomes a block of 8 × 8, and blocks are counted.
     fine = np.kron(mask, np.ones((8, 8)))
     edges = [
@@ -89,18 +89,18 @@ def test_a_patch_that_is_half_inside_counts() -> None:
     view = Sizing(64, None, 64, 8).view((64, 64))
     mask = np.zeros((64, 64), bool)
     mask[:, :20] = True  # two and a half patches
-    counted = Region(Picture(mask), None).patches(view, (8, 8))
+    counted = Region(DrawnMask(mask), None).patches(view, (8, 8))
     assert counted[:, :3].all()
     assert not counted[:, 3:].any()
     mask[:, 19] = False
-    assert not Region(Picture(mask), None).patches(view, (8, 8))[:, 2:].any()
+    assert not Region(DrawnMask(mask), None).patches(view, (8, 8))[:, 2:].any()
 
 
 def test_a_region_without_patches_is_an_error() -> None:
     mask = np.zeros((64, 64), bool)
     mask[3, 3] = True
     with pytest.raises(DataError, match="enlarge the region"):
-        Region(Picture(mask), None).patches(Sizing(64, None, 64, 8).view((64, 64)), (8, 8))
+        Region(DrawnMask(mask), None).patches(Sizing(64, None, 64, 8).view((64, 64)), (8, 8))
 
 
 LEFT = "image.region={polygons: [[[0, 0], [0.5, 0], [0.5, 1], [0, 1]]]}"
@@ -175,9 +175,9 @@ def test_an_image_that_the_region_does_not_fit_has_a_row_that_says_so(
     assert list(json.loads((run / "train.json").read_text())["refused"]) == ["train/good/small.png"]
     detector = load(run, torch.device("cpu"))
     files = [product / "train" / "good" / name for name in ("000.png", "small.png")]
-    results = sorted(detector.predict(files), key=lambda r: r.index)
+    results = sorted(detector.score_all(files), key=lambda r: r.index)
     assert isinstance(results[0], Prediction)
-    assert isinstance(results[1], Refused)
+    assert isinstance(results[1], UnusableImage)
     assert "small.png" in results[1].reason
     assert "polygon" in results[1].reason
 
@@ -214,11 +214,11 @@ def test_an_image_that_the_region_misses_leaves_its_batch_alone(
     files = sorted(inputs.iterdir())
     detector = load(run, torch.device("cpu"))
     assert len({detector.loading.sizing.view(size).size for size in ((96, 120), (960, 1200))}) == 1
-    found = {result.index: result for result in detector.predict(files)}
-    assert isinstance(found[1], Refused)
+    found = {result.index: result for result in detector.score_all(files)}
+    assert isinstance(found[1], UnusableImage)
     assert (found[1].status, str(files[1]) in found[1].reason) == ("unsupported", True)
     alone = list(detector.predict([files[0], files[2]]))
-    assert [found[i].image_score for i in (0, 2)] == [one.score for one in alone]
+    assert [found[i].score for i in (0, 2)] == [one.score for one in alone]
     output = tmp_path / "out"
     base = ["--model", run, "--input", inputs, "--output", output]
     assert command("infer", base)[0] == 3

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from anomaly.errors import DataError
-from anomaly.inference.arrivals import Arrivals, stamp_of
+from anomaly.inference.watch import Arrivals, stamp_of
 
 
 def _poll(arrivals: Arrivals, folder: Path) -> list[str]:

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Command
-from picture_files import chunk, encoded, mutated, picture
-from test_image_files import jpegs, others, pngs
+from picture_files import chunk, encoded, jpegs, mutated, others, picture, pngs
 
 _SUFFIXES = (".png", ".jpg", ".tif", ".bmp", ".webp")
 

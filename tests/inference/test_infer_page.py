@@ -68,7 +68,8 @@ def test_a_run_that_was_broken_off_ends_with_the_same_page(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    arguments = ["--model", run_folder, "--input", product / "test", "--output"]
+    inputs = [product / "test", product / "train"]  # more than one batch
+    arguments = ["--model", run_folder, "--input", *inputs, "--output"]
     assert command("infer", [*arguments, whole])[0] == 0
 
     class Soon:

@@ -7,15 +7,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anomaly.errors import OutputError
-from anomaly.inference.journal import Journal, Known, finished
+from anomaly.inference.journal import Finished, RunJournal, exit_code_of
 from anomaly.inference.rows import Row
 
 
-def _known(index: int) -> Known:
+def _finished(index: int) -> Finished:
     row = Row(
         f"ä\udcff\n{index}", "00", "ok", 0.1 + index, None, 0.5, 1.0, "good", "h", "m", "1", "", ""
     )
-    return Known(index, (32, 8 * index) if index % 2 else None, row)
+    return Finished(index, row)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
@@ -23,42 +23,42 @@ def _known(index: int) -> Known:
 def test_a_torn_line_is_dropped_and_the_run_goes_on(tmp_path: Path, cut: int) -> None:
     file = tmp_path / "journal"
     file.unlink(missing_ok=True)
-    with Journal(file, {"model": "a"}) as journal:
+    with RunJournal(file, {"model": "a"}) as journal:
         for i in (2, 0, 1):
-            journal.add(_known(i))
+            journal.add([_finished(i)])
     whole = file.read_bytes()
     file.write_bytes(whole[:cut])
-    again = Journal(file, {"model": "a"})
+    again = RunJournal(file, {"model": "a"})
     lines = whole[:cut].count(b"\n")
-    assert list(again.known.values()) == [_known(i) for i in (2, 0, 1)][: max(0, lines - 1)]
+    assert list(again.done.values()) == [_finished(i) for i in (2, 0, 1)][: max(0, lines - 1)]
     with again:
         for i in (2, 0, 1):
-            if i not in again.known:
-                again.add(_known(i))
+            if i not in again.done:
+                again.add([_finished(i)])
     assert file.read_bytes() == whole
-    assert again.rows() == [_known(i).row for i in range(3)]
+    assert again.rows() == [_finished(i).row for i in range(3)]
 
 
 def test_another_run_is_not_continued(tmp_path: Path) -> None:
     file = tmp_path / "journal"
-    with Journal(file, {"model": "a", "images": "x"}):
+    with RunJournal(file, {"model": "a", "images": "x"}):
         pass
     with pytest.raises(OutputError, match="another model"):
-        Journal(file, {"model": "b", "images": "x"})
+        RunJournal(file, {"model": "b", "images": "x"})
     file.write_text('{"about": {"model": "a"}}\n{"index": 3}\n')
     with pytest.raises(OutputError, match="damaged"):
-        Journal(file, {"model": "a"})
+        RunJournal(file, {"model": "a"})
 
 
 def test_a_finished_run_says_what_it_was(tmp_path: Path) -> None:
     about = {"model": "a", "images": ("x", "y")}
-    journal = Journal(tmp_path / "journal", about)
+    journal = RunJournal(tmp_path / "journal", about)
     with journal:
-        journal.add(_known(0))
+        journal.add([_finished(0)])
     journal.finish(tmp_path / "done", 3)
     assert [file.name for file in tmp_path.iterdir()] == ["done"]
-    assert finished(tmp_path / "done", about) == 3
+    assert exit_code_of(tmp_path / "done", about) == 3
     with pytest.raises(OutputError, match="another images"):
-        finished(tmp_path / "done", about | {"images": ("x",)})
+        exit_code_of(tmp_path / "done", about | {"images": ("x",)})
     with pytest.raises(OutputError, match="missing or damaged"):
-        finished(tmp_path / "nowhere", about)
+        exit_code_of(tmp_path / "nowhere", about)

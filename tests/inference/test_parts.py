@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import Command, write_part
 
-from anomaly.inference.parts import judge_parts
-from anomaly.inference.rows import Row
+from anomaly.inference.rows import Row, judge_parts
 
 
 def _row(path: str, verdict: str, score: float | None = 1.0) -> Row:

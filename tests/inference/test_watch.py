@@ -206,15 +206,15 @@ def test_results_in_the_folder_that_is_followed_by_another_name(
 
 def test_resumed_after_a_kill(shift: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     line, output = tmp_path / "line", tmp_path / "out"
-    for i in range(4):
+    for i in range(3):
         write_part(line / f"{i}.png", seed=i)
         os.utime(line / f"{i}.png", (i, i))
-    assert shift([], "--regions")[0] == 0
+    assert shift([_arrive(line, "3.png")], "--regions")[0] == 0
     rows, lines = ((output / n).read_bytes() for n in ("results.csv", "results.jsonl"))
     # As if killed while the last row was written.
     watched = output / "results.watched.jsonl"
     text = watched.read_bytes()
-    watched.write_bytes(text[: text.rindex(b'{"path"') + 9])
+    watched.write_bytes(text[: text.rindex(b'{"files"') + 9])
     (output / "results.jsonl").write_bytes(lines[:-20])
     (line / "0.png").unlink()
     write_part(line / "1.png", seed=77, mark=(30, 50))

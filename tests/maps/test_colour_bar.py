@@ -4,7 +4,7 @@ import cv2
 import numpy as np
 import pytest
 
-from anomaly.maps.colour_bar import colour_bar, side_by_side
+from anomaly.maps.colour_bar import colour_bar, with_colour_bar
 from anomaly.maps.heatmap import overlay
 
 
@@ -34,7 +34,7 @@ def test_side_by_side_keeps_every_pixel() -> None:
     rng = np.random.default_rng(0)
     picture = rng.integers(0, 256, (60, 80, 3), dtype=np.uint8)
     marked = cv2.flip(picture, 0)
-    plate = side_by_side(picture, np.asarray(marked, np.uint8), 3.0, "distance")
+    plate = with_colour_bar(picture, np.asarray(marked, np.uint8), 3.0, "distance")
     assert plate.shape[0] == 60
     np.testing.assert_array_equal(plate[:, :80], picture)
     np.testing.assert_array_equal(plate[:, 82:162], marked)
@@ -51,9 +51,9 @@ def test_both_thresholds_and_a_caption() -> None:
     bar = colour_bar(300, 4.0, "distance", 3.0)
     assert not np.array_equal(bar, colour_bar(300, 4.0, "distance"))
     assert colour_bar(300, 4.0, "distance", 3.99).shape[0] == 300
-    plain = side_by_side(picture, picture, 4.0, "distance", 3.0)
+    plain = with_colour_bar(picture, picture, 4.0, "distance", 3.0)
     for caption in ("reject: score 5", "x" * 400):
-        plate = side_by_side(picture, picture, 4.0, "distance", 3.0, caption)
+        plate = with_colour_bar(picture, picture, 4.0, "distance", 3.0, caption)
         head = plate.shape[0] - 300
         assert 10 < head < 40
         np.testing.assert_array_equal(plate[head:], plain)

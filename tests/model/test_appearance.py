@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from conftest import Command, train_arguments, write_part, write_product
 
-from anomaly.model.appearance import LEAST_IMAGES, Look, UsualLook, look, odd_among
+from anomaly.model.appearance import LEAST_IMAGES, Appearance, AppearanceModel, look, odd_among
 
 
-def _look(rng: np.random.Generator, pixels: np.ndarray | None = None, shift: float = 0.0) -> Look:
+def _look(
+    rng: np.random.Generator, pixels: np.ndarray | None = None, shift: float = 0.0
+) -> Appearance:
     if pixels is None:
         noise = rng.normal(0, 0.05, (32, 48, 1)) + rng.normal(0, 0.01)
         pixels = np.clip(0.5 + noise, 0, 1).repeat(3, axis=2).astype(np.float32)
@@ -85,11 +87,11 @@ def test_tiles_add_up() -> None:
 
 def test_what_is_usual_and_what_is_not() -> None:
     rng = np.random.default_rng(0)
-    assert UsualLook.of([_look(rng) for _ in range(LEAST_IMAGES - 1)]) is None
-    usual = UsualLook.of([_look(rng) for _ in range(40)])
+    assert AppearanceModel.of([_look(rng) for _ in range(LEAST_IMAGES - 1)]) is None
+    usual = AppearanceModel.of([_look(rng) for _ in range(40)])
     assert usual is not None
-    again = UsualLook.from_tensors(usual.tensors())
-    assert [usual.oddness(_look(rng)) for _ in range(200)] == [""] * 200
+    again = AppearanceModel.from_tensors(usual.tensors())
+    assert [usual.deviation(_look(rng)) for _ in range(200)] == [""] * 200
     black, white = np.zeros((32, 48, 3), np.float32), np.ones((32, 48, 3), np.float32)
     noise = np.clip(rng.normal(0.5, 0.05, (32, 48, 1)), 0, 1).repeat(3, 2).astype(np.float32)
     odd = {
@@ -100,8 +102,8 @@ def test_what_is_usual_and_what_is_not() -> None:
         "another product": _look(rng, shift=1.0),
     }
     for says, one in odd.items():
-        assert says in usual.oddness(one)
-        assert again.oddness(one) == usual.oddness(one)
+        assert says in usual.deviation(one)
+        assert again.deviation(one) == usual.deviation(one)
 
 
 def test_odd_ones_out_are_those_that_the_others_would_not_accept() -> None:
@@ -112,12 +114,12 @@ def test_odd_ones_out_are_those_that_the_others_would_not_accept() -> None:
     looks[7] = _look(rng, dark.astype(np.float32))
     looks[21] = _look(rng, shift=1.0)
 
-    def without(place: int) -> UsualLook:
-        usual = UsualLook.of(looks[:place] + looks[place + 1 :])
+    def without(place: int) -> AppearanceModel:
+        usual = AppearanceModel.of(looks[:place] + looks[place + 1 :])
         assert usual is not None
         return usual
 
-    every = [i for i, one in enumerate(looks) if without(i).oddness(one)]
+    every = [i for i, one in enumerate(looks) if without(i).deviation(one)]
     assert odd_among(looks) == every == [7, 21]
     assert odd_among(looks[:LEAST_IMAGES]) == []
 

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
-from anomaly.imaging.preprocessing import Refused
-from anomaly.model.appearance import UsualLook
+from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.model.appearance import AppearanceModel
 from anomaly.model.checkpoint import load
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.folder import model_id, vouch
+from anomaly.model.folder import file_entry, model_id
 from anomaly.model.manifest import read_manifest
 from anomaly.model.prediction import Prediction
 from anomaly.model.threshold_files import read_thresholds, replace_thresholds
@@ -76,7 +76,7 @@ def seal(folder: Path, values: Any) -> None:
 def vouch_for(folder: Path, *names: str) -> None:
     """Make a manifest fit changed files."""
     values = manifest_of(folder)
-    values["files"] |= {name: vouch(folder / name) for name in names}
+    values["files"] |= {name: file_entry(folder / name) for name in names}
     seal(folder, values)
 
 
@@ -130,7 +130,7 @@ def agree(one: AnomalyDetector, other: AnomalyDetector, image: Path) -> bool:
     """Whether two detectors say the same about an image, or the second one nothing."""
     (before,), (after,) = one.predict([image]), other.predict([image])
     assert isinstance(before, Prediction)
-    if isinstance(after, Refused):
+    if isinstance(after, UnusableImage):
         return True
     assert math.isfinite(after.score)
     return after.score == before.score and before.verdict == after.verdict
@@ -226,14 +226,14 @@ def test_each_tensor_of_the_scorer(model: Path) -> None:
 
 def test_each_tensor_of_the_training_images_look(bank: Path) -> None:
     whole = load_file(bank / "usual.safetensors")
-    UsualLook.from_tensors({k: v.numpy() for k, v in whole.items()})
+    AppearanceModel.from_tensors({k: v.numpy() for k, v in whole.items()})
     save_file(whole | {"mean": whole["mean"][:-1].clone()}, bank / "usual.safetensors")
     vouch_for(bank, "usual.safetensors")
     assert attempt(bank) is None  # of another network
     for what, tensors in tampered(whole):
         if what not in ("mean cut", "mean empty"):
             with pytest.raises(ModelError):
-                UsualLook.from_tensors({k: v.numpy() for k, v in tensors.items()})
+                AppearanceModel.from_tensors({k: v.numpy() for k, v in tensors.items()})
 
 
 def test_tensors_of_the_network(bank: Path) -> None:

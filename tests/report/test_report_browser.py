@@ -20,8 +20,7 @@ from anomaly.evaluation.evaluate import Scored
 from anomaly.evaluation.metrics import confusion
 from anomaly.imaging.image import Image
 from anomaly.report.category import Category
-from anomaly.report.comparison import Change, Comparison
-from anomaly.report.comparison_page import comparison_html
+from anomaly.report.comparison import Change, Comparison, comparison_html
 from anomaly.report.document import FIGURES, report_html
 from anomaly.report.index import index_html
 from anomaly.report.tiles import Tile, Tiles

@@ -20,7 +20,7 @@ _RGB555 = (0x7C00, 0x03E0, 0x001F, 0)
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _BmpLayout:
     width: int
     height: int
     bottom_up: bool
@@ -67,7 +67,7 @@ def decode(data: bytes) -> Pixels:
     return rgb
 
 
-def _layout(data: bytes) -> _Layout:
+def _layout(data: bytes) -> _BmpLayout:
     try:
         layout = _parse(data)
     except struct.error:
@@ -84,12 +84,12 @@ def _layout(data: bytes) -> _Layout:
     return layout
 
 
-def _parse(data: bytes) -> _Layout:
+def _parse(data: bytes) -> _BmpLayout:
     pixels_at, header = struct.unpack_from("<II", data, 10)
     if header == 12:  # OS/2 1.x
         width, height, _, bits = struct.unpack_from("<HHHH", data, 18)
         colours = 1 << min(bits, 8)
-        return _Layout(width, height, True, bits, pixels_at, 26, 3, colours, (0, 0, 0, 0))
+        return _BmpLayout(width, height, True, bits, pixels_at, 26, 3, colours, (0, 0, 0, 0))
     if header not in _HEADERS:
         raise unsupported(f"its BMP header of {header} bytes isn't a known one")
     width, height, _, bits, packing = struct.unpack_from("<iiHHI", data, 18)
@@ -102,7 +102,7 @@ def _parse(data: bytes) -> _Layout:
         masks = (*struct.unpack_from("<III", data, 54), alpha)
     elif bits == 16:
         masks = _RGB555
-    return _Layout(
+    return _BmpLayout(
         width=width,
         height=abs(height),
         bottom_up=height > 0,
@@ -123,7 +123,7 @@ def _separate(masks: tuple[int, int, int, int], bits: int) -> bool:
     return all(masks[:3]) and in_one_run and apart
 
 
-def _look_up(data: bytes, layout: _Layout, rows: Pixels) -> Pixels:
+def _look_up(data: bytes, layout: _BmpLayout, rows: Pixels) -> Pixels:
     entries = np.frombuffer(data, np.uint8, layout.palette_bytes, layout.palette_at)
     palette = entries.reshape(layout.colours, layout.palette_entry)
     indices = rows

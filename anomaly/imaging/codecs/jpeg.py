@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import simplejpeg  # type: ignore[import-untyped]
 
-from anomaly.imaging.codecs import exif
 from anomaly.imaging.codecs.colour import cmyk_to_rgb
 from anomaly.imaging.codecs.header import ImageHeader, Pixels, damaged, unsupported, upright
+from anomaly.imaging.codecs.tiff_directory import exif_orientation
 
 _EOI, _SOS, _APP1, _APP14, _COMMENT = 0xD9, 0xDA, 0xE1, 0xEE, 0xFE
 _METADATA = {*range(_APP1, 0xF0), _COMMENT} - {_APP14}  # says what the colours are
@@ -65,7 +65,7 @@ def read_header(data: bytes) -> ImageHeader:
         raise unsupported(f"it is a JPEG of {len(segments.components)} channels")
     if not all(segments.size):
         raise unsupported("its JPEG header gives no height or width")
-    orientation = exif.orientation(segments.exif)
+    orientation = exif_orientation(segments.exif)
     return ImageHeader(
         format="jpeg",
         mode=_COMPONENTS[len(segments.components)],

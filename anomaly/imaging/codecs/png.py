@@ -19,10 +19,10 @@ import cv2
 import numpy as np
 from zlib_ng import zlib_ng
 
-from anomaly.imaging.codecs import exif
 from anomaly.imaging.codecs.codecs import decode_by_opencv, inflate, longest_stored
 from anomaly.imaging.codecs.colour import bgr_to_rgb, grey_to_rgb, look_up, over_black
 from anomaly.imaging.codecs.header import ImageHeader, Pixels, damaged, unsupported, upright
+from anomaly.imaging.codecs.tiff_directory import exif_orientation
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _KINDS = {0: ("grey", 1), 2: ("rgb", 3), 3: ("palette", 1), 4: ("greya", 2), 6: ("rgba", 4)}
@@ -43,7 +43,7 @@ _USED = (b"IHDR", b"PLTE", b"tRNS", b"eXIf", b"acTL", b"fdAT", b"IDAT", b"IEND")
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _PngLayout:
     width: int
     height: int
     depth: int
@@ -72,7 +72,7 @@ def read_header(data: bytes) -> ImageHeader:
     frames = int.from_bytes(b"".join(chunks.get(b"acTL", []))[:4], "big")
     if frames > 1 or b"fdAT" in chunks:  # the first frame's data is IDAT, or it isn't a frame
         raise unsupported("it is an animated PNG; save the frame to inspect as a file of its own")
-    orientation = exif.orientation(bytes(chunks.get(b"eXIf", [b""])[0]))
+    orientation = exif_orientation(bytes(chunks.get(b"eXIf", [b""])[0]))
     return ImageHeader(
         format="png",
         mode=f"{_KINDS[layout.colour][0]}{layout.depth}",
@@ -125,7 +125,7 @@ def _name(kind: bytes) -> str:
     return kind.decode("ascii", "backslashreplace")
 
 
-def _layout(chunks: dict[bytes, list[memoryview]]) -> _Layout:
+def _layout(chunks: dict[bytes, list[memoryview]]) -> _PngLayout:
     header = b"".join(chunks.get(b"IHDR", []))
     if len(header) != 13:
         raise damaged("its PNG header is missing or malformed")
@@ -133,10 +133,10 @@ def _layout(chunks: dict[bytes, list[memoryview]]) -> _Layout:
     legal = depth in _DEPTHS.get(colour, ()) and not packing and not filtering and interlace < 2
     if not (width and height and legal):
         raise damaged("its PNG header has illegal values")
-    return _Layout(width, height, depth, colour, interlace == 1)
+    return _PngLayout(width, height, depth, colour, interlace == 1)
 
 
-def _inflate(layout: _Layout, idat: list[memoryview]) -> bytes:
+def _inflate(layout: _PngLayout, idat: list[memoryview]) -> bytes:
     """Inflate the filtered rows; raises unless they are complete and their checksum holds."""
     expected = sum(rows * stride for rows, stride in layout.passes())
     before = accumulate((len(part) for part in idat), initial=0)
@@ -154,7 +154,7 @@ def _inflate(layout: _Layout, idat: list[memoryview]) -> bytes:
     return rows_bytes
 
 
-def _stored(layout: _Layout, colour: int, rows_bytes: bytes) -> Iterator[bytes | memoryview]:
+def _stored(layout: _PngLayout, colour: int, rows_bytes: bytes) -> Iterator[bytes | memoryview]:
     """Yield the pieces of a PNG of the given rows, not compressed, and nothing else."""
     interlace = int(layout.interlaced)
     yield _SIGNATURE
@@ -197,7 +197,7 @@ def _look_up(chunks: dict[bytes, list[memoryview]], depth: int, shown: Pixels) -
     return look_up(indices, over_black(colours, alpha, 255)[:, 0])
 
 
-def _rgb(chunks: dict[bytes, list[memoryview]], layout: _Layout, pixels: Pixels) -> Pixels:
+def _rgb(chunks: dict[bytes, list[memoryview]], layout: _PngLayout, pixels: Pixels) -> Pixels:
     full_scale = 65535 if layout.depth == 16 else 255
     if layout.colour in (4, 6):
         rgba = np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGRA2RGBA))

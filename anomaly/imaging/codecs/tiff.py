@@ -16,33 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.imaging.codecs import exif
 from anomaly.imaging.codecs.colour import cmyk_to_rgb, grey_to_rgb, look_up, over_black
 from anomaly.imaging.codecs.header import ImageHeader, Pixels, damaged, unsupported, upright
 from anomaly.imaging.codecs.tiff_directory import (
-    BITS,
-    COLOUR_MAP,
-    COMPRESSION,
-    EXTRA_SAMPLES,
-    FILL_ORDER,
-    HEIGHT,
-    NEW_SUBFILE_TYPE,
-    PHOTOMETRIC,
-    PLANAR,
-    PREDICTOR,
-    ROWS_PER_STRIP,
-    SAMPLE_FORMAT,
-    SAMPLES,
-    STRIP_BYTES,
-    STRIP_OFFSETS,
-    TILE_BYTES,
-    TILE_HEIGHT,
-    TILE_OFFSETS,
-    TILE_WIDTH,
-    WIDTH,
     Directory,
+    Tag,
     byte_order,
     read_directories,
+    valid_orientation,
 )
 from anomaly.imaging.codecs.tiff_samples import COMPRESSIONS, Samples, read_samples
 
@@ -63,7 +44,7 @@ _BIT_DEPTHS = {_UINT: (1, 2, 4, 8, 10, 12, 14, 16), _FLOAT: (16, 32, 64)}
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class _TiffLayout:
     samples: Samples
     photometric: int
     alpha: int  # 0 without alpha
@@ -116,7 +97,7 @@ def decode(data: bytes) -> Pixels:
     return rgb  # premultiplied colours are over black already
 
 
-def _look_up(layout: _Layout, indices: Pixels) -> Pixels:
+def _look_up(layout: _TiffLayout, indices: Pixels) -> Pixels:
     palette = layout.colour_map.astype(np.uint32).reshape(3, -1).T
     # TIFF palettes have 16 bits; a few programs write 8.
     if palette.max() > 255:
@@ -124,18 +105,18 @@ def _look_up(layout: _Layout, indices: Pixels) -> Pixels:
     return look_up(np.ascontiguousarray(indices), palette.astype(np.uint8))
 
 
-def _layout(data: bytes) -> _Layout:
-    pages = [d for d in read_directories(data) if not d.first(NEW_SUBFILE_TYPE, 0) & _REDUCED]
+def _layout(data: bytes) -> _TiffLayout:
+    pages = [d for d in read_directories(data) if not d.first(Tag.NEW_SUBFILE_TYPE, 0) & _REDUCED]
     if len(pages) > 1:
         raise unsupported(f"it is a TIFF of {len(pages)} pages; save each page as a file")
     if not pages:
         raise unsupported("it is a TIFF of thumbnails only")
     page = pages[0]
-    photometric = page.first(PHOTOMETRIC)
+    photometric = page.first(Tag.PHOTOMETRIC)
     if photometric not in _KINDS:
         raise unsupported(f"its TIFF colour model {photometric} isn't grey, RGB, palette or CMYK")
     samples = _samples(data, page)
-    colour_map = page.values(COLOUR_MAP)
+    colour_map = page.values(Tag.COLOUR_MAP)
     if photometric == _PALETTE and (samples.bits > 8 or samples.is_float):
         raise unsupported("its palette has more than 256 colours")
     if photometric == _PALETTE and len(colour_map) != 3 << samples.bits:
@@ -143,7 +124,7 @@ def _layout(data: bytes) -> _Layout:
     if samples.is_float and photometric not in (_BLACK_IS_ZERO, _RGB):
         raise unsupported("it is a TIFF of floats that aren't grey or RGB")
     alpha = _alpha(page, photometric, samples.count - _KINDS[photometric][1])
-    return _Layout(samples, photometric, alpha, colour_map, exif.valid_orientation(page))
+    return _TiffLayout(samples, photometric, alpha, colour_map, valid_orientation(page))
 
 
 def _alpha(page: Directory, photometric: int, extra: int) -> int:
@@ -152,7 +133,7 @@ def _alpha(page: Directory, photometric: int, extra: int) -> int:
         return 0
     if extra < 0:
         raise damaged("it has fewer samples a pixel than its colours need")
-    kinds = page.values(EXTRA_SAMPLES)
+    kinds = page.values(Tag.EXTRA_SAMPLES)
     if photometric == _RGB and extra == 1 and not len(kinds):
         return _STRAIGHT  # as OpenCV means it, which writes RGBA without the tag
     if extra > 1 or len(kinds) != 1 or kinds[0] not in (_PREMULTIPLIED, _STRAIGHT):
@@ -162,24 +143,24 @@ def _alpha(page: Directory, photometric: int, extra: int) -> int:
 
 def _samples(data: bytes, page: Directory) -> Samples:
     """Where and how the samples are stored; raises where they aren't all in the file."""
-    count = page.first(SAMPLES, 1)
-    width, height = page.first(WIDTH), page.first(HEIGHT)
-    tiled = page.first(TILE_WIDTH, 0) > 0
-    rows = page.first(TILE_HEIGHT if tiled else ROWS_PER_STRIP, height)
+    count = page.first(Tag.SAMPLES, 1)
+    width, height = page.first(Tag.WIDTH), page.first(Tag.HEIGHT)
+    tiled = page.first(Tag.TILE_WIDTH, 0) > 0
+    rows = page.first(Tag.TILE_HEIGHT if tiled else Tag.ROWS_PER_STRIP, height)
     samples = Samples(
         width=width,
         height=height,
         count=count,
-        bits=page.same(BITS, 1),
+        bits=page.same(Tag.BITS, 1),
         is_float=_sample_format(page) == _FLOAT,
         byte_order=byte_order(data),
-        compression=page.first(COMPRESSION, 1),
-        predictor=page.first(PREDICTOR, 1),
-        planar=page.first(PLANAR, 1) == 2 and count > 1,
+        compression=page.first(Tag.COMPRESSION, 1),
+        predictor=page.first(Tag.PREDICTOR, 1),
+        planar=page.first(Tag.PLANAR, 1) == 2 and count > 1,
         tiled=tiled,
-        block=(rows if tiled else min(rows, height), page.first(TILE_WIDTH, width)),
-        offsets=page.values(TILE_OFFSETS if tiled else STRIP_OFFSETS),
-        sizes=page.values(TILE_BYTES if tiled else STRIP_BYTES),
+        block=(rows if tiled else min(rows, height), page.first(Tag.TILE_WIDTH, width)),
+        offsets=page.values(Tag.TILE_OFFSETS if tiled else Tag.STRIP_OFFSETS),
+        sizes=page.values(Tag.TILE_BYTES if tiled else Tag.STRIP_BYTES),
     )
     # A tile may be larger than its picture, but one far larger only serves to fill the memory.
     sane = math.prod(samples.block) <= max(_LARGEST_TILE, 4 * width * height)
@@ -187,7 +168,7 @@ def _samples(data: bytes, page: Directory) -> Samples:
         raise damaged("its TIFF header has illegal values")
     if samples.compression not in COMPRESSIONS:
         raise unsupported(f"its TIFF compression {samples.compression} isn't none, LZW or deflate")
-    if page.first(FILL_ORDER, 1) != 1 or samples.predictor not in (1, 2, 3):
+    if page.first(Tag.FILL_ORDER, 1) != 1 or samples.predictor not in (1, 2, 3):
         raise unsupported("its TIFF bit order or predictor isn't a common one")
     _check_inside(data, samples)
     return samples
@@ -205,7 +186,7 @@ def _check_inside(data: bytes, samples: Samples) -> None:
 
 
 def _sample_format(page: Directory) -> int:
-    kind, bits = page.same(SAMPLE_FORMAT, _UINT), page.same(BITS, 1)
+    kind, bits = page.same(Tag.SAMPLE_FORMAT, _UINT), page.same(Tag.BITS, 1)
     if bits not in _BIT_DEPTHS.get(kind, ()):
         name = {2: "signed", _FLOAT: "float"}.get(kind, "unsigned" if kind == _UINT else "unknown")
         raise unsupported(f"its samples are {bits}-bit {name} numbers")

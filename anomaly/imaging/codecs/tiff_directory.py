@@ -5,40 +5,46 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from anomaly.errors import ImageError
 from anomaly.imaging.codecs.header import damaged, unsupported
-
-NEW_SUBFILE_TYPE = 254
-WIDTH = 256
-HEIGHT = 257
-BITS = 258
-COMPRESSION = 259
-PHOTOMETRIC = 262
-FILL_ORDER = 266
-STRIP_OFFSETS = 273
-ORIENTATION = 274
-SAMPLES = 277
-ROWS_PER_STRIP = 278
-STRIP_BYTES = 279
-PLANAR = 284
-PREDICTOR = 317
-COLOUR_MAP = 320
-TILE_WIDTH = 322
-TILE_HEIGHT = 323
-TILE_OFFSETS = 324
-TILE_BYTES = 325
-EXTRA_SAMPLES = 338
-SAMPLE_FORMAT = 339
 
 # TIFF field type -> numpy code: BYTE, SHORT, LONG, IFD, LONG8, IFD8
 _INTEGERS = {1: "u1", 3: "u2", 4: "u4", 13: "u4", 16: "u8", 18: "u8"}
 _MOST_TAGS = 4096  # of one directory; a few dozen are usual
 _MOST_DIRECTORIES = 100
 _MOST_ALIKE = 64  # values looked at where all have to be equal: there is one for each sample
+
+
+class Tag(IntEnum):
+    """Tags of the TIFF 6.0 specification, by what they tell."""
+
+    NEW_SUBFILE_TYPE = 254
+    WIDTH = 256
+    HEIGHT = 257
+    BITS = 258
+    COMPRESSION = 259
+    PHOTOMETRIC = 262
+    FILL_ORDER = 266
+    STRIP_OFFSETS = 273
+    ORIENTATION = 274
+    SAMPLES = 277
+    ROWS_PER_STRIP = 278
+    STRIP_BYTES = 279
+    PLANAR = 284
+    PREDICTOR = 317
+    COLOUR_MAP = 320
+    TILE_WIDTH = 322
+    TILE_HEIGHT = 323
+    TILE_OFFSETS = 324
+    TILE_BYTES = 325
+    EXTRA_SAMPLES = 338
+    SAMPLE_FORMAT = 339
 
 
 @dataclass(frozen=True)
@@ -140,3 +146,20 @@ def _read_directory(data: bytes, at: int, order: str, big: bool) -> tuple[Direct
         at += size
     (following,) = struct.unpack_from(order + pointer, data, at)
     return Directory(data, entries), int(following)
+
+
+def exif_orientation(exif: bytes) -> int:
+    """Read the orientation, 1 to 8; 1 where none is given or the EXIF data is damaged."""
+    exif = exif.removeprefix(b"Exif\0\0")
+    if not exif:
+        return 1
+    try:
+        return valid_orientation(next(read_directories(exif)))
+    except ImageError:
+        return 1  # metadata only: the picture itself may well be whole
+
+
+def valid_orientation(directory: Directory) -> int:
+    """Take a directory's orientation where it is a legal one, else 1."""
+    value = directory.first(Tag.ORIENTATION, 1)
+    return value if 1 <= value <= 8 else 1

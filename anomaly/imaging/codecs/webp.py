@@ -7,10 +7,10 @@ import struct
 import cv2
 import numpy as np
 
-from anomaly.imaging.codecs import exif
 from anomaly.imaging.codecs.codecs import decode_by_opencv
 from anomaly.imaging.codecs.colour import bgr_to_rgb, over_black
 from anomaly.imaging.codecs.header import ImageHeader, Pixels, damaged, unsupported, upright
+from anomaly.imaging.codecs.tiff_directory import exif_orientation
 
 _ANIMATION, _ALPHA, _EXIF = 0x02, 0x10, 0x08  # bits of VP8X (RFC 9649, section 2.7.1)
 _MOST_CHUNKS = 10_000
@@ -24,7 +24,7 @@ def read_header(data: bytes) -> ImageHeader:
         raise unsupported("it is an animated WebP; save the frame to inspect as a file of its own")
     size, alpha = _picture(chunks)
     _check_promises(chunks, size)
-    orientation = exif.orientation(bytes(chunks.get(b"EXIF", b"")))
+    orientation = exif_orientation(bytes(chunks.get(b"EXIF", b"")))
     return ImageHeader(
         format="webp",
         mode="rgba8" if alpha else "rgb8",

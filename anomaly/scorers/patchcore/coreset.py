@@ -75,7 +75,7 @@ def select(
     size: int,
     *,
     generator: torch.Generator,
-    centres: Tensor | None = None,
+    bounds: Tensor | None = None,
     progress: Progress | None = None,
 ) -> Selection:
     """`greedy_k_center` together with the covering radius, which falls out of it.
@@ -83,8 +83,9 @@ def select(
     Args:
         points: as for `greedy_k_center`.
         size: as for `greedy_k_center`.
-        generator: as for `greedy_k_center`; not used where there are centres.
-        centres: (c, d) chosen already, elsewhere: the first pick is the farthest from them.
+        generator: as for `greedy_k_center`; not used where there are bounds.
+        bounds: (N,) float32, squared distances to centres that were chosen before, elsewhere: the
+            first pick is the farthest from them.
         progress: as for `greedy_k_center`.
     """
     n = len(points)
@@ -94,8 +95,8 @@ def select(
         cover = Cover(points, spread)
         if size == n:
             return Selection(torch.arange(n, device=points.device), 0.0)
-        if centres is not None:
-            cover.add(centres)
+        if bounds is not None:
+            cover.bounds.copy_(bounds)
             new = _pick_from_pool(points, cover.bounds, size)
         else:
             first = torch.randint(n, (1,), generator=generator, device=generator.device)

@@ -52,12 +52,12 @@ def scorer(
         ModelError: they aren't those of a memory bank.
     """
     bank = MemoryBank.from_tensors(tensors)
-    # A GPU multiplies faster than it would look through lists.
-    approximate = settings["search"] == "ivf" and device.type == "cpu"
+    # A GPU multiplies faster than faiss looks for neighbours on the CPU.
+    search = settings["search"] if device.type == "cpu" else "exact"
     return replace(
         bank,
-        search="ivf" if approximate else bank.search,
-        cache=cache if approximate else None,
+        search="auto" if search == "exact" else search,
+        cache=cache if search == "ivf" else None,
         embedding=settings["embedding"],
         reweighting=settings["neighbours"],
     ).to(device)

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from anomaly.runtime import spread
 from anomaly.scorers.base import Fold, PatchBatch
-from anomaly.scorers.patchcore.assignment import Assignment
 from anomaly.scorers.patchcore.coreset import select
 from anomaly.scorers.patchcore.memory_bank import MemoryBank, gather
 
-# Patches that are assigned at once, see `Assignment`: 16 MiB at 128 dimensions.
-_TOGETHER = 32_768
+# Rows of one product with a fold's centres, which stays in a CPU's cache; a GPU wants few launches.
+_ROWS = {"cpu": 1024, "cuda": 65536}
 
 
 def banks_without(
@@ -54,9 +54,9 @@ def banks_without(
     centres = bank.vectors @ projection
     orphans = _orphans(batches, fold_of, owners, centres, projection, share)
     picks: list[Tensor] = []
-    for k, (points, places) in enumerate(orphans):
+    for k, (points, bounds, places) in enumerate(orphans):
         wanted = min(int((owners == k).sum()), len(points))
-        picks.append(places[_farthest(points, wanted, centres[owners != k])])
+        picks.append(places[_farthest(points, wanted, bounds)])
     chosen = torch.cat(picks)
     vectors, origins = bank.vectors[:0], bank.origins[:0]
     if len(chosen):
@@ -77,54 +77,79 @@ def _orphans(
     centres: Tensor,
     projection: Tensor,
     share: float,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each fold the patches of others whose nearest vector it owns: points, places."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """For each fold the patches of others whose nearest vector it owns.
+
+    Yields:
+        Projected points (n, d), their squared distances (n,) to the nearest vector of another
+        fold, and their places (n,) among all patches.
+    """
     count = max(fold_of.values()) + 1
-    points: list[list[Tensor]] = [[centres[:0]] for _ in range(count)]
-    places: list[list[Tensor]] = [[owners[:0]] for _ in range(count)]
-    assign = Assignment(centres)
+    parts = [centres[owners == k] for k in range(count)]
+    none = (centres[:0], centres[:0, 0], owners[:0])
+    found = [[none] for _ in range(count)]
     generator = torch.Generator().manual_seed(0)
     start = 0
-    for projected, own in _projected(batches, fold_of, projection):
-        nearest = owners[assign(projected)]
-        kept = torch.rand(len(projected), generator=generator).to(own.device) < share
+    for points, own in _projected(batches, fold_of, projection):
+        squared = _squared_to_parts(points, parts)
+        nearest = squared.argmin(1)
+        staying = squared.scatter_(1, nearest[:, None], torch.inf).amin(1)
+        kept = torch.rand(len(points), generator=generator).to(own.device) < share
         lost = kept & (nearest != own)
-        for k in range(count):
+        for k, those in enumerate(found):
             rows = (lost & (nearest == k)).nonzero()[:, 0]
-            points[k].append(projected[rows])
-            places[k].append(rows + start)
-        start += len(projected)
-    for k in range(count):
-        joined = torch.cat(points[k]), torch.cat(places[k])
-        points[k].clear()  # all folds' together are as large as the patches of a whole training
-        places[k].clear()
-        yield joined
+            those.append((points[rows], staying[rows], rows + start))
+        start += len(points)
+    for those in found:
+        points, bounds, places = (torch.cat(each) for each in zip(*those, strict=True))
+        those.clear()  # all folds' together are as large as the patches of a whole training
+        yield points, bounds, places
+
+
+def _squared_to_parts(points: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Squared distance (N, K) of points (N, d) to the nearest of K sets of centres (c, d).
+
+    Infinite for an empty set. Each of the sets needs a product of its own, without which the rest
+    of it can't be ruled out; pruned products measured no faster.
+    """
+    # Distances are multiplied out relative to the mean, so that large norms don't cancel.
+    mean = torch.cat(list(parts)).mean(0)
+    centred = [part - mean for part in parts]
+    norms = [part.square().sum(1) for part in centred]
+
+    def measure(some: Tensor) -> Tensor:
+        some = some - mean
+        squared = some.new_full((len(some), len(parts)), torch.inf)
+        for k, (part, norm) in enumerate(zip(centred, norms, strict=True)):
+            if len(part):
+                squared[:, k] = torch.addmm(norm, some, part.T, alpha=-2).amin(1)
+        return squared.add_(some.square().sum(1, keepdim=True)).clamp_(min=0)
+
+    blocks = torch.split(points, _ROWS[points.device.type])
+    return torch.cat(spread(measure, blocks, points.device))
 
 
 def _projected(
     batches: Iterable[PatchBatch], fold_of: dict[int, int], projection: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of projected patches (n, d) with the fold (n,) that each belongs to."""
-    points: list[Tensor] = []
-    folds: list[Tensor] = []
+    """The projected patches (n, d) of each batch with the fold (n,) that each belongs to."""
     for batch in batches:
         images, height, width, _ = batch.embeddings.shape
         own = torch.tensor([fold_of[i] for i in batch.images], device=projection.device)
         own = own[:, None, None].expand(images, height, width)
         counted = slice(None) if batch.inside is None else batch.inside
-        points.append((batch.embeddings @ projection)[counted].reshape(-1, projection.shape[1]))
-        folds.append(own[counted].reshape(-1))
-        if sum(map(len, points)) >= _TOGETHER:
-            yield torch.cat(points), torch.cat(folds)
-            points, folds = [], []
-    if points:
-        yield torch.cat(points), torch.cat(folds)
+        points = (batch.embeddings @ projection)[counted]
+        yield points.reshape(-1, projection.shape[1]), own[counted].reshape(-1)
 
 
-def _farthest(points: Tensor, wanted: int, centres: Tensor) -> Tensor:
-    """Greedy k-center among points (n, d), beginning from centres; (wanted,) int64."""
+def _farthest(points: Tensor, wanted: int, bounds: Tensor) -> Tensor:
+    """Greedy k-center among points (n, d) at squared distances (n,) from what there is already.
+
+    Returns:
+        (wanted,) int64.
+    """
     if not wanted:
         return torch.empty(0, dtype=torch.int64, device=points.device)
-    generator = torch.Generator().manual_seed(0)
-    begin = centres if len(centres) else None
-    return select(points, wanted, generator=generator, centres=begin).picks
+    # With other centres than a fold's own there is nothing to draw; else the first pick.
+    begin = bounds if bool(bounds.isfinite().all()) else None
+    return select(points, wanted, generator=torch.Generator().manual_seed(0), bounds=begin).picks

@@ -78,7 +78,8 @@ def select_streamed(
     rest = _Reservoir(memory_limit, wanted)
     for points in _chunks(stream):
         rest.add(points, distances_to_nearest(points, centres))
-    chosen = select(rest.points, size - len(places), generator=generator, centres=centres)
+    bounds = rest.priorities.square()
+    chosen = select(rest.points, size - len(places), generator=generator, bounds=bounds)
     radius = max(chosen.covering_radius, rest.cut)
     if progress is not None:
         progress(size, size)
@@ -125,6 +126,11 @@ class _Reservoir:
     def places(self) -> Tensor:
         """(n,) int64, where in the stream each was."""
         return self._places[: self._used]
+
+    @property
+    def priorities(self) -> Tensor:
+        """(n,) float32, of those kept."""
+        return self._priorities[: self._used]
 
     def add(self, points: Tensor, priorities: Tensor) -> None:
         """Offer points (n, d) with priorities (n,)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
+from anomaly.config.schema import parse_config
 from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.scorers.base import PatchBatch, PatchScores
-from anomaly.scorers.patchcore.fitter import MemoryBankFitter
+from anomaly.scorers.patchcore.fitter import MemoryBankFitter, scorer
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 GRIDS = [(6, 5), (6, 5), (4, 9), (6, 5), (4, 9), (3, 3), (6, 5)]
@@ -270,3 +272,19 @@ def test_any_grids(grids: list[tuple[int, int]], ratio: float, seed: int) -> Non
         assert torch.equal(vector, maps[image][row, column])
     farthest = max(float(bank.score(m[None]).scores.max()) for m in maps)
     assert farthest == pytest.approx(bank.covering_radius, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("search", ["exact", "faiss", "ivf"])
+def test_a_config_names_the_search(search: str, tmp_path: Path) -> None:
+    maps = images(grids=[(30, 40)] * 2)
+    bank = bank_of(maps, ratio=0.7)  # large enough for `exact` to screen
+    settings = parse_config({"model": {"search": search}}, "a test").model.model_dump()
+    loaded = scorer(bank.tensors(), settings, device=torch.device("cpu"), cache=tmp_path)
+    assert loaded.search == {"exact": "auto"}.get(search, search)
+    queries = torch.stack(images(grids=[(30, 40)] * 2, seed=1))
+    found, expected = loaded.score(queries), bank.score(queries)
+    assert [f.suffix for f in tmp_path.iterdir()] == ([".index"] if search == "ivf" else [])
+    if search == "ivf":
+        assert bool((found.scores >= expected.scores).all())
+    else:
+        assert torch.equal(found.scores, expected.scores)

@@ -69,14 +69,16 @@ class BFloat16Screen:
         rounded = coarse.bfloat16()
         self._moved = float(torch.linalg.vector_norm(rounded.float() - coarse, dim=1).amax())
         squares = _parts(rounded.float().square().sum(1).masked_fill_(norms.isinf(), torch.inf))
-        self._coarse = torch.cat([-2 * rounded, torch.ones_like(squares), squares], dim=1)
+        bank = torch.cat([-2 * rounded, torch.ones_like(squares), squares], dim=1)
+        # Laid out by coordinates: oneDNN would turn it round for every product, five times as slow.
+        self._coarse = bank.T.contiguous()
 
     def bounds(self, coarse: Tensor, norms: Tensor) -> Tensor:
         """See `CoarseScreen`."""
         rounded = coarse.bfloat16()
         squares = _parts(rounded.float().square().sum(1))
         queries = torch.cat([rounded, squares, torch.ones_like(squares)], dim=1)
-        squared: Tensor = queries @ self._coarse.T
+        squared: Tensor = queries @ self._coarse
         return squared.view(torch.int16)
 
     def limits(self, coarse: Tensor, norms: Tensor, squared: Tensor) -> Tensor:

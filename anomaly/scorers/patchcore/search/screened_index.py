@@ -16,11 +16,10 @@ from anomaly.scorers.patchcore.search.coarse_screen import (
 )
 from anomaly.scorers.patchcore.search.product_index import ProductIndex
 
-# Dimensions of the two screens. Every vector meets the coarse one, in one product, of 96 numbers
-# with what comes on top; the fine one is for the pairs that pass, and spares reading most of their
-# whole vectors.
-_COARSE, _FINE = 89, 256
-# Vectors that the screens' axes are fitted to, and how often. Twice as many let 7 % less through.
+# Dimensions of the screen: every vector meets it, in one product of 128 numbers with what comes on
+# top in bfloat16.
+_DIMENSIONS = 121
+# Vectors that the screen's axes are fitted to, and how often. Twice as many let 7 % less through.
 _FITTED = 2048
 _ITERATIONS = 2
 # Queries in one product of the screen, at most, and its numbers: 16 MiB stay in cache.
@@ -28,7 +27,7 @@ _QUERIES = 192
 _BLOCK = 1 << 22
 # Vectors of which the screen first looks at the least distance alone.
 _GROUP = 64
-# When more than this share of all pairs passes a screen, multiplying them out is quicker.
+# When more than this share of all pairs passes the screen, multiplying them out is quicker.
 _MANY = 1 / 16
 # What squared distances by way of products are off by at most, relative to the squared norms.
 _SLACK = 4 * ROUNDING
@@ -40,7 +39,7 @@ class ScreenedIndex:
     """Lower bounds from a few dimensions, then distances to what may still be nearest.
 
     With orthonormal P and residuals r(x) = x − PPᵀx, ‖Pᵀx − Pᵀy‖² + (‖r(x)‖ − ‖r(y)‖)² never
-    exceeds ‖x − y‖²: it is a squared distance of d + 1 numbers a vector, a seventeenth of the
+    exceeds ‖x − y‖²: it is a squared distance of d + 1 numbers a vector, a twelfth of the
     product at 1536. Patch embeddings lie near few dimensions, so all but some dozen vectors of a
     large bank are ruled out. Where they don't (a query unlike anything, or embeddings without
     structure), the whole product decides. The result is exact in every case.
@@ -56,24 +55,22 @@ class ScreenedIndex:
         self._product = ProductIndex(bank)
         self._mean = bank.mean(0)
         sample = bank[:: max(1, len(bank) // _FITTED)] - self._mean
-        self._axes = _leading_axes(sample, min(_FINE, bank.shape[1]))
+        self._axes = _leading_axes(sample, min(_DIMENSIONS, bank.shape[1]))
         # Vectors at infinity fill the last group.
         filled = len(bank) + -len(bank) % _GROUP
-        dimensions = self._axes.shape[1]
-        coarse = bank.new_zeros(filled, min(_COARSE, dimensions) + 1)
+        coarse = bank.new_zeros(filled, self._axes.shape[1] + 1)
         norms = bank.new_full((filled,), float("inf"))
-        self._fine = bank.new_zeros(filled, dimensions + 1)
         for start in range(0, len(bank), _FITTED):
             rows = slice(start, min(start + _FITTED, len(bank)))
-            coarse[rows], self._fine[rows], norms[rows] = self._reduce(bank[rows])
+            coarse[rows], norms[rows] = self._reduce(bank[rows])
         screen = BFloat16Screen if has_bf16(bank.device) else Float32Screen
-        self._norms = norms
+        self._groups = filled // _GROUP
         self._squares = bank.square().sum(1)
         self._screen: CoarseScreen = screen(coarse, norms)
 
     def candidates(self, queries: Tensor, k: int) -> Tensor:
         """The k nearest (Q, k) int64 of queries (Q, D)."""
-        rows = min(max(1, _BLOCK // len(self._norms)), _QUERIES)
+        rows = min(max(1, _BLOCK // len(self._bank)), _QUERIES)
         blocks = torch.split(queries, rows)
         found = torch.cat(spread(lambda q: self._search(q, k), blocks, queries.device))
         undecided = found[:, 0] < 0
@@ -83,23 +80,13 @@ class ScreenedIndex:
 
     def _search(self, queries: Tensor, k: int) -> Tensor:
         """The k nearest (Q, k) of each query; -1 for all where too many vectors might be."""
-        coarse, fine, norms = self._reduce(queries)
-        bounds = self._screen.bounds(coarse, norms).view(len(queries), -1, _GROUP)
+        coarse, norms = self._reduce(queries)
+        bounds = self._screen.bounds(coarse, norms).view(len(queries), self._groups, _GROUP)
         least = bounds.amin(2)
         limit = self._farthest(queries, _least(bounds, least, k))
         rows, columns = _passing(bounds, least, self._screen.limits(coarse, norms, limit))
-
-        undecided = rows.new_full((len(queries), k), -1)
         if not len(rows) or len(rows) > _MANY * bounds.numel():  # none: all queries are NaN
-            return undecided
-        slack = _SLACK * (norms + limit)
-        squared = _squared(fine, self._fine, norms, self._norms, rows, columns)
-        likely = columns[_least_pairs(squared, rows, len(queries), k)]
-        limit = torch.minimum(limit, self._farthest(queries, likely))
-        close = squared <= (limit + slack)[rows]
-        rows, columns = rows[close], columns[close]
-        if len(rows) > _MANY * bounds.numel():
-            return undecided
+            return rows.new_full((len(queries), k), -1)
         return self._nearest(queries, rows, columns, k)
 
     def _nearest(self, queries: Tensor, rows: Tensor, columns: Tensor, k: int) -> Tensor:
@@ -108,7 +95,7 @@ class ScreenedIndex:
         Products tell most of them apart; what may be rounding is measured.
         """
         norms = queries.square().sum(1)
-        squared = _squared(queries, self._bank, norms, self._squares, rows, columns)
+        squared = self._squared(queries, norms, rows, columns)
         farthest = squared[_least_pairs(squared, rows, len(queries), k)].amax(1)
         close = squared <= (farthest + 2 * _SLACK * (norms + farthest.clamp(min=0)))[rows]
         rows, columns, squared = rows[close], columns[close], squared[close]
@@ -122,16 +109,34 @@ class ScreenedIndex:
         squared = _measure(queries, self._bank, rows, candidates.flatten())
         return squared.view(candidates.shape).amax(1)
 
-    def _reduce(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Coordinates of vectors (n, D) for both screens, and their squared norms (n,).
+    def _squared(self, queries: Tensor, norms: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Squared distances of the pairs queries[rows], bank[columns], rows ascending, by products.
+
+        They are places of a product of matrices of which the rest isn't wanted: nothing is
+        gathered, and it takes a quarter of the time of `_measure`. But large norms leave rounding,
+        see `_SLACK`.
+        """
+        starts = torch.bincount(rows, minlength=len(queries)).cumsum(0)
+        wanted = torch.sparse_csr_tensor(
+            torch.cat([starts.new_zeros(1), starts]),
+            columns,
+            queries.new_zeros(len(rows)),
+            (len(queries), len(self._bank)),
+            check_invariants=False,
+        )
+        products = torch.sparse.sampled_addmm(wanted, queries, self._bank.T, beta=0.0).values()
+        return (norms[rows] + self._squares[columns]).sub_(products, alpha=2)
+
+    def _reduce(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Coordinates of vectors (n, D) for the screen, and their squared norms (n,).
 
         d along the axes, then the norm of the rest: (n, d + 1).
         """
         centred = vectors - self._mean
-        norms = centred.square().sum(1)
+        norms = torch.linalg.vector_norm(centred, dim=1).square_()
         leading = centred @ self._axes
-        coarse = leading[:, :_COARSE]
-        return _with_rest(coarse, norms), _with_rest(leading, norms), norms
+        rest = (norms - leading.square().sum(1)).clamp_(min=0).sqrt_()
+        return torch.cat([leading, rest[:, None]], dim=1), norms
 
 
 def _least(bounds: Tensor, least: Tensor, k: int) -> Tensor:
@@ -172,11 +177,6 @@ def _least_pairs(values: Tensor, rows: Tensor, count: int, k: int) -> Tensor:
     return order[(start[:, None] + torch.arange(k)).clamp_(max=len(rows) - 1)]
 
 
-def _with_rest(leading: Tensor, norms: Tensor) -> Tensor:
-    rest = (norms - leading.square().sum(1)).clamp_(min=0).sqrt_()
-    return torch.cat([leading, rest[:, None]], dim=1)
-
-
 def _measure(queries: Tensor, vectors: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Squared distances of the pairs queries[rows], vectors[columns]."""
     size = max(1, _GATHERED // queries.shape[1])
@@ -185,31 +185,6 @@ def _measure(queries: Tensor, vectors: Tensor, rows: Tensor, columns: Tensor) ->
         for r, c in zip(torch.split(rows, size), torch.split(columns, size), strict=True)
     ]
     return torch.cat(parts)
-
-
-def _squared(
-    queries: Tensor,
-    vectors: Tensor,
-    query_norms: Tensor,
-    vector_norms: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-) -> Tensor:
-    """Squared distances of the pairs queries[rows], vectors[columns], rows ascending, by products.
-
-    They are places of a product of matrices of which the rest isn't wanted: nothing is gathered,
-    and it takes a quarter of the time of `_measure`. But large norms leave rounding, see `_SLACK`.
-    """
-    starts = torch.bincount(rows, minlength=len(queries)).cumsum(0)
-    wanted = torch.sparse_csr_tensor(
-        torch.cat([starts.new_zeros(1), starts]),
-        columns,
-        queries.new_zeros(len(rows)),
-        (len(queries), len(vectors)),
-        check_invariants=False,
-    )
-    products = torch.sparse.sampled_addmm(wanted, queries, vectors.T, beta=0.0).values()
-    return (query_norms[rows] + vector_norms[columns]).sub_(products, alpha=2)
 
 
 def _leading_axes(vectors: Tensor, count: int) -> Tensor:

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anomaly.errors import DataError, OutputError
-from anomaly.export import feature_writer
-from anomaly.export.feature_files import read_features
-from anomaly.export.feature_writer import FeatureWriter
+from anomaly.export import feature_files
+from anomaly.export.feature_files import FeatureWriter, read_features
 
 SETTINGS: dict[str, Any] = {"layers": ["layer1", "layer2.0"], "format": "safetensors", "x": (1, 2)}
 
@@ -124,7 +123,7 @@ def test_images_of_several_shapes_lie_in_shards_of_their_own(tmp_path: Path) -> 
 def test_a_shard_closes_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feature_writer, "_SHARD_BYTES", 2 * 5 * 4)
+    monkeypatch.setattr(feature_files, "_SHARD_BYTES", 2 * 5 * 4)
     with FeatureWriter(tmp_path, SETTINGS, 100, overwrite=False) as writer:
         add(writer, range(2))
         assert len(writer.done) == 2

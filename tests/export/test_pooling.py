@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anomaly.features.pooling import channel_axis, pooled
+from anomaly.export.features import channel_axis, pooled
 
 
 @pytest.mark.parametrize(

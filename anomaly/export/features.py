@@ -1,0 +1,278 @@
+"""Images -> what the layers of a network make of them, saved for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from anomaly.errors import ConfigError, ModelError, OutputError
+from anomaly.export.feature_files import FeatureWriter
+from anomaly.features.backbones import (
+    Normalisation,
+    build,
+    default_layers,
+    load_state,
+    normalisation,
+    read_weights,
+)
+from anomaly.features.extractor import truncate_in_place
+from anomaly.features.layer_table import takes_oblong
+from anomaly.files.writing import sha256_of
+from anomaly.hooks import capture
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.geometry import Sizing
+from anomaly.imaging.image import MAX_PIXELS
+from anomaly.imaging.preprocessing import Loading, UnusableImage, by_shape
+from anomaly.model.checkpoint import load
+from anomaly.model.training import StageProgress
+
+Pooling: TypeAlias = Literal["mean", "max", "none"]
+
+_STRIDE = 32  # a side that is a multiple of it suits every network of torchvision
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A network and how it wants its images.
+
+    Attributes:
+        network: with its weights; what isn't needed is cut away.
+        layers: canonical paths, and the axis of the output that holds the channels.
+        loading: files -> network inputs.
+        normalise: what the network expects of its input.
+        settings: what the features hang on.
+    """
+
+    network: nn.Module
+    layers: dict[str, int]
+    loading: Loading
+    normalise: Normalisation
+    settings: dict[str, Any]
+
+
+def from_model(folder: Path, layers: Sequence[str] | None = None) -> Source:
+    """A trained model's network.
+
+    Args:
+        folder: the run, or its model folder.
+        layers: names or patterns of layers; by default those that the model hooks.
+
+    Raises:
+        AnomalyError: there is no model, no such layer, or the model cuts its images into tiles.
+    """
+    detector = load(folder, torch.device("cpu"))
+    name = detector.config.backbone.name
+    if detector.loading.sizing.tile is not None:
+        raise ConfigError(
+            f"{folder} cuts its images into tiles, and features are saved for whole images; "
+            f"use --backbone {name} with an --input-size"
+        )
+    layers = layers or detector.extractor.layers
+    network = build(name)
+    outputs = truncate_in_place(network, layers, 256)
+    kept = detector.extractor.network.state_dict()
+    missing = [key for key in network.state_dict() if key not in kept]
+    if missing:
+        raise ModelError(
+            f"{folder} keeps its network up to {detector.extractor.layers[-1]} only, and "
+            f"{', '.join(outputs)} needs {missing[0]}; name earlier layers, or use "
+            f"--backbone {name}"
+        )
+    load_state(network, kept, build(name), str(folder))
+    settings = {"model_id": detector.model_id, "network": name, "layers": list(outputs)}
+    loading = detector.loading
+    return Source(network, _channel_axes(outputs), loading, detector.normalise, settings)
+
+
+def from_backbone(
+    name: str, weights: str, size: int, *, square: bool = False, layers: Sequence[str] | None = None
+) -> Source:
+    """A torchvision network.
+
+    Args:
+        name: of the network.
+        weights: `imagenet`, `random`, or a file.
+        size: images are brought to the area of a square of this side.
+        square: squash them to that square instead.
+        layers: names or patterns of layers; by default those of the first three stages.
+
+    Raises:
+        AnomalyError: there is no such network, layer or weights file, or it takes squares only.
+    """
+    layers = layers or _default_layers(name)
+    network = build(name)
+    outputs = truncate_in_place(network, layers, size)
+    if not (square or takes_oblong(build(name), layers)):
+        raise ConfigError(
+            f"{name} takes square images only; add --square to squash them to {size}×{size}"
+        )
+    state, sha256 = read_weights(name, weights, 0)
+    load_state(network, state, build(name), f"the weights file for {name}")
+    settings = {
+        "network": name,
+        "weights": weights if sha256 is None else sha256,
+        "layers": list(outputs),
+        "input_size": size,
+        "square": square,
+    }
+    sizing = Sizing(size if square else None, None, size, _STRIDE)
+    loading = Loading(sizing, None, MAX_PIXELS)
+    return Source(network, _channel_axes(outputs), loading, normalisation(name), settings)
+
+
+def save_features(
+    source: Source,
+    paths: Sequence[Path],
+    writer: FeatureWriter,
+    *,
+    pool: Pooling = "mean",
+    batch_size: int = 8,
+    device: torch.device,
+    workers: int = 2,
+    progress: StageProgress = lambda stage, done, total: None,
+) -> list[tuple[str, str, str]]:
+    """Save what a network makes of images, but for those that are saved already.
+
+    Args:
+        source: the network.
+        paths: image files.
+        writer: of a folder whose settings are the source's.
+        pool: over the positions of a map; `none` keeps the whole map.
+        batch_size: images at once.
+        device: where to compute.
+        workers: decoding processes.
+        progress: called with (stage, images done, all of them).
+
+    Returns:
+        Path, status and reason of each file that can't be used; skipped.csv has them, too.
+
+    Raises:
+        OutputError: a file has changed since it was saved, or there is no room.
+    """
+    todo = _todo(paths, writer.done, workers, progress)
+    with writer:
+        refused = _save(
+            source,
+            todo,
+            writer,
+            pool=pool,
+            batch_size=batch_size,
+            device=device,
+            threads=workers,
+            progress=progress,
+        )
+    rows = sorted((str(todo[r.index]), r.status, r.reason) for r in refused)
+    writer.skipped(rows)
+    return rows
+
+
+def _default_layers(name: str) -> Sequence[str]:
+    try:
+        return default_layers(name, build(name), 3)
+    except ConfigError:
+        raise ConfigError(
+            f"{name} has no default layers; choose some of `anomaly layers --backbone {name}` and "
+            "name them with --layers"
+        ) from None
+
+
+def _channel_axes(outputs: dict[str, Tensor]) -> dict[str, int]:
+    return {layer: channel_axis(output.shape) for layer, output in outputs.items()}
+
+
+def _todo(
+    paths: Sequence[Path], done: dict[str, str], threads: int, progress: StageProgress
+) -> list[Path]:
+    """The files that aren't saved yet; those that are must not have changed."""
+    again = [path for path in paths if str(path) in done]
+    with ThreadPoolExecutor(threads) as pool:
+        for i, (path, sha256) in enumerate(zip(again, pool.map(_sha256, again), strict=True)):
+            if sha256 not in (done[str(path)], None):
+                raise OutputError(
+                    f"{path} has changed since its features were saved; add --overwrite to make "
+                    "all of them anew, or give another --output"
+                )
+            progress("checking", i + 1, len(again))
+    return [path for path in paths if str(path) not in done]
+
+
+def _sha256(path: Path) -> str | None:
+    try:
+        return sha256_of(path)
+    except OSError:
+        return None  # saved is saved
+
+
+def _save(
+    source: Source,
+    todo: Sequence[Path],
+    writer: FeatureWriter,
+    *,
+    pool: Pooling,
+    batch_size: int,
+    device: torch.device,
+    threads: int,
+    progress: StageProgress,
+) -> list[UnusableImage]:
+    """Run the network over files and hand what it makes to the writer; returns refused files."""
+    network = source.network.to(device).to(memory_format=torch.channels_last)
+    refused: list[UnusableImage] = []
+    count = 0
+    with Decoders(min(threads, len(todo)), Task(source.loading)) as decoders:
+        for batch in by_shape(decoders.load_all(enumerate(todo)), batch_size):
+            if isinstance(batch, UnusableImage):
+                refused.append(batch)
+            else:
+                pixels = torch.from_numpy(np.stack([item.pixels for item in batch]))
+                images = source.normalise(pixels.permute(0, 3, 1, 2).to(device))
+                with (
+                    torch.inference_mode(),
+                    capture(network, list(source.layers), stop=True) as maps,
+                ):
+                    maps.run(images)
+                    values = {
+                        layer: pooled(value, source.layers[layer], pool).float().cpu().numpy()
+                        for layer, value in maps.pop().items()
+                    }
+                for i, item in enumerate(batch):
+                    rows = {layer: value[i] for layer, value in values.items()}
+                    writer.add(str(todo[item.index]), item.sha256, rows)
+                count += len(batch)
+            progress("features", count + len(refused), len(todo))
+    return refused
+
+
+def channel_axis(shape: Sequence[int]) -> int:
+    """Which axis of a layer's output holds the channels, told by one square image.
+
+    Args:
+        shape: (1, C, h, h) is a feature map, (1, h, h, C) Swin's form of one, (1, tokens, C) a
+            transformer's, (1, C) a vector.
+    """
+    channels_last = len(shape) == 4 and shape[1] == shape[2] != shape[3]
+    return len(shape) - 1 if channels_last or len(shape) == 3 else 1
+
+
+def pooled(values: Tensor, axis: int, how: Pooling) -> Tensor:
+    """Pool over positions or tokens.
+
+    Args:
+        values: (B, …) with the channels on `axis`.
+        axis: see `channel_axis`.
+        how: `mean`, `max`, or `none` to leave the values as they are.
+
+    Returns:
+        (B, C) for `mean` and `max`; vectors stay as they are.
+    """
+    positions = [i for i in range(1, values.ndim) if i != axis]
+    if how == "none" or not positions:
+        return values
+    return values.mean(dim=positions) if how == "mean" else values.amax(dim=positions)

@@ -1,0 +1,245 @@
+"""What a run of `infer` writes into its folder; a run over a list of files. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from anomaly import __version__
+from anomaly.datasets.inputs import Found, picture_names
+from anomaly.errors import OutputError
+from anomaly.files.own_outputs import INFER, JOURNAL, SCALE, WATCHED
+from anomaly.files.writing import claim, remove_drafts, write
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.inference.artifacts import Pictures
+from anomaly.inference.journal import RunJournal
+from anomaly.inference.rows import (
+    Part,
+    RegionRow,
+    Row,
+    as_csv,
+    as_jsonl,
+    as_parquet,
+    judge_parts,
+    region_rows,
+)
+from anomaly.maps.colour_bar import colour_bar
+from anomaly.maps.heatmap import encode_png
+from anomaly.maps.thumbnails import Thumbnails
+
+if TYPE_CHECKING:
+    import torch
+
+    from anomaly.model.detector import AnomalyDetector
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What is to be written.
+
+    Attributes:
+        folder: where.
+        heatmaps: which images have one: none, those not called good, or all.
+        side_by_side: heatmaps of image, heatmap and colour bar.
+        masks: what is marked, as PNG.
+        regions: whether to write regions.csv.
+        maps: how to write anomaly maps, if at all.
+        parquet: whether to write results.parquet; needs pyarrow.
+        page: whether to write results.html.
+    """
+
+    folder: Path
+    heatmaps: Literal["none", "reject", "all"] = "all"
+    side_by_side: bool = False
+    masks: bool = False
+    regions: bool = False
+    maps: Literal["float32", "uint16"] | None = None
+    parquet: bool = False
+    page: bool = True
+
+    def begin(self, *, resume: bool, overwrite: bool) -> bool:
+        """Make the folder ready for a run over a list of files.
+
+        Args:
+            resume: go on with what an earlier run there has left.
+            overwrite: delete that.
+
+        Returns:
+            Whether there is nothing left to resume.
+
+        Raises:
+            OutputError: the folder holds another run, and nothing is said of what is to become of
+                that; it can't be written to; or pyarrow is missing.
+        """
+        if self.parquet and importlib.util.find_spec("pyarrow") is None:
+            raise OutputError("--parquet needs pyarrow: pip install 'anomaly[parquet]'")
+        unfinished = (self.folder / JOURNAL).exists()
+        if resume and (self.folder / WATCHED).exists():
+            raise OutputError(f"{self.folder} holds a run with --watch; resume it with --watch")
+        if unfinished and not (resume or overwrite):
+            raise OutputError(
+                f"{self.folder} holds a run that was broken off; add --resume to go on with it, "
+                "--overwrite to start again, or give another --output"
+            )
+        complete = resume and not unfinished and (self.folder / "results.csv").exists()
+        claim(self.folder, () if resume else INFER, overwrite=overwrite)
+        remove_drafts(self.folder)
+        return complete
+
+    def about(self, model: AnomalyDetector, device: torch.device) -> dict[str, object]:
+        """What the rows of a run depend on, but for the images."""
+        names = [n for n in ("side_by_side", "masks", "regions", "parquet") if getattr(self, n)]
+        return {
+            "model": model.model_id,
+            "software version": __version__,
+            "device": str(device),
+            "engine": model.extractor.engine,
+            "precision": model.extractor.precision,
+            "set of outputs": [self.heatmaps, *names, *([self.maps] if self.maps else [])],
+        }
+
+    def pictures(self, model: AnomalyDetector) -> Pictures:
+        """What is written for each image.
+
+        Raises:
+            OutputError: the model has no thresholds, which some of it needs.
+        """
+        thresholds = model.thresholds
+        asked = {
+            "--masks": self.masks,
+            "--regions": self.regions,
+            "--maps uint16": self.maps == "uint16",
+            "--heatmap reject": self.heatmaps == "reject",
+        }
+        needing = [name for name, wanted in asked.items() if wanted]
+        if thresholds is None and needing:
+            raise OutputError(
+                f"{', '.join(needing)}: the model has no thresholds; train it without "
+                "--no-calibrate"
+            )
+        return Pictures(
+            self.folder,
+            None if thresholds is None else thresholds.pixel,
+            review=None if thresholds is None else thresholds.review_pixel,
+            beside=model.unit if self.side_by_side else None,
+            masks=self.masks,
+            regions=self.regions,
+            maps=self.maps,
+        )
+
+    def write_scale(self, model: AnomalyDetector) -> None:
+        """Write what the heatmaps' colours mean, once: it is the same for every picture.
+
+        Raises:
+            OutputError: no room, no permission.
+        """
+        thresholds = model.thresholds
+        if thresholds is not None and self.heatmaps != "none":
+            bar = colour_bar(480, thresholds.pixel, model.unit, thresholds.review_pixel)
+            write(self.folder / SCALE, encode_png(bar))
+
+    def write_tables(
+        self, journal: RunJournal, groups: Mapping[str, str], mm_per_pixel: float | None
+    ) -> None:
+        """Write the tables of a run; none where nothing is finished.
+
+        Args:
+            journal: what is finished.
+            groups: the part that an image shows, by its path.
+            mm_per_pixel: for the table of regions; None where it isn't known.
+
+        Raises:
+            OutputError: no room, no permission.
+        """
+        rows = journal.rows()
+        if not rows:
+            return
+        write(self.folder / "results.csv", as_csv(rows, Row))
+        write(self.folder / "results.jsonl", as_jsonl(rows))
+        if self.parquet:
+            write(self.folder / "results.parquet", as_parquet(rows))
+        if self.regions:
+            found = [
+                region
+                for one in journal.in_order()
+                for region in region_rows(one.row.path, one.regions, mm_per_pixel)
+            ]
+            write(self.folder / "regions.csv", as_csv(found, RegionRow))
+        if groups:
+            write(self.folder / "parts.csv", as_csv(judge_parts(rows, groups), Part))
+
+
+def infer_files(
+    model: AnomalyDetector,
+    found: Found,
+    folders: Sequence[Path],
+    outputs: Outputs,
+    journal: RunJournal,
+    decoders: Decoders,
+    *,
+    stopped: Callable[[], bool],
+    progress: Callable[[int, int], None],
+) -> Thumbnails | None:
+    """Score the files of a list that its journal doesn't know yet, and write the tables.
+
+    Args:
+        model: says what is good.
+        found: the files.
+        folders: those that were named; pictures are named by the way from there.
+        outputs: what to write, its folder begun.
+        journal: of the run.
+        decoders: started.
+        stopped: asked all the time; the journal then lacks some of the files.
+        progress: called with images done in this run, and how many there are to do.
+
+    Returns:
+        Small heatmaps for the page, if there is to be one.
+
+    Raises:
+        OutputError: results can't be written; those that could are kept, and the run can go on.
+    """
+    from anomaly.inference.run import Inputs, infer
+
+    paths = found.paths
+    inputs = Inputs(paths, picture_names(paths, folders), outputs.heatmaps)
+    thumbnails = Thumbnails(len(paths)) if outputs.page else None
+    decoders.begin(Task(model.loading, outputs.pictures(model)))
+    failure: OutputError | None = None
+    try:
+        with journal:
+            outputs.write_scale(model)
+            infer(
+                model,
+                inputs,
+                journal,
+                decoders,
+                stopped=stopped,
+                progress=progress,
+                thumbnails=thumbnails,
+            )
+    except OutputError as error:
+        failure = error
+    finally:
+        # Whatever stopped the run, the rows that exist are kept.
+        try:
+            mm_per_pixel = model.config.image.mm_per_pixel
+            outputs.write_tables(journal, found.groups, mm_per_pixel)
+        except OutputError as error:
+            failure = failure or error
+    if failure is not None:
+        raise _broken_off(failure, len(journal.done), len(paths))
+    return thumbnails
+
+
+def _broken_off(failure: OutputError, done: int, total: int) -> OutputError:
+    """What to tell of a run that couldn't write."""
+    told = OutputError(
+        f"{failure}; {done} of {total} images are done and kept: once that is mended, go on with "
+        "--resume"
+    )
+    told.exit_code = 3 if done else 2
+    return told
