@@ -60,12 +60,13 @@ class Browser:
                 return dict(answer["result"])
             self.events.append(answer)
 
-    def open(self, page: Path, *, width: int = 1366, height: int = 768) -> float:
-        """Load a page; returns the seconds until it was loaded and its scripts had run."""
+    def open(self, page: Path | str, *, width: int = 1366, height: int = 768) -> float:
+        """Load a file or an address; returns the seconds until its scripts had run."""
         self.resize(width, height)
+        address = page if isinstance(page, str) else page.as_uri()
         started = time.perf_counter()
-        self.call("Page.navigate", url=page.as_uri())
-        while self.evaluate("document.readyState + location.href") != f"complete{page.as_uri()}":
+        self.call("Page.navigate", url=address)
+        while self.evaluate("document.readyState + location.href") != f"complete{address}":
             time.sleep(0.005)
         self.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
         return time.perf_counter() - started
@@ -105,7 +106,7 @@ class Browser:
         codes = {"Enter": 13, "Escape": 27, "Tab": 9, "Home": 36, "End": 35, " ": 32}
         arrows = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
         code = (codes | arrows).get(key, 0)
-        text = {"Enter": "\r", " ": " "}.get(key, "")
+        text = key if len(key) == 1 else {"Enter": "\r"}.get(key, "")
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)

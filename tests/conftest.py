@@ -2,8 +2,10 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import cv2
 import hypothesis
@@ -136,3 +138,14 @@ def padim_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     arguments = train_arguments(product, output, "model.kind=padim")
     assert main(["train", *map(str, arguments)]) == 0
     return output
+
+
+@pytest.fixture(scope="session")
+def served(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A service with the PatchCore run, as a process: see tests/service/running.py."""
+    from running import serving
+
+    models = tmp_path_factory.mktemp("line") / "models"
+    shutil.copytree(run_folder, models / "disc")
+    with serving(models, "--max-body", "2") as running:
+        yield running

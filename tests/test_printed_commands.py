@@ -44,6 +44,10 @@ RUNS_TESTS = ("make test", "make test-slow", "make test-portable")  # this very 
 # A run that follows a folder goes on until somebody stops it.
 UNTIL_A_ROW = " & until grep -q ,ok, shift/results.csv; do sleep 0.2; kill -0 $!; done; "
 UNTIL_A_ROW += "kill -TERM $!; wait $!"
+# So does a service.
+READY = "http://127.0.0.1:8000/v2/health/ready"
+UNTIL_READY = f" & until python -c 'import urllib.request as u; u.urlopen(\"{READY}\")'; "
+UNTIL_READY += "do sleep 0.5; kill -0 $!; done; kill -TERM $!; wait $!"
 MOBILENET = REPOSITORY / "weights" / "mobilenet_v2-b0353104.pth"
 # WideResNet50-2's file can't be had without a network: its layers have random weights here.
 STAND_IN = """
@@ -175,7 +179,8 @@ def _printed(own_files: Path) -> list[str]:
         lines += [*printed, "cd .."]
     lines = [line.replace("/path/to/", f"{own_files}/path/to/") for line in lines]
     return [
-        line + UNTIL_A_ROW if "--watch" in line else line
+        line
+        + (UNTIL_A_ROW if "--watch" in line else UNTIL_READY if "anomaly serve" in line else "")
         for line in lines
         if not line.startswith(IN_THE_CHECKOUT)
     ]

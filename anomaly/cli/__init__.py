@@ -31,6 +31,9 @@ COMMANDS = {
     "explain": "show why an image was flagged, in pictures",
     "export": "write a trained model for ONNX Runtime or OpenVINO",
     "selfcheck": "score known parts before a shift and say what has moved",
+    "serve": "answer over HTTP, write every answer down, and show a page to the line",
+    "feedback": "write down what parts of a line really were, or list what was said",
+    "drift": "say whether parts still look like the good images behind the thresholds",
     "sample-data": "generate a small data set to try things on",
     "completion": "print what lets a shell complete commands and options",
 }

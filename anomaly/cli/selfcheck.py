@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
-
-if TYPE_CHECKING:
-    from anomaly.imaging.preprocessing import UnusableImage
-    from anomaly.model.detector import AnomalyDetector
-    from anomaly.model.prediction import Prediction
-
-RECORD = "golden.json"
+from anomaly.files.own_outputs import GOLDEN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record",
         action="store_true",
-        help=f"note today's scores in the folder's {RECORD}, for later checks to compare with",
+        help=f"note today's scores in the folder's {GOLDEN}, for later checks to compare with",
     )
     parser.add_argument(
         "--tolerance",
@@ -59,93 +52,26 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, paths: list[Path]) -> int:
-    recorded = None if options.record else _read(options.golden / RECORD)
+    from anomaly.inference.golden import moved_since, read_record, score_golden, write_record
 
-    from anomaly.files.writing import as_json, write
+    recorded = None if options.record else read_record(options.golden)
+
     from anomaly.model.checkpoint import load
 
     device, threads = machine.device_and_threads(options)
     model = load(options.model, device)
-    found = _score(model, paths, options.golden, threads)
+    with ProgressLine() as progress:
+        told = partial(progress, "scoring")
+        found = score_golden(model, paths, options.golden, threads, told)
     if recorded is None:
-        record = {"model_id": model.model_id, "images": found}
-        write(options.golden / RECORD, as_json(record))
-        print(f"{len(found)} images recorded in {options.golden / RECORD}")
+        write_record(options.golden, model.model_id, found)
+        print(f"{len(found)} images recorded in {options.golden / GOLDEN}")
         return 0
     if recorded["model_id"] != model.model_id:
         print(f"recorded with model {recorded['model_id']}, checked with {model.model_id}")
-    moved = _moved(recorded["images"], found, options.tolerance)
+    moved = moved_since(recorded["images"], found, options.tolerance)
     for line in moved:
         print(line)
     kept = len(found) - len({line.split(":")[0] for line in moved} & set(found))
     print(f"{kept} of {len(found)} images as recorded" + ("" if moved else ": ready"))
     return 1 if moved else 0
-
-
-def _score(
-    model: AnomalyDetector, paths: list[Path], folder: Path, threads: int
-) -> dict[str, dict[str, Any]]:
-    """What the model says today, by image."""
-    found: dict[str, dict[str, Any]] = {}
-    with ProgressLine() as progress:
-        for result in model.score_all(paths, workers=threads):
-            name = paths[result.index].relative_to(folder).as_posix()
-            found[name] = _said(result)
-            progress("scoring", len(found), len(paths))
-    return dict(sorted(found.items()))
-
-
-def _said(result: Prediction | UnusableImage) -> dict[str, Any]:
-    from anomaly.imaging.preprocessing import UnusableImage
-
-    if isinstance(result, UnusableImage):
-        return {"image_score": None, "verdict": result.status}
-    return {"image_score": result.score, "verdict": result.verdict}
-
-
-def _moved(
-    recorded: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]], tolerance: float
-) -> list[str]:
-    """One line for each image that isn't as recorded."""
-    lines = []
-    for name in sorted(recorded.keys() | found.keys()):
-        if name not in found:
-            lines.append(f"{name}: recorded, but missing today")
-        elif name not in recorded:
-            lines.append(f"{name}: new; record again with --record")
-        elif change := _change(recorded[name], found[name], tolerance):
-            lines.append(f"{name}: {change}")
-    return lines
-
-
-def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> str:
-    old, new = before["image_score"], now["image_score"]
-    score = "" if old is None or new is None else f" ({old:.4g} -> {new:.4g})"
-    if before["verdict"] != now["verdict"]:
-        return f"verdict {before['verdict'] or 'none'} -> {now['verdict'] or 'none'}{score}"
-    if new is None:  # recorded without a score, too: that is no part to be ready with
-        return f"can't be scored: {now['verdict']}"
-    if old is not None and new is not None and abs(new - old) > tolerance * abs(old):
-        return f"score has moved by {abs(new - old) / max(abs(old), 1e-12):.1%}{score}"
-    return ""
-
-
-def _read(file: Path) -> dict[str, Any]:
-    from anomaly.errors import DataError, why
-
-    try:
-        record = json.loads(file.read_text("utf-8"))
-        if not isinstance(record["model_id"], str) or not isinstance(record["images"], dict):
-            raise TypeError("it holds something else")
-        for said in record["images"].values():
-            said["image_score"], said["verdict"]
-    except FileNotFoundError:
-        raise DataError(
-            f"{file} doesn't exist: record the golden images' scores first, with --record"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{file} can't be read as a record of golden scores ({why(error)}); record again with "
-            "--record"
-        ) from None
-    return dict(record)

@@ -12,6 +12,7 @@ PAGE = "results.html"
 JOURNAL = "results.partial.jsonl"
 WATCHED = "results.watched.jsonl"
 DONE = "results.done.json"
+GOLDEN = "golden.json"
 INFER = (
     "results.csv",
     "results.jsonl",

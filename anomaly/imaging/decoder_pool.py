@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from anomaly.errors import ImageError
 from anomaly.imaging import image as images
 from anomaly.imaging import preprocessing
-from anomaly.imaging.decoder_worker import Task, load_alone
+from anomaly.imaging.decoder_worker import Task, load_alone, name_of
 from anomaly.imaging.geometry import View
 from anomaly.imaging.guarded_process import DRAWING, EndedError, GuardedProcess
 from anomaly.imaging.image import Image
@@ -138,12 +138,21 @@ class Decoders:
             raise ImageError(f"{about}: {found}", found.status)
         return found
 
-    def finish(self, index: int, path: Path, *what: Any) -> Future[Any]:
+    def submit(self, index: int, source: Path | bytes | Image) -> Future[Loaded | UnusableImage]:
+        """Load one image among many, as `load_all` does; nobody bounds how many wait.
+
+        Args:
+            index: no other image that is being loaded or waits for its pictures has it.
+            source: its file, the file's bytes, or pixels.
+        """
+        return self._load(index, source)
+
+    def finish(self, index: int, path: Path | bytes, *what: Any) -> Future[Any]:
         """Write the pictures of an image that `load_all` has given and that is now scored.
 
         Args:
             index: of the image.
-            path: of the image.
+            path: of the image; its file's bytes where it was loaded from them.
             what: for `Task.pictures.write`, behind the image.
 
         Returns:
@@ -165,7 +174,7 @@ class Decoders:
         process = self._idlest()
         return process.submit(_load_alone, process, index, path, loading, keep_image)
 
-    def _load(self, index: int, source: Path | Image) -> Future[Loaded | UnusableImage]:
+    def _load(self, index: int, source: Path | bytes | Image) -> Future[Loaded | UnusableImage]:
         if isinstance(source, Image):
             assert self._task is not None
             return _done(preprocessing.load(index, source, self._task.loading))
@@ -243,14 +252,14 @@ def read_mask(path: Path) -> NDArray[np.bool_]:
         return np.asarray(decoders.call(images.read_mask, path, about=path), bool)
 
 
-def _load(process: GuardedProcess, index: int, path: Path) -> Loaded | UnusableImage:
+def _load(process: GuardedProcess, index: int, path: Path | bytes) -> Loaded | UnusableImage:
     try:
         answer = process.ask("load", index, path, droppable=True)
     except EndedError as ended:
         return _failed(index, path, "decoding", ended)
     if isinstance(answer, Loaded):
         if answer.image is not None:
-            return replace(answer, render=partial(paint, path, answer.image))
+            return replace(answer, render=partial(paint, answer.name, answer.image))
         return replace(answer, render=partial(_render, process, index, path))
     assert isinstance(answer, UnusableImage)
     return answer
@@ -272,14 +281,16 @@ def _load_alone(
     return answer
 
 
-def _finish(process: GuardedProcess, index: int, path: Path, *what: Any) -> Any:
+def _finish(process: GuardedProcess, index: int, path: Path | bytes, *what: Any) -> Any:
     try:
         return process.ask("finish", index, path, *what, patience=DRAWING)
     except EndedError as ended:
         return _failed(index, path, "drawing", ended)
 
 
-def _render(process: GuardedProcess, index: int, path: Path, view: View) -> NDArray[np.float32]:
+def _render(
+    process: GuardedProcess, index: int, path: Path | bytes, view: View
+) -> NDArray[np.float32]:
     """Of a large image: asked for by the network's thread while loads may be waiting."""
     try:
         answer = process.submit(process.ask, "render", index, path, view).result()
@@ -304,8 +315,8 @@ def _spread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return function(*arguments)
 
 
-def _failed(index: int, path: Path, doing: str, ended: EndedError) -> UnusableImage:
-    return UnusableImage(index, "failed", f"{path}: {doing} it {ended}")
+def _failed(index: int, source: Path | bytes, doing: str, ended: EndedError) -> UnusableImage:
+    return UnusableImage(index, "failed", f"{name_of(index, source)}: {doing} it {ended}")
 
 
 def _done(result: Loaded | UnusableImage) -> Future[Loaded | UnusableImage]:

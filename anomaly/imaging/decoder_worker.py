@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import ImageError, OutputError
 from anomaly.imaging.geometry import Tiling, View
-from anomaly.imaging.image import Image
+from anomaly.imaging.image import Image, described
 from anomaly.imaging.preprocessing import (
     MODEST_PIXELS,
     Loaded,
@@ -148,8 +148,8 @@ class _Server:
         self._say_pixels = say_pixels
         self._kept: OrderedDict[int, Image] = OrderedDict()
 
-    def load(self, index: int, path: Path) -> Loaded | UnusableImage:
-        loaded = load(index, path, self._task.loading, self._say_pixels)
+    def load(self, index: int, source: Path | bytes) -> Loaded | UnusableImage:
+        loaded = load(index, source, self._task.loading, self._say_pixels)
         if isinstance(loaded, UnusableImage):
             return loaded
         if self._task.keep_image:
@@ -158,19 +158,22 @@ class _Server:
             self._keep(index, loaded.decoded)
         return replace(loaded, image=None, render=_elsewhere)
 
-    def render(self, index: int, path: Path, view: View) -> NDArray[np.float32] | UnusableImage:
-        image = self._image(index, path)
+    def render(
+        self, index: int, source: Path | bytes, view: View
+    ) -> NDArray[np.float32] | UnusableImage:
+        image = self._image(index, source)
         if isinstance(image, UnusableImage):
             return image
         self._keep(index, image)
+        name = name_of(index, source)
         try:
-            return paint(path, image, view)
+            return paint(name, image, view)
         except ImageError as error:
-            return refusal(index, path, error)
+            return refusal(index, name, error)
 
-    def finish(self, index: int, path: Path, *what: Any) -> Any:
+    def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:
         assert self._task.pictures is not None
-        image = self._image(index, path)
+        image = self._image(index, source)
         if isinstance(image, UnusableImage):
             return image
         try:
@@ -178,7 +181,7 @@ class _Server:
         except OutputError:  # of every image to come, too
             raise
         except Exception as error:
-            return refusal(index, path, error)
+            return refusal(index, name_of(index, source), error)
 
     def _keep(self, index: int, image: Image) -> None:
         self._kept[index] = image
@@ -186,15 +189,20 @@ class _Server:
         while held > _KEPT_BYTES and len(self._kept) > 1:
             held -= self._kept.popitem(last=False)[1].pixels.nbytes
 
-    def _image(self, index: int, path: Path) -> Image | UnusableImage:
+    def _image(self, index: int, source: Path | bytes) -> Image | UnusableImage:
         image = self._kept.pop(index, None)
         if image is None:
-            loaded = load(index, path, self._task.loading, self._say_pixels)
+            loaded = load(index, source, self._task.loading, self._say_pixels)
             return loaded if isinstance(loaded, UnusableImage) else loaded.decoded
         height, width = image.size
         if height * width > MODEST_PIXELS:
             self._say_pixels(height * width)
         return image
+
+
+def name_of(index: int, source: Path | bytes) -> str:
+    """What messages call an image: its path, or its place where its bytes came from memory."""
+    return described(index, source if isinstance(source, Path) else None)
 
 
 def load_alone(

@@ -87,45 +87,53 @@ class Image:
         return self.pixels.shape[0], self.pixels.shape[1]
 
 
-def read_image(path: Path, *, max_pixels: int = MAX_PIXELS, bit_depth: int | None = None) -> Image:
+def read_image(
+    source: Path | bytes, *, max_pixels: int = MAX_PIXELS, bit_depth: int | None = None
+) -> Image:
     """Read one image of any supported format, told by its content.
 
     Args:
-        path: the file.
+        source: the file, or its bytes.
         max_pixels: images of more pixels are refused before they are decoded, and files far too
             long for so many before they are read.
         bit_depth: significant bits of files that can't say so themselves, such as 12-bit camera
             data in a 16-bit file; None takes the full range of each file's type.
 
     Raises:
-        ImageError: its `status` is `unreadable` or `unsupported`; the message names the file.
+        ImageError: its `status` is `unreadable` or `unsupported`; the message names the file,
+            where there is one.
     """
     try:
-        kind, data = _read_file(path, max_pixels)
+        kind, data = _read_file(source, max_pixels)
         header = kind.read_header(data)
         check_size(header.size, max_pixels)
         pixels = turned_upright(kind.decode(data), header.orientation)
         full_scale = full_scale_of(header.full_scale, bit_depth)
         check_range(pixels, full_scale)
     except ImageError as error:
-        raise ImageError(f"{path}: {error}", error.status) from None
+        raise ImageError(_named(source, str(error)), error.status) from None
     except MemoryError:
-        raise ImageError(f"{path}: there isn't enough memory to decode it", "unsupported") from None
+        said = _named(source, "there isn't enough memory to decode it")
+        raise ImageError(said, "unsupported") from None
     sha256 = hashlib.sha256(data).hexdigest()
     return Image(np.ascontiguousarray(pixels), full_scale, header.mode, header.format, sha256)
 
 
-def read_header(path: Path) -> ImageHeader:
-    """Read what a file says about its picture, without decoding it.
+def read_header(source: Path | bytes) -> ImageHeader:
+    """Read what a file, or its bytes, say about its picture, without decoding it.
 
     Raises:
         ImageError: as `read_image`, but damage inside the pixels may go unnoticed.
     """
     try:
-        kind, data = _read_file(path, MAX_PIXELS)
+        kind, data = _read_file(source, MAX_PIXELS)
         return kind.read_header(data)
     except ImageError as error:
-        raise ImageError(f"{path}: {error}", error.status) from None
+        raise ImageError(_named(source, str(error)), error.status) from None
+
+
+def _named(source: Path | bytes, said: str) -> str:
+    return said if isinstance(source, bytes) else f"{source}: {said}"
 
 
 def read_mask(path: Path, *, above: int = 0) -> NDArray[np.bool_]:
@@ -225,8 +233,11 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _read_file(path: Path, max_pixels: int) -> tuple[Format, bytes]:
+def _read_file(path: Path | bytes, max_pixels: int) -> tuple[Format, bytes]:
     """Read a whole file, once its first bytes and its length look like a picture's."""
+    if isinstance(path, bytes):
+        _check_length(len(path), max_pixels)
+        return identify(path[:HEAD_BYTES]), path
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
             what = "a folder" if path.is_dir() else "a device or pipe"

@@ -130,7 +130,7 @@ def nothing_said(pixels: int) -> None:
 
 
 def read(
-    path: Path,
+    source: Path | bytes,
     *,
     max_pixels: int = MAX_PIXELS,
     bit_depth: int | None = None,
@@ -139,7 +139,7 @@ def read(
     """Read one image, and say before it is decoded that it is a large one.
 
     Args:
-        path: the file.
+        source: the file, or its bytes.
         max_pixels: as for `anomaly.imaging.image.read_image`, and so is `bit_depth`.
         bit_depth: likewise.
         say_pixels: called with the number of pixels of an image that has more than
@@ -149,21 +149,21 @@ def read(
         ImageError: as `read_image`.
     """
     try:
-        return read_image(path, max_pixels=min(max_pixels, MODEST_PIXELS), bit_depth=bit_depth)
+        return read_image(source, max_pixels=min(max_pixels, MODEST_PIXELS), bit_depth=bit_depth)
     except ImageError:
         if max_pixels <= MODEST_PIXELS:
             raise
-        height, width = read_header(path).size
+        height, width = read_header(source).size
         if height * width <= MODEST_PIXELS:
             raise
     if height * width <= max_pixels:
         say_pixels(height * width)
-    return read_image(path, max_pixels=max_pixels, bit_depth=bit_depth)
+    return read_image(source, max_pixels=max_pixels, bit_depth=bit_depth)
 
 
 def load(
     index: int,
-    source: Path | Image,
+    source: Path | bytes | Image,
     loading: Loading,
     say_pixels: Callable[[int], None] = nothing_said,
 ) -> Loaded | UnusableImage:
@@ -171,11 +171,11 @@ def load(
 
     Args:
         index: its place in the list of images.
-        source: the file, or pixels that needn't be decoded.
+        source: the file, its bytes, or pixels that needn't be decoded.
         loading: how.
         say_pixels: as for `read`.
     """
-    path = None if isinstance(source, Image) else source
+    path = source if isinstance(source, Path) else None
     try:
         return _load(index, source, loading, say_pixels)
     except Exception as error:  # a shift mustn't end because of one image
@@ -193,14 +193,14 @@ def refusal(index: int, name: Path | str, error: Exception) -> UnusableImage:
 
 
 def _load(
-    index: int, source: Path | Image, loading: Loading, say_pixels: Callable[[int], None]
+    index: int, source: Path | bytes | Image, loading: Loading, say_pixels: Callable[[int], None]
 ) -> Loaded:
+    path = source if isinstance(source, Path) else None
     if isinstance(source, Image):
-        path, image = None, source
+        image = source
     else:
-        path = source
         image = read(
-            path,
+            source,
             max_pixels=loading.max_pixels,
             bit_depth=loading.bit_depth,
             say_pixels=say_pixels,

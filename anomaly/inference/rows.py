@@ -5,16 +5,23 @@ from __future__ import annotations
 import io
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, get_type_hints
 
+from anomaly import __version__
 from anomaly.files.csv_files import csv_text
+from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.maps.regions import MarkedRegion
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from anomaly.model.detector import AnomalyDetector
+    from anomaly.model.prediction import Prediction
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,45 @@ class Row:
     time: str = ""
     milliseconds: float | None = None
     engine: str = "torch"
+
+
+def row_of(
+    result: Prediction | UnusableImage,
+    model: AnomalyDetector,
+    path: str,
+    begun: float,
+    heatmap: str = "",
+) -> Row:
+    """The row of an image that was scored, or couldn't be.
+
+    Args:
+        result: what became of it.
+        model: said so.
+        path: what the row calls the image.
+        begun: when it was begun, by `time.perf_counter`.
+        heatmap: picture, relative to the output folder; empty where there is none.
+    """
+    scored = None if isinstance(result, UnusableImage) else result
+    limits = model.thresholds
+    return Row(
+        path=path,
+        image_sha256="" if scored is None else scored.sha256,
+        status=result.status if isinstance(result, UnusableImage) else "ok",
+        image_score=None if scored is None else scored.score,
+        calibrated_score=None if scored is None else scored.calibrated_score,
+        review_threshold=None if limits is None else limits.review,
+        threshold=None if limits is None else limits.image,
+        verdict="" if scored is None else scored.verdict,
+        heatmap=heatmap,
+        model_id=model.model_id,
+        software_version=__version__,
+        threshold_label="" if limits is None else limits.label,
+        reason=result.reason,
+        model_name=model.config.name,
+        time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        milliseconds=round(1000 * (time.perf_counter() - begun), 1),
+        engine=model.extractor.engine,
+    )
 
 
 @dataclass(frozen=True)

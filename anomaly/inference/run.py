@@ -7,18 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from anomaly import __version__
 from anomaly.errors import OutputError
 from anomaly.files.own_outputs import HEATMAPS
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape
 from anomaly.inference.artifacts import Drawn, Shown
 from anomaly.inference.journal import Finished, Record
-from anomaly.inference.rows import Row
+from anomaly.inference.rows import Row, row_of
 from anomaly.maps.thumbnails import Thumbnails
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
@@ -175,12 +173,13 @@ class _Run:
         self, result: tuple[Prediction, Shown, Future[Drawn | UnusableImage]] | UnusableImage
     ) -> Finished:
         if isinstance(result, UnusableImage):
-            return Finished(result.index, self._refused(result))
+            return Finished(result.index, self._row(result))
         prediction, shown, future = result
         drawn = future.result()
         if isinstance(drawn, UnusableImage):
-            return Finished(drawn.index, self._refused(drawn))
-        row = self._scored(prediction, shown)
+            return Finished(drawn.index, self._row(drawn))
+        picture = f"{HEATMAPS}/{self._inputs.pictures[prediction.index]}"
+        row = self._row(prediction, picture if shown.heatmap else "")
         if self._thumbnails and drawn.small:
             odd = bool(prediction.reason)
             self._thumbnails.keep(row.heatmap, odd, prediction.score, drawn.small)
@@ -196,52 +195,6 @@ class _Run:
             small = self._thumbnails.pixels
         return Shown(drawn, verdict, result.score, times, small)
 
-    def _scored(self, result: Prediction, shown: Shown) -> Row:
-        thresholds = self._model.thresholds
-        score = result.score
-        return self._row(
-            result.index,
-            image_sha256=result.sha256,
-            status="ok",
-            image_score=score,
-            calibrated_score=None if thresholds is None else thresholds.calibrated(score),
-            verdict=shown.verdict,
-            heatmap=f"{HEATMAPS}/{self._inputs.pictures[result.index]}" if shown.heatmap else "",
-            reason=result.reason,
-        )
-
-    def _refused(self, result: UnusableImage) -> Row:
-        return self._row(result.index, status=result.status, reason=result.reason)
-
-    def _row(
-        self,
-        index: int,
-        *,
-        status: str,
-        image_sha256: str = "",
-        image_score: float | None = None,
-        calibrated_score: float | None = None,
-        verdict: str = "",
-        heatmap: str = "",
-        reason: str = "",
-    ) -> Row:
-        thresholds = self._model.thresholds
-        return Row(
-            path=str(self._inputs.paths[index]),
-            image_sha256=image_sha256,
-            status=status,
-            image_score=image_score,
-            calibrated_score=calibrated_score,
-            review_threshold=None if thresholds is None else thresholds.review,
-            threshold=None if thresholds is None else thresholds.image,
-            verdict=verdict,
-            heatmap=heatmap,
-            model_id=self._model.model_id,
-            software_version=__version__,
-            threshold_label="" if thresholds is None else thresholds.label,
-            reason=reason,
-            model_name=self._model.config.name,
-            time=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            milliseconds=round(1000 * (time.perf_counter() - self._begun.pop(index)), 1),
-            engine=self._model.extractor.engine,
-        )
+    def _row(self, result: Prediction | UnusableImage, heatmap: str = "") -> Row:
+        begun = self._begun.pop(result.index)
+        return row_of(result, self._model, str(self._inputs.paths[result.index]), begun, heatmap)

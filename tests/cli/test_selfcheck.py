@@ -8,7 +8,7 @@ import cv2
 import pytest
 from conftest import Command, train_arguments, write_part
 
-from anomaly.cli.selfcheck import _moved
+from anomaly.inference.golden import moved_since
 
 
 @pytest.fixture
@@ -78,4 +78,4 @@ def test_a_spoilt_record(run_folder: Path, golden: Path, command: Command, text:
 
 def test_an_image_without_a_score_is_never_as_recorded() -> None:
     said = {"a.png": {"image_score": None, "verdict": "failed"}}
-    assert _moved(said, said, 1.0) == ["a.png: can't be scored: failed"]
+    assert moved_since(said, said, 1.0) == ["a.png: can't be scored: failed"]

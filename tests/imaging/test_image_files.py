@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import struct
 import warnings
+from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 from picture_files import (
@@ -150,3 +152,22 @@ def test_many_mutated_files(tmp_path, rgb, seed, capfd):
         warnings.simplefilter("error")
         assert sum(survive(tmp_path, rgb, 2000, seed).values()) == 2000
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_files_bytes_are_the_file(tmp_path: Path) -> None:
+    """What comes from memory is read like the file, and refused in the same words."""
+    file = tmp_path / "part.png"
+    assert cv2.imwrite(str(file), np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
+    data = file.read_bytes()
+    ours, theirs = read_image(data), read_image(file)
+    assert (ours.sha256, ours.mode) == (theirs.sha256, theirs.mode)
+    assert (ours.pixels == theirs.pixels).all()
+    file.write_bytes(data[:-20])
+    for broken, limit in ((data[:-20], 100), (data, 15), (b"", 100), (b"no picture", 100)):
+        file.write_bytes(broken)
+        with pytest.raises(ImageError) as of_file:
+            read_image(file, max_pixels=limit)
+        with pytest.raises(ImageError) as of_bytes:
+            read_image(broken, max_pixels=limit)
+        assert str(of_file.value) == f"{file}: {of_bytes.value}"
+        assert of_file.value.status == of_bytes.value.status

@@ -1,0 +1,80 @@
+"""`anomaly feedback`: what parts really were; the page of `serve` has buttons for the same."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+from pathlib import Path
+
+from anomaly.errors import AnomalyError, DataError, why
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--record", type=Path, required=True, metavar="FILE", help="the record of serve"
+    )
+    parser.add_argument(
+        "--verdict",
+        choices=("good", "defect"),
+        help="what the parts really were; without it, all that was said is listed, a line of JSON "
+        "each",
+    )
+    parser.add_argument(
+        "--images",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="image files, told by hash",
+    )
+    parser.add_argument(
+        "--parts", type=int, nargs="+", default=[], metavar="N", help="numbers of parts"
+    )
+    parser.add_argument("--type", default="", help="kind of defect")
+    parser.add_argument("--note", default="", help="anything else")
+    parser.add_argument("--who", help="who says so (the user's name)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write down, or list."""
+    from anomaly.files.writing import like, sha256_of
+    from anomaly.service.record import Record
+
+    if not options.record.is_file():
+        raise DataError(f"there is no record {options.record}{like(options.record)}")
+    if (options.verdict is None) != (not options.images and not options.parts):
+        raise AnomalyError("--verdict goes with --images or --parts, and these with --verdict")
+    try:
+        hashes = [(file, sha256_of(file)) for file in options.images]
+    except OSError as error:
+        raise DataError(f"{error.filename} can't be read: {why(error)}") from None
+    record = Record(options.record)
+    try:
+        if options.verdict is None:
+            for one in record.feedback():
+                print(json.dumps(one))
+            return 0
+        said = {
+            "who": options.who or _user(),
+            "defect_type": options.type,
+            "note": options.note,
+        }
+        for part in options.parts:
+            record.add_feedback(options.verdict, part=part, **said)
+            print(f"part {part}: {options.verdict}")
+        for file, sha256 in hashes:
+            number = record.add_feedback(options.verdict, sha256=sha256, **said)
+            known = "not scored here so far" if number is None else f"part {number}"
+            print(f"{file} ({known}): {options.verdict}")
+    finally:
+        record.close()
+    return 0
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in some containers
+        return ""

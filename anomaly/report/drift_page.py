@@ -1,0 +1,92 @@
+"""What drift was seen -> one page of charts that opens from disk and needs no script."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+import numpy as np
+
+from anomaly.calibration.drift import Drift, Watched
+from anomaly.calibration.rates import percent
+from anomaly.report.page import page, utc_now
+
+_WIDTH, _HEIGHT = 1000, 200
+_POINTS = 500  # of a line on the chart
+_STEPS = 60  # stretches of parts that shares are counted over
+
+
+def drift_html(drift: Drift, scores: Sequence[float], said: Sequence[str], facts: str) -> str:
+    """The page.
+
+    Args:
+        drift: has taken all parts and kept the sums.
+        scores: the parts' scores, in the same order.
+        said: what to say of it, a line each.
+        facts: which model and which parts, in words.
+    """
+    alarm = drift.alarm
+    verdict = (
+        "No drift is seen."
+        if alarm is None
+        else f"The parts have drifted: alarm at part {(alarm.alarm or 0) + 1}."
+    )
+    state = "" if alarm is None else " alarm"
+    listed = "".join(f"<li>{html.escape(line)}</li>" for line in said)
+    charts = "".join(_chart(one, np.asarray(scores)) for one in drift.watched)
+    body = (
+        f'<main class="drift"><h1>Drift</h1><p class="verdict{state}">{html.escape(verdict)}</p>'
+        f'<p class="soft">{html.escape(facts)} · {utc_now()}</p><ul>{listed}</ul>{charts}</main>'
+    )
+    return page("Drift", body, styles=("base.css", "drift.css"))
+
+
+def _chart(one: Watched, scores: np.ndarray[tuple[int], np.dtype[np.float64]]) -> str:
+    level, count, kept = one.level, max(len(scores), 2), one.sums or []
+    at = np.unique(np.linspace(0, max(len(scores) - 1, 0), _POINTS).astype(int)).tolist()
+    highest = max(level.limit * 1.25, max(kept, default=0.0))
+    sums = _line([(i / (count - 1), kept[i] / highest) for i in at if kept], "sum")
+    shares = _shares(scores > level.value)
+    marks = _horizontal(level.limit / highest, "limit", "alarm")
+    marks += "".join(
+        f'<line class="at" x1="{x}" x2="{x}" y1="0" y2="{_HEIGHT}"/>'
+        for x in ([] if one.alarm is None else [round(_WIDTH * one.alarm / (count - 1), 1)])
+    )
+    most = max(level.promised * 1.25, *(share for _, share in shares), 0.01)
+    counted = _line([(x, share / most) for x, share in shares], "share")
+    promised = _horizontal(level.promised / most, "promised", percent(level.promised))
+    title = html.escape(f"{level.name}: parts that score above {level.value:.4g}")
+    return (
+        f'<section class="card"><h2>{title}</h2>'
+        f"<h3>Share of parts above it, over time</h3>{_svg(promised + counted)}"
+        f"<h3>Cumulative sum</h3>{_svg(marks + sums)}</section>"
+    )
+
+
+def _shares(above: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[tuple[float, float]]:
+    """The middle of each stretch of parts, from 0 to 1, and the share above in it."""
+    pieces = np.array_split(above, min(_STEPS, max(1, len(above) // 10)))
+    ends = np.cumsum([len(piece) for piece in pieces])
+    total = max(int(ends[-1]), 1)
+    return [
+        ((end - len(piece) / 2) / total, float(piece.mean()))
+        for piece, end in zip(pieces, ends.tolist(), strict=True)
+        if len(piece)
+    ]
+
+
+def _line(points: Sequence[tuple[float, float]], name: str) -> str:
+    drawn = " ".join(f"{_WIDTH * x:.1f},{_HEIGHT * (1 - y):.1f}" for x, y in points)
+    return f'<polyline class="{name}" points="{drawn}"/>'
+
+
+def _horizontal(y: float, name: str, label: str) -> str:
+    height = round(_HEIGHT * (1 - y), 1)
+    return (
+        f'<line class="{name}" x1="0" x2="{_WIDTH}" y1="{height}" y2="{height}"/>'
+        f'<text x="{_WIDTH - 4}" y="{height - 4}">{html.escape(label)}</text>'
+    )
+
+
+def _svg(content: str) -> str:
+    return f'<svg viewBox="0 -12 {_WIDTH} {_HEIGHT + 16}" role="img">{content}</svg>'

@@ -1,0 +1,312 @@
+"""The HTTP routes. What they answer is made elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
+from functools import partial
+from importlib.resources import files
+from typing import Annotated, Any, Literal
+
+from fastapi import Body, FastAPI, HTTPException, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from anomaly import __version__
+from anomaly.errors import AnomalyError, DataError, nearest
+from anomaly.inference.rows import region_rows
+from anomaly.service.bodies import shown_name
+from anomaly.service.engine import BusyError, Engine, Scored
+from anomaly.service.examples import LISTED, REFUSED, SCORE_BODY, SCORED, SERVED
+from anomaly.service.guard import credentials
+from anomaly.service.line import Line
+from anomaly.service.lineup import Served
+from anomaly.service.pictures import Wanted
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_SAFE = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+_ASSETS = {"line.html": "text/html", "line.css": "text/css", "line.js": "text/javascript"}
+
+Include = Literal["heatmap", "mask", "regions"]
+Number = Annotated[int, Path(ge=1, lt=2**63, description="id of the part")]
+
+
+class Feedback(BaseModel):
+    """What a person says of a part."""
+
+    model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
+
+    verdict: Literal["good", "defect"]
+    defect_type: str = Field("", max_length=80)
+    note: str = Field("", max_length=2000)
+    who: str = Field("", max_length=80)
+
+
+def make_app(line: Line) -> FastAPI:
+    """The application for a line of parts."""
+    app = FastAPI(
+        title="anomaly",
+        version=__version__,
+        description="Scores parts, writes each answer down, and takes what people say of it.",
+        docs_url=None,  # FastAPI's own pages load scripts from another site
+        redoc_url=None,
+    )
+    app.openapi = partial(_described, app)  # type: ignore[method-assign]
+    app.middleware("http")(_answers(line))
+    app.add_exception_handler(RequestValidationError, _misunderstood)
+    app.add_exception_handler(AnomalyError, _in_trouble)
+    _score_routes(app, line)
+    _model_routes(app, line)
+    _part_routes(app, line)
+    _page_routes(app, line)
+    return app
+
+
+def _described(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI description, with what is null in an example, which FastAPI leaves out."""
+    if app.openapi_schema is None:
+        description = FastAPI.openapi(app)
+        score = description["paths"]["/v1/models/{name}/score"]["post"]["responses"]
+        score["200"], score["422"] = SCORED, REFUSED
+    return app.openapi_schema or description
+
+
+def _answers(line: Line) -> Callable[..., Awaitable[Response]]:
+    async def counted(
+        request: Request, following: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        response = await following(request)
+        line.metrics.answers.labels(str(response.status_code)).inc()
+        for name, value in _SAFE.items():
+            response.headers.setdefault(name, value)
+        return response
+
+    return counted
+
+
+async def _misunderstood(request: Request, error: Exception) -> Response:
+    """A parameter that isn't a legal value: 400, for 422 speaks of images."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"][1:])) or "the body"
+    legal = first.get("ctx", {}).get("expected")
+    said = {"missing": "is missing", "extra_forbidden": "isn't known"}.get(
+        first["type"], f"can't be {str(first.get('input'))[:40]!r}"
+    )
+    return JSONResponse({"detail": f"{where} {said}" + (f"; give {legal}" if legal else "")}, 400)
+
+
+async def _in_trouble(request: Request, error: Exception) -> Response:
+    """The record can't be read or written."""
+    return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "10"})
+
+
+def _score_routes(app: FastAPI, line: Line) -> None:
+    @app.post(
+        "/v1/models/{name}/score",
+        summary="Score one part",
+        openapi_extra={"requestBody": SCORE_BODY},
+        responses={200: SCORED, 422: REFUSED},
+    )
+    async def score(
+        request: Request,
+        name: str,
+        include: Annotated[
+            tuple[Include, ...], Query(description="what to answer beside the row")
+        ] = (),
+    ) -> JSONResponse:
+        engine = _engine(line, name)
+        wanted = Wanted("heatmap" in include, "mask" in include, "regions" in include)
+        if engine.model.thresholds is None and (wanted.mask or wanted.regions):
+            raise HTTPException(400, f"{name} has no thresholds, so nothing says what is marked")
+        with line.bodies.holding() as body:
+            data, called = await body.image(request)
+            try:
+                future = engine.submit(data, called, wanted)
+            except BusyError as error:
+                headers = {"Retry-After": str(error.seconds)}
+                raise HTTPException(503, str(error), headers) from None
+            scored = await _answered(line, future)
+        return JSONResponse(
+            _answer(scored, wanted, engine), 200 if scored.answer.row.status == "ok" else 422
+        )
+
+
+async def _answered(line: Line, future: Any) -> Scored:
+    try:
+        async with asyncio.timeout(line.limits.answer_seconds):
+            scored: Scored = await asyncio.shield(asyncio.wrap_future(future))
+            return scored
+    except TimeoutError:
+        raise HTTPException(
+            504,
+            f"there is no answer after {line.limits.answer_seconds:g} s; once there is, it is "
+            "written down",
+        ) from None
+    except AnomalyError as error:  # nothing is answered that isn't written down
+        raise HTTPException(503, str(error), {"Retry-After": "10"}) from None
+
+
+def _answer(scored: Scored, wanted: Wanted, engine: Engine) -> dict[str, Any]:
+    row, drawn = scored.answer.row, scored.drawn
+    answer: dict[str, Any] = {**asdict(row), "id": scored.number}
+    if drawn is not None:
+        if wanted.heatmap:
+            answer["heatmap_png"] = base64.b64encode(drawn.heatmap).decode()
+        if wanted.mask:
+            answer["mask_png"] = base64.b64encode(drawn.mask).decode()
+        if drawn.regions is not None:
+            mm = engine.model.config.image.mm_per_pixel
+            answer["regions"] = [asdict(one) for one in region_rows(row.path, drawn.regions, mm)]
+    return answer
+
+
+def _engine(line: Line, name: str) -> Engine:
+    served = _served(line, name)
+    if line.stopping:
+        raise HTTPException(503, "the service is stopping", {"Retry-After": "5"})
+    if served.engine is None:
+        said = served.trouble or "it is still being loaded"
+        raise HTTPException(503, f"{name} can't be used: {said}", {"Retry-After": "5"})
+    return served.engine
+
+
+def _served(line: Line, name: str) -> Served:
+    if name not in line.lineup.models:
+        known = nearest(name, line.lineup.models)
+        raise HTTPException(404, f"there is no model {shown_name(name)!r}; {known}")
+    return line.lineup.models[name]
+
+
+def _model_routes(app: FastAPI, line: Line) -> None:
+    @app.get("/v1/models", summary="The models", responses={200: LISTED})
+    def models() -> dict[str, Any]:
+        return {"models": [served.short() for served in line.lineup.models.values()]}
+
+    @app.get(
+        "/v1/models/{name}",
+        summary="One model: settings, thresholds and what they promise",
+        responses={200: SERVED},
+    )
+    def model(name: str) -> dict[str, Any]:
+        return _served(line, name).long()
+
+    @app.get("/v2/health/live", summary="Whether the service runs")
+    def live() -> dict[str, bool]:
+        return {"live": True}
+
+    @app.get(
+        "/v2/health/ready",
+        summary="Whether all models are loaded and score their golden parts as recorded",
+    )
+    def ready() -> JSONResponse:
+        ready = line.lineup.ready and not line.stopping
+        states = {served.name: served.state for served in line.lineup.models.values()}
+        return JSONResponse({"ready": ready, "models": states}, 200 if ready else 503)
+
+    @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
+    def metrics() -> Response:
+        return Response(line.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def _part_routes(app: FastAPI, line: Line) -> None:
+    @app.get("/v1/parts", summary="The newest parts, the newest first")
+    def parts(
+        limit: Annotated[int, Query(ge=1, le=500)] = 60,
+        before: Annotated[
+            int | None, Query(ge=1, lt=2**63, description="only parts with a lower id")
+        ] = None,
+        verdict: Literal["", "good", "review", "reject"] = "",
+    ) -> dict[str, Any]:
+        return {"parts": line.parts(before, verdict, limit)}
+
+    @app.get("/v1/parts/{number}", summary="One part")
+    def part(number: Number) -> dict[str, Any]:
+        found = line.part(number)
+        if found is None:
+            raise HTTPException(404, f"there is no part {number}")
+        return found
+
+    @app.get(
+        "/v1/parts/{number}/heatmap",
+        summary="A part's heatmap, made small",
+        response_class=Response,
+        responses={200: {"content": {"image/jpeg": {}}}},
+    )
+    def heatmap(number: Number) -> Response:
+        picture = line.heatmap(number)
+        if picture is None:
+            raise HTTPException(404, f"no picture of part {number} is kept")
+        kept = {"Cache-Control": "private, max-age=86400, immutable"}
+        return Response(picture, media_type="image/jpeg", headers=kept)
+
+    @app.post("/v1/parts/{number}/feedback", summary="Say what a part really is")
+    def feedback(
+        number: Number, said: Annotated[Feedback, Body()], request: Request
+    ) -> dict[str, Any]:
+        user = credentials(request.headers.get("authorization", ""))[0]
+        try:
+            line.record.add_feedback(
+                said.verdict,
+                who=shown_name(said.who or user),
+                part=number,
+                defect_type=said.defect_type,
+                note=said.note,
+            )
+        except DataError as error:
+            raise HTTPException(409, str(error)) from None
+        line.changed(number)
+        return line.part(number) or {}
+
+    @app.get("/v1/counts", summary="Counts of parts since a time, by verdict")
+    def counts(
+        since: Annotated[str, Query(description="ISO 8601, in UTC", max_length=40)],
+    ) -> dict[str, int]:
+        return line.record.counts(since)
+
+    @app.get("/v1/drift", summary="Whether parts have drifted since the start, by model")
+    def drift() -> dict[str, dict[str, Any]]:
+        return {served.name: served.drifted() for served in line.lineup.models.values()}
+
+    @app.get("/v1/events", summary="What happens from now on, as server-sent events")
+    async def events() -> StreamingResponse:
+        return StreamingResponse(_events(line), media_type="text/event-stream")
+
+
+async def _events(line: Line) -> AsyncIterator[str]:
+    yield "retry: 1000\n\n"
+    async for event in line.follow():
+        yield ": nothing new\n\n" if event is None else f"data: {json.dumps(event)}\n\n"
+
+
+def _page_routes(app: FastAPI, line: Line) -> None:
+    def asset(name: str) -> Response:
+        text = files("anomaly.service").joinpath("assets", name).read_text("utf-8")
+        if name == "line.css":  # the look of all pages
+            base = files("anomaly.report").joinpath("assets", "base.css").read_text("utf-8")
+            text = base + text
+        return Response(text, media_type=_ASSETS[name])
+
+    @app.get("/", include_in_schema=False)
+    def page() -> Response:
+        return asset("line.html")
+
+    @app.get("/line.css", include_in_schema=False)
+    def style() -> Response:
+        return asset("line.css")
+
+    @app.get("/line.js", include_in_schema=False)
+    def script() -> Response:
+        return asset("line.js")

@@ -1,0 +1,325 @@
+// The page for the line: newest part, counts, strip and chart, live by server-sent events.
+// What clients and people have written is only ever put in place as text.
+
+const KEPT = 60;
+const HASTE = 600; // milliseconds in which a button still means the part before
+const WORDS = { good: "GOOD", review: "REVIEW", reject: "REJECT" };
+const at = (id) => document.getElementById(id);
+
+let parts = []; // the newest first
+let chosen = null; // number of the part that is shown
+let following = true; // whether that is always the newest one
+let only = ""; // verdict that the strip is filtered to
+let arrived = -HASTE; // when another part was put in place of the one that was shown
+let drafted = false; // something is typed that wasn't sent
+
+const kind = (part) => (part.status === "ok" ? part.verdict || "none" : "none");
+const shown = () => parts.find((part) => part.id === chosen);
+const digits = (value) => Number(value).toPrecision(4);
+// The hash keeps another record's part of this number out of the browser's memory.
+const heatmap = (part) => `/v1/parts/${part.id}/heatmap?of=${part.image_sha256.slice(0, 16)}`;
+const clock = (part) => new Date(part.time).toLocaleTimeString();
+
+async function json(path, options) {
+  const answer = await fetch(path, options);
+  const body = await answer.json();
+  if (!answer.ok) throw new Error(body.detail || answer.statusText);
+  return body;
+}
+
+async function refresh() {
+  const wanted = only;
+  const found = (await json(`/v1/parts?limit=${KEPT}&verdict=${wanted}`)).parts;
+  if (wanted !== only) return;
+  parts = found;
+  if (following || !shown()) chosen = parts.length ? parts[0].id : null;
+  show();
+  strip();
+  chart();
+  await counts();
+}
+
+async function counts() {
+  const midnight = new Date();
+  midnight.setHours(0, 0, 0, 0);
+  const since = midnight.toISOString().replace("Z", "+00:00");
+  const found = await json(`/v1/counts?since=${encodeURIComponent(since)}`);
+  const rest = Object.entries(found).filter(([name]) => !(name in WORDS));
+  const rows = [...Object.keys(WORDS).map((name) => [name, found[name] || 0]), ...rest];
+  at("counts").replaceChildren(...rows.map(([name, count]) => {
+    const row = document.createElement("div");
+    row.append(element("dt", name), element("dd", String(count)));
+    return row;
+  }));
+  await alarms();
+}
+
+async function alarms() {
+  const found = await json("/v1/drift");
+  const drifted = Object.keys(found).filter((name) => found[name].alarm);
+  at("alarm").hidden = !drifted.length;
+  at("alarm").textContent = `Parts have drifted: ${drifted.join(", ")}. Look at lamp, lens and product, and at: anomaly drift`;
+}
+
+function element(tag, text = "", className = "") {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  made.className = className;
+  return made;
+}
+
+function show() {
+  const part = shown();
+  const word = part ? (part.status === "ok" ? WORDS[part.verdict] || "NO VERDICT" : "NOT READ") : "no parts yet";
+  at("verdict").className = part ? kind(part) : "none";
+  at("word").textContent = word;
+  at("number").textContent = part ? `${clock(part)}\n#${part.id}` : "";
+  at("reason").textContent = part ? part.reason : "";
+  at("said").textContent = part ? description(part) : "";
+  at("model").textContent = part ? part.model : "Line";
+  document.title = part ? `${word} · ${part.model}` : "Line";
+  picture(part);
+  feedback(part);
+}
+
+function description(part) {
+  const said = [part.path];
+  if (part.image_score !== null) {
+    const times = part.threshold ? ` = ${(part.image_score / part.threshold).toFixed(2)} × reject` : "";
+    said.push(`score ${digits(part.image_score)}${times}`);
+  }
+  return said.filter(Boolean).join(" · ");
+}
+
+function picture(part) {
+  const image = at("picture"), blank = at("blank");
+  image.hidden = !part || !part.picture;
+  blank.hidden = !image.hidden;
+  blank.textContent = part ? "No picture of this part is kept." : "The first part that is scored appears here.";
+  if (!image.hidden) {
+    const address = heatmap(part);
+    if (image.getAttribute("src") !== address) image.src = address;
+    image.alt = `heatmap of part ${part.id}`;
+  } else {
+    image.removeAttribute("src");
+  }
+}
+
+function feedback(part) {
+  const said = part && part.feedback;
+  for (const verdict of ["good", "defect"]) {
+    at(verdict).disabled = !part || part.status !== "ok";
+    at(verdict).classList.toggle("chosen", Boolean(said) && said.verdict === verdict);
+  }
+  if (said) {
+    const who = said.who ? ` by ${said.who}` : "";
+    const type = said.defect_type ? ` (${said.defect_type})` : "";
+    const note = said.note ? `: ${said.note}` : "";
+    at("answer").textContent = `Called ${said.verdict}${type}${who}${note}`;
+  } else {
+    at("answer").textContent = "";
+  }
+}
+
+function strip() {
+  at("strip").replaceChildren(...parts.map((part) => {
+    const item = document.createElement("li");
+    const button = element("button", "", kind(part));
+    button.dataset.part = part.id;
+    button.classList.toggle("chosen", part.id === chosen);
+    button.setAttribute("aria-label", `part ${part.id}, ${part.verdict || part.status}`);
+    if (part.picture) {
+      const image = document.createElement("img");
+      image.src = heatmap(part);
+      image.alt = "";
+      image.addEventListener("error", () => { part.picture = false; image.replaceWith(element("div", "", "gap")); });
+      button.append(image);
+    } else {
+      button.append(element("div", "", "gap"));
+    }
+    const mark = part.feedback ? { good: " ✓", defect: " ✗" }[part.feedback.verdict] : "";
+    button.append(element("span", `${part.verdict || part.status}${mark}`), element("span", clock(part), "soft"));
+    button.addEventListener("click", () => choose(part.id, false));
+    item.append(button);
+    return item;
+  }));
+}
+
+function chart() {
+  const svg = at("chart");
+  const { width, height } = svg.getBoundingClientRect();
+  const scored = parts.filter((part) => part.image_score !== null).reverse();
+  const limits = scored.length ? scored[scored.length - 1] : null;
+  svg.setAttribute("viewBox", `0 0 ${width || 300} ${height || 120}`);
+  svg.replaceChildren();
+  at("scale").textContent = limits && limits.threshold ? "÷ reject threshold, up to 2.5" : "";
+  if (!limits) return;
+  // Each part by its own threshold: models and thresholds may change on the way.
+  const high = limits.threshold ? 2.5 : Math.max(...scored.map((part) => part.image_score)) || 1;
+  const value = (part) => Math.min(part.threshold ? part.image_score / part.threshold : part.image_score, high);
+  const y = (level) => height - 8 - (level / high) * (height - 16);
+  const x = (index) => 8 + (KEPT - scored.length + index) * ((width - 40) / (KEPT - 1));
+  const line = (level, name, label) => {
+    svg.append(shape("line", { x1: 0, x2: width, y1: y(level), y2: y(level), class: `limit ${name}` }));
+    const text = shape("text", { x: width - 2, y: y(level) - 3, "text-anchor": "end" });
+    text.textContent = label;
+    svg.append(text);
+  };
+  if (limits.threshold) {
+    line(1, "reject", "reject");
+    if (limits.review_threshold < 0.97 * limits.threshold) line(limits.review_threshold / limits.threshold, "review", "review");
+  }
+  scored.forEach((part, index) => {
+    const dot = shape("circle", { cx: x(index), cy: y(value(part)), r: part.id === chosen ? 5.5 : 3.5, class: kind(part) });
+    dot.classList.toggle("chosen", part.id === chosen);
+    dot.addEventListener("click", () => choose(part.id, false));
+    svg.append(dot);
+  });
+}
+
+function shape(tag, attributes) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+function choose(number, newest) {
+  chosen = number;
+  following = newest;
+  at("live").setAttribute("aria-pressed", String(newest));
+  show();
+  for (const button of at("strip").querySelectorAll("button")) {
+    const is = Number(button.dataset.part) === number;
+    button.classList.toggle("chosen", is);
+    if (is) button.scrollIntoView({ block: "nearest", inline: "nearest" });
+  }
+  chart();
+}
+
+function move(by) {
+  const place = parts.findIndex((part) => part.id === chosen);
+  const next = parts[Math.min(Math.max(place + by, 0), parts.length - 1)];
+  if (next) choose(next.id, false);
+}
+
+async function say(verdict) {
+  const part = shown();
+  if (!part || part.status !== "ok") return;
+  if (performance.now() - arrived < HASTE) {
+    at("answer").textContent = "Not noted: another part has just come. Look, and press again.";
+    return;
+  }
+  const body = {
+    verdict,
+    defect_type: verdict === "defect" ? at("type").value.trim() : "",
+    note: at("note").value.trim(),
+    who: at("who").value.trim(),
+  };
+  try {
+    const headers = { "Content-Type": "application/json" };
+    const changed = await json(`/v1/parts/${part.id}/feedback`, { method: "POST", headers, body: JSON.stringify(body) });
+    remember(body);
+    take(changed);
+    at("note").value = at("type").value = "";
+    drafted = false;
+  } catch (error) {
+    at("answer").textContent = `Not noted: ${error.message}`;
+  }
+}
+
+function remember(body) {
+  localStorage.setItem("who", body.who);
+  const known = [...at("types").options].map((option) => option.value);
+  if (body.defect_type && !known.includes(body.defect_type)) {
+    const option = document.createElement("option");
+    option.value = body.defect_type;
+    at("types").append(option);
+  }
+}
+
+function take(part) {
+  const place = parts.findIndex((one) => one.id === part.id);
+  if (place >= 0) {
+    parts[place] = part;
+  } else if (!only || part.verdict === only) {
+    parts.unshift(part);
+    parts.sort((a, b) => b.id - a.id);
+    parts.length = Math.min(parts.length, KEPT);
+  } else {
+    return;
+  }
+  // A part that somebody is writing about stays.
+  if (following && !drafted && chosen !== parts[0].id) {
+    if (chosen !== null) arrived = performance.now();
+    chosen = parts[0].id;
+  }
+  show();
+  strip();
+  chart();
+}
+
+let due = null; // counts are asked for once for many parts
+function countSoon() {
+  due ??= setTimeout(() => { due = null; counts().catch(() => {}); }, 300);
+}
+
+function listen() {
+  const source = new EventSource("/v1/events");
+  source.addEventListener("open", () => {
+    at("state").textContent = "live";
+    at("state").className = "soft live";
+    refresh().catch(lost);
+  });
+  source.addEventListener("error", lost);
+  source.addEventListener("message", (message) => {
+    const event = JSON.parse(message.data);
+    if (event.kind === "behind") refresh().catch(lost);
+    else take(event.part);
+    if (event.kind === "part") countSoon();
+  });
+}
+
+function lost() {
+  at("state").textContent = "no connection: what is shown may be old";
+  at("state").className = "soft";
+}
+
+const KEYS = {
+  ArrowLeft: () => move(-1),
+  ArrowRight: () => move(1),
+  Home: () => parts.length && choose(parts[0].id, true),
+  r: () => at("filter").click(),
+  g: () => say("good"),
+  d: () => say("defect"),
+  n: () => at("note").focus(),
+};
+
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") document.activeElement.blur();
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, textarea")) return;
+  const action = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
+  if (action) {
+    event.preventDefault();
+    action();
+  }
+});
+for (const name of ["note", "type"]) {
+  at(name).addEventListener("input", () => { drafted = Boolean(at("note").value || at("type").value); });
+}
+at("good").addEventListener("click", () => say("good"));
+at("defect").addEventListener("click", () => say("defect"));
+at("live").addEventListener("click", KEYS.Home);
+at("filter").addEventListener("click", () => {
+  only = only ? "" : "review";
+  at("filter").setAttribute("aria-pressed", String(Boolean(only)));
+  following = true;
+  refresh().catch(lost);
+});
+at("picture").addEventListener("error", () => {
+  at("picture").hidden = true;
+  at("blank").hidden = false;
+  at("blank").textContent = "No picture of this part is kept.";
+});
+addEventListener("resize", chart);
+at("who").value = localStorage.getItem("who") || "";
+listen();

@@ -1,0 +1,166 @@
+"""A request's body -> an image file's bytes, within limits of length, time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from email.message import Message
+
+from fastapi import HTTPException, Request
+from starlette.requests import ClientDisconnect
+
+LONGEST_NAME = 255
+_LINGER_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What requests may take.
+
+    Attributes:
+        body_bytes: of one image file.
+        held_bytes: of all that are received, or wait to be scored.
+        receive_seconds: until a body is there.
+        answer_seconds: until a part is answered.
+    """
+
+    body_bytes: int = 64_000_000
+    held_bytes: int = 512_000_000
+    receive_seconds: float = 30.0
+    answer_seconds: float = 60.0
+
+
+class Bodies:
+    """Receives bodies; all requests share one.
+
+    Args:
+        limits: what they may take.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.held = 0
+
+    @contextmanager
+    def holding(self) -> Iterator[Body]:
+        """A body to be received; what it holds counts until this is left."""
+        body = Body(self)
+        try:
+            yield body
+        finally:
+            self.held -= body.held
+
+
+class Body:
+    """One request's body."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._limits = bodies._limits
+        self.held = 0
+
+    async def image(self, request: Request) -> tuple[bytes, str]:
+        """The image file's bytes, and what the client calls it.
+
+        Raises:
+            HTTPException: 400 for a form without a file, 408 for a body that doesn't come, 413 for
+                one that is too long, 503 where too much is held already.
+        """
+        kind = request.headers.get("content-type", "")
+        data = await self._received(request)
+        name = request.query_params.get("name", "")
+        if kind.lower().startswith("multipart/"):
+            data, name_there = file_in_form(kind, data)
+            name = name or name_there
+        return data, shown_name(name)
+
+    async def _received(self, request: Request) -> bytes:
+        most = self._limits.body_bytes
+        told = request.headers.get("content-length", "")
+        if told.isdecimal() and int(told) > most:
+            await _linger(request)
+            raise _too_long(most)
+        chunks = []
+        try:
+            async with asyncio.timeout(self._limits.receive_seconds):
+                async for chunk in request.stream():
+                    self._hold(len(chunk))
+                    if self.held > most:
+                        break
+                    chunks.append(chunk)
+        except TimeoutError:
+            seconds = self._limits.receive_seconds
+            raise _closing(408, f"the body wasn't there within {seconds:g} s") from None
+        except ClientDisconnect:
+            raise _closing(400, "the connection was closed before the body was there") from None
+        if self.held > most:
+            chunks.clear()
+            await _linger(request)
+            raise _too_long(most)
+        return b"".join(chunks)
+
+    def _hold(self, count: int) -> None:
+        self.held += count
+        self._bodies.held += count
+        if self._bodies.held > self._limits.held_bytes:
+            error = _closing(503, "too many bytes of images wait already; try again in 1 s")
+            error.headers = {**(error.headers or {}), "Retry-After": "1"}
+            raise error
+
+
+async def _linger(request: Request) -> None:
+    """Let a client that is still sending come to where it reads the answer, for a moment."""
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(_LINGER_SECONDS):
+            async for _ in request.stream():
+                pass
+
+
+def _too_long(most: int) -> HTTPException:
+    return _closing(413, f"the body is longer than {most / 1e6:g} MB, which is the limit")
+
+
+def _closing(status: int, message: str) -> HTTPException:
+    """An answer to a request whose rest isn't read any more."""
+    return HTTPException(status, message, {"Connection": "close"})
+
+
+def file_in_form(content_type: str, body: bytes) -> tuple[bytes, str]:
+    """The first file of a multipart/form-data body, and its name (RFC 7578, RFC 2046).
+
+    Raises:
+        HTTPException: 400: there is none.
+    """
+    header = Message()
+    header["Content-Type"] = content_type
+    boundary = header.get_param("boundary")
+    if isinstance(boundary, str) and boundary:
+        pieces = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("utf-8", "replace"))
+        for piece in pieces[1:]:
+            if piece.startswith(b"--"):
+                break
+            told, blank, content = piece.partition(b"\r\n\r\n")
+            name = _file_name(told)
+            if blank and name is not None:
+                return content, name
+    raise HTTPException(400, "the form holds no file; send one as -F image=@part.png, or the bytes")
+
+
+def _file_name(told: bytes) -> str | None:
+    """The file name in a part's headers; None where the part is no file."""
+    for line in told.decode("utf-8", "replace").split("\r\n"):
+        name, _, value = line.partition(":")
+        if name.strip().lower() == "content-disposition":
+            header = Message()
+            header["Content-Disposition"] = " ".join(value.split())
+            found = header.get_filename()
+            return None if found is None else str(found)
+    return None
+
+
+def shown_name(name: str) -> str:
+    """What a client calls an image, as text on one line: no character in it controls anything."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in name[:LONGEST_NAME])
+    return shown[:LONGEST_NAME]

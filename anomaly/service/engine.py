@@ -1,0 +1,319 @@
+"""One model that many requests share: decoded side by side, scored in batches, written down.
+
+A part goes through four hands: a decoding process; this model's thread, which gathers parts of one
+network size and scores them; the decoding process again, which draws; and the record's thread. A
+request is answered once its row is in the record.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from anomaly.errors import AnomalyError, OutputError
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape
+from anomaly.inference.rows import row_of
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.prediction import Prediction
+from anomaly.service.pictures import Drawn, LinePictures, Wanted
+from anomaly.service.record import Answer, Record
+
+BATCH_SECONDS = 0.005  # that a decoded part waits for others at most
+_MOST_AT_ONCE = 64  # answers in one transaction
+
+
+class BusyError(AnomalyError):
+    """As many parts wait already as may.
+
+    Args:
+        seconds: after which there should be room.
+    """
+
+    def __init__(self, message: str, seconds: int) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What became of one part.
+
+    Attributes:
+        number: in the record.
+        answer: as it was written down.
+        drawn: its pictures; None for a part that couldn't be scored.
+    """
+
+    number: int
+    answer: Answer
+    drawn: Drawn | None = None
+
+
+@dataclass(eq=False)
+class _Part:
+    """A part on its way."""
+
+    index: int
+    data: bytes
+    name: str
+    wanted: Wanted
+    begun: float = field(default_factory=time.perf_counter)
+    done: Future[Scored] = field(default_factory=Future)
+
+
+class Engine:
+    """Scores the parts of one model. Used in a `with` statement, which answers what was taken.
+
+    Args:
+        name: of the model in the service.
+        model: the model.
+        recorder: writes answers down.
+        workers: decoding processes.
+        most_waiting: parts that may be on their way at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: AnomalyDetector,
+        recorder: Recorder,
+        *,
+        workers: int,
+        most_waiting: int = 64,
+    ) -> None:
+        self.name, self.model = name, model
+        self._recorder = recorder
+        self._most = most_waiting
+        self._numbers = itertools.count()
+        self._parts: dict[int, _Part] = {}
+        self._ready: queue.SimpleQueue[Loaded | UnusableImage | None] = queue.SimpleQueue()
+        self._decoding = 0
+        self._lock = threading.Lock()
+        self._seconds = 0.1  # that a part has taken of late, from one answer to the next
+        self._last = time.perf_counter()
+        limits = model.thresholds
+        pixel, review = (None, None) if limits is None else (limits.pixel, limits.review_pixel)
+        self._decoders = Decoders(workers, Task(model.loading, LinePictures(pixel, review)))
+        self._thread = threading.Thread(target=self._work, name=f"score {name}", daemon=True)
+
+    def __enter__(self) -> Engine:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in list(self._parts.values()):
+            _settled(part.done)
+        self._ready.put(None)
+        self._thread.join()
+        self._decoders.__exit__()
+
+    @property
+    def waiting(self) -> int:
+        """Parts that were taken and aren't answered yet."""
+        return len(self._parts)
+
+    def submit(self, data: bytes, name: str = "", wanted: Wanted | None = None) -> Future[Scored]:
+        """Take one part.
+
+        Args:
+            data: the image file's bytes.
+            name: what its row calls it; nothing is read or written under it.
+            wanted: what to draw.
+
+        Raises:
+            BusyError: too many wait already.
+        """
+        with self._lock:
+            if len(self._parts) >= self._most:
+                seconds = max(1, round(self._most * self._seconds))
+                raise BusyError(
+                    f"{self._most} parts wait for {self.name} already; try again in {seconds} s",
+                    seconds,
+                )
+            part = _Part(next(self._numbers), data, name, wanted or Wanted())
+            self._parts[part.index] = part
+            self._decoding += 1
+        self._decoders.submit(part.index, data).add_done_callback(partial(self._decoded, part))
+        return part.done
+
+    def _decoded(self, part: _Part, future: Future[Loaded | UnusableImage]) -> None:
+        error = future.exception()
+        if error is not None:  # nothing of the image's own
+            self._ready.put(UnusableImage(part.index, "failed", f"it couldn't be decoded: {error}"))
+        else:
+            self._ready.put(future.result())
+
+    def _work(self) -> None:
+        with torch.inference_mode():
+            while (gathered := self._gather()) is not None:
+                try:
+                    self._score(gathered)
+                except Exception as error:  # a mistake of ours mustn't end the service
+                    for item in gathered:
+                        self._refuse(item.index, f"scoring it failed: {type(error).__name__}")
+
+    def _gather(self) -> list[Loaded | UnusableImage] | None:
+        """What is ready: waits for the first one, and a moment for others that are underway."""
+        first = self._take()
+        if first is None:
+            return None
+        gathered, end = [first], time.perf_counter() + BATCH_SECONDS
+        most = self.model.config.batch_size * max(1, torch.get_num_threads())
+        while len(gathered) < most:
+            left = end - time.perf_counter() if self._decoding else 0.0
+            try:
+                item = self._take(max(left, 0.0))
+            except queue.Empty:
+                break
+            if item is None:
+                self._ready.put(None)
+                break
+            gathered.append(item)
+        return gathered
+
+    def _take(self, seconds: float | None = None) -> Loaded | UnusableImage | None:
+        item = self._ready.get(timeout=seconds) if seconds != 0 else self._ready.get_nowait()
+        if item is not None:
+            with self._lock:
+                self._decoding -= 1
+        return item
+
+    def _score(self, gathered: Sequence[Loaded | UnusableImage]) -> None:
+        batch_size = self.model.config.batch_size
+        # Every thread of torch's gets a batch of its own, if a small one.
+        share = -(-len(gathered) // max(1, torch.get_num_threads()))
+        items = self.model.fitting(iter(gathered))
+        batches: Iterator[Any] = by_shape(items, max(1, min(batch_size, share)))
+        for result in self.model.predict_batches(batches):
+            self._draw(result)
+
+    def _draw(self, result: Prediction | UnusableImage) -> None:
+        part = self._parts.get(result.index)
+        if part is None or part.done.done():
+            return
+        if isinstance(result, UnusableImage):
+            self._decoders.forget(result.index)
+            self._record(part, result, None)
+            return
+        found = self._decoders.finish(part.index, part.data, result.source_map, part.wanted)
+        found.add_done_callback(partial(self._drawn, part, result))
+
+    def _drawn(
+        self, part: _Part, result: Prediction, future: Future[Drawn | UnusableImage]
+    ) -> None:
+        error = future.exception()
+        drawn = future.result() if error is None else None
+        if isinstance(drawn, Drawn):
+            self._record(part, result, drawn)
+        else:
+            reason = drawn.reason if drawn is not None else f"drawing it failed: {error}"
+            self._record(part, UnusableImage(part.index, "failed", reason), None)
+
+    def _refuse(self, index: int, reason: str) -> None:
+        part = self._parts.get(index)
+        if part is not None and not part.done.done():
+            self._record(part, UnusableImage(index, "failed", reason), None)
+
+    def _record(self, part: _Part, result: Prediction | UnusableImage, drawn: Drawn | None) -> None:
+        if isinstance(result, UnusableImage):
+            reason = result.reason.removeprefix(f"image {part.index}: ")
+            result = UnusableImage(result.index, result.status, reason)
+        row = row_of(result, self.model, part.name, part.begun)
+        answer = Answer(self.name, row, part.data, drawn.small if drawn else b"")
+        self._recorder.put(answer, partial(self._recorded, part, answer, drawn))
+
+    def _recorded(
+        self, part: _Part, answer: Answer, drawn: Drawn | None, number: int | OutputError
+    ) -> None:
+        with self._lock:
+            self._parts.pop(part.index, None)
+            now = time.perf_counter()
+            since = now - max(self._last, part.begun)
+            self._seconds, self._last = 0.9 * self._seconds + 0.1 * since, now
+        if isinstance(number, OutputError):
+            part.done.set_exception(number)
+        else:
+            part.done.set_result(Scored(number, answer, drawn))
+
+
+def _settled(future: Future[Any]) -> None:
+    """Wait until a part is answered, whichever way."""
+    future.exception()
+
+
+class Recorder:
+    """Writes answers down in a thread of its own: all that wait in one transaction.
+
+    Used in a `with` statement, which writes what is left.
+
+    Args:
+        record: where to.
+        told: called with each part that was written, in order.
+    """
+
+    def __init__(self, record: Record, told: Callable[[int, Answer], object]) -> None:
+        self._record = record
+        self._told = told
+        self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="record", daemon=True)
+
+    def __enter__(self) -> Recorder:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    def put(self, answer: Answer, then: Callable[[int | OutputError], object]) -> None:
+        """Have an answer written down.
+
+        Args:
+            answer: what was said.
+            then: called with the part's number, or with what was in the way.
+        """
+        self._waiting.put(_Waiting(answer, then))
+
+    def _work(self) -> None:
+        going = True
+        while going:
+            items = [self._waiting.get()]
+            while items[-1] is not None and len(items) < _MOST_AT_ONCE:
+                try:
+                    items.append(self._waiting.get_nowait())
+                except queue.Empty:
+                    break
+            going = items[-1] is not None
+            self._write([item for item in items if item is not None])
+
+    def _write(self, items: Sequence[_Waiting]) -> None:
+        if not items:
+            return
+        numbers: Sequence[int | OutputError]
+        try:
+            numbers = self._record.add([item.answer for item in items])
+        except OutputError as error:
+            numbers = [error] * len(items)
+        for item, number in zip(items, numbers, strict=True):
+            if isinstance(number, int):
+                self._told(number, item.answer)
+            item.then(number)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """An answer that is to be written down."""
+
+    answer: Answer
+    then: Callable[[int | OutputError], object]

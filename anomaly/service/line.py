@@ -1,0 +1,163 @@
+"""Everything behind the HTTP routes: the models, the record, and who follows along."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anomaly.service.bodies import Bodies, Limits
+from anomaly.service.engine import Recorder
+from anomaly.service.lineup import Lineup
+from anomaly.service.metrics import Metrics
+from anomaly.service.record import Answer, Keeping, Record
+
+_RECENT = 120  # parts whose small heatmap is at hand whether it is kept or not
+_BEHIND = 200  # parts that a follower may be behind before it has to ask for them anew
+_SIGN_OF_LIFE_SECONDS = 10.0
+
+
+class Line:
+    """A line of parts. Used in a `with` statement, which answers and writes what was taken.
+
+    Args:
+        folders: the models' folders by name.
+        record: where answers are written down.
+        device: where the networks are.
+        workers: decoding processes of each model.
+        keeping: which pictures are kept.
+        limits: what requests may take.
+        most_waiting: parts of each model that may be on their way at once.
+    """
+
+    def __init__(
+        self,
+        folders: dict[str, Path],
+        record: Path,
+        *,
+        device: torch.device,
+        workers: int = 2,
+        keeping: Keeping | None = None,
+        limits: Limits | None = None,
+        most_waiting: int = 64,
+    ) -> None:
+        self.limits = limits or Limits()
+        self.bodies = Bodies(self.limits)
+        self.record = Record(record, keeping)
+        self._recorder = Recorder(self.record, self._told)
+        self.lineup = Lineup(
+            folders, self._recorder, device=device, workers=workers, most_waiting=most_waiting
+        )
+        self.metrics = Metrics(self._waiting, lambda: self.bodies.held, self._drifted)
+        self.stopping = False
+        self._recent: OrderedDict[int, bytes] = OrderedDict()
+        self._followers: set[_Follower] = set()
+        self._open = ExitStack()
+
+    def __enter__(self) -> Line:
+        self._open.callback(self.record.close)
+        self._open.enter_context(self._recorder)
+        self._open.enter_context(self.lineup)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def heatmap(self, number: int) -> bytes | None:
+        """A part's small heatmap; None where it is neither recent nor kept."""
+        return self._recent.get(number) or self.record.heatmap(number)
+
+    def parts(self, before: int | None, verdict: str, limit: int) -> list[dict[str, Any]]:
+        """The newest parts, as `Record.parts` gives them; `picture` says whether there is one."""
+        return [self._seen(one) for one in self.record.parts(before, verdict, limit)]
+
+    def part(self, number: int) -> dict[str, Any] | None:
+        """One part; None where there is none of this number."""
+        part = self.record.part(number)
+        return None if part is None else self._seen(part)
+
+    def _seen(self, part: dict[str, Any]) -> dict[str, Any]:
+        return part | {"picture": part["picture"] or part["id"] in self._recent}
+
+    def changed(self, number: int) -> None:
+        """Tell followers that something was said of a part."""
+        part = self.part(number)
+        if part is not None:
+            self._tell({"kind": "feedback", "part": part})
+
+    async def follow(self) -> AsyncIterator[dict[str, Any] | None]:
+        """What happens from now on; None now and then where nothing does.
+
+        Yields:
+            `{"kind": "part" or "feedback", "part": …}`, and `{"kind": "behind"}` for one that
+            follows too slowly and has missed some.
+        """
+        follower = _Follower(asyncio.get_running_loop())
+        self._followers.add(follower)
+        try:
+            while not self.stopping:
+                try:
+                    async with asyncio.timeout(_SIGN_OF_LIFE_SECONDS):
+                        event = await follower.events.get()
+                except TimeoutError:
+                    yield None
+                    continue
+                if event is not None:
+                    yield event
+        finally:
+            self._followers.discard(follower)
+
+    def stop(self) -> None:
+        """Let nobody follow any more, and take no more parts."""
+        self.stopping = True
+        for follower in list(self._followers):
+            follower.put(None)
+
+    def _told(self, number: int, answer: Answer) -> None:
+        """A part was written down; called in the record's thread."""
+        self.metrics.note(answer)
+        drift, score = self.lineup.models[answer.model].drift, answer.row.image_score
+        if drift is not None and score is not None and not answer.row.reason:
+            drift.add(score)
+        if answer.heatmap:
+            self._recent[number] = answer.heatmap
+            while len(self._recent) > _RECENT:
+                self._recent.popitem(last=False)
+        row = {**asdict(answer.row), "id": number, "model": answer.model, "feedback": None}
+        self._tell({"kind": "part", "part": {**row, "picture": bool(answer.heatmap)}})
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        for follower in list(self._followers):
+            follower.put(event)
+
+    def _drifted(self) -> dict[str, bool]:
+        return {one.name: bool(one.drifted()["alarm"]) for one in self.lineup.models.values()}
+
+    def _waiting(self) -> dict[str, int]:
+        served = self.lineup.models.values()
+        return {one.name: one.engine.waiting if one.engine else 0 for one in served}
+
+
+class _Follower:
+    """Somebody who follows along, on an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(_BEHIND)
+        self._loop = loop
+
+    def put(self, event: dict[str, Any] | None) -> None:
+        """Hand over an event, from any thread."""
+        self._loop.call_soon_threadsafe(self._put, event)
+
+    def _put(self, event: dict[str, Any] | None) -> None:
+        if self.events.full():
+            while not self.events.empty():
+                self.events.get_nowait()
+            event = event and {"kind": "behind"}
+        self.events.put_nowait(event)

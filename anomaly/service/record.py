@@ -1,0 +1,317 @@
+"""What was said of each part, and what people say of it: an SQLite file that survives being killed.
+
+    parts      one row for each answer, in the order of answers; never changed
+    pictures   the file and a small heatmap of some of them, the oldest of which go when they
+               take too much room
+    feedback   what people say; a trigger refuses changes
+
+Write-ahead log, each batch of answers in one transaction: what `add` has returned for is there
+after the process was killed. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from anomaly.errors import DataError, OutputError
+from anomaly.inference.rows import Row
+
+_FORMAT = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS parts (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, model_id TEXT NOT NULL,
+    time TEXT NOT NULL, sha256 TEXT NOT NULL, status TEXT NOT NULL, verdict TEXT NOT NULL,
+    score REAL, line TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS parts_by_time ON parts (time, model, status, verdict);
+CREATE INDEX IF NOT EXISTS parts_by_verdict ON parts (verdict, id);
+CREATE INDEX IF NOT EXISTS parts_by_image ON parts (sha256, id);
+CREATE TABLE IF NOT EXISTS pictures (
+    part INTEGER PRIMARY KEY REFERENCES parts (id), asked INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    file BLOB NOT NULL, heatmap BLOB);
+CREATE TABLE IF NOT EXISTS feedback (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, part INTEGER REFERENCES parts (id),
+    sha256 TEXT NOT NULL, who TEXT NOT NULL, verdict TEXT NOT NULL, defect_type TEXT NOT NULL,
+    note TEXT NOT NULL, time TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS feedback_by_part ON feedback (part, id);
+CREATE TRIGGER IF NOT EXISTS feedback_stays BEFORE UPDATE ON feedback
+    BEGIN SELECT RAISE (ABORT, 'feedback is only added to'); END;
+CREATE TRIGGER IF NOT EXISTS feedback_is_kept BEFORE DELETE ON feedback
+    BEGIN SELECT RAISE (ABORT, 'feedback is only added to'); END;
+"""
+# Of each part what was said last. Rows are ordered by the newest part first.
+_PARTS = """
+SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL,
+       feedback.verdict, feedback.defect_type, feedback.note, feedback.who
+FROM parts LEFT JOIN pictures ON pictures.part = parts.id
+LEFT JOIN feedback ON feedback.id = (SELECT MAX (id) FROM feedback WHERE part = parts.id)
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was said of one part.
+
+    Attributes:
+        model: the model's name in the service.
+        row: what was answered.
+        file: the image file's bytes.
+        heatmap: a small JPEG; empty where there is none.
+    """
+
+    model: str
+    row: Row
+    file: bytes
+    heatmap: bytes = b""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Which pictures are kept: all of parts not called good, and a share of the good ones.
+
+    Attributes:
+        goods: share of good parts, drawn with `seed`.
+        megabytes: of all pictures together; then the oldest go, good parts' first.
+        seed: of the draw.
+    """
+
+    goods: float = 0.02
+    megabytes: int = 2000
+    seed: int = 0
+
+
+class Record:
+    """The file. Threads may share it.
+
+    Args:
+        file: made if need be.
+        keeping: which pictures are kept.
+
+    Raises:
+        OutputError: it can't be written, or is something else.
+    """
+
+    def __init__(self, file: Path, keeping: Keeping | None = None) -> None:
+        self.file = file
+        self._keeping = keeping or Keeping()
+        self._lock = threading.Lock()
+        with self._explained():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
+            self._db.execute("PRAGMA busy_timeout = 5000")
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, _FORMAT):
+                raise OutputError(
+                    f"{file} was written by another version of this program; give another --record"
+                )
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.executescript(_SCHEMA)
+            self._db.execute(f"PRAGMA user_version = {_FORMAT}")
+            held = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
+            self._held = int(self._db.execute(held).fetchone()[0])
+
+    def close(self) -> None:
+        """Once nothing more is written; the log is folded into the file."""
+        with self._lock:
+            self._db.close()
+
+    def add(self, answers: Sequence[Answer]) -> list[int]:
+        """Write answers down; they are kept when this returns.
+
+        Returns:
+            The number of each part.
+
+        Raises:
+            OutputError: no room; none of them is written.
+        """
+        held = self._held
+        with self._lock, self._transaction():
+            try:
+                numbers = [self._add(answer) for answer in answers]
+                self._make_room()
+            except BaseException:
+                self._held = held
+                raise
+        return numbers
+
+    def _add(self, answer: Answer) -> int:
+        row = answer.row
+        line = json.dumps(asdict(row), allow_nan=False)
+        values = (answer.model, row.model_id, row.time, row.image_sha256, row.status, row.verdict)
+        cursor = self._db.execute(
+            "INSERT INTO parts (model, model_id, time, sha256, status, verdict, score, line)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (*values, row.image_score, line),
+        )
+        number = int(cursor.lastrowid or 0)
+        asked = row.verdict != "good"
+        drawn = random.Random(f"{self._keeping.seed} {number}").random()
+        if row.status == "ok" and (asked or drawn < self._keeping.goods):
+            size = len(answer.file) + len(answer.heatmap)
+            self._db.execute(
+                "INSERT INTO pictures (part, asked, bytes, file, heatmap) VALUES (?, ?, ?, ?, ?)",
+                (number, asked, size, answer.file, answer.heatmap),
+            )
+            self._held += size
+        return number
+
+    def _make_room(self) -> None:
+        while self._held > self._keeping.megabytes * 1_000_000:
+            oldest = "SELECT part, bytes FROM pictures ORDER BY asked, part LIMIT 1"
+            part, size = self._db.execute(oldest).fetchone()
+            self._db.execute("DELETE FROM pictures WHERE part = ?", (part,))
+            self._held -= size
+
+    def add_feedback(
+        self,
+        verdict: str,
+        *,
+        who: str,
+        part: int | None = None,
+        sha256: str = "",
+        defect_type: str = "",
+        note: str = "",
+    ) -> int | None:
+        """Write down what a person says of a part.
+
+        Args:
+            verdict: `good` or `defect`.
+            who: says so.
+            part: its number; None takes the newest one of this image, if there is any.
+            sha256: of the image; taken from the part where there is one.
+            defect_type: what is wrong with it.
+            note: anything.
+
+        Returns:
+            The part's number; None for an image that was never scored here.
+
+        Raises:
+            DataError: there is no such part, or it couldn't be read: nobody can have seen it.
+            OutputError: no room.
+        """
+        with self._lock, self._transaction():
+            if part is not None:
+                found = self._db.execute(
+                    "SELECT sha256, status FROM parts WHERE id = ?", (part,)
+                ).fetchone()
+                if found is None or found[1] != "ok":
+                    what = "doesn't exist" if found is None else "has no image that could be read"
+                    raise DataError(f"part {part} {what}; nothing is noted")
+                sha256 = found[0]
+            else:
+                newest = "SELECT MAX (id) FROM parts WHERE sha256 = ?"
+                part = self._db.execute(newest, (sha256,)).fetchone()[0]
+            self._db.execute(
+                "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (part, sha256, who, verdict, defect_type, note, _now()),
+            )
+        return part
+
+    def parts(
+        self, before: int | None = None, verdict: str = "", limit: int = 60
+    ) -> list[dict[str, Any]]:
+        """The newest parts, the newest first.
+
+        Args:
+            before: only those with a lower number.
+            verdict: only those with this verdict; empty for all.
+            limit: so many at most.
+
+        Returns:
+            Each row of results.jsonl, with `id`, `model`, whether its picture is kept (`picture`),
+            and what a person has said last (`feedback`).
+        """
+        wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict}
+        given = {condition: value for condition, value in wanted.items() if value}
+        where = f"WHERE {' AND '.join(given)} " if given else ""
+        rows = self._read(
+            f"{_PARTS} {where}ORDER BY parts.id DESC LIMIT ?", (*given.values(), limit)
+        )
+        return [_part(*row) for row in rows]
+
+    def part(self, number: int) -> dict[str, Any] | None:
+        """One part, as `parts` gives it; None where there is none of this number."""
+        rows = self._read(f"{_PARTS} WHERE parts.id = ?", (number,))
+        return _part(*rows[0]) if rows else None
+
+    def heatmap(self, number: int) -> bytes | None:
+        """A part's small heatmap; None where it wasn't kept."""
+        rows = self._read("SELECT heatmap FROM pictures WHERE part = ?", (number,))
+        return (rows[0][0] or None) if rows else None
+
+    def counts(self, since: str) -> dict[str, int]:
+        """How many parts there were since a time (ISO 8601, UTC), by verdict; else by status."""
+        rows = self._read(
+            "SELECT CASE WHEN status = 'ok' THEN verdict ELSE status END AS said, COUNT (*)"
+            " FROM parts WHERE time >= ? GROUP BY said",
+            (since,),
+        )
+        return {said or "no verdict": count for said, count in rows}
+
+    def feedback(self) -> Iterator[dict[str, Any]]:
+        """All that people have said, in order."""
+        names = ("part", "sha256", "who", "verdict", "defect_type", "note", "time")
+        for row in self._read(f"SELECT {', '.join(names)} FROM feedback ORDER BY id", ()):
+            yield dict(zip(names, row, strict=True))
+
+    def _read(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        with self._lock, self._explained():
+            return self._db.execute(query, values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._explained():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise OutputError(f"{self.file} can't be used as a record: {_why(error)}") from None
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or "it can't be reached"
+    known: Mapping[str, str] = {
+        "SQLITE_FULL": "there is no room left on the disk",
+        "SQLITE_BUSY": "another process is writing to it",
+        "SQLITE_READONLY": "it may not be written to",
+        "SQLITE_CANTOPEN": "it can't be opened or made there",
+        "SQLITE_NOTADB": "it is no SQLite file",
+        "SQLITE_CORRUPT": "it is damaged",
+    }
+    code = str(getattr(error, "sqlite_errorname", ""))
+    return next((said for name, said in known.items() if code.startswith(name)), "SQLite fails")
+
+
+def _part(
+    number: int, model: str, line: str, picture: int, verdict: str | None, *more: str
+) -> dict[str, Any]:
+    said = None
+    if verdict is not None:
+        said = dict(zip(("verdict", "defect_type", "note", "who"), (verdict, *more), strict=True))
+    row = {**json.loads(line), "id": number, "model": model, "picture": bool(picture)}
+    return {**row, "feedback": said}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
