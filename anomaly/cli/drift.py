@@ -89,12 +89,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _thresholds(options: argparse.Namespace) -> Thresholds:
-    from anomaly.model.folder import check_files, find_model
+    from anomaly.model.exported import files_of, read_export
+    from anomaly.model.folder import EXPORT, check_files, find_model
     from anomaly.model.manifest import read_manifest
     from anomaly.model.threshold_files import read_thresholds
 
     folder = find_model(options.model)
-    check_files(folder, read_manifest(folder))
+    manifest, export = read_manifest(folder), read_export(folder)
+    check_files(folder, files_of(manifest, export), [EXPORT] if export else [])
     thresholds = read_thresholds(folder)
     if thresholds is None:
         raise DataError(
