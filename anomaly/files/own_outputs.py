@@ -12,6 +12,9 @@ PAGE = "results.html"
 JOURNAL = "results.partial.jsonl"
 WATCHED = "results.watched.jsonl"
 DONE = "results.done.json"
+JOB, PARTS = "results.job.json", "results.parts"
+# What shards write.
+SHARDED = (JOB, PARTS, HEATMAPS, SCALE, MASKS, MAPS)
 INFER = (
     "results.csv",
     "results.jsonl",
@@ -26,6 +29,8 @@ INFER = (
     JOURNAL,
     WATCHED,
     DONE,
+    JOB,
+    PARTS,
 )
 TRAIN = ("model", "train.json", "suspects")
 _EXPLANATION = "explanation.json"
@@ -44,7 +49,7 @@ def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
     own: set[str] = set()
     if "model" in names and is_model(folder / "model", (_MANIFEST,)):
         own.update(TRAIN)
-    if not {JOURNAL, WATCHED, DONE}.isdisjoint(names) or (
+    if not {JOURNAL, WATCHED, DONE, JOB}.isdisjoint(names) or (
         "results.csv" in names and _head(folder / "results.csv").startswith(b"path,image_sha256,")
     ):
         own.update(INFER)
