@@ -79,7 +79,7 @@ class ImageManifest:
         try:
             names: list[str] = self._file.read_row_group(number).column("path").to_pylist()
         except Exception:
-            self.__dict__.pop("_file")  # opened anew the next time
+            self.__dict__.pop("_file", None)  # opened anew the next time
             raise
         return names
 

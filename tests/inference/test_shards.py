@@ -52,7 +52,7 @@ def manifest(archive: Path) -> Path:
 
 def _infer(manifest: object, run: Path, output: object, *more: object) -> list[str]:
     arguments = ["--model", run, "--manifest", manifest, "--output", output, *more]
-    return [*map(str, arguments), "--device", "cpu"]
+    return [*map(str, arguments), "--device", "cpu", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
