@@ -28,7 +28,8 @@ def test_the_licence_is_there() -> None:
 
 def test_every_package_that_is_needed_has_its_licence_listed() -> None:
     listed = (REPOSITORY / "docs" / "licences.md").read_text("utf-8")
-    needed = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["parquet"]
+    extras = PROJECT["optional-dependencies"]
+    needed = PROJECT["dependencies"] + extras["parquet"] + extras["remote"]
     for requirement in needed:
         name = re.split(r"[<>=\[; ]", requirement)[0]
         assert f"| {name} " in listed, name

@@ -14,7 +14,7 @@ from anomaly.cli.stopping import Stopping
 if TYPE_CHECKING:
     from anomaly.datasets.image_manifest import ImageManifest
     from anomaly.imaging.decoder_pool import Decoders
-    from anomaly.inference.shards import Shard
+    from anomaly.inference.parts import Shard
 
 _OTHERS = ("input", "list", "watch", "overwrite", "regions", "parquet")
 
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.datasets.image_manifest import read_manifest
     from anomaly.errors import DataError
     from anomaly.imaging.decoder_pool import Decoders
-    from anomaly.inference.shards import Shard
+    from anomaly.inference.parts import Shard
 
     if others := [f"--{name}" for name in _OTHERS if getattr(options, name)]:
         raise DataError(f"{', '.join(others)} can't be given with --manifest")
@@ -40,13 +40,8 @@ def _run(
     from anomaly.errors import OutputError
     from anomaly.files import storage
     from anomaly.inference.outputs import Outputs
-    from anomaly.inference.shards import (
-        begin_job,
-        chunks_done,
-        infer_shard,
-        say_counts,
-        total_of,
-    )
+    from anomaly.inference.parts import begin_job, chunks_done, say_counts, total_of
+    from anomaly.inference.shards import infer_shard
     from anomaly.model.checkpoint import load
 
     dest = options.output

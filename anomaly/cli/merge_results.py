@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.errors import OutputError
     from anomaly.files import storage
     from anomaly.inference.merging import merge
-    from anomaly.inference.shards import say_counts
+    from anomaly.inference.parts import say_counts
 
     if not options.output.lower().endswith((".csv", ".parquet")):
         raise OutputError(f"--output {options.output} must end with .csv or .parquet")

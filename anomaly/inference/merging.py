@@ -1,4 +1,7 @@
-"""Parts of all shards -> one table in the manifest's order, with one row for each image."""
+"""Parts of all shards -> one table in the manifest's order, with one row for each image.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,8 @@ from anomaly.datasets.image_manifest import ImageManifest
 from anomaly.errors import DataError
 from anomaly.files import storage
 from anomaly.files.csv_files import csv_text
+from anomaly.inference.parts import chunks_done, part_of, read_job
 from anomaly.inference.rows import Row, parquet_schema
-from anomaly.inference.shards import chunks_done, part_of, read_job
-from anomaly.scorers.base import Progress
 
 # What differs from run to run stays in the parts.
 _COLUMNS = [field.name for field in fields(Row) if field.name not in ("time", "milliseconds")]
@@ -44,7 +46,7 @@ def merge(
     dest: str,
     output: str,
     *,
-    progress: Progress = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Merged:
     """Join the parts of a job; in memory is one of them.
 

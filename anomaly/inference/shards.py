@@ -1,14 +1,8 @@
 """Manifest x model -> parts: one shard of a job that many processes and machines share.
 
-    DEST/
-      results.job.json             what all rows depend on; another job's shard is refused
-      results.parts/000000012.parquet  the rows of a chunk, and what job they are of
-      heatmaps/000000012/000345.png    of its 345th image
-
 A chunk of the manifest is what is scored and written together: no batch holds images of two, so
 that a row doesn't depend on which process has scored its chunk. A part appears once the chunk's
-pictures are there. The parts are the shard's journal, on whatever storage, and a process that goes
-on scores the chunks that have none.
+pictures are there.
 """
 
 from __future__ import annotations
@@ -21,20 +15,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from anomaly.datasets.image_manifest import ImageManifest
-from anomaly.errors import DataError, OutputError
+from anomaly.errors import DataError
 from anomaly.files import storage
-from anomaly.files.own_outputs import INFER, JOB, PARTS
-from anomaly.files.writing import as_json, remove_drafts
+from anomaly.files.own_outputs import HEATMAPS
+from anomaly.files.writing import remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.image import most_bytes
-from anomaly.inference.journal import Finished, check_same
+from anomaly.inference.journal import Finished
 from anomaly.inference.outputs import Outputs
+from anomaly.inference.parts import part_of
 from anomaly.inference.rows import Row, as_parquet
 from anomaly.inference.run import Inputs, infer
 from anomaly.prefetch import ahead
@@ -46,82 +41,6 @@ if TYPE_CHECKING:
 _FETCHING = 16  # objects on their way at once
 _FETCHED = 48  # that may be ahead of the decoding processes
 _SAMPLE = 20  # a chunk of so many images none of which can be had: that isn't the images' fault
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Which chunks a process takes: every `count`-th one, from `index` on."""
-
-    index: int
-    count: int
-
-    @classmethod
-    def of(cls, text: str) -> Shard:
-        """Read `i/n`.
-
-        Raises:
-            DataError: i isn't from 0 to n - 1.
-        """
-        first, _, second = text.partition("/")
-        if not (first.isdecimal() and second.isdecimal() and int(first) < int(second)):
-            n = int(second) if second.isdecimal() and int(second) else 4
-            raise DataError(
-                f"--shard is {text!r}; it must be i/n with i from 0 to n - 1, e.g. 0/{n} to "
-                f"{n - 1}/{n}"
-            )
-        return cls(int(first), int(second))
-
-    def chunks(self, manifest: ImageManifest) -> range:
-        """The numbers of its chunks."""
-        return range(self.index, len(manifest.sizes), self.count)
-
-
-def part_of(dest: str, chunk: int) -> str:
-    """The place of a chunk's part."""
-    return storage.inside(dest, f"{PARTS}/{chunk:09}.parquet")
-
-
-def begin_job(dest: str, about: Mapping[str, object]) -> None:
-    """See that a destination holds this job or nothing, and write down which it is.
-
-    Raises:
-        OutputError: it holds something else, or can't be written to.
-    """
-    wanted = json.loads(json.dumps(about))
-    place = storage.inside(dest, JOB)
-    try:
-        found = read_job(dest)
-    except FileNotFoundError:
-        if others := sorted(storage.names(dest) & set(INFER)):
-            raise OutputError(
-                f"{dest} holds other results ({', '.join(others)}); give another --output"
-            ) from None
-        storage.put(place, as_json(wanted).encode())
-        found = read_job(dest)  # another shard may have written at the same time
-    check_same(dest, found, wanted, "give another --output")
-
-
-def read_job(dest: str) -> dict[str, Any]:
-    """What the rows at a destination depend on.
-
-    Raises:
-        FileNotFoundError: nothing says so.
-        OutputError: that is damaged, or can't be read.
-    """
-    place = storage.inside(dest, JOB)
-    try:
-        return dict(json.loads(storage.read(place)))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, TypeError):
-        raise OutputError(f"{place} can't be read, or is damaged; give another --output") from None
-
-
-def chunks_done(dest: str) -> set[int]:
-    """The numbers of the chunks that have a part."""
-    names = storage.names(storage.inside(dest, PARTS))
-    found = (name.removesuffix(".parquet") for name in names if name.endswith(".parquet"))
-    return {int(name) for name in found if name.isdecimal()}
 
 
 def infer_shard(
@@ -168,7 +87,7 @@ def infer_shard(
         limit = most_bytes(model.loading.max_pixels)
         for chunk in chunks:
             images = _Images(manifest.chunk(chunk), Path(spool), threads, limit, stopped)
-            remove_drafts(outputs.folder / "heatmaps" / _name(chunk))
+            remove_drafts(outputs.folder / HEATMAPS / _name(chunk))
             pictures = [f"{_name(chunk)}/{i:06}.png" for i in range(len(images.names))]
             inputs = Inputs(images.paths, pictures, outputs.heatmaps, images.brought)
 
@@ -187,21 +106,6 @@ def infer_shard(
             counts.update(row.verdict for row in rows)
             before += len(rows)
     return counts
-
-
-def say_counts(counts: Counter[str]) -> str:
-    """How many images there are, by what was found."""
-    total = total_of(counts)
-    said = f"{counts['ok']} of {total} images scored"
-    kinds = {"good": "good", "review": "to review", "reject": "rejected"}
-    named = [f"{counts[k]} {word}" for k, word in kinds.items() if counts[k]]
-    bad = [f"{counts[k]} {k}" for k in ("unreadable", "unsupported", "failed") if counts[k]]
-    return ", ".join([said, *named, *bad])
-
-
-def total_of(counts: Counter[str]) -> int:
-    """How many images there are."""
-    return sum(counts[kind] for kind in ("ok", "unreadable", "unsupported", "failed"))
 
 
 def _name(chunk: int) -> str:

@@ -17,7 +17,7 @@ from conftest import REPOSITORY, Command, write_part
 from anomaly.errors import DataError
 from anomaly.files import storage
 from anomaly.files.csv_files import csv_rows
-from anomaly.inference.shards import Shard
+from anomaly.inference.parts import Shard
 
 _IMAGES, _CHUNK = 300, 32
 _BROKEN, _TEXT, _GONE = 3, 2, 1
@@ -474,6 +474,19 @@ def test_a_destination_is_of_one_job(
     code, _, err = command("infer", _infer(manifest, run_folder, tmp_path / "plain"))
     assert code == 2
     assert "holds other results (heatmap" in err
+
+
+def test_listing_and_joining_need_no_torch(manifest: Path, one: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from anomaly.cli import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    for arguments, expected in (
+        (["merge-results", manifest, one, "--output", tmp_path / "r.csv"], 3),
+        (["manifest", "--input", manifest, "--output", tmp_path / "m.parquet"], 0),
+    ):
+        ran = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], text=True)
+        assert ran.returncode == expected
 
 
 @pytest.mark.parametrize("text", ["4/4", "5/4", "-1/4", "0/0", "1", "a/b", "/", "1/4/2", "½/2"])
