@@ -3,7 +3,7 @@
     DEST/
       results.job.json             what all rows depend on; another job's shard is refused
       results.parts/000000012.parquet  the rows of a chunk, and what job they are of
-      heatmaps/000000012/000345.png    of its 345th image
+      heatmaps/000000012/000345.png    of its image 345, counted from 0
 
 The parts are the journal of every shard, on whatever storage: a process that goes on scores the
 chunks that have none.
