@@ -28,6 +28,7 @@ COMMANDS = {
     "layers": "list a network's layers: shapes, strides, parameters, compute",
     "features": "save what layers make of images, for classifiers of your own",
     "explain": "show why an image was flagged, in pictures",
+    "export": "write a trained model for ONNX Runtime or OpenVINO",
     "selfcheck": "score known parts before a shift and say what has moved",
     "sample-data": "generate a small data set to try things on",
 }

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.model.folder import find_model
 
     _check(options)
-    model = find_model(options.model).resolve()
+    model = find_model(options.model, exported=False).resolve()
     with locked(model.parent if model.name == "model" else model):  # a run's lock is its model's
         return _run(options)
 

@@ -89,4 +89,16 @@ def device_and_threads(options: argparse.Namespace) -> tuple[torch.device, int]:
 
     torch.set_num_threads(threads)  # faiss follows when its index is made
     cv2.setNumThreads(1)  # files are decoded in parallel already
-    return device_of(options.device), threads
+    device = "cpu" if options.device == "auto" and _exported(options) else options.device
+    return device_of(device), threads
+
+
+def _exported(options: argparse.Namespace) -> bool:
+    """Whether a model that was exported is among those named: its engine computes on the CPU."""
+    from anomaly.model.folder import EXPORT
+
+    named = getattr(options, "model", None) or []
+    folders = named if isinstance(named, list) else [named]
+    return any(
+        (place / EXPORT).exists() for folder in folders for place in (folder, folder / "model")
+    )

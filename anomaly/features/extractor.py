@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,7 +45,14 @@ class FeatureExtractor:
         copies: whether a later layer overwrites a wanted one in place.
         pairs: convolutions and batch norms to fold, see `anomaly.features.folding`.
         precision: `fp32` or `bf16`, the number format that the network runs in.
+
+    Attributes:
+        engine: what computes.
+        align: how its maps become embeddings, where it isn't the scorer that says so.
     """
+
+    engine = "torch"
+    align: Callable[[Sequence[Tensor]], Tensor] | None = None
 
     def __init__(
         self,
@@ -63,7 +70,7 @@ class FeatureExtractor:
         self.strides = tuple(strides)
         self.precision = precision
         self._copies = copies
-        self._pairs = tuple(pairs)
+        self.pairs = tuple(pairs)
 
     @property
     def coarsest_stride(self) -> int:
@@ -78,13 +85,13 @@ class FeatureExtractor:
             self.channels,
             self.strides,
             self._copies,
-            self._pairs,
+            self.pairs,
             precision,
         )
 
     @cached_property
     def _engine(self) -> nn.Module:
-        return folded(self.network, self._pairs, DTYPES[self.precision])
+        return folded(self.network, self.pairs, DTYPES[self.precision])
 
     def __call__(self, images: Tensor) -> list[FeatureMap]:
         """Run the network as far as needed.

@@ -173,6 +173,15 @@ class Sizing:
     tile: int | None = None
     overlap: int = 0
 
+    @property
+    def only(self) -> tuple[int, int] | None:
+        """(H, W) that every image has for the network; None where they keep their own aspects."""
+        if self.tile is not None:
+            return None
+        if self.resize is not None:
+            return self.crop or self.resize, self.crop or self.resize
+        return None if self.aspect is None else self._kept_aspect(self.aspect)
+
     def view(self, source: tuple[int, int]) -> AnyView:
         """The view of an image of (H0, W0) pixels.
 

@@ -97,6 +97,7 @@ class Outputs:
             "model": model.model_id,
             "software version": __version__,
             "device": str(device),
+            "engine": model.extractor.engine,
             "precision": model.extractor.precision,
             "set of outputs": [self.heatmaps, *names, *([self.maps] if self.maps else [])],
         }

@@ -42,6 +42,7 @@ class Row:
         time: when that was said, in UTC (ISO 8601).
         milliseconds: from when the file began to be read until its pictures were on disk; it shares
             a batch, and so it waits for others in between.
+        engine: what computed: `torch`, or the engine that the model was exported for.
     """
 
     path: str
@@ -60,6 +61,7 @@ class Row:
     model_name: str = ""
     time: str = ""
     milliseconds: float | None = None
+    engine: str = "torch"
 
 
 @dataclass(frozen=True)

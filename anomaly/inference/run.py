@@ -247,4 +247,5 @@ class _Run:
             model_name=self._model.config.name,
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             milliseconds=round(1000 * (time.perf_counter() - self._begun.pop(index)), 1),
+            engine=self._model.extractor.engine,
         )

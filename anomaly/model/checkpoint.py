@@ -30,13 +30,15 @@ from anomaly import __version__
 from anomaly.config.schema import Config, parse_config
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.features.backbones import Normalisation, build, load_state
-from anomaly.features.extractor import truncate
+from anomaly.features.exported import PLAIN
+from anomaly.features.extractor import FeatureExtractor, truncate
 from anomaly.imaging.decoder_pool import read_mask
 from anomaly.model.appearance import AppearanceModel
 from anomaly.model.build import scorer_of
 from anomaly.model.consistency import agree, check_together
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.folder import check_files, find_model, model_id
+from anomaly.model.exported import files_of, open_network, read_export
+from anomaly.model.folder import EXPORT, check_files, find_model, model_id
 from anomaly.model.manifest import AGAIN, read_manifest
 from anomaly.model.saving import BACKBONE, SCORER, USUAL
 from anomaly.model.settings import region_of
@@ -62,17 +64,14 @@ def load(
         ModelError: no model there, made by something else, or a file is missing, changed or
             doesn't belong.
     """
-    folder, device = find_model(folder), device_of(device)
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
+    folder = find_model(folder)
+    manifest, export = read_manifest(folder), read_export(folder)
+    device = device_of("cpu" if export and device == "auto" else device)
+    check_files(folder, files_of(manifest, export), [EXPORT] if export else [])
     config = _config(folder, manifest)
+    graph = _exported(folder, manifest, export, device, precision) if export else None
     try:
-        truncated = truncate(build(config.backbone.name), manifest["backbone"]["layers"])
-        agree(folder, "channels", manifest["backbone"]["channels"], list(truncated.channels))
-        agree(folder, "strides", manifest["backbone"]["strides"], list(truncated.strides))
-        state = load_file(folder / BACKBONE)
-        network, full = truncated.network, build(config.backbone.name)
-        load_state(network, state, full, str(folder / BACKBONE))
+        extractor = graph or _network(folder, manifest, config, device, precision)
         scorer = scorer_of(config, load_file(folder / SCORER), device)
         looks = folder / USUAL
         appearance = AppearanceModel.from_tensors(load_numpy(looks)) if looks.is_file() else None
@@ -86,10 +85,10 @@ def load(
     check_together(folder, manifest, scorer, appearance)
     return AnomalyDetector(
         config=config,
-        extractor=truncated.extractor().to(device, _precision(config, device, precision)),
-        normalise=Normalisation(
-            tuple(manifest["backbone"]["mean"]), tuple(manifest["backbone"]["std"])
-        ),
+        extractor=extractor,
+        normalise=PLAIN
+        if export
+        else Normalisation(*(tuple(manifest["backbone"][name]) for name in ("mean", "std"))),
         scorer=scorer,
         thresholds=thresholds,
         device=device,
@@ -100,6 +99,40 @@ def load(
         model_id=model_id(folder),
         folder=folder,
     )
+
+
+def _network(
+    folder: Path,
+    manifest: dict[str, Any],
+    config: Config,
+    device: torch.device,
+    precision: str | None,
+) -> FeatureExtractor:
+    """The truncated network, with its weights."""
+    truncated = truncate(build(config.backbone.name), manifest["backbone"]["layers"])
+    agree(folder, "channels", manifest["backbone"]["channels"], list(truncated.channels))
+    agree(folder, "strides", manifest["backbone"]["strides"], list(truncated.strides))
+    state, full = load_file(folder / BACKBONE), build(config.backbone.name)
+    load_state(truncated.network, state, full, str(folder / BACKBONE))
+    return truncated.extractor().to(device, _precision(config, device, precision))
+
+
+def _exported(
+    folder: Path,
+    manifest: dict[str, Any],
+    export: dict[str, Any],
+    device: torch.device,
+    precision: str | None,
+) -> FeatureExtractor:
+    """The exported network, asked for nothing but what it was compared in."""
+    if device.type != "cpu":
+        raise ModelError(f"{folder}: an exported model computes on the CPU; choose that device")
+    if precision not in (None, export["precision"]):
+        raise ModelError(
+            f"{folder} was exported in {export['precision']}; to have it in {precision}, export "
+            f"the model again with --precision {precision}"
+        )
+    return open_network(folder, manifest, export, torch.get_num_threads())
 
 
 def _config(folder: Path, manifest: dict[str, Any]) -> Config:

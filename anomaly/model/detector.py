@@ -110,7 +110,8 @@ class AnomalyDetector:
     @cached_property
     def embedder(self) -> Embedder:
         """How network inputs become patch embeddings."""
-        return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
+        align = self.extractor.align or self.scorer.align
+        return Embedder(self.extractor, self.normalise, align, self.device)
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # a str is a collection, too

@@ -6,7 +6,7 @@ Knows files and hashes; what is in them is `anomaly.model.checkpoint`'s business
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,15 @@ from anomaly.files.writing import draft_of, like, sha256_of
 from anomaly.model.manifest import AGAIN, MANIFEST
 
 HISTORY = "history.jsonl"
+EXPORT = "export.json"  # only where a model was exported for another engine
 
 
-def find_model(folder: str | Path) -> Path:
+def find_model(folder: str | Path, *, exported: bool = True) -> Path:
     """The model folder meant by itself, or by the run that holds it as `model/`.
+
+    Args:
+        folder: the folder.
+        exported: whether it may be an exported model.
 
     Raises:
         ModelError: there is none.
@@ -29,6 +34,11 @@ def find_model(folder: str | Path) -> Path:
     folder = Path(folder)
     for candidate in (folder / "model", folder):
         if (candidate / MANIFEST).is_file():
+            if not exported and (candidate / EXPORT).exists():
+                raise ModelError(
+                    f"{candidate} is an exported model, which stays as it is; give the model "
+                    "folder that it was exported from, and export that again"
+                )
             return candidate
     if not folder.exists():
         raise ModelError(
@@ -40,19 +50,26 @@ def find_model(folder: str | Path) -> Path:
     )
 
 
-def check_files(folder: Path, manifest: dict[str, Any]) -> None:
-    """Compare every file of a model folder with what its manifest says.
+def check_files(
+    folder: Path, expected: Mapping[str, Mapping[str, Any]], unlisted: Iterable[str] = ()
+) -> None:
+    """Compare every file of a model folder with what is recorded of it.
+
+    Args:
+        folder: the model folder.
+        expected: size and sha256 of each file that belongs there, by name.
+        unlisted: further files that do, besides the manifest and the history.
 
     Raises:
         ModelError: a file is missing, was changed or doesn't belong.
     """
-    expected: dict[str, dict[str, Any]] = manifest["files"]
     # Finder and Explorer leave their own files in every folder they show.
     present = {f.name for f in folder.iterdir() if not f.name.startswith(".")} - {
         MANIFEST,
         HISTORY,
         "Thumbs.db",
         "desktop.ini",
+        *unlisted,
     }
     if missing := sorted(set(expected) - present):
         raise ModelError(f"{folder} lacks {', '.join(missing)}; {AGAIN}")

@@ -35,11 +35,13 @@ _ABSENT: Any = None  # a file that not every model has; where it is named, it is
 _Deviation = Annotated[float, Field(ge=1e-3, le=1)]
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """A piece of a JSON file of which all entries are known."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class _Backbone(_Part):
+class _Backbone(Part):
     name: str
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
     channels: tuple[_Count, ...]
@@ -50,7 +52,7 @@ class _Backbone(_Part):
     weights_sha256: _Sha256 | None
 
 
-class _MadeWith(_Part):
+class _MadeWith(Part):
     packages: dict[str, str | None]
     python: str
     machine: str
@@ -60,23 +62,25 @@ class _MadeWith(_Part):
     precision: Literal["fp32", "bf16"]
 
 
-class _File(_Part):
+class Recorded(Part):
+    """What is recorded of a file."""
+
     bytes: _Index
     sha256: _Sha256
 
 
-class _Files(_Part):
-    backbone: _File = Field(alias="backbone.safetensors")
-    scorer: _File = Field(alias="scorer.safetensors")
-    config: _File = Field(alias="config.yaml")
-    thresholds: _File = Field(alias="thresholds.json")
-    calibration: _File = Field(alias="calibration.json")
-    usual: _File = Field(alias="usual.safetensors", default=_ABSENT)
-    region: _File = Field(alias="region.png", default=_ABSENT)
-    ignore: _File = Field(alias="ignore.png", default=_ABSENT)
+class _Files(Part):
+    backbone: Recorded = Field(alias="backbone.safetensors")
+    scorer: Recorded = Field(alias="scorer.safetensors")
+    config: Recorded = Field(alias="config.yaml")
+    thresholds: Recorded = Field(alias="thresholds.json")
+    calibration: Recorded = Field(alias="calibration.json")
+    usual: Recorded = Field(alias="usual.safetensors", default=_ABSENT)
+    region: Recorded = Field(alias="region.png", default=_ABSENT)
+    ignore: Recorded = Field(alias="ignore.png", default=_ABSENT)
 
 
-class _Manifest(_Part):
+class _Manifest(Part):
     format: Literal["anomaly-model/1", "anomaly-model/2"]
     software_version: str
     name: str
@@ -145,8 +149,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             file,
         )
     else:
-        seal = values.pop(_SEAL, None)
-        if file.read_bytes() != as_json(_sealed(values)).encode() or seal != _hash(values):
+        if not is_sealed(values, file):
             raise ModelError(f"{file} was changed since it was written; {AGAIN}")
     checked(values, _Manifest, file)
     return values
@@ -159,12 +162,19 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
         folder: the model folder.
         values: all but `format` and the seal.
     """
-    content = as_json(_sealed({"format": FORMAT} | values | {"format": FORMAT}))
+    content = as_json(sealed({"format": FORMAT} | values | {"format": FORMAT}))
     (folder / MANIFEST).write_text(content, "utf-8")
 
 
-def _sealed(values: dict[str, Any]) -> dict[str, Any]:
+def sealed(values: dict[str, Any]) -> dict[str, Any]:
+    """Values with the hash of their own text."""
     return values | {_SEAL: _hash(values)}
+
+
+def is_sealed(values: dict[str, Any], file: Path) -> bool:
+    """Whether a file holds these values as they were written; takes the hash out of them."""
+    seal = values.pop(_SEAL, None)
+    return seal == _hash(values) and file.read_bytes() == as_json(sealed(values)).encode()
 
 
 def _hash(values: dict[str, Any]) -> str:

@@ -90,10 +90,10 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
         The id of the model with these thresholds.
 
     Raises:
-        ModelError: no model there.
+        ModelError: no model there, or an exported one.
         OutputError: the folder can't be written.
     """
-    folder = find_model(folder)
+    folder = find_model(folder, exported=False)
     manifest = read_manifest(folder)
     before = model_id(folder)
     with appearing(folder) as draft:

@@ -37,6 +37,7 @@ class Category:
         model_id: names this very model.
         method: the model's method, by the name that it has in the literature.
         unit: of the scores.
+        engine: what computed them.
         manifest: the model's manifest.
         settings: the model's config as plain values.
         training: what the run's train.json says; empty where it isn't there.
@@ -52,6 +53,7 @@ class Category:
     model_id: str = ""
     method: str = ""
     unit: str = "score"
+    engine: str = "torch"
     manifest: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -193,6 +195,7 @@ def evaluated(
         model_id=detector.model_id,
         method=detector.method,
         unit=detector.unit,
+        engine=detector.extractor.engine,
         manifest=detector.manifest,
         settings=portable(detector.config),
         training={} if folder is None else training_record(folder),

@@ -181,6 +181,7 @@ def _facts(category: Category) -> list[dict[str, Any]]:
     timings = {
         f"training: {stage}": f"{s:.1f} s" for stage, s in training.get("seconds", {}).items()
     }
+    timings["evaluation: engine"] = category.engine
     timings["evaluation"] = f"{category.seconds:.1f} s"
     timings["evaluation, images a second"] = rate
     if training.get("peak_memory_bytes"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anomaly.errors import ModelError
 
@@ -111,6 +111,18 @@ class Scorer(Protocol):
             compares places.
         """
         return None
+
+    def graph(self) -> nn.Module:
+        """What `score` does, as a module that `torch.export` can follow: reductions, no indices.
+
+        Returns:
+            A module that takes embeddings (B, h, w, D) and gives patch scores (B, h, w) float32,
+            and where there is a bank the nearest vectors (B, h, w) int64 after them, in a tuple.
+
+        Raises:
+            ModelError: the method has no such form.
+        """
+        raise ModelError("the model's method can't be a graph; export it without --whole")
 
     def check_origin(self, channels: int, images: int) -> None:
         """See that this can have been learned from a network's embeddings of so many images.

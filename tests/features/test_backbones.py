@@ -69,7 +69,7 @@ def test_random_weights_are_seeded_and_warn(caplog: pytest.LogCaptureFixture) ->
 def test_filled_networks_compute_what_torchvision_computes() -> None:
     state, _ = backbones.read_weights("resnet18", "random", 0)
     truncated = truncate(backbones.build("resnet18"), ["layer1", "layer2"])
-    backbones.fill(truncated.network, state, backbones.build("resnet18"), "random")
+    backbones.load_state(truncated.network, state, backbones.build("resnet18"), "random")
     reference = torchvision.models.resnet18()
     reference.load_state_dict(state)
     reference.eval()
@@ -88,7 +88,7 @@ def test_weights_of_another_network_are_refused() -> None:
     state, _ = backbones.read_weights("resnet18", "random", 0)
     truncated = truncate(backbones.build("resnet50"), ["layer1"])
     with pytest.raises(WeightsError, match="belongs to another network than ResNet: without"):
-        backbones.fill(truncated.network, state, full, "that file")
+        backbones.load_state(truncated.network, state, full, "that file")
 
 
 def test_layers_behind_the_last_one_may_be_absent_and_half_precision_is_widened() -> None:
@@ -100,7 +100,7 @@ def test_layers_behind_the_last_one_may_be_absent_and_half_precision_is_widened(
         if not k.startswith(("layer3", "layer4", "fc"))
     }
     truncated = truncate(backbones.build("resnet18"), ["layer2"])
-    backbones.fill(truncated.network, short, full, "that file")
+    backbones.load_state(truncated.network, short, full, "that file")
     assert all(p.dtype == torch.float32 for p in truncated.network.parameters())
     with pytest.raises(WeightsError, match="unknown extra"):
-        backbones.fill(truncated.network, short | {"extra": torch.ones(1)}, full, "that file")
+        backbones.load_state(truncated.network, short | {"extra": torch.ones(1)}, full, "that file")

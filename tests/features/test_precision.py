@@ -51,16 +51,16 @@ def test_auto_takes_bf16_only_where_it_is_fast_and_safe(
 ) -> None:
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(precision, "has_bf16", lambda device: False)
-    assert precision.settle(extractor(), images) == "fp32"
+    assert precision.choose_precision(extractor(), images) == "fp32"
     monkeypatch.setattr(precision, "has_bf16", lambda device: True)
-    assert precision.settle(extractor(), images) == "bf16"
+    assert precision.choose_precision(extractor(), images) == "bf16"
     assert "bf16" not in caplog.text
     with monkeypatch.context() as patch:
         patch.setattr(precision, "LIMIT", 1e-6)
-        assert precision.settle(extractor(), images) == "fp32"
+        assert precision.choose_precision(extractor(), images) == "fp32"
     assert "bf16 would blur" in caplog.text
     broken = extractor(float("inf"))  # maps that aren't numbers
-    assert precision.settle(broken, images) == "fp32"
+    assert precision.choose_precision(broken, images) == "fp32"
 
 
 def test_precision_is_saved_and_a_change_is_pointed_out(

@@ -74,3 +74,19 @@ def test_one_axis_may_shrink_while_the_other_grows() -> None:
     pixels[::2] = 255
     seen = render(pixels, 255.0, Sizing(100, None, 256, 8).view((1000, 20)))
     np.testing.assert_allclose(seen, 0.5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizing", "only"),
+    [
+        (Sizing(256, 224, 0, 32), (224, 224)),
+        (Sizing(256, None, 0, 32), (256, 256)),
+        (Sizing(None, None, 256, 32, aspect=1.5), (320, 224)),
+        (Sizing(None, None, 256, 32), None),
+        (Sizing(None, None, 256, 32, tile=64, overlap=8), None),
+    ],
+)
+def test_one_size_for_all_images_or_none(sizing: Sizing, only: tuple[int, int] | None) -> None:
+    assert sizing.only == only
+    if only is not None:
+        assert sizing.view((150, 100)).size == sizing.view((301, 200)).size == only

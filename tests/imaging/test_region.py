@@ -175,7 +175,7 @@ def test_an_image_that_the_region_does_not_fit_has_a_row_that_says_so(
     assert list(json.loads((run / "train.json").read_text())["refused"]) == ["train/good/small.png"]
     detector = load(run, torch.device("cpu"))
     files = [product / "train" / "good" / name for name in ("000.png", "small.png")]
-    results = sorted(detector.predict(files), key=lambda r: r.index)
+    results = sorted(detector.score_all(files), key=lambda r: r.index)
     assert isinstance(results[0], Prediction)
     assert isinstance(results[1], UnusableImage)
     assert "small.png" in results[1].reason
@@ -214,11 +214,11 @@ def test_an_image_that_the_region_misses_leaves_its_batch_alone(
     files = sorted(inputs.iterdir())
     detector = load(run, torch.device("cpu"))
     assert len({detector.loading.sizing.view(size).size for size in ((96, 120), (960, 1200))}) == 1
-    found = {result.index: result for result in detector.predict(files)}
+    found = {result.index: result for result in detector.score_all(files)}
     assert isinstance(found[1], UnusableImage)
     assert (found[1].status, str(files[1]) in found[1].reason) == ("unsupported", True)
     alone = list(detector.predict([files[0], files[2]]))
-    assert [found[i].image_score for i in (0, 2)] == [one.score for one in alone]
+    assert [found[i].score for i in (0, 2)] == [one.score for one in alone]
     output = tmp_path / "out"
     base = ["--model", run, "--input", inputs, "--output", output]
     assert command("infer", base)[0] == 3

@@ -91,7 +91,7 @@ def test_what_is_usual_and_what_is_not() -> None:
     usual = AppearanceModel.of([_look(rng) for _ in range(40)])
     assert usual is not None
     again = AppearanceModel.from_tensors(usual.tensors())
-    assert [usual.oddness(_look(rng)) for _ in range(200)] == [""] * 200
+    assert [usual.deviation(_look(rng)) for _ in range(200)] == [""] * 200
     black, white = np.zeros((32, 48, 3), np.float32), np.ones((32, 48, 3), np.float32)
     noise = np.clip(rng.normal(0.5, 0.05, (32, 48, 1)), 0, 1).repeat(3, 2).astype(np.float32)
     odd = {
@@ -102,8 +102,8 @@ def test_what_is_usual_and_what_is_not() -> None:
         "another product": _look(rng, shift=1.0),
     }
     for says, one in odd.items():
-        assert says in usual.oddness(one)
-        assert again.oddness(one) == usual.oddness(one)
+        assert says in usual.deviation(one)
+        assert again.deviation(one) == usual.deviation(one)
 
 
 def test_odd_ones_out_are_those_that_the_others_would_not_accept() -> None:
@@ -119,7 +119,7 @@ def test_odd_ones_out_are_those_that_the_others_would_not_accept() -> None:
         assert usual is not None
         return usual
 
-    every = [i for i, one in enumerate(looks) if without(i).oddness(one)]
+    every = [i for i, one in enumerate(looks) if without(i).deviation(one)]
     assert odd_among(looks) == every == [7, 21]
     assert odd_among(looks[:LEAST_IMAGES]) == []
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anomaly.errors import DataError, ModelError
 from anomaly.runtime import spread
@@ -72,18 +73,23 @@ class PatchGaussian(Scorer):
         """
         check_grid(embeddings, self.grid, self.projection)
         patches = projected(embeddings, self.projection)
-        leading, trailing = self.mean[:, :, None]
-
-        def squared_distances(positions: slice) -> Tensor:
-            # (p, B, d): a position's Gaussian meets all images at once.
-            mine = patches[:, positions].transpose(0, 1)
-            residuals = torch.sub(mine, leading[positions]).sub_(trailing[positions])
-            return self.whitening.squared_distances(residuals, positions)
-
         block = _SCORING_BLOCK[patches.device.type]
         blocks = position_blocks(patches.shape[1], self.whitening.numbers, block)
-        squared = torch.cat(spread(squared_distances, blocks, patches.device))
+        task = partial(self.squared_distances, patches)
+        squared = torch.cat(spread(task, blocks, patches.device))
         return PatchScores(squared.sqrt_().T.reshape(embeddings.shape[:3]))
+
+    def squared_distances(self, patches: Tensor, positions: slice) -> Tensor:
+        """Squared Mahalanobis distances (p, B) of patches (B, P, d) at a slice of the positions."""
+        leading, trailing = self.mean[:, positions, None]
+        # (p, B, d): a position's Gaussian meets all images at once.
+        mine = patches[:, positions].transpose(0, 1)
+        residuals = torch.sub(mine, leading).sub_(trailing)
+        return self.whitening.squared_distances(residuals, positions)
+
+    def graph(self) -> _GaussianGraph:
+        """`score` as a module that can be traced."""
+        return _GaussianGraph(self)
 
     def to(self, target: torch.device | str) -> PatchGaussian:
         """The same Gaussians on another device."""
@@ -130,6 +136,17 @@ class PatchGaussian(Scorer):
                 "other tensors"
             )
         return cls(Projection(weights, channels), (height, width), tensors["mean"], whitening)
+
+
+class _GaussianGraph(nn.Module):
+    def __init__(self, gaussian: PatchGaussian) -> None:
+        super().__init__()
+        self._gaussian = gaussian
+
+    def forward(self, embeddings: Tensor) -> tuple[Tensor]:
+        """Scores (B, h, w) float32 of projected embeddings (B, h, w, d)."""
+        squared = self._gaussian.squared_distances(embeddings.flatten(1, 2), slice(None))
+        return (squared.sqrt().T.reshape(embeddings.shape[:3]),)
 
 
 def _is_choice(chosen: Tensor, channels: int) -> bool:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import add
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -53,30 +57,30 @@ class Projection:
             (B, h, w, d) float32 on the finest grid.
         """
         grid = max((m.shape[-2:] for m in maps), key=lambda size: size[0] * size[1])
-        shape = (maps[0].shape[0], *grid, self.dimensions)
-        projected = maps[0].new_zeros(shape, dtype=torch.float32)
-        layers = self._split([m.shape[1] for m in maps])
-        for m, (weights, place) in zip(maps, layers, strict=True):
+        parts = []
+        for m, weights in zip(maps, self._split([m.shape[1] for m in maps]), strict=True):
             if weights.numel() == 0:
                 continue
             part = Projection(weights, m.shape[1])(m.permute(0, 2, 3, 1).float())
             if part.shape[1:3] != grid:
                 part = F.interpolate(part.permute(0, 3, 1, 2), size=grid).permute(0, 2, 3, 1)
-            projected[..., place].add_(part)
-        return projected
+            parts.append(part)
+        joined = torch.cat(parts, 3) if self.weights.ndim == 1 else reduce(add, parts)
+        return joined.contiguous()
 
-    def _split(self, channels: Sequence[int]) -> list[tuple[Tensor, slice]]:
-        """Each layer's share of the weights, and which of the d channels it adds to."""
+    def _split(self, channels: Sequence[int]) -> list[Tensor]:
+        """Each layer's share of the weights: its rows, or its chosen channels."""
         if self.weights.ndim == 2:
-            return [(rows, slice(None)) for rows in torch.split(self.weights, list(channels))]
-        shares, first = [], 0
-        for count in channels:
-            inside = (self.weights >= first) & (self.weights < first + count)
-            start = int((self.weights < first).sum())
-            share = self.weights[inside] - first
-            shares.append((share, slice(start, start + len(share))))
-            first += count
-        return shares
+            return list(torch.split(self.weights, list(channels)))
+        firsts = np.cumsum([0, *channels])
+        ends = np.searchsorted(self._chosen, firsts).tolist()
+        shares = zip(ends[:-1], ends[1:], firsts.tolist(), strict=False)
+        return [self.weights[start:end] - first for start, end, first in shares]
+
+    @cached_property
+    def _chosen(self) -> NDArray[np.int64]:
+        """(d,) the kept channels; a graph that is traced needs to have them as plain numbers."""
+        return self.weights.numpy(force=True)
 
     def to(self, target: torch.device | str) -> Projection:
         """The same projection on another device."""

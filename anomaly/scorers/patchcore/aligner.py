@@ -57,17 +57,24 @@ def patchcore_adaptive(maps: Sequence[Tensor]) -> Tensor:
 
 def _join(maps: Sequence[Tensor]) -> Tensor:
     finest = max((m.shape[-2:] for m in maps), key=lambda size: size[0] * size[1])
+    if torch.compiler.is_compiling():  # writing into places is a detour in a traced graph
+        return torch.cat([_resized(m, finest) for m in maps], 1).permute(0, 2, 3, 1)
     first = maps[0]
     channels = sum(m.shape[1] for m in maps)
     joined = first.new_empty((first.shape[0], *finest, channels), dtype=torch.float32)
     # Each map is written into its place as it is made, so that no layer is held twice.
     start = 0
     for m in maps:
-        if m.shape[-2:] != finest:
-            m = F.interpolate(m, size=finest, mode="bilinear", align_corners=False)
-        joined[..., start : start + m.shape[1]] = m.permute(0, 2, 3, 1)
-        start += m.shape[1]
+        place = slice(start, start + m.shape[1])
+        joined[..., place] = _resized(m, finest).permute(0, 2, 3, 1)
+        start = place.stop
     return joined
+
+
+def _resized(m: Tensor, grid: tuple[int, ...]) -> Tensor:
+    if m.shape[-2:] == grid:
+        return m
+    return F.interpolate(m, size=grid, mode="bilinear", align_corners=False)
 
 
 @lru_cache(maxsize=16)

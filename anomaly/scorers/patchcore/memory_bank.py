@@ -25,6 +25,7 @@ from anomaly.scorers.patchcore.aligner import (
     patchcore_adaptive,
     patchcore_concat,
 )
+from anomaly.scorers.patchcore.graph import BankGraph
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 
 # By `model.embedding`.
@@ -146,6 +147,10 @@ class MemoryBank(Scorer):
         # Duplicates may push m* out of its own group, so its distance is the numerator's alone.
         share = torch.exp(highest - torch.logsumexp(distances, 1))
         return highest * (1 - share).clamp(min=0)
+
+    def graph(self) -> BankGraph:
+        """`score` as a module that can be traced."""
+        return BankGraph(self.vectors)
 
     def to(self, target: torch.device | str) -> MemoryBank:
         """The same bank on another device."""

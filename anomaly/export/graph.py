@@ -1,0 +1,197 @@
+"""A detector as a graph in a file: images -> patch embeddings, or on to patch scores."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anomaly.errors import ModelError
+from anomaly.features.engine import ENGINES, installed
+from anomaly.features.folding import folded
+from anomaly.hooks import capture
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.exported import graph_names
+
+OPSET = 18
+_LARGEST = 1 << 16  # of batch, height and width in multiples; no limit in fact
+
+_IMAGES = (
+    "RGB in [0, 1], full scale of the file's depth is 1, resized as config.yaml says; the graph "
+    "normalises"
+)
+_MEANINGS = {
+    "embeddings": "patch embeddings",
+    "patch_scores": "distance of each patch to what good patches look like, higher is more "
+    "anomalous",
+    "nearest": "nearest vector of the memory bank, the row of `vectors` in scorer.safetensors",
+}
+
+
+class _Network(nn.Module):
+    """Images (B, 3, H, W) in [0, 1] -> patch embeddings (B, h, w, D)."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, detector: AnomalyDetector) -> None:
+        super().__init__()
+        extractor, normalise = detector.extractor, detector.normalise
+        self.network = folded(extractor.network, extractor.pairs, torch.float32)
+        self.register_buffer("mean", torch.tensor(normalise.mean).view(3, 1, 1))
+        self.register_buffer("std", torch.tensor(normalise.std).view(3, 1, 1))
+        self._layers, self._align = extractor.layers, detector.scorer.align
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        # Without the early stop, which a trace can't follow: what runs behind the last layer has no
+        # weights any more, and no use, so that it isn't in the graph.
+        with capture(self.network, self._layers) as captured:
+            captured.run((images - self.mean) / self.std)
+            maps = captured.pop()
+        return (self._align([maps[layer] for layer in self._layers]),)
+
+
+class _Whole(nn.Module):
+    """Images -> patch scores (B, h, w), and nearest bank vectors where there is a bank."""
+
+    def __init__(self, detector: AnomalyDetector) -> None:
+        super().__init__()
+        self.embed, self.score = _Network(detector), detector.scorer.graph()
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        scored: tuple[Tensor, ...] = self.score(*self.embed(images))
+        return scored
+
+
+def write_graph(
+    detector: AnomalyDetector, folder: Path, engine: str, *, whole: bool = False
+) -> dict[str, Any]:
+    """Write a detector's graph, as `network` or `whole`.
+
+    Args:
+        detector: on the CPU, in fp32.
+        folder: where to; the engine decides on the files.
+        engine: a key of `anomaly.features.engine.ENGINES`.
+        whole: whether the graph goes on to patch scores.
+
+    Returns:
+        Its file, inputs and outputs, as export.json tells of them.
+
+    Raises:
+        ModelError: the network or the method can't be traced.
+        OSError: no room.
+    """
+    name = graph_names(engine, "whole" if whole else "network")[0]
+    names = ["embeddings"]
+    module: nn.Module = _Whole(detector) if whole else _Network(detector)
+    images, sizes = _example(detector)
+    with torch.inference_mode():
+        shapes = [list(made.shape) for made in module(images)]
+    if whole:
+        names = ["patch_scores", "nearest"][: len(shapes)]
+    file = folder / f"{Path(name).stem}.onnx"
+    _trace(module, images, sizes, names, file)
+    inputs, outputs = _tidied(file, names, shapes, detector)
+    if ENGINES[engine][2] != ".onnx":
+        openvino = installed(engine, "this export is for")
+        openvino.save_model(openvino.Core().read_model(file), folder / name, compress_to_fp16=False)
+        for part in folder.glob(f"{file.name}*"):
+            part.unlink()
+    return {"file": name, "inputs": inputs, "outputs": outputs}
+
+
+def _example(detector: AnomalyDetector) -> tuple[Tensor, dict[int, Any]]:
+    """Images to trace with, and the axes whose length may be another one."""
+    sizing = detector.loading.sizing
+    batch = torch.export.Dim("batch", min=1, max=_LARGEST)
+    if sizing.only is not None:
+        return torch.rand(2, 3, *sizing.only), {0: batch}
+    rows, columns = (torch.export.Dim(n, min=1, max=_LARGEST) for n in ("rows", "columns"))
+    step = sizing.multiple
+    images = torch.rand(2, 3, *(step * -(-side // step) for side in (128, 160)))
+    return images, {0: batch, 2: step * rows, 3: step * columns}
+
+
+def _trace(
+    module: nn.Module, images: Tensor, sizes: dict[int, Any], names: list[str], file: Path
+) -> None:
+    try:
+        with _quiet(), torch.no_grad():
+            traced = torch.export.export(
+                module.eval(), (images,), dynamic_shapes=(sizes,), strict=False
+            )
+            program = torch.onnx.export(
+                traced,
+                (images,),
+                input_names=["images"],
+                output_names=names,
+                dynamo=True,
+                opset_version=OPSET,
+                verbose=False,
+            )
+    except Exception:  # of many kinds, about operators and symbols
+        raise ModelError(
+            "this network can't be written as a graph: it decides by what it sees, or uses an "
+            "operation that ONNX lacks; train with another backbone, or hook earlier layers"
+        ) from None
+    assert program is not None
+    program.save(file)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep to themselves what tracing and writing have to say of operators and symbols."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _tidied(
+    file: Path, names: list[str], shapes: list[list[int]], detector: AnomalyDetector
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Take places and source lines of this machine out of a graph, and name its axes.
+
+    Returns:
+        Its inputs and outputs.
+    """
+    import onnx
+
+    model = onnx.load(file, load_external_data=False)
+    for part in (model, model.graph, *model.graph.node, *model.graph.initializer):
+        del part.metadata_props[:]
+        part.doc_string = ""
+    del model.graph.value_info[:]
+    sizing = detector.loading.sizing
+    sides: Sequence[int | str] = ("height", "width")
+    grid: Sequence[int | str] = ("h", "w")
+    step = f"; height and width are multiples of {sizing.multiple}"
+    if sizing.only is not None:
+        sides, grid, step = sizing.only, shapes[0][1:3], ""
+    said: dict[str, tuple[str, list[int | str]]] = {
+        "images": (_IMAGES + step, ["batch", 3, *sides])
+    }
+    for name, shape in zip(names, shapes, strict=True):
+        said[name] = (_MEANINGS[name], ["batch", *grid, *shape[3:]])
+    described: list[dict[str, Any]] = []
+    for value in (*model.graph.input, *model.graph.output):
+        del value.metadata_props[:]
+        kind, (meaning, lengths) = value.type.tensor_type, said[value.name]
+        for axis, length in zip(kind.shape.dim, lengths, strict=True):
+            if isinstance(length, str):
+                axis.dim_param = length
+        number = onnx.TensorProto.DataType.Name(kind.elem_type).lower()
+        number = {"float": "float32"}.get(number, number)
+        described.append({"name": value.name, "type": number, "shape": lengths, "meaning": meaning})
+    onnx.save(model, file)
+    return described[:1], described[1:]

@@ -1,0 +1,166 @@
+"""Exported graphs and what runs them: ONNX Runtime or OpenVINO, on the CPU. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.errors import ModelError
+
+Array: TypeAlias = NDArray[Any]
+# Images (B, 3, H, W) float32 -> the graph's outputs.
+Run: TypeAlias = Callable[[Array], list[Array]]
+
+# Engine by its name in `--to`: its own name, the module to import, and the ending of its graphs.
+ENGINES = {
+    "onnx": ("ONNX Runtime", "onnxruntime", ".onnx"),
+    "openvino": ("OpenVINO", "openvino", ".xml"),
+}
+
+
+class Graph:
+    """A graph in a file, which the engine loads when it is first run. Threads may share it.
+
+    Args:
+        file: as `anomaly.export` wrote it.
+        engine: a key of `ENGINES`.
+        precision: `fp32` or `bf16`, the number format to compute in.
+        threads: processor threads to use, all calls together.
+
+    Attributes:
+        version: the engine's.
+
+    Raises:
+        ModelError: the engine isn't installed, or lacks the precision; when it is first run, also
+            where the engine can't read the graph.
+    """
+
+    def __init__(self, file: Path, engine: str, precision: str, threads: int) -> None:
+        self.file, self.engine, self.precision = file, engine, precision
+        self._threads = max(1, threads)
+        self._compiling = Lock()
+        self._compiled: dict[int, Run] = {}
+        module = installed(engine, f"{file.parent} was exported for")
+        self.version = str(module.__version__).partition("-")[0]
+        check_precision(engine, precision, f"{file.parent} was exported in {precision}")
+
+    def __call__(self, images: Array, *, together: bool = False) -> list[Array]:
+        """Run the graph.
+
+        Args:
+            images: (B, 3, H, W) float32 RGB in [0, 1].
+            together: whether as many calls come at once as there are threads, each of which then
+                computes alone; else all threads share one call.
+        """
+        images = np.ascontiguousarray(images, np.float32)
+        return self._for(self._threads if together else 1)(images)
+
+    def _for(self, streams: int) -> Run:
+        """The graph, compiled for so many calls at once."""
+        with self._compiling:
+            if streams not in self._compiled:
+                self._compiled[streams] = self._compile(streams)
+            return self._compiled[streams]
+
+    def _compile(self, streams: int) -> Run:
+        compiler = {"onnx": _onnx, "openvino": _openvino}[self.engine]
+        try:
+            return compiler(self.file, self.precision, self._threads, streams)
+        except Exception:  # each engine has its own family of errors
+            name = ENGINES[self.engine][0]
+            raise ModelError(
+                f"{self.file} can't be loaded by {name} {self.version}; export the model again "
+                "with this version"
+            ) from None
+
+
+def installed(engine: str, what: str) -> Any:
+    """An engine's module.
+
+    Args:
+        engine: a key of `ENGINES`.
+        what: needs it, for the message: "… was exported for", say.
+
+    Raises:
+        ModelError: it isn't installed.
+    """
+    name, module, _ = ENGINES[engine]
+    # OpenVINO's converter, which nobody here uses, would put an id for its statistics into the
+    # user's home folder as soon as it is imported; without this module it doesn't.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ModelError(
+            f"{what} {name}, which isn't installed: pip install 'anomaly[{engine}]'"
+        ) from None
+
+
+def check_precision(engine: str, precision: str, what: str) -> None:
+    """See that an engine that is installed computes in a number format here.
+
+    Args:
+        engine: a key of `ENGINES`.
+        precision: `fp32` or `bf16`.
+        what: asks for it, for the message.
+
+    Raises:
+        ModelError: it doesn't.
+    """
+    if precision == "fp32":
+        return
+    name, module, _ = ENGINES[engine]
+    if engine == "onnx":
+        raise ModelError(f"{what}, in which {name} doesn't compute on a CPU; use fp32")
+    capabilities = import_module(module).Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    if "BF16" not in capabilities:
+        raise ModelError(f"{what}, which this processor doesn't have; use fp32")
+
+
+def _onnx(file: Path, precision: str, threads: int, streams: int) -> Run:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads // streams
+    options.log_severity_level = 4
+    # Threads that wait in a loop would take the cores from those that decode.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    return lambda images: list(session.run(None, {"images": images}))
+
+
+def _openvino(file: Path, precision: str, threads: int, streams: int) -> Run:
+    import openvino
+
+    compiled = openvino.Core().compile_model(
+        file,
+        "CPU",
+        {
+            # Without it OpenVINO takes bf16 wherever the processor has it.
+            "INFERENCE_PRECISION_HINT": {"fp32": "f32", "bf16": "bf16"}[precision],
+            "INFERENCE_NUM_THREADS": threads,
+            "NUM_STREAMS": streams,
+            "ENABLE_CPU_PINNING": False,  # other processes decode on these cores
+        },
+    )
+    free: SimpleQueue[Any] = SimpleQueue()
+
+    def run(images: Array) -> list[Array]:
+        try:
+            request = free.get_nowait()
+        except Empty:
+            request = compiled.create_infer_request()
+        results: Sequence[Array] = [*request.infer({"images": images}).to_tuple()]
+        copies = [np.array(values) for values in results]  # the request's own are used again
+        free.put(request)
+        return copies
+
+    return run

@@ -1,0 +1,121 @@
+"""What a folder of an exported model says of itself: export.json, and which files belong to it.
+
+    export/
+      network.onnx           or network.xml and network.bin: images -> patch embeddings
+      whole.onnx             likewise, on to patch scores; only with --whole
+      export.json            engine, inputs, outputs, how equal it was; sha256 of these files
+      …                      all files of the model folder but backbone.safetensors, unchanged
+
+The manifest is the model's, and so is its id: it is the same model, computed by another engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from anomaly.errors import ModelError
+from anomaly.features.engine import ENGINES, Graph
+from anomaly.features.exported import ExportedNetwork
+from anomaly.files.writing import as_json
+from anomaly.model.folder import EXPORT
+from anomaly.model.manifest import AGAIN, Part, Recorded, checked, is_sealed, read_json, sealed
+
+FORMAT = "anomaly-export/1"
+_REPLACED = "backbone.safetensors"
+
+
+class _Tensor(Part):
+    name: str
+    type: str
+    shape: tuple[int | str, ...]
+    meaning: str
+
+
+class _Graph(Part):
+    file: str
+    inputs: tuple[_Tensor, ...]
+    outputs: tuple[_Tensor, ...]
+
+
+class _Equality(Part):
+    compared_with: str
+    images: tuple[str, ...]
+    tolerance: float
+    largest_difference: float
+    largest_difference_at: str
+    largest_patch_difference: float | None
+    verdicts_changed: Literal[0]
+
+
+class _Export(Part):
+    format: Literal["anomaly-export/1"]
+    software_version: str
+    source_model_id: str
+    engine: Literal["onnx", "openvino"]
+    engine_version: str
+    opset: int
+    precision: Literal["fp32", "bf16"]
+    network: _Graph
+    whole: _Graph | None
+    equality: _Equality
+    files: dict[str, Recorded]
+
+
+def read_export(folder: Path) -> dict[str, Any] | None:
+    """What an exported model's folder says of itself; None for any other model folder.
+
+    Raises:
+        ModelError: it is damaged, was changed, or was written by another version.
+    """
+    file = folder / EXPORT
+    if not file.exists():
+        return None
+    values = read_json(file)
+    found = values.get("format") if isinstance(values, dict) else None
+    if found != FORMAT:
+        raise ModelError(
+            f"{file} isn't of this version's exports (format {str(found)[:40]!r}, expected "
+            f"{FORMAT!r}); export the model again"
+        )
+    if not is_sealed(values, file):
+        raise ModelError(f"{file} was changed since it was written; {AGAIN}")
+    checked(values, _Export, file)
+    return dict(values)
+
+
+def write_export(folder: Path, values: dict[str, Any]) -> None:
+    """Write what an exported model's folder says of itself, sealed; all but `format`."""
+    content = {"format": FORMAT, **values}
+    checked(content, _Export, folder / EXPORT)
+    (folder / EXPORT).write_text(as_json(sealed(content)), "utf-8")
+
+
+def files_of(manifest: dict[str, Any], export: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of the files that belong to a model, by name."""
+    files: dict[str, dict[str, Any]] = dict(manifest["files"])
+    if export is not None:
+        del files[_REPLACED]
+        files |= export["files"]
+    return files
+
+
+def open_network(
+    folder: Path, manifest: Mapping[str, Any], export: Mapping[str, Any], threads: int
+) -> ExportedNetwork:
+    """The exported network, ready to run.
+
+    Raises:
+        ModelError: its engine isn't installed, can't read the graph, or lacks the precision.
+    """
+    backbone = manifest["backbone"]
+    file = folder / export["network"]["file"]
+    graph = Graph(file, export["engine"], export["precision"], threads)
+    return ExportedNetwork(graph, backbone["layers"], backbone["channels"], backbone["strides"])
+
+
+def graph_names(engine: str, stem: str) -> tuple[str, ...]:
+    """The files that an engine's graph consists of; the first is the one to load."""
+    ending = ENGINES[engine][2]
+    return (f"{stem}.xml", f"{stem}.bin") if ending == ".xml" else (f"{stem}{ending}",)
