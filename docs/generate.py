@@ -34,7 +34,11 @@ OUTSIDE = {
     "LICENSE.txt": "LICENSE",
 }
 # Pages of the menu's production part, where they are written.
-IN_PRODUCTION = {"A whole line": "line.md", "Deployment": "deployment.md"}
+IN_PRODUCTION = {
+    "A whole line": "line.md",
+    "Deployment": "deployment.md",
+    "Millions of images": "scale.md",
+}
 MORE = {
     "data.format": "own-data.md#data-sets",
     "image.bit_depth": "own-data.md#kinds-of-file",

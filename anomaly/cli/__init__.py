@@ -25,6 +25,8 @@ COMMANDS = {
     "train": "learn what good looks like from a folder of good images",
     "calibrate": "choose a trained model's thresholds, without training it again",
     "infer": "score images: verdicts in results.csv, heatmaps beside them",
+    "manifest": "list the images of a large job, for many machines to share",
+    "merge-results": "join what the machines of a large job have found, and see that it is all",
     "evaluate": "measure trained models on their test splits",
     "layers": "list a network's layers: shapes, strides, parameters, compute",
     "features": "save what layers make of images, for classifiers of your own",

@@ -45,11 +45,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="of --watch: a file that nobody has written to for so long is fully written (0.5)",
     )
-    parser.add_argument("--output", type=Path, required=True, help="where results go")
+    parser.add_argument("--output", required=True, help="where results go")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--overwrite", action="store_true", help="replace earlier results there")
     start.add_argument(
         "--resume", action="store_true", help="go on where an earlier run there was broken off"
+    )
+    shards = parser.add_argument_group("one of many processes or machines (docs/scale.md)")
+    shards.add_argument(
+        "--manifest",
+        metavar="FILE",
+        help="score images of this list, made by: anomaly manifest; --output may be a URL",
+    )
+    shards.add_argument(
+        "--shard",
+        metavar="i/n",
+        help="take every n-th chunk of the manifest, i from 0 to n - 1 (default: 0/1, all)",
     )
     _add_outputs(parser)
     machine.add_precision(parser)
@@ -60,9 +71,8 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--heatmap",
         choices=("none", "reject", "all"),
-        default="all",
-        help="which images get one: none, those not called good (reject and review), or all "
-        "(default)",
+        help="which images get one: none, those not called good (reject and review; default "
+        "with --manifest), or all (default otherwise)",
     )
     parser.add_argument(
         "--side-by-side",
@@ -91,12 +101,20 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Score images."""
+    from anomaly.errors import DataError
     from anomaly.files.output_lock import locked
     from anomaly.inference.outputs import Outputs
 
+    if options.manifest is not None:
+        from anomaly.cli import infer_shard
+
+        return infer_shard.run(options)
+    if options.shard is not None:
+        raise DataError("--shard takes chunks of a manifest: give --manifest")
+    options.output = Path(options.output)
     outputs = Outputs(
         options.output,
-        heatmaps=options.heatmap,
+        heatmaps=options.heatmap or "all",
         side_by_side=options.side_by_side,
         masks=options.masks,
         regions=options.regions,

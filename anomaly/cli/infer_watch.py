@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
                     decoders,
                     settle=options.settle,
                     stopped=lambda: stop.signal is not None,
-                    heatmaps=options.heatmap,
+                    heatmaps=outputs.heatmaps,
                     thumbnails=thumbnails,
                     seen=seen,
                     trouble=_warn,

@@ -112,7 +112,7 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
     text = os.fsdecode(rest) if encoding == "utf-8" else text_of(data, name)
     lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
     header, _ = header_of(lines[0], _COLUMNS) if lines else ([], "")
-    if not _is_table(header, list_file):
+    if not is_table(header, list_file):
         return [Path(line) for line in lines], {}
     if len(header) == 1 or "image_sha256" in header:  # a path a line, or our results
         rows = read_rows(data, name, _COLUMNS, ("path",))
@@ -121,7 +121,7 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
     return [Path(path) for path in groups], groups
 
 
-def _is_table(header: Sequence[str], list_file: str) -> bool:
+def is_table(header: Sequence[str], list_file: str) -> bool:
     """Whether a list is a CSV file with a header, not a path on each line."""
     if set(header) & set(_COLUMNS):
         return True

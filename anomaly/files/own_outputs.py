@@ -13,6 +13,9 @@ JOURNAL = "results.partial.jsonl"
 WATCHED = "results.watched.jsonl"
 DONE = "results.done.json"
 GOLDEN = "golden.json"
+JOB, PARTS = "results.job.json", "results.parts"
+# What shards write.
+SHARDED = (JOB, PARTS, HEATMAPS, SCALE, MASKS, MAPS)
 INFER = (
     "results.csv",
     "results.jsonl",
@@ -27,6 +30,8 @@ INFER = (
     JOURNAL,
     WATCHED,
     DONE,
+    JOB,
+    PARTS,
 )
 TRAIN = ("model", "train.json", "suspects")
 _EXPLANATION = "explanation.json"
@@ -45,7 +50,7 @@ def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
     own: set[str] = set()
     if "model" in names and is_model(folder / "model", (_MANIFEST,)):
         own.update(TRAIN)
-    if not {JOURNAL, WATCHED, DONE}.isdisjoint(names) or (
+    if not {JOURNAL, WATCHED, DONE, JOB}.isdisjoint(names) or (
         "results.csv" in names and _head(folder / "results.csv").startswith(b"path,image_sha256,")
     ):
         own.update(INFER)

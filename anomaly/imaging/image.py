@@ -21,6 +21,7 @@ import hashlib
 import logging
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +39,12 @@ __all__ = [
     "MAX_PIXELS",
     "Image",
     "ImageHeader",
+    "each_file",
     "is_folder",
     "is_image",
     "list_files",
     "list_images",
+    "most_bytes",
     "read_header",
     "read_image",
     "read_mask",
@@ -186,19 +189,24 @@ def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
     Raises:
         DataError: the folder, or one inside it, can't be listed.
     """
-    found: list[Path] = []
+    return sorted(each_file(folder, tell=tell), key=lambda path: path.parts)
+
+
+def each_file(folder: Path, *, tell: bool = True) -> Iterator[Path]:
+    """What `list_files` lists, in the order in which it is come across, one folder at a time.
+
+    Raises:
+        DataError: as there.
+    """
     own: list[Path] = []
-    _collect(folder, (), found, own)
+    yield from _walk(folder, (), own)
     if own and tell:
         names = ", ".join(path.relative_to(folder).as_posix() for path in own[:6])
         more = f" and {len(own) - 6} more" if len(own) > 6 else ""
         log.warning("%s: passed over this program's own outputs: %s%s", folder, names, more)
-    return sorted(found, key=lambda path: path.parts)
 
 
-def _collect(
-    folder: Path, above: tuple[tuple[int, int], ...], found: list[Path], own: list[Path]
-) -> None:
+def _walk(folder: Path, above: tuple[tuple[int, int], ...], own: list[Path]) -> Iterator[Path]:
     try:
         status = folder.stat()
         with os.scandir(folder) as scan:
@@ -221,9 +229,9 @@ def _collect(
             if _is_folder(entry) or is_image(path):  # tables and notes aren't worth a word
                 own.append(path)
         elif _is_folder(entry):
-            _collect(path, (*above, identity), found, own)
+            yield from _walk(path, (*above, identity), own)
         else:
-            found.append(path)
+            yield path
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -252,8 +260,13 @@ def _read_file(path: Path | bytes, max_pixels: int) -> tuple[Format, bytes]:
         raise damaged(f"it can't be read ({_reason(error)})") from None
 
 
+def most_bytes(max_pixels: int) -> int:
+    """How long the file of an image of so many pixels may be."""
+    return _BYTES_BESIDES + _BYTES_A_PIXEL * max_pixels
+
+
 def _check_length(length: int, max_pixels: int) -> None:
-    most = _BYTES_BESIDES + _BYTES_A_PIXEL * max_pixels
+    most = most_bytes(max_pixels)
     if length > most:
         raise unsupported(
             f"its file has {length / 1e6:.1f} MB, more than the {most / 1e6:.1f} MB that a picture "

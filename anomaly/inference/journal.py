@@ -96,7 +96,7 @@ class Journal:
             if self._end:
                 self.take(line)
             else:
-                _check_same(self.file, line["about"], self.about)
+                check_same(self.file.parent, line["about"], self.about)
             self._end += len(text)
 
 
@@ -167,12 +167,23 @@ def exit_code_of(done: Path, about: Mapping[str, object]) -> int:
             f"{done.parent} holds results, but {done.name}, which says what of, is missing "
             "or damaged; give another --output, or --overwrite to start again"
         ) from None
-    _check_same(done, found, json.loads(json.dumps(about)))
+    check_same(done.parent, found, json.loads(json.dumps(about)))
     return code
 
 
-def _check_same(file: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
-    """See that the run in a file is the one that is to go on.
+def check_same(
+    output: object,
+    found: Mapping[str, object],
+    wanted: Mapping[str, object],
+    remedy: str = "give another --output, or --overwrite to start again",
+) -> None:
+    """See that the run in an output folder is the one that is to go on.
+
+    Args:
+        output: the folder, for the message.
+        found: what the rows there depend on.
+        wanted: what those of this run do.
+        remedy: what to do if that isn't the same.
 
     Raises:
         OutputError: it is another one.
@@ -180,8 +191,8 @@ def _check_same(file: Path, found: Mapping[str, object], wanted: Mapping[str, ob
     if found != wanted:
         other = ", ".join(k for k in wanted if found.get(k) != wanted[k])
         raise OutputError(
-            f"{file.parent} holds a run with another {other or 'program'}, which can't be "
-            "continued with this one; give another --output, or --overwrite to start again"
+            f"{output} holds a run with another {other or 'program'}, which can't be "
+            f"continued with this one; {remedy}"
         )
 
 

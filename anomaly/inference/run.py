@@ -35,11 +35,14 @@ class Inputs:
         paths: image files, sorted.
         pictures: a name for each one's heatmap, and for its other pictures.
         heatmaps: which images have a heatmap: none, those that aren't called good, or all.
+        brought: gives each index and path, in order, once the file is there; for files that come
+            from elsewhere.
     """
 
     paths: Sequence[Path]
     pictures: Sequence[str]
     heatmaps: Literal["none", "reject", "all"] = "all"
+    brought: Callable[[Iterator[tuple[int, Path]]], Iterator[tuple[int, Path]]] = iter
 
 
 def infer(
@@ -103,7 +106,8 @@ class _Run:
     def score(self, progress: Progress) -> None:
         paths, detector = self._inputs.paths, self._model
         new = [index for index in range(len(paths)) if index not in self._record.done]
-        loaded = self._decoders.load_all(((i, self._begin(i)) for i in new), self._stopped)
+        items = self._inputs.brought((i, self._begin(i)) for i in new)
+        loaded = self._decoders.load_all(items, self._stopped)
         batches = by_shape(detector.fitting(loaded), detector.config.batch_size)
         try:
             results = detector.predict_batches(self._noted(batches))

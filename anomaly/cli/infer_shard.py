@@ -1,0 +1,84 @@
+"""`anomaly infer --manifest`: one shard of a job that many processes and machines share."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anomaly.cli import machine
+from anomaly.cli.progress import ProgressLine
+from anomaly.cli.stopping import Stopping
+
+if TYPE_CHECKING:
+    from anomaly.datasets.image_manifest import ImageManifest
+    from anomaly.imaging.decoder_pool import Decoders
+    from anomaly.inference.parts import Shard
+
+_OTHERS = ("input", "list", "watch", "overwrite", "regions", "parquet")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Score a shard; 0 once each of its images has a row, be it one that says what is wrong."""
+    from anomaly.datasets.image_manifest import read_manifest
+    from anomaly.errors import DataError
+    from anomaly.imaging.decoder_pool import Decoders
+    from anomaly.inference.parts import Shard
+
+    if others := [f"--{name}" for name in _OTHERS if getattr(options, name)]:
+        raise DataError(f"{', '.join(others)} can't be given with --manifest")
+    shard = Shard.of(options.shard or "0/1")
+    manifest = read_manifest(options.manifest)
+    with Decoders(machine.wanted_threads(options)) as decoders:
+        return _run(options, shard, manifest, decoders)
+
+
+def _run(
+    options: argparse.Namespace, shard: Shard, manifest: ImageManifest, decoders: Decoders
+) -> int:
+    from anomaly.errors import OutputError
+    from anomaly.files import storage
+    from anomaly.inference.outputs import Outputs
+    from anomaly.inference.parts import begin_job, chunks_done, say_counts, total_of
+    from anomaly.inference.shards import infer_shard
+    from anomaly.model.checkpoint import load
+
+    dest = options.output
+    with Stopping() as stop, tempfile.TemporaryDirectory(prefix="anomaly-out-") as folder:
+        device, _ = machine.device_and_threads(options)
+        model = load(options.model, device, options.precision)
+        outputs = Outputs(
+            storage.local(dest) or Path(folder),
+            heatmaps=options.heatmap or ("none" if model.thresholds is None else "reject"),
+            side_by_side=options.side_by_side,
+            masks=options.masks,
+            maps=options.maps,
+        )
+        about = {"list of images": manifest.id} | outputs.about(model, device)
+        begin_job(dest, about)
+        mine, done = shard.chunks(manifest), chunks_done(dest)
+        left = [chunk for chunk in mine if chunk not in done]
+        if len(left) < len(mine) and not options.resume:
+            raise OutputError(
+                f"{dest} holds {len(mine) - len(left)} of this shard's {len(mine)} chunks already; "
+                "add --resume to go on with the others, or give another --output"
+            )
+        with ProgressLine() as progress:
+            counts = infer_shard(
+                model,
+                manifest,
+                left,
+                dest,
+                outputs,
+                about,
+                decoders,
+                stopped=lambda: stop.signal is not None,
+                progress=lambda done, total: progress("scoring", done, total),
+            )
+        said = f"shard {shard.index}/{shard.count} of {len(mine)} chunks"
+        print(f"{said}: {say_counts(counts)}; parts in {dest}")
+        if total_of(counts) < sum(manifest.sizes[chunk] for chunk in left):
+            print("stopped; go on with --resume")
+            return stop.exit_code
+    return 0

@@ -1,0 +1,59 @@
+"""`anomaly manifest`: the images of a large job, listed for `infer --manifest`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        default=[],
+        help="image files, folders of them and quoted patterns ('*', '?', '**'); local, or URLs of "
+        "whatever fsspec opens (s3://, gs://, file://, …)",
+    )
+    parser.add_argument(
+        "--list",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="CSV or Parquet files with the column path, or text files that name an image on each "
+        "line; local, or URLs",
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="FILE", help="the manifest, a Parquet file or its URL"
+    )
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="images whose rows are written together; what a process that dies has to do again "
+        "(1000)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier manifest")
+
+
+def run(options: argparse.Namespace) -> int:
+    """List images."""
+    from anomaly.datasets.image_manifest import read_manifest, write_manifest
+    from anomaly.datasets.inputs import say_passed_over
+    from anomaly.datasets.listing import Listing
+    from anomaly.errors import DataError, OutputError
+    from anomaly.files import storage
+
+    if not (options.input or options.list):
+        raise DataError("give --input, --list, or both")
+    if storage.exists(options.output) and not options.overwrite:
+        raise OutputError(f"{options.output} exists already; add --overwrite")
+    listing = Listing(options.input, options.list)
+    images, doubles = write_manifest(listing, options.output, options.chunk)
+    if listing.passed_over:
+        print(f"note: {say_passed_over(listing.passed_over)}", file=sys.stderr)
+    again = f", {doubles} named more than once" if doubles else ""
+    chunks = len(read_manifest(options.output).sizes)
+    print(f"{images} images{again} in {chunks} chunks: {options.output}")
+    return 0

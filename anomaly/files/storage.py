@@ -1,0 +1,270 @@
+"""Places for images and results: local paths, and URLs of whatever storage fsspec opens.
+
+Storage that doesn't answer is asked again for about a quarter of a minute, and then it is said so.
+What it does answer, that there is no such object or that access is denied, is believed at once.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from anomaly.errors import AnomalyError, DataError, OutputError
+from anomaly.files.own_outputs import JOB, SHARDED
+from anomaly.files.writing import draft_of, write
+
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
+_BLOCK = 1 << 20
+_ANSWERS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+Result = TypeVar("Result")
+
+
+def local(place: str) -> Path | None:
+    """The path that a place is on this machine; None for storage elsewhere."""
+    name = place.removeprefix("file://")
+    return None if "://" in name else Path(name)
+
+
+def inside(place: str, name: str) -> str:
+    """The place of a name in a folder."""
+    return f"{place.rstrip('/')}/{name}"
+
+
+def read(place: str) -> bytes:
+    """The bytes of a small file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DataError: it can't be read.
+    """
+    path = local(place)
+    return _asked(place, lambda fs, name: fs.cat_file(name)) if path is None else path.read_bytes()
+
+
+def fetch(place: str, target: Path, limit: int) -> None:
+    """Copy an object of storage elsewhere into a file, no more than one byte beyond a limit.
+
+    Raises:
+        FileNotFoundError: there is none; PermissionError: access is denied.
+        DataError: the storage doesn't answer.
+    """
+
+    def copy(fs: Any, name: str) -> None:
+        left = limit + 1
+        with fs.open(name, "rb") as source, target.open("wb") as file:
+            while left and (data := source.read(min(left, _BLOCK))):
+                file.write(data)
+                left -= len(data)
+
+    _asked(place, copy)
+
+
+def put(place: str, content: bytes | Path) -> None:
+    """Write a file that appears under its name complete or not at all.
+
+    Object storage sees to that itself; on other remote storage an upload that is cut off may leave
+    a part of the file.
+
+    Args:
+        place: the file; its folder is made if need be.
+        content: its bytes, or a file that holds them.
+
+    Raises:
+        OutputError: it can't be written.
+    """
+    path = local(place)
+    if path is None:
+
+        def send(fs: Any, name: str) -> None:
+            if isinstance(content, bytes):
+                fs.pipe_file(name, content)
+            else:
+                fs.put_file(str(content), name)
+
+        try:
+            _asked(place, send, OutputError)
+        except _ANSWERS as error:
+            raise OutputError(f"{place} can't be written: {_said(error)}") from None
+    else:
+        write(path, content if isinstance(content, bytes) else content.read_bytes())
+
+
+def names(place: str) -> set[str]:
+    """The names of what lies in a folder; none where there is no such folder.
+
+    Raises:
+        OutputError: it can't be listed.
+    """
+    path = local(place)
+    try:
+        if path is not None:
+            return {entry.name for entry in path.iterdir()}
+        entries = _asked(place, lambda fs, name: fs.ls(name, detail=False), OutputError)
+        return {str(entry).rstrip("/").rpartition("/")[2] for entry in entries}
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise OutputError(f"{place} can't be listed: {_said(error)}") from None
+
+
+@contextmanager
+def appearing(place: str) -> Iterator[Path]:
+    """A local file to write into; it gets its name, or is uploaded, once it is whole.
+
+    Raises:
+        OutputError: it can't be written.
+    """
+    path = local(place)
+    if path is None:
+        with tempfile.TemporaryDirectory(prefix="anomaly-") as folder:
+            draft = Path(folder) / "draft"
+            yield draft
+            put(place, draft)
+        return
+    draft = draft_of(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield draft
+        draft.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path} can't be written: {_said(error)}") from None
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def exists(place: str) -> bool:
+    """Whether there is a file of this name.
+
+    Raises:
+        DataError: that can't be told.
+    """
+    path = local(place)
+    if path is not None:
+        return path.exists()
+    return bool(_asked(place, lambda fs, name: fs.exists(name)))
+
+
+def opened(place: str) -> IO[bytes]:
+    """A file to read from anywhere in it.
+
+    Raises:
+        DataError: it can't be read.
+    """
+    path = local(place)
+    try:
+        if path is not None:
+            return path.open("rb")
+        stream: IO[bytes] = _asked(place, lambda fs, name: fs.open(name, "rb"))
+        return stream
+    except OSError as error:
+        raise DataError(f"{place} can't be read: {_said(error)}") from None
+
+
+def again(place: str, act: Callable[[], Result], kind: type[AnomalyError] = DataError) -> Result:
+    """Do something with storage elsewhere, several times if it doesn't answer.
+
+    Args:
+        place: for messages.
+        act: what to do.
+        kind: of the error.
+
+    Raises:
+        OSError: what it has answered.
+        AnomalyError: it doesn't answer.
+    """
+    for pause in (*_PAUSES, None):
+        try:
+            return act()
+        except (*_ANSWERS, AnomalyError):
+            raise
+        except Exception as error:  # each kind of storage has errors of its own
+            if pause is None:
+                raise kind(
+                    f"{place}: the storage doesn't answer, after {len(_PAUSES) + 1} attempts "
+                    f"({_said(error)})"
+                ) from None
+            time.sleep(pause)
+    raise AssertionError
+
+
+def each_file(place: str) -> Iterator[str]:
+    """The files of storage elsewhere that a place means: an object, a pattern, or a folder's.
+
+    Files and folders whose names start with a dot are skipped, and so is what `infer` has written.
+    A folder is listed when it is come to; a pattern is listed as a whole.
+
+    Raises:
+        DataError: there is nothing, or it can't be listed.
+    """
+    fs, name = _filesystem(place)
+    if any(c in name for c in "*?["):
+        found = again(place, partial(fs.glob, name, detail=True))
+        yield from (fs.unstrip_protocol(n) for n, about in found.items() if about["type"] == "file")
+        return
+    try:
+        if again(place, partial(fs.isfile, name)):
+            yield fs.unstrip_protocol(name)
+        else:
+            yield from map(fs.unstrip_protocol, _walk(place, fs, name))
+    except OSError as error:
+        raise DataError(f"{place} can't be listed: {_said(error)}") from None
+
+
+def _walk(place: str, fs: Any, folder: str) -> Iterator[str]:
+    entries = again(place, partial(fs.ls, folder, detail=True))
+    kinds = {str(entry["name"]).rstrip("/"): entry["type"] for entry in entries}
+    of = {name.rpartition("/")[2]: name for name in kinds if name != folder.rstrip("/")}
+    own = SHARDED if JOB in of else ()
+    for last in sorted(of):
+        if last.startswith(".") or last in own:
+            continue
+        if kinds[of[last]] == "directory":
+            yield from _walk(place, fs, of[last])
+        else:
+            yield of[last]
+
+
+def _asked(
+    place: str, act: Callable[[Any, str], Result], kind: type[AnomalyError] = DataError
+) -> Result:
+    fs, name = _filesystem(place, kind)
+    return again(place, partial(act, fs, name), kind)
+
+
+def _filesystem(place: str, kind: type[AnomalyError] = DataError) -> tuple[Any, str]:
+    """What fsspec has for a URL, and the name that it goes by there."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise kind(f"{place} needs fsspec: pip install 'anomaly[remote]'") from None
+    protocol = place.partition("://")[0]
+    try:
+        # Listings that are kept would fill the memory, and hide what others write.
+        fs, name = url_to_fs(place, use_listings_cache=False)
+    except ImportError:
+        known = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+        package = known.get(protocol)
+        raise kind(
+            f"{place} needs " + (f"{package}: pip install {package}" if package else
+            f"the package of fsspec that opens {protocol}://, which isn't installed")
+        ) from None  # fmt: skip
+    except ValueError:
+        raise kind(f"{place}: {protocol}:// isn't known; see fsspec's list of storage") from None
+    except Exception as error:
+        raise kind(f"{place} can't be reached ({_said(error)})") from None
+    return fs, str(name)
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "it doesn't exist"
+    if isinstance(error, PermissionError):
+        return "access is denied"
+    return (isinstance(error, OSError) and error.strerror) or type(error).__name__
