@@ -435,7 +435,10 @@ def test_other_mistakes_on_the_command_line(
     code, _, err = command("train", ["--config", "nowhere.yaml"])
     assert (code, "no config nowhere.yaml" in err) == (2, True)
     code, _, err = command("trian", [])
-    assert (code, err) == (2, "error: there is no command 'trian'; did you mean 'train'?\n")
+    assert (code, err.partition("'train'")[0]) == (
+        2,
+        "error: there is no command 'trian'; did you mean ",
+    )
     wrong = ["--model", run_folder, "--output", tmp_path / "x", "--input", product / "tset"]
     code, _, err = command("infer", wrong)
     assert (code, f"in {product} did you mean 'test'?" in err) == (2, True)
