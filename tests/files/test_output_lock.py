@@ -145,10 +145,15 @@ def test_every_command_that_writes_minds_the_lock(
     out = tmp_path / "out"
     process = {folder: occupied(folder) for folder in (out, model, golden)}
     before = _files(tmp_path)
+    export = ["--model", model, "--to", "onnx", "--golden", golden, "--output", out]
+    serve = ["--models", model, "--record", out / "record.db", "--port", 0]
     lines = _commands(product, model, golden, out)
-    # These write one file that appears whole; shards share their folder.
-    single = {"manifest", "merge-results"}
-    assert {name for name, _, _ in lines} == COMMANDS.keys() - {"check", "layers"} - single
+    lines += [("export", export, out), ("serve", serve, out)]
+    # These write one file that appears whole, add to a record, or run others; shards share their
+    # folder.
+    single = {"manifest", "merge-results", "drift", "region", "feedback", "demo"}
+    nothing = {"check", "layers", "completion"}
+    assert {name for name, _, _ in lines} == COMMANDS.keys() - nothing - single
     for name, arguments, folder in lines:
         code, said, err = command(name, arguments)
         assert (code, said) == (2, ""), name
