@@ -42,15 +42,14 @@ RUNS = [("avx2", 1), ("avx2", 4), ("sse4.2", 2)]
 NUMERICAL = [
     "tests/test_portable.py",
     "tests/scorers",
-    "tests/scorers/patchcore/test_aligner.py",
     "tests/maps/test_anomaly_map.py",
     "tests/calibration/test_calibration.py",
     "tests/model/test_cross_fitting.py",
     "tests/features/test_extractor.py",
     "tests/features/test_folding.py",
     "tests/calibration/test_model_thresholds.py",
-    "tests/features/test_pooling.py",
     "tests/features/test_precision.py",
+    "tests/export/test_pooling.py",
     "tests/inference/test_watch.py::test_a_shift",
     "tests/inference/test_watch.py::test_a_name_that_is_used_again",
 ]

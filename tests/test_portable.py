@@ -10,7 +10,7 @@ from pathlib import Path
 import faiss
 import pytest
 import torch
-from conftest import Command, train_arguments
+from conftest import REPOSITORY, Command, train_arguments
 from portable import LEVELS, environment
 from threadpoolctl import threadpool_info
 
@@ -142,3 +142,10 @@ def test_an_image_alone_has_the_verdict_that_it_has_in_a_batch(
         (alone,) = _rows(output)
         assert alone["verdict"] == row["verdict"]
         assert float(alone["image_score"]) == pytest.approx(float(row["image_score"]), rel=SCORES)
+
+
+def test_what_is_listed_is_there() -> None:
+    from portable import NUMERICAL
+
+    for listed in NUMERICAL:
+        assert (REPOSITORY / listed.partition("::")[0]).exists(), listed
