@@ -18,10 +18,10 @@ from anomaly.explain.saliency import saliency_map
 from anomaly.explain.tiles import RgbImage, beside, glowing
 from anomaly.features.embedder import network_input
 from anomaly.files.writing import as_json, claim, write
-from anomaly.imaging.decoder_pool import load_shared
 from anomaly.imaging.given import Given, ImageLike
 from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import Loaded, UnusableImage
+from anomaly.imaging.shared_decoders import load_shared
 from anomaly.maps.heatmap import display, encode_png, overlay
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction

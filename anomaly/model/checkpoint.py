@@ -27,12 +27,13 @@ from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import load_file
 
 from anomaly import __version__
-from anomaly.config.schema import Config, parse_config
+from anomaly.config.parsing import parse_config
+from anomaly.config.schema import Config
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.features.backbones import Normalisation, build, load_state
 from anomaly.features.exported import PLAIN
 from anomaly.features.extractor import FeatureExtractor, truncate
-from anomaly.imaging.decoder_pool import read_mask
+from anomaly.imaging.shared_decoders import read_mask
 from anomaly.model.appearance import AppearanceModel
 from anomaly.model.build import scorer_of
 from anomaly.model.consistency import agree, check_together

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 from anomaly.config.methods import METHODS
 from anomaly.errors import ImageError
-from anomaly.imaging.decoder_pool import load_shared
 from anomaly.imaging.given import AxisOrder, Channels, Given, ImageLike, is_one, sources
 from anomaly.imaging.preprocessing import UnusableImage, by_shape
+from anomaly.imaging.shared_decoders import load_shared
 from anomaly.model.prediction import Prediction
 from anomaly.model.saving import save
 from anomaly.model.scoring import ScoringPipeline

@@ -19,7 +19,8 @@ from PIL import ImageOps
 
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging import image as images
-from anomaly.imaging.image import list_images, read_header, read_image, read_mask
+from anomaly.imaging.image import read_header, read_image, read_mask
+from anomaly.imaging.listing import list_images
 
 
 @pytest.fixture(scope="module")
