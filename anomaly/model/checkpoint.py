@@ -43,7 +43,7 @@ from anomaly.model.folder import EXPORT, check_files, find_model, model_id
 from anomaly.model.manifest import AGAIN, read_manifest
 from anomaly.model.saving import BACKBONE, SCORER, USUAL
 from anomaly.model.settings import region_of
-from anomaly.model.threshold_files import read_thresholds
+from anomaly.model.threshold_files import read_history, read_thresholds
 from anomaly.runtime import device_of, has_bf16
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ def load(
         manifest=manifest,
         model_id=model_id(folder),
         folder=folder,
+        history=read_history(folder),
     )
 
 

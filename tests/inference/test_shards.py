@@ -486,7 +486,21 @@ def test_listing_and_joining_need_no_torch(manifest: Path, one: Path, tmp_path: 
         assert ran.returncode == expected
 
 
-@pytest.mark.parametrize("text", ["4/4", "5/4", "-1/4", "0/0", "1", "a/b", "/", "1/4/2", "½/2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "4/4",
+        "5/4",
+        "-1/4",
+        "0/0",
+        "1",
+        "a/b",
+        "/",
+        "1/4/2",
+        "½/2",
+        pytest.param("0/" + 5000 * "9", id="long"),
+    ],
+)
 def test_shards_out_of_range(text: str) -> None:
     with pytest.raises(DataError, match="it must be i/n with i from 0 to n - 1"):
         Shard.of(text)
