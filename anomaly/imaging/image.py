@@ -137,10 +137,8 @@ def _read_file(path: Path | bytes, max_pixels: int) -> tuple[Format, bytes]:
             _check_length(length, max_pixels)
             file.seek(0)
             return kind, file.read(length)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path that holds a null character
         raise damaged(f"it can't be read ({why(error)})") from None
-    except ValueError:
-        raise damaged("it can't be read (its path holds a null character)") from None
 
 
 def most_bytes(max_pixels: int) -> int:

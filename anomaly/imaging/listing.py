@@ -43,10 +43,8 @@ def is_folder(path: Path) -> bool:
         return stat.S_ISDIR(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} can't be looked at ({why(error)})") from None
-    except ValueError:
-        raise DataError(f"{str(path)!r} holds a null character") from None
 
 
 def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
