@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from anomaly.calibration import GoodScores, Threshold, Thresholds
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
-from anomaly.model.folder import HISTORY, appearing, file_entry, find_model, link, model_id
+from anomaly.model.folder import HISTORY, appearing, file_entry, find_model, model_id
 from anomaly.model.manifest import (
     AGAIN,
     MANIFEST,
@@ -100,13 +101,21 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
     with appearing(folder) as draft:
         for file in folder.iterdir():
             if file.is_file() and file.name not in (*_FILES, MANIFEST, HISTORY):
-                link(file, draft / file.name)
+                _link(file, draft / file.name)
         write_thresholds(draft, thresholds)
         manifest["files"] |= {name: file_entry(draft / name) for name in _FILES}
         write_manifest(draft, manifest)
         after = model_id(draft)
         write_history(draft, read_history(folder), [record | {"model_before": before}], after)
     return after
+
+
+def _link(file: Path, to: Path) -> None:
+    """The same file under a second name, or a copy where the file system has no links."""
+    try:
+        to.hardlink_to(file)
+    except OSError:
+        shutil.copy2(file, to)
 
 
 def read_history(folder: Path) -> bytes:
