@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,6 @@ from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
 from anomaly.features.backbones import build, default_layers, load_state, read_weights
 from anomaly.features.extractor import FeatureExtractor, truncate
-from anomaly.files.writing import cache_folder
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.preprocessing import Loading
 from anomaly.imaging.region import Region
@@ -74,10 +75,16 @@ def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) 
     Raises:
         ModelError: the tensors aren't those of the method.
     """
-    settings, cache = config.model.model_dump(), cache_folder()
+    settings, cache = config.model.model_dump(), _cache_folder()
     made: Scorer = _method(config).scorer(tensors, settings, device=device, cache=cache)
     return made
 
 
 def _method(config: Config) -> Any:
     return import_module(METHODS[config.model.kind].module)
+
+
+def _cache_folder() -> Path:
+    """Where what can be made again is kept: `$XDG_CACHE_HOME/anomaly`, by default in `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "anomaly"

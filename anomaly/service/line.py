@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from anomaly.service.bodies import Bodies, Limits
-from anomaly.service.engine import Recorder
 from anomaly.service.lineup import Lineup
 from anomaly.service.metrics import Metrics
 from anomaly.service.record import Answer, Keeping, Record
+from anomaly.service.recorder import Recorder
 
 _RECENT = 120  # parts whose small heatmap is at hand whether it is kept or not
 _BEHIND = 200  # parts that a follower may be behind before it has to ask for them anew
