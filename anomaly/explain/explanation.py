@@ -218,7 +218,7 @@ class GoodImages:
         ]
 
     def crop(self, patch: GoodPatch) -> RgbImage:
-        """The patch in its surroundings, or a grey tile that says why it can't be shown."""
+        """The patch in its surroundings (H, W, 3), or a grey tile that says why it isn't shown."""
         item = self._image(patch.image)
         if isinstance(item, str):
             return absent(item)

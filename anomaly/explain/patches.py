@@ -113,7 +113,7 @@ def marked(picture: RgbImage, boxes: Sequence[Box], longest: int = 420) -> RgbIm
 
 
 def absent(text: str, size: int = 150) -> RgbImage:
-    """A grey tile that says why there is no picture."""
+    """A grey tile (size, size, 3) that says why there is no picture."""
     tile = np.full((size, size, 3), 225, np.uint8)
     for i, word in enumerate(text.split(", ")):
         at = (6, size // 2 - 8 + 16 * i)

@@ -208,7 +208,13 @@ def _pieces(weights: Floats, count: int, rng: np.random.Generator) -> tuple[Floa
 
 
 def roc_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve | None:
-    """Recall over the rate of false rejects, thinned for a plot; None without both classes."""
+    """Recall over the rate of false rejects, for a plot; None without both classes.
+
+    Args:
+        scores: (n,) finite, higher is more anomalous.
+        labels: (n,) bool, whether each image is defective.
+        points: of the curve, at most.
+    """
     tally = _tally(scores, labels)
     if tally is None or not tally.weights.any(axis=1).all():
         return None
@@ -216,7 +222,13 @@ def roc_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve 
 
 
 def pr_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve | None:
-    """Precision over recall, thinned for a plot; None without defective images."""
+    """Precision over recall, for a plot; None without defective images.
+
+    Args:
+        scores: (n,) finite, higher is more anomalous.
+        labels: (n,) bool, whether each image is defective.
+        points: of the curve, at most.
+    """
     tally = _tally(scores, labels)
     if tally is None or not tally.weights[1].any():
         return None
