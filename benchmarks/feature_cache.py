@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.config.schema import Config, parse_config
+from anomaly.config.parsing import parse_config
+from anomaly.config.schema import Config
 from anomaly.datasets import Sample, ground_truth, open_dataset
 from anomaly.features.backbones import normalisation
 from anomaly.features.embedder import Embedder
