@@ -61,8 +61,8 @@ def images_meant(
         data = open_dataset(where.format, where.root, where.category)
     if isinstance(data, Dataset):
         return list(data.test), str(data.folder), mask_above
-    samples = [] if isinstance(data, str | PathLike) else list(data)
-    if not samples or not all(isinstance(sample, Sample) for sample in samples):
+    samples: list[Any] = [data] if isinstance(data, str | PathLike) else list(data)
+    if not all(isinstance(sample, Sample) for sample in samples):
         raise DataError(
             "what to test with has to say which images are defective: give "
             "anomaly.open_dataset(format, folder), samples, or a Config"
