@@ -44,7 +44,7 @@ def image_scores(scores: Tensor, maps: Tensor, how: str) -> Tensor:
 
     Args:
         scores: patch scores (B, h, w); NaN doesn't count.
-        maps: network maps (B, H, W), likewise.
+        maps: network maps (B, H, W); NaN doesn't count.
         how: `max` of the patch scores before any blur, `top_percent` for the mean of the highest
             1 % of them (at least one), or `map_max` for the maximum of the blurred map.
 
