@@ -41,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.datasets.faults import Severity
     from anomaly.imaging.decoder_pool import read_mask
     from anomaly.model.settings import region_of
+    from anomaly.runtime import cores
 
     config = load_config(options.config, options.overrides)
     data, image = config.data, config.image
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
             dataset,
             Reading(image.bit_depth, image.max_pixels, data.mask_above, region),
             one_grid=config.one_aspect,
-            workers=machine.cores(),
+            workers=cores(),
             progress=lambda done, total: progress("reading", done, total),
         )
     if options.json:

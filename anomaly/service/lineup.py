@@ -7,10 +7,9 @@ import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from anomaly.calibration.drift import Drift, levels_of
 from anomaly.errors import AnomalyError, ModelError
@@ -22,6 +21,9 @@ from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import find_model
 from anomaly.model.settings import portable
 from anomaly.service.engine import Engine, Recorder
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
