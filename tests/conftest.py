@@ -130,6 +130,17 @@ def run_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def bank_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The PatchCore run for ONNX Runtime, the whole graph too; read only."""
+    from anomaly.cli import main
+
+    output = tmp_path_factory.mktemp("exports") / "disc"
+    arguments = ["--model", run_folder, "--to", "onnx", "--output", output, "--whole"]
+    assert main(["export", *map(str, arguments), "--threads", "2"]) == 0
+    return output
+
+
+@pytest.fixture(scope="session")
 def padim_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained PaDiM run; read only."""
     from anomaly.cli import main

@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 
 from anomaly import __version__
 from anomaly.config.schema import Config, parse_config
-from anomaly.errors import AnomalyError, ModelError
+from anomaly.errors import AnomalyError, ModelError, needs_training
 from anomaly.features.exported import ExportedNetwork
 from anomaly.imaging.decoder_pool import read_mask
 from anomaly.model.appearance import AppearanceModel
@@ -59,9 +59,10 @@ def load(
         precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
 
     Raises:
-        AnomalyError: a GPU was asked for and isn't there.
+        AnomalyError: a GPU was asked for and isn't there; or the model isn't an exported one, and
+            torch isn't installed.
         ModelError: no model there, made by something else, or a file is missing, changed or
-            doesn't belong; or it isn't an export, and torch isn't installed.
+            doesn't belong.
     """
     folder = find_model(folder)
     manifest, export = read_manifest(folder), read_export(folder)
@@ -104,17 +105,14 @@ def _device(
     """The device that a model computes on.
 
     Raises:
-        ModelError: an export was to compute elsewhere, or the model needs torch, which isn't there.
-        AnomalyError: there is no such device here.
+        ModelError: an export was to compute elsewhere.
+        AnomalyError: there is no such device here, or no torch, which the model needs.
     """
     if export is None:
         try:
             return device_of(wanted)
-        except ModuleNotFoundError:
-            raise ModelError(
-                f"{folder} computes with torch, which isn't installed: pip install "
-                "'anomaly[train]'; or give an export of it, made where torch is: anomaly export"
-            ) from None
+        except ModuleNotFoundError as error:
+            raise needs_training(f"{folder}, which isn't an exported model,", error) from None
     if str(wanted) not in ("auto", "cpu"):
         raise ModelError(f"{folder}: an exported model computes on the CPU; choose that device")
     return CPU
