@@ -112,7 +112,7 @@ def _device(
         try:
             return device_of(wanted)
         except ModuleNotFoundError as error:
-            raise needs_training(f"{folder}, which isn't an exported model,", error) from None
+            raise needs_training(str(folder), error) from None
     if str(wanted) not in ("auto", "cpu"):
         raise ModelError(f"{folder}: an exported model computes on the CPU; choose that device")
     return CPU
