@@ -106,6 +106,8 @@ def why(error: BaseException) -> str:
         return "it isn't text in UTF-8"
     if isinstance(error, json.JSONDecodeError):
         return f"line {error.lineno}, column {error.colno} isn't JSON"
+    if isinstance(error, ValueError) and str(error).startswith("embedded null"):
+        return "its path holds a null character"
     if isinstance(error, KeyError):
         return f"it lacks {error.args[0]!r}" if error.args else "it lacks something"
     return "something in it is missing or wrong"

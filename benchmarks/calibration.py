@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import betabinom
 
-from anomaly.calibration import GoodScores, Threshold, beta_binomial_interval, thresholds_from
+from anomaly.calibration import GoodScores, Threshold, thresholds_from
 from anomaly.config.files import load_config
 from anomaly.datasets import open_dataset
 from anomaly.features.embedder import inside_of
@@ -136,7 +137,8 @@ class Tally:
     def add(self, threshold: Threshold, held_out: np.ndarray) -> None:
         rate = threshold.false_rejects
         rejects = int((held_out > threshold.value).sum())
-        low, high = beta_binomial_interval(rate.images, rate.count + 1, len(held_out))
+        k = rate.count + 1  # of `rate.images` scores the k-th highest is the threshold
+        low, high = betabinom(len(held_out), k, rate.images - k + 1).ppf((0.025, 0.975))
         self.inside += low <= rejects <= high
         self.kept += rejects / len(held_out) <= rate.at_most
         self.promised += rate.expected

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anomaly.scorers.patchcore.coreset import covering_radius, random_projection, select
+from anomaly.scorers.patchcore.coreset import covering_radius, greedy_k_center, random_projection
 from benchmarks.inputs import embeddings, machine
 
 # Prints the seconds that the given numbers of steps take, its random projection included.
@@ -72,7 +72,7 @@ def measure(features: Tensor, ratio: float, args: argparse.Namespace) -> None:
     ours, theirs = [], []
     for _ in range(args.runs):
         start = time.perf_counter()
-        chosen = select(points, size, generator=torch.Generator().manual_seed(0))
+        chosen = greedy_k_center(points, size, generator=torch.Generator().manual_seed(0))
         picks = chosen.picks.tolist()
         ours.append(time.perf_counter() - start)
         steps, seconds = textbook(points, min(size, args.steps), picks[0])

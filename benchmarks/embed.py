@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from anomaly.config.schema import parse_config
+from anomaly.config.parsing import parse_config
 from anomaly.datasets import open_dataset
 from anomaly.features.backbones import normalisation
 from anomaly.features.embedder import Embedder

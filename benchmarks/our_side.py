@@ -14,7 +14,7 @@ import cv2
 import torch
 
 from anomaly.cli import main
-from anomaly.config.schema import parse_config
+from anomaly.config.parsing import parse_config
 from anomaly.datasets import open_dataset
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task

@@ -26,7 +26,7 @@ def coreset(features: Tensor, size: int) -> Tensor:
     """A bank as training makes it."""
     generator = torch.Generator().manual_seed(0)
     points = features @ random_projection(features.shape[1], 128, generator=generator)
-    return features[greedy_k_center(points, size, generator=generator)]
+    return features[greedy_k_center(points, size, generator=generator).picks]
 
 
 def exact_share(bank: Tensor, queries: Tensor, found: Tensor) -> float:

@@ -14,7 +14,6 @@ from anomaly.calibration.model_thresholds import (
 from anomaly.calibration.rates import (
     Rate,
     ScoreScale,
-    beta_binomial_interval,
     images_needed,
     rate_of,
     supported_rate,
@@ -37,7 +36,6 @@ __all__ = [
     "ScoreScale",
     "Threshold",
     "Thresholds",
-    "beta_binomial_interval",
     "calibrate",
     "cheapest_threshold",
     "images_needed",

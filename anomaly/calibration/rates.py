@@ -126,28 +126,6 @@ def images_needed(target: float, confidence: float = 0.95) -> int:
     return math.ceil(math.log1p(-confidence) / math.log1p(-target) - 1e-9)
 
 
-def beta_binomial_interval(n_cal: int, k: int, n_test: int, level: float = 0.95) -> tuple[int, int]:
-    """How many of `n_test` new good images to expect above the k-th highest of `n_cal`.
-
-    The count follows a beta-binomial distribution with α = k, β = n_cal − k + 1.
-
-    Returns:
-        The lowest and the highest count of the central interval that holds at least `level`.
-
-    Raises:
-        ValueError: k isn't one of 1 … n_cal.
-    """
-    if not 1 <= k <= n_cal:
-        raise ValueError(f"there is no {k}-th highest of {n_cal} scores")
-    count = np.arange(n_test + 1)
-    ways = _log_ways(n_test, count) + _log_ways(n_cal, k) - _log_ways(n_cal + n_test, count + k)
-    log_chances = ways + np.log(k / (count + k))
-    reached = np.cumsum(np.exp(log_chances))
-    tail = (1 - level) / 2
-    low, high = np.searchsorted(reached, [tail, (1 - tail) * reached[-1]])
-    return int(low), int(high)
-
-
 def sorted_scores(scores: ArrayLike, purpose: str) -> Floats:
     """The scores (n,) in rising order, float64.
 

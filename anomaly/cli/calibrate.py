@@ -6,11 +6,9 @@ import argparse
 import logging
 import math
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly import __version__
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.errors import AnomalyError, DataError
@@ -81,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from anomaly.evaluation.recalibration import change
     from anomaly.model.checkpoint import load
     from anomaly.model.threshold_files import replace_thresholds
 
@@ -103,7 +102,9 @@ def _run(options: argparse.Namespace) -> int:
     if new == before:
         print("these are the thresholds that the model has; nothing was changed")
         return done
-    record = _record(options, before, new, scored, found)
+    apart = ("command", "model", "good", "defects", "device", "threads")
+    asked = {k: v for k, v in vars(options).items() if k not in apart and v is not None}
+    record = change(asked, before, new, scored, found)
     model_id = replace_thresholds(options.model, new, record)
     print(f"model {model.model_id} is now {model_id}; the change is in its history.jsonl")
     return done
@@ -254,28 +255,3 @@ def _recall(
         )
         said[what] = asdict(rate)
     return said
-
-
-def _record(
-    options: argparse.Namespace,
-    before: Thresholds | None,
-    after: Thresholds,
-    scored: dict[str, HeldOutScores],
-    found: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """A line of the history."""
-    apart = ("command", "model", "good", "defects", "device", "threads")
-    asked = {k: v for k, v in vars(options).items() if k not in apart and v is not None}
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "software_version": __version__,
-        "asked": asked,
-        "before": None if before is None else before.to_json(),
-        "after": after.to_json(),
-        "images": {
-            name: dict(zip(map(str, images.paths), images.hashes, strict=True))
-            for name, images in scored.items()
-        },
-        "left_out": {name: score for _, name, score, _ in after.good.left_out},
-        "defects_found": found,
-    }

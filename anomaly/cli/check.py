@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.datasets import open_dataset
     from anomaly.datasets.check import Reading, check
     from anomaly.datasets.faults import Severity
-    from anomaly.imaging.decoder_pool import read_mask
+    from anomaly.imaging.shared_decoders import read_mask
     from anomaly.model.settings import region_of
     from anomaly.runtime import cores
 

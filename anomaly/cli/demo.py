@@ -15,14 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/demo"), help="for the models and their results"
     )
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting to train with; may be repeated",
-    )
+    machine.add_settings(parser, "a setting to train with; may be repeated")
     machine.add_arguments(parser)
 
 
@@ -31,10 +24,7 @@ def run(options: argparse.Namespace) -> int:
     output: Path = options.output
     data = Path("data/sample")
     runs = {name: str(output / name) for name in _PRODUCTS}
-    computes = ["--device", options.device]
-    if options.threads is not None:
-        computes += ["--threads", str(options.threads)]
-    settings = [part for setting in options.settings for part in ("--set", setting)]
+    settings, computes = machine.passed_on(options)
     steps = [["sample-data", "--output", str(data)]]
     for name, product in _PRODUCTS.items():
         config = ["--config", f"sample_{product}.yaml", *settings]

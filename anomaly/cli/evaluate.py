@@ -37,13 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare two evaluations, the outputs of this command, instead of making one",
     )
     parser.add_argument("--output", type=Path, required=True, help="where the reports go")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="with --config: override a setting of all of them; may be repeated",
+    machine.add_settings(
+        parser, "with --config: override a setting of all of them; may be repeated"
     )
     parser.add_argument(
         "--runs", type=Path, default=Path("runs"), help="with --config: where runs are (runs)"

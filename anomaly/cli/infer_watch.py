@@ -121,7 +121,7 @@ def _warn(message: str) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     from anomaly.errors import DataError, OutputError
-    from anomaly.imaging.image import is_folder
+    from anomaly.imaging.listing import is_folder
 
     if not 0 <= options.settle < math.inf:
         raise DataError(f"--settle is {options.settle:g}; it must be 0 or more seconds")

@@ -35,13 +35,13 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", required=True, help="a YAML file, or a bare name looked up in configs/"
     )
+    add_settings(parser, "override a setting, e.g. --set model.kind=padim; may be repeated")
+
+
+def add_settings(parser: argparse.ArgumentParser, told: str) -> None:
+    """The option that changes a config's values; `told` is its help."""
     parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a setting, e.g. --set model.kind=padim; may be repeated",
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=told
     )
 
 
@@ -52,6 +52,13 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
         choices=("fp32", "bf16"),
         help="compute in this number format instead of the model's own",
     )
+
+
+def passed_on(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Arguments for further commands: what changes settings, and where and how to compute."""
+    settings = [part for override in options.overrides for part in ("--set", override)]
+    threads = [] if options.threads is None else ["--threads", str(options.threads)]
+    return settings, ["--device", options.device, *threads]
 
 
 def wanted_threads(options: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page, and open it where somebody sits at the terminal."""
-    from anomaly.config.schema import parse_config
+    from anomaly.config.parsing import parse_config
     from anomaly.files.writing import claim, write
     from anomaly.report.region_page import region_page
 

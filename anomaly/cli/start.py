@@ -29,13 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="where everything goes (runs/<name>)")
     parser.add_argument("--overwrite", action="store_true", help="replace what lies there")
     parser.add_argument("--no-open", action="store_true", help="don't open the page in a browser")
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting that is to differ from what would be chosen; may be repeated",
+    machine.add_settings(
+        parser, "a setting that is to differ from what would be chosen; may be repeated"
     )
     machine.add_arguments(parser)
 
@@ -70,14 +65,13 @@ def _start(options: argparse.Namespace, name: str, output: Path) -> int:
         write(listing, taken.listing)
         print(f"they are listed in {listing}")
         taken = type(taken)(taken.layout, listing, taken.reason)
-    network, why = _network(options.settings)
+    network, why = _network(options.overrides)
     advised, tested = _look(taken)
     for one in advised:
         print(f"- {one.reason}" + (f" ({one.key}: {one.value})" if one.key else ""))
     write(config, config_text(name, taken, network, why, advised))
     print(f"the settings are in {config}, with the reasons; change what you know better")
-    settings = [part for setting in options.settings for part in ("--set", setting)]
-    return _steps(options, config, output, taken, settings, tested, opens=talks)
+    return _steps(options, config, output, taken, tested, opens=talks)
 
 
 def _steps(
@@ -85,16 +79,13 @@ def _steps(
     config: Path,
     output: Path,
     taken: Recognised,
-    settings: Sequence[str],
     tested: bool,
     *,
     opens: bool,
 ) -> int:
     """Run the commands, each printed as it can be run alone; the exit code of the worst."""
     again = ["--overwrite"] if options.overwrite else []
-    computes = ["--device", options.device]
-    if options.threads is not None:
-        computes += ["--threads", str(options.threads)]
+    settings, computes = machine.passed_on(options)
     of_config = ["--config", str(config), *settings]
     if execute(["check", *of_config]) == 2:
         print("what is wrong is said above; training goes on without what can't be used")

@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from anomaly.config.schema import Config, parse_config
+from anomaly.config.parsing import parse_config
+from anomaly.config.schema import Config
 from anomaly.errors import ConfigError, nearest, why
 
 # Where a bare name is looked for after the working directory: its configs/, then our own, inside

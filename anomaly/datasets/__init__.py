@@ -10,7 +10,7 @@ from anomaly.datasets.lists import open_list, open_visa
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
 from anomaly.files.writing import like
-from anomaly.imaging.image import is_folder
+from anomaly.imaging.listing import is_folder
 
 __all__ = [
     "FORMATS",

@@ -21,7 +21,7 @@ from anomaly.datasets.samples import (
 from anomaly.errors import DataError
 from anomaly.files.own_outputs import own_outputs
 from anomaly.files.writing import like
-from anomaly.imaging.image import is_folder
+from anomaly.imaging.listing import is_folder
 
 # A folder inside that each of these has, beside that of its good images.
 _TELLING = {

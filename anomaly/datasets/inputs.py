@@ -14,7 +14,7 @@ from pathlib import Path
 from anomaly.errors import DataError
 from anomaly.files.csv_files import header_of, marked_encoding, read_rows, text_of
 from anomaly.files.writing import like, short_name
-from anomaly.imaging.image import is_folder, is_image, list_files
+from anomaly.imaging.listing import is_folder, is_image, list_files
 
 _COLUMNS = ("path", "group")
 

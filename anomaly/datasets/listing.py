@@ -14,7 +14,7 @@ from anomaly.errors import DataError
 from anomaly.files import storage
 from anomaly.files.csv_files import header_of, marked_encoding, rows_of
 from anomaly.files.writing import like
-from anomaly.imaging.image import each_file, is_folder, is_image
+from anomaly.imaging.listing import each_file, is_folder, is_image
 
 _COLUMN = ("path",)
 

@@ -14,7 +14,7 @@ from anomaly.datasets.folders import folders_in
 from anomaly.datasets.samples import GOOD
 from anomaly.errors import DataError, nearest
 from anomaly.files.writing import like
-from anomaly.imaging.image import is_folder, list_images
+from anomaly.imaging.listing import is_folder, list_images
 
 _MASKS = ("mask", "truth", "gt")
 

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError
-from anomaly.imaging.image import Image, is_folder, list_images, read_mask
+from anomaly.imaging.image import Image, read_mask
+from anomaly.imaging.listing import is_folder, list_images
 
 GOOD = "good"
 _TEST_SHARE = 5  # one good image in five

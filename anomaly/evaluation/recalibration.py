@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from anomaly import __version__
 from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand, thresholds_from
 from anomaly.datasets import check_good_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, ImageError
-from anomaly.evaluation.held_out import score_held_out
+from anomaly.evaluation.held_out import HeldOutScores, score_held_out
 from anomaly.evaluation.test_split import tested_hashes
 from anomaly.imaging.given import Given, ImageLike
 from anomaly.imaging.image import Image, described
@@ -31,7 +34,14 @@ def recalibrated(
     review_threshold: float | None,
 ) -> AnomalyDetector:
     """A detector with other thresholds; see `AnomalyDetector.calibrate`."""
-    scores = _good_scores(detector, good, given)
+    asked = {
+        "reject_rate": reject_rate,
+        "review_rate": review_rate,
+        "threshold": threshold,
+        "review_threshold": review_threshold,
+    }
+    scored = {} if good is None else {"good": _scored(detector, good, given)}
+    scores = scored["good"].good_scores() if scored else _known_scores(detector)
     if threshold is not None:
         if reject_rate is not None or review_rate is not None:
             raise DataError("thresholds are set by hand or found by rates, not both")
@@ -40,7 +50,41 @@ def recalibrated(
         raise DataError("review_threshold needs threshold, where rejection begins")
     else:
         limits = thresholds_from(scores, *rates(detector, review_rate, reject_rate))
-    return replace(detector, thresholds=limits, model_id="", folder=None)
+    asked = {name: value for name, value in asked.items() if value is not None}
+    made = change(asked, detector.thresholds, limits, scored) | {"model_before": detector.model_id}
+    changes = (*detector.changes, made)
+    return replace(detector, thresholds=limits, model_id="", folder=None, changes=changes)
+
+
+def change(
+    asked: Mapping[str, Any],
+    before: Thresholds | None,
+    after: Thresholds,
+    scored: Mapping[str, HeldOutScores],
+    found: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a model's history says of other thresholds, but for the model's ids.
+
+    Args:
+        asked: what was asked for, by option.
+        before: the thresholds that the model had.
+        after: those that it has now.
+        scored: the images that were given for them, by what they show.
+        found: how many of the defects among them are found.
+    """
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "software_version": __version__,
+        "asked": dict(asked),
+        "before": None if before is None else before.to_json(),
+        "after": after.to_json(),
+        "images": {
+            name: dict(zip(map(str, images.paths), images.hashes, strict=True))
+            for name, images in scored.items()
+        },
+        "left_out": {name: score for _, name, score, _ in after.good.left_out},
+        "defects_found": found,
+    }
 
 
 def by_hand(good: GoodScores, reject: float, review: float | None) -> Thresholds:
@@ -84,13 +128,15 @@ def rates(
     return (review, review) if review_rate is not None else (reject, reject)
 
 
-def _good_scores(
-    detector: AnomalyDetector, good: str | Path | Iterable[ImageLike] | None, given: Given
-) -> GoodScores:
-    if good is None:
-        if detector.thresholds is None:
-            raise DataError("the model knows no scores of good images; give some good images")
-        return detector.thresholds.good
+def _known_scores(detector: AnomalyDetector) -> GoodScores:
+    if detector.thresholds is None:
+        raise DataError("the model knows no scores of good images; give some good images")
+    return detector.thresholds.good
+
+
+def _scored(
+    detector: AnomalyDetector, good: str | Path | Iterable[ImageLike], given: Given
+) -> HeldOutScores:
     unseen = score_held_out(
         detector,
         _sources(good, given),
@@ -103,7 +149,7 @@ def _good_scores(
         log.warning("%d good images are copies of others; left out", unseen.repeated)
     for reason in unseen.refused:
         log.warning("skipped: %s", reason)
-    return unseen.good_scores()
+    return unseen
 
 
 def _sources(good: str | Path | Iterable[ImageLike], given: Given) -> list[Path | Image]:

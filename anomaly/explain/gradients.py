@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -78,12 +77,7 @@ class GradientMonitor:
                 self._hooks.tensor(parameter, self._add, index)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hooks.remove()
 
     def step(self) -> None:

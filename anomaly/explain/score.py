@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 
 from anomaly.errors import DataError, ImageError
-from anomaly.explain.evidence import evidence_picture
-from anomaly.explain.explanation import GoodImages, score_gradient, tile_of, worst_patches
+from anomaly.explain.explanation import (
+    GoodImages,
+    GoodPatch,
+    score_gradient,
+    tile_of,
+    worst_patches,
+)
 from anomaly.explain.feature_maps import feature_map_pictures
-from anomaly.explain.patches import marked
+from anomaly.explain.patches import comparison, marked, patch_box, patch_crop
 from anomaly.explain.saliency import saliency_map
-from anomaly.explain.tiles import RgbImage, beside, glowing
+from anomaly.explain.tiles import RgbImage, beside, glowing, stacked
 from anomaly.features.embedder import network_input
 from anomaly.files.writing import as_json, claim, write
-from anomaly.imaging.decoder_pool import load_shared
 from anomaly.imaging.given import Given, ImageLike
 from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import Loaded, UnusableImage
+from anomaly.imaging.shared_decoders import load_shared
 from anomaly.maps.heatmap import display, encode_png, overlay
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
@@ -140,7 +145,7 @@ def explain_score(
 
     heatmap = _heatmap(prediction, item)
     good = GoodImages(detector, detector.manifest, folders, read)
-    evidence, facts = evidence_picture(good, item, prediction, patches, heatmap, limit)
+    evidence, facts = _evidence_picture(good, item, prediction, patches, heatmap, limit)
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
     pictures["score_gradient"] = _gradient(detector, prediction, worst, heatmap)
     pictures["evidence"] = evidence
@@ -181,3 +186,51 @@ def _notes(prediction: Prediction, good: GoodImages) -> list[str]:
             f"{len(missing)} training images ({name}: {reason}); name their folder with --good"
         )
     return notes
+
+
+def _evidence_picture(
+    good: GoodImages,
+    item: Loaded,
+    prediction: Prediction,
+    patches: Sequence[tuple[int, int]],
+    heatmap: RgbImage,
+    limit: float | None,
+) -> tuple[RgbImage, list[dict[str, Any]]]:
+    """Draw why an image was flagged.
+
+    Args:
+        good: the images that the detector has learned from.
+        item: the image, with the decoded file.
+        prediction: what was made of it.
+        patches: (row, column) of each patch to show.
+        heatmap: (H, W, 3) uint8 RGB, of the image.
+        limit: the pixel threshold, in score units; None for a model without thresholds.
+
+    Returns:
+        The picture, (H, W, 3) uint8 RGB, and for each patch its place, its score and the good
+        patches that it was compared with.
+    """
+    picture = display(item.decoded)
+    height, width = prediction.patch_scores.shape
+    boxes = [patch_box(item.view, (height, width), *patch) for patch in patches]
+    rows: list[list[tuple[tuple[str, str], RgbImage]]] = []
+    facts: list[dict[str, Any]] = []
+    for patch, box, near in zip(patches, boxes, good.nearest(item, patches), strict=True):
+        score = float(prediction.patch_scores[patch])
+        captions = f"{len(rows) + 1}: score {score:.3g}", "this image"
+        row = [(captions, patch_crop(picture, box))]
+        row += [((_distance(one), PurePath(one.image).name), good.crop(one)) for one in near]
+        rows.append(row)
+        compared = [asdict(one) for one in near]
+        facts.append(
+            {"row": patch[0], "column": patch[1], "score": score, "compared_with": compared}
+        )
+    title = "most unusual patch"
+    if limit is not None:
+        title = f"worst patch of each flaw, above {limit:.3g}"
+    overview = beside([(title, marked(picture, boxes)), ("heatmap", heatmap)])
+    return stacked([overview, comparison(rows)]), facts
+
+
+def _distance(patch: GoodPatch) -> str:
+    return "same place" if patch.distance is None else f"distance {patch.distance:.3g}"

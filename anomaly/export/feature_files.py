@@ -18,7 +18,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -29,6 +28,7 @@ from safetensors.numpy import load_file, save
 from anomaly.errors import DataError, OutputError, why
 from anomaly.files.csv_files import csv_rows, csv_text
 from anomaly.files.writing import as_json, claim, write
+from anomaly.model.settings import differences
 
 Array: TypeAlias = NDArray[np.float32]
 Format: TypeAlias = Literal["safetensors", "npy"]
@@ -245,12 +245,7 @@ class FeatureWriter:
     def __enter__(self) -> FeatureWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After a full disk another try would only hide the first error.
         if kind is None or not issubclass(kind, OutputError):
             for shapes in list(self._waiting):
@@ -296,13 +291,8 @@ class FeatureWriter:
         before = _read_settings(self.folder)
         # Through JSON, so that tuples and lists are the same.
         now = json.loads(json.dumps(settings))
-        changed = [
-            f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key)
-        ]
-        if changed:
+        if different := differences(before, now):
             raise OutputError(
-                f"{self.folder} holds features made in another way: {'; '.join(changed)}. "
-                "Give another --output or add --overwrite"
+                f"{self.folder} holds features made in another way ({different}); give another "
+                "--output or add --overwrite"
             )

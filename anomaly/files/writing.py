@@ -44,12 +44,6 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
         raise OutputError(f"{error.filename or folder} can't be used: {error.strerror}") from None
 
 
-def cache_folder() -> Path:
-    """Where what can be made again is kept: `$XDG_CACHE_HOME/anomaly`, by default in `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "anomaly"
-
-
 def like(path: Path) -> str:
     """`"; did you mean 'a', 'b'?"` of what lies beside a missing file; empty without such."""
     try:

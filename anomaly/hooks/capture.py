@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,12 +110,7 @@ class Capture:
             self._handles.append(module.register_forward_hook(Attached(self._hook(path))))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import wraps
-from types import TracebackType
 from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor, nn
@@ -63,12 +62,7 @@ class HookSet:
     def __enter__(self) -> HookSet:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def remove(self) -> None:

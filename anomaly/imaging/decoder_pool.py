@@ -9,8 +9,6 @@ their standard input.
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -23,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import ImageError
-from anomaly.imaging import image as images
 from anomaly.imaging import preprocessing
 from anomaly.imaging.decoder_worker import Task, load_alone, name_of
 from anomaly.imaging.geometry import View
@@ -32,9 +29,8 @@ from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage, paint
 from anomaly.prefetch import StoppedError, ahead
 
-_AHEAD = 4  # images that each process may be ahead of the network
+AHEAD = 4  # images that each process may be ahead of the network
 _WATCHED_SECONDS = 0.05
-_MOST_SHARED = 4  # processes that wait for whatever a Python program asks for next
 
 Item = TypeVar("Item")
 
@@ -51,7 +47,7 @@ class Decoders:
         self._task = task
         self._processes = [GuardedProcess() for _ in range(max(1, count))]
         self._of: dict[int, GuardedProcess] = {}
-        self._ahead = _AHEAD * len(self._processes)
+        self._ahead = AHEAD * len(self._processes)
         self._closing = threading.Event()
         threading.Thread(target=self._watch, name="watch decoders", daemon=True).start()
         if task is not None:
@@ -71,7 +67,7 @@ class Decoders:
         for process in self._processes:
             process.task = task
         # An image that is worth tiling is too large to have many of it waiting.
-        self._ahead = 0 if task.loading.sizing.tile else _AHEAD * len(self._processes)
+        self._ahead = 0 if task.loading.sizing.tile else AHEAD * len(self._processes)
 
     def load_all(
         self,
@@ -170,14 +166,14 @@ class Decoders:
     def alone(
         self, index: int, path: Path, loading: Loading, keep_image: bool
     ) -> Future[Loaded | UnusableImage]:
-        """Load a file that has nothing to do with the task; see `load_shared`."""
+        """Load a file that has nothing to do with the task; see `shared_decoders.load_shared`."""
         process = self._idlest()
         return process.submit(_load_alone, process, index, path, loading, keep_image)
 
     def _load(self, index: int, source: Path | bytes | Image) -> Future[Loaded | UnusableImage]:
         if isinstance(source, Image):
             assert self._task is not None
-            return _done(preprocessing.load(index, source, self._task.loading))
+            return finished(preprocessing.load(index, source, self._task.loading))
         process = self._idlest()
         self._of[index] = process
         return process.submit(_load, process, index, source)
@@ -195,61 +191,6 @@ class Decoders:
         while not self._closing.wait(_WATCHED_SECONDS):
             for process in self._processes:
                 process.watch()
-
-
-_shared: list[Decoders] = []
-_shared_lock = threading.Lock()
-if hasattr(os, "register_at_fork"):  # a fork has none of its parent's threads
-    os.register_at_fork(after_in_child=_shared.clear)
-
-
-def shared() -> Decoders:
-    """Processes that live from their first use to the program's end.
-
-    For callers that come with one image at a time, from any thread: starting a process takes
-    longer than most images.
-    """
-    with _shared_lock:
-        if not _shared:
-            _shared.append(Decoders(min(_MOST_SHARED, os.cpu_count() or 1)))
-            atexit.register(_shared[0].__exit__)
-        return _shared[0]
-
-
-def load_shared(
-    items: Iterable[tuple[int, Path | Image | UnusableImage]],
-    loading: Loading,
-    *,
-    keep_image: bool = False,
-) -> Iterator[Loaded | UnusableImage]:
-    """Load images in order, a bounded number ahead of the one asked for, by the shared processes.
-
-    Args:
-        items: index of each image, and its file, or its pixels, or why it can't be used.
-        loading: how.
-        keep_image: whether decoded files are handed over, too; pixels always are.
-    """
-
-    def submit(item: tuple[int, Path | Image | UnusableImage]) -> Future[Loaded | UnusableImage]:
-        index, source = item
-        if isinstance(source, UnusableImage):
-            return _done(source)
-        if isinstance(source, Image):
-            return _done(preprocessing.load(index, source, loading))
-        return shared().alone(index, source, loading, keep_image)
-
-    # An image that is worth tiling is too large to have many of it waiting.
-    return ahead(submit, items, 0 if loading.sizing.tile else _AHEAD)
-
-
-def read_mask(path: Path) -> NDArray[np.bool_]:
-    """Read a mask as `anomaly.imaging.image.read_mask` does, in a process of its own.
-
-    Raises:
-        ImageError: as there, or `failed`: it took too long or too much.
-    """
-    with Decoders(1) as decoders:
-        return np.asarray(decoders.call(images.read_mask, path, about=path), bool)
 
 
 def _load(process: GuardedProcess, index: int, path: Path | bytes) -> Loaded | UnusableImage:
@@ -319,7 +260,8 @@ def _failed(index: int, source: Path | bytes, doing: str, ended: EndedError) -> 
     return UnusableImage(index, "failed", f"{name_of(index, source)}: {doing} it {ended}")
 
 
-def _done(result: Loaded | UnusableImage) -> Future[Loaded | UnusableImage]:
+def finished(result: Loaded | UnusableImage) -> Future[Loaded | UnusableImage]:
+    """A result that needs no process, where one from a process is expected."""
     future: Future[Loaded | UnusableImage] = Future()
     future.set_result(result)
     return future

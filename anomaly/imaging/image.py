@@ -18,10 +18,8 @@ is applied. Colour profiles are not.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,39 +27,15 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.errors import DataError, ImageError
-from anomaly.files.own_outputs import is_model, own_outputs
+from anomaly.errors import ImageError, why
 from anomaly.imaging.codecs import HEAD_BYTES, Format, ImageHeader, Pixels, identify
 from anomaly.imaging.codecs.header import damaged, unsupported
-
-__all__ = [
-    "IMAGE_SUFFIXES",
-    "MAX_PIXELS",
-    "Image",
-    "ImageHeader",
-    "each_file",
-    "is_folder",
-    "is_image",
-    "list_files",
-    "list_images",
-    "most_bytes",
-    "read_header",
-    "read_image",
-    "read_mask",
-]
-
-log = logging.getLogger(__name__)
 
 MAX_PIXELS = 250_000_000
 _LONGEST_SIDE = 1_000_000  # libpng goes no further
 # A file may be this long: 16 bits for each of four samples, and metadata.
 _BYTES_A_PIXEL = 8
 _BYTES_BESIDES = 64 * 1024**2
-
-_READABLE = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".tif", ".tiff", ".webp")
-# Pictures that can't be read are listed too, so that they get a row that says why.
-_OTHERS = (".gif", ".heic", ".heif", ".avif", ".jp2", ".j2k", ".jxl", ".psd", ".exr", ".tga")
-IMAGE_SUFFIXES = frozenset(_READABLE + _OTHERS)
 
 
 @dataclass(frozen=True)
@@ -148,99 +122,6 @@ def read_mask(path: Path, *, above: int = 0) -> NDArray[np.bool_]:
     return np.asarray((read_image(path).pixels > above).any(axis=2))
 
 
-def list_images(folder: Path) -> list[Path]:
-    """List the pictures in a folder and its subfolders, sorted by path.
-
-    Raises:
-        DataError: as `list_files`.
-    """
-    return [path for path in list_files(folder) if is_image(path)]
-
-
-def is_image(path: Path) -> bool:
-    """Whether a file's name is a picture's, by its suffix."""
-    return path.suffix.lower() in IMAGE_SUFFIXES
-
-
-def is_folder(path: Path) -> bool:
-    """Whether there is a folder of this name.
-
-    Raises:
-        DataError: that can't be told: no permission, or a name that is too long.
-    """
-    try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} can't be looked at ({_reason(error)})") from None
-
-
-def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
-    """List the files in a folder and its subfolders, sorted by path.
-
-    Files and folders whose names start with a dot are skipped, and so is what this program has
-    written itself. Links are followed, except to a folder that the link lies in.
-
-    Args:
-        folder: where to look.
-        tell: log a warning that names outputs of this program which are skipped.
-
-    Raises:
-        DataError: the folder, or one inside it, can't be listed.
-    """
-    return sorted(each_file(folder, tell=tell), key=lambda path: path.parts)
-
-
-def each_file(folder: Path, *, tell: bool = True) -> Iterator[Path]:
-    """What `list_files` lists, in the order in which it is come across, one folder at a time.
-
-    Raises:
-        DataError: as there.
-    """
-    own: list[Path] = []
-    yield from _walk(folder, (), own)
-    if own and tell:
-        names = ", ".join(path.relative_to(folder).as_posix() for path in own[:6])
-        more = f" and {len(own) - 6} more" if len(own) > 6 else ""
-        log.warning("%s: passed over this program's own outputs: %s%s", folder, names, more)
-
-
-def _walk(folder: Path, above: tuple[tuple[int, int], ...], own: list[Path]) -> Iterator[Path]:
-    try:
-        status = folder.stat()
-        with os.scandir(folder) as scan:
-            entries = list(scan)
-    except OSError as error:
-        raise DataError(f"{folder}: can't list this folder ({_reason(error)})") from None
-    identity = (status.st_dev, status.st_ino)
-    if identity in above:
-        return
-    names = [entry.name for entry in entries]
-    if above and is_model(folder, names):
-        own.append(folder)
-        return
-    outputs = own_outputs(folder, names)
-    for entry in sorted(entries, key=lambda entry: entry.name):
-        path = folder / entry.name
-        if entry.name.startswith("."):
-            continue
-        if entry.name in outputs:
-            if _is_folder(entry) or is_image(path):  # tables and notes aren't worth a word
-                own.append(path)
-        elif _is_folder(entry):
-            yield from _walk(path, (*above, identity), own)
-        else:
-            yield path
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself; reading it as an image will say so
-        return False
-
-
 def _read_file(path: Path | bytes, max_pixels: int) -> tuple[Format, bytes]:
     """Read a whole file, once its first bytes and its length look like a picture's."""
     if isinstance(path, bytes):
@@ -257,7 +138,7 @@ def _read_file(path: Path | bytes, max_pixels: int) -> tuple[Format, bytes]:
             file.seek(0)
             return kind, file.read(length)
     except (OSError, ValueError) as error:  # ValueError: a path that holds a null character
-        raise damaged(f"it can't be read ({_reason(error)})") from None
+        raise damaged(f"it can't be read ({why(error)})") from None
 
 
 def most_bytes(max_pixels: int) -> int:
@@ -273,10 +154,6 @@ def _check_length(length: int, max_pixels: int) -> None:
             f"of {max_pixels / 1e6:.1f} million pixels needs; if it is a picture, raise "
             "image.max_pixels"
         )
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def full_scale_of(stored: float, bit_depth: int | None) -> float:

@@ -12,6 +12,7 @@ chunks that have none.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,14 +40,15 @@ class Shard:
         Raises:
             DataError: i isn't from 0 to n - 1.
         """
-        first, _, second = text.partition("/")
-        if not (first.isdecimal() and second.isdecimal() and int(first) < int(second)):
-            n = int(second) if second.isdecimal() and int(second) else 4
+        found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+        index, count = map(int, found.groups()) if found else (0, 0)
+        if index >= count:
+            n = count or 4
             raise DataError(
-                f"--shard is {text!r}; it must be i/n with i from 0 to n - 1, e.g. 0/{n} to "
+                f"--shard is {text[:40]!r}; it must be i/n with i from 0 to n - 1, e.g. 0/{n} to "
                 f"{n - 1}/{n}"
             )
-        return cls(int(first), int(second))
+        return cls(index, count)
 
     def chunks(self, manifest: ImageManifest) -> range:
         """The numbers of its chunks."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -10,7 +12,6 @@ from numpy.typing import NDArray
 from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
 from anomaly.errors import ModelError
-from anomaly.files.writing import cache_folder
 from anomaly.scorers.base import ArrayScorer, Fitter, Scorer
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) 
     Raises:
         ModelError: the tensors aren't those of the method.
     """
-    settings, cache = config.model.model_dump(), cache_folder()
+    settings, cache = config.model.model_dump(), _cache_folder()
     made: Scorer = _method(config).scorer(tensors, settings, device=device, cache=cache)
     return made
 
@@ -81,3 +82,9 @@ def array_scorer_of(config: Config, tensors: dict[str, NDArray[Any]]) -> ArraySc
 
 def _method(config: Config) -> Any:
     return import_module(METHODS[config.model.kind].module)
+
+
+def _cache_folder() -> Path:
+    """Where what can be made again is kept: `$XDG_CACHE_HOME/anomaly`, by default in `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "anomaly"

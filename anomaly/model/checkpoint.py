@@ -25,10 +25,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from anomaly import __version__
-from anomaly.config.schema import Config, parse_config
+from anomaly.config.parsing import parse_config
+from anomaly.config.schema import Config
 from anomaly.errors import AnomalyError, ModelError, needs_training
 from anomaly.features.exported import ExportedNetwork
-from anomaly.imaging.decoder_pool import read_mask
+from anomaly.imaging.shared_decoders import read_mask
 from anomaly.model.appearance import AppearanceModel
 from anomaly.model.build import scorer_of
 from anomaly.model.consistency import agree, check_together
@@ -38,7 +39,7 @@ from anomaly.model.folder import EXPORT, check_files, find_model, model_id
 from anomaly.model.manifest import AGAIN, read_manifest
 from anomaly.model.saving import BACKBONE, SCORER, USUAL
 from anomaly.model.settings import region_of
-from anomaly.model.threshold_files import read_thresholds
+from anomaly.model.threshold_files import read_history, read_thresholds
 from anomaly.runtime import CPU, device_of, has_bf16
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def load(
         manifest=manifest,
         model_id=model_id(folder),
         folder=folder,
+        history=read_history(folder),
     )
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 from anomaly.config.methods import METHODS
 from anomaly.errors import ImageError
-from anomaly.imaging.decoder_pool import load_shared
 from anomaly.imaging.given import AxisOrder, Channels, Given, ImageLike, is_one, sources
 from anomaly.imaging.preprocessing import UnusableImage, by_shape
+from anomaly.imaging.shared_decoders import load_shared
 from anomaly.model.prediction import Prediction
 from anomaly.model.saving import save
 from anomaly.model.scoring import ScoringPipeline
@@ -34,11 +34,16 @@ class AnomalyDetector(ScoringPipeline):
         model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
             for one that hasn't been saved.
         folder: the model folder that it was loaded from; None where there is none.
+        history: lines of JSON, as that folder's history.jsonl has them: earlier changes of
+            thresholds.
+        changes: of thresholds since; `save` adds them to the history.
     """
 
     manifest: Mapping[str, Any] = field(default_factory=dict)
     model_id: str = ""
     folder: Path | None = None
+    history: bytes = b""
+    changes: tuple[Mapping[str, Any], ...] = ()
 
     def __repr__(self) -> str:
         network, count = self.config.backbone.name, len(self.manifest.get("training_images", ()))
@@ -176,6 +181,8 @@ class AnomalyDetector(ScoringPipeline):
         layout: AxisOrder | None = None,
     ) -> AnomalyDetector:
         """A detector with other thresholds; this one and its folder stay as they are.
+
+        The change is a line in the history of the folder that the new one is saved to.
 
         Args:
             good_images: a folder, or a list of images as for `predict`, that the detector hasn't

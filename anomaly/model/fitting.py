@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from anomaly.config.schema import Config, parse_config
+from anomaly.config.parsing import parse_config
+from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample, check_good_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import ConfigError, DataError, ImageError

@@ -99,14 +99,6 @@ def file_entry(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
-def link(file: Path, to: Path) -> None:
-    """The same file under a second name, or a copy where the file system has no links."""
-    try:
-        to.hardlink_to(file)
-    except OSError:
-        shutil.copy2(file, to)
-
-
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
     """A draft beside `folder` that takes its name at the end, or vanishes on an error."""

@@ -22,7 +22,7 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
-from anomaly.model.settings import flat, portable
+from anomaly.model.settings import differences, flat, portable
 from anomaly.runtime import peak_memory
 
 if TYPE_CHECKING:
@@ -138,15 +138,10 @@ def check_same(run: Path, config: Config) -> None:
     now["data folder"] = str(dataset.folder.absolute())
     if now["precision"] == "auto":  # settled at training
         before["precision"] = now["precision"]
-    different = [
-        f"{key} is {before.get(key)!r} there and {now.get(key)!r} here"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    ]
-    if different:
+    if different := differences(before, now):
         raise ConfigError(
-            f"{run} was trained with other settings ({'; '.join(different)}); give another --runs "
-            f"folder, another name (--set name=…), or evaluate it as it is with --model {run}"
+            f"{run} was trained with other settings ({different}); give another --runs folder, "
+            f"another name (--set name=…), or evaluate it as it is with --model {run}"
         )
 
 

@@ -20,7 +20,7 @@ from anomaly.imaging.region import DrawnMask, Region
 from anomaly.model.folder import appearing, file_entry, model_id
 from anomaly.model.manifest import write_manifest
 from anomaly.model.settings import portable
-from anomaly.model.threshold_files import write_thresholds
+from anomaly.model.threshold_files import write_history, write_thresholds
 from anomaly.runtime import get_threads
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ def save(detector: AnomalyDetector, folder: Path, *, overwrite: bool = False) ->
         files = {file.name: file_entry(file) for file in sorted(draft.iterdir())}
         current = {"software_version": __version__, "files": files}
         write_manifest(draft, {**detector.manifest, **current})
-        return model_id(draft)
+        written = model_id(draft)
+        write_history(draft, detector.history, detector.changes, written)
+        return written
 
 
 def manifest_of(

@@ -111,3 +111,12 @@ def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield from flat(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Which settings of an earlier run aren't those of this one; empty where all are."""
+    return "; ".join(
+        f"{key} is {there.get(key)!r} there and {here.get(key)!r} here"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key)
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from anomaly.calibration import GoodScores, Threshold, Thresholds
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
-from anomaly.model.folder import HISTORY, appearing, file_entry, find_model, link, model_id
+from anomaly.model.folder import HISTORY, appearing, file_entry, find_model, model_id
 from anomaly.model.manifest import (
     AGAIN,
     MANIFEST,
@@ -84,7 +86,7 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
     Args:
         folder: the model folder, or the run that holds it as `model/`.
         thresholds: the new ones.
-        record: what its history shall say; the ids before and after are added.
+        record: what its history is to say; the model's ids before and after are added.
 
     Returns:
         The id of the model with these thresholds.
@@ -99,12 +101,52 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
     with appearing(folder) as draft:
         for file in folder.iterdir():
             if file.is_file() and file.name not in (*_FILES, MANIFEST, HISTORY):
-                link(file, draft / file.name)
+                _link(file, draft / file.name)
         write_thresholds(draft, thresholds)
         manifest["files"] |= {name: file_entry(draft / name) for name in _FILES}
         write_manifest(draft, manifest)
         after = model_id(draft)
-        line = json.dumps(record | {"model_before": before, "model_after": after}, allow_nan=False)
-        earlier = (folder / HISTORY).read_bytes() if (folder / HISTORY).exists() else b""
-        (draft / HISTORY).write_bytes(earlier + line.encode() + b"\n")
+        write_history(draft, read_history(folder), [record | {"model_before": before}], after)
     return after
+
+
+def _link(file: Path, to: Path) -> None:
+    """The same file under a second name, or a copy where the file system has no links."""
+    try:
+        to.hardlink_to(file)
+    except OSError:
+        shutil.copy2(file, to)
+
+
+def read_history(folder: Path) -> bytes:
+    """The lines that say when thresholds were changed, and why; empty where they never were.
+
+    Raises:
+        ModelError: they can't be read.
+    """
+    try:
+        return (folder / HISTORY).read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise ModelError(f"{folder / HISTORY} can't be read: {error.strerror}; {AGAIN}") from None
+
+
+def write_history(
+    folder: Path, earlier: bytes, changes: Sequence[Mapping[str, Any]], after: str
+) -> None:
+    """Write the history, if there is any.
+
+    Args:
+        folder: the model folder.
+        earlier: lines that were there before.
+        changes: what is to be added, in order, each with the model's id before it.
+        after: the model's id after the last one; models in between were never written.
+    """
+    ids = ["" for _ in changes[1:]] + [after]
+    lines = [
+        json.dumps({**change, "model_after": model}, allow_nan=False).encode() + b"\n"
+        for change, model in zip(changes, ids, strict=False)
+    ]
+    if history := earlier + b"".join(lines):
+        (folder / HISTORY).write_bytes(history)

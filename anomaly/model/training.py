@@ -17,9 +17,10 @@ from anomaly.features.backbones import Normalisation, normalisation
 from anomaly.features.embedder import Embedder, network_input
 from anomaly.features.extractor import FeatureExtractor
 from anomaly.features.precision import choose_precision
-from anomaly.imaging.decoder_pool import Decoders, read_mask
+from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, size_of
+from anomaly.imaging.shared_decoders import read_mask
 from anomaly.model.appearance import AppearanceModel, odd_among
 from anomaly.model.build import backbone, fitter_of
 from anomaly.model.cross_fitting import cross_fit

@@ -21,7 +21,7 @@ from anomaly.errors import AnomalyError, DataError, nearest
 from anomaly.inference.rows import region_rows
 from anomaly.service.bodies import shown_name
 from anomaly.service.engine import BusyError, Engine, Scored
-from anomaly.service.examples import LISTED, REFUSED, SCORE_BODY, SCORED, SERVED
+from anomaly.service.examples import LISTED, REFUSED, SCORE_BODY, SCORED, SERVED, described
 from anomaly.service.guard import credentials
 from anomaly.service.line import Line
 from anomaly.service.lineup import Served
@@ -37,7 +37,12 @@ _SAFE = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-_ASSETS = {"line.html": "text/html", "line.css": "text/css", "line.js": "text/javascript"}
+# The page's files by route, with their types.
+_PAGE = {
+    "/": ("line.html", "text/html"),
+    "/line.css": ("line.css", "text/css"),
+    "/line.js": ("line.js", "text/javascript"),
+}
 
 Include = Literal["heatmap", "mask", "regions"]
 Number = Annotated[int, Path(ge=1, lt=2**63, description="id of the part")]
@@ -63,24 +68,15 @@ def make_app(line: Line) -> FastAPI:
         docs_url=None,  # FastAPI's own pages load scripts from another site
         redoc_url=None,
     )
-    app.openapi = partial(_described, app)  # type: ignore[method-assign]
+    app.openapi = partial(described, app)  # type: ignore[method-assign]
     app.middleware("http")(_answers(line))
     app.add_exception_handler(RequestValidationError, _misunderstood)
     app.add_exception_handler(AnomalyError, _in_trouble)
     _score_routes(app, line)
     _model_routes(app, line)
     _part_routes(app, line)
-    _page_routes(app, line)
+    _page_routes(app)
     return app
-
-
-def _described(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI description, with what is null in an example, which FastAPI leaves out."""
-    if app.openapi_schema is None:
-        description = FastAPI.openapi(app)
-        score = description["paths"]["/v1/models/{name}/score"]["post"]["responses"]
-        score["200"], score["422"] = SCORED, REFUSED
-    return app.openapi_schema or description
 
 
 def _answers(line: Line) -> Callable[..., Awaitable[Response]]:
@@ -291,22 +287,13 @@ async def _events(line: Line) -> AsyncIterator[str]:
         yield ": nothing new\n\n" if event is None else f"data: {json.dumps(event)}\n\n"
 
 
-def _page_routes(app: FastAPI, line: Line) -> None:
-    def asset(name: str) -> Response:
-        text = files("anomaly.service").joinpath("assets", name).read_text("utf-8")
-        if name == "line.css":  # the look of all pages
-            base = files("anomaly.report").joinpath("assets", "base.css").read_text("utf-8")
-            text = base + text
-        return Response(text, media_type=_ASSETS[name])
+def _page_routes(app: FastAPI) -> None:
+    for route, (name, kind) in _PAGE.items():
+        app.get(route, include_in_schema=False)(partial(_asset, name, kind))
 
-    @app.get("/", include_in_schema=False)
-    def page() -> Response:
-        return asset("line.html")
 
-    @app.get("/line.css", include_in_schema=False)
-    def style() -> Response:
-        return asset("line.css")
-
-    @app.get("/line.js", include_in_schema=False)
-    def script() -> Response:
-        return asset("line.js")
+def _asset(name: str, kind: str) -> Response:
+    text = files("anomaly.service").joinpath("assets", name).read_text("utf-8")
+    if name == "line.css":  # the look of all pages
+        text = files("anomaly.report").joinpath("assets", "base.css").read_text("utf-8") + text
+    return Response(text, media_type=kind)

@@ -11,7 +11,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,10 +26,10 @@ from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
 from anomaly.runtime import get_threads
 from anomaly.service.pictures import Drawn, LinePictures, Wanted
-from anomaly.service.record import Answer, Record
+from anomaly.service.record import Answer
+from anomaly.service.recorder import Recorder
 
 BATCH_SECONDS = 0.005  # that a decoded part waits for others at most
-_MOST_AT_ONCE = 64  # answers in one transaction
 
 
 class BusyError(AnomalyError):
@@ -248,70 +248,3 @@ class Engine:
 def _settled(future: Future[Any]) -> None:
     """Wait until a part is answered, whichever way."""
     future.exception()
-
-
-class Recorder:
-    """Writes answers down in a thread of its own: all that wait in one transaction.
-
-    Used in a `with` statement, which writes what is left.
-
-    Args:
-        record: where to.
-        told: called with each part that was written, in order.
-    """
-
-    def __init__(self, record: Record, told: Callable[[int, Answer], object]) -> None:
-        self._record = record
-        self._told = told
-        self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="record", daemon=True)
-
-    def __enter__(self) -> Recorder:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._waiting.put(None)
-        self._thread.join()
-
-    def put(self, answer: Answer, then: Callable[[int | OutputError], object]) -> None:
-        """Have an answer written down.
-
-        Args:
-            answer: what was said.
-            then: called with the part's number, or with what was in the way.
-        """
-        self._waiting.put(_Waiting(answer, then))
-
-    def _work(self) -> None:
-        going = True
-        while going:
-            items = [self._waiting.get()]
-            while items[-1] is not None and len(items) < _MOST_AT_ONCE:
-                try:
-                    items.append(self._waiting.get_nowait())
-                except queue.Empty:
-                    break
-            going = items[-1] is not None
-            self._write([item for item in items if item is not None])
-
-    def _write(self, items: Sequence[_Waiting]) -> None:
-        if not items:
-            return
-        numbers: Sequence[int | OutputError]
-        try:
-            numbers = self._record.add([item.answer for item in items])
-        except OutputError as error:
-            numbers = [error] * len(items)
-        for item, number in zip(items, numbers, strict=True):
-            if isinstance(number, int):
-                self._told(number, item.answer)
-            item.then(number)
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """An answer that is to be written down."""
-
-    answer: Answer
-    then: Callable[[int | OutputError], object]

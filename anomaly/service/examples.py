@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastapi import FastAPI
+
 _ROW = {
     "path": "part-0731.png",
     "image_sha256": "9f2c6b0c8f6d4f6a3d6f2a1d6c5b4a39281706f5e4d3c2b1a09f8e7d6c5b4a39",
@@ -88,3 +90,12 @@ SERVED = _json(
         "training_images": 209,
     },
 )
+
+
+def described(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI description, with what is null in an example, which FastAPI leaves out."""
+    if app.openapi_schema is None:
+        description = FastAPI.openapi(app)
+        score = description["paths"]["/v1/models/{name}/score"]["post"]["responses"]
+        score["200"], score["422"] = SCORED, REFUSED
+    return app.openapi_schema or description

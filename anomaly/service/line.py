@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.service.bodies import Bodies, Limits
-from anomaly.service.engine import Recorder
 from anomaly.service.lineup import Lineup
 from anomaly.service.metrics import Metrics
 from anomaly.service.record import Answer, Keeping, Record
+from anomaly.service.recorder import Recorder
 
 if TYPE_CHECKING:
     import torch

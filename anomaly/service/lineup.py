@@ -14,13 +14,15 @@ import numpy as np
 from anomaly.calibration.drift import Drift, levels_of
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.files.own_outputs import GOLDEN
-from anomaly.imaging.image import Image, list_images
+from anomaly.imaging.image import Image
+from anomaly.imaging.listing import list_images
 from anomaly.inference.golden import moved_since, read_record, score_golden
 from anomaly.model.checkpoint import load
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import find_model
 from anomaly.model.settings import portable
-from anomaly.service.engine import Engine, Recorder
+from anomaly.service.engine import Engine
+from anomaly.service.recorder import Recorder
 
 if TYPE_CHECKING:
     import torch

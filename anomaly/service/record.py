@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +27,6 @@ from anomaly.errors import DataError, OutputError
 from anomaly.inference.rows import Row
 
 _FORMAT = 1
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS parts (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, model_id TEXT NOT NULL,
-    time TEXT NOT NULL, sha256 TEXT NOT NULL, status TEXT NOT NULL, verdict TEXT NOT NULL,
-    score REAL, line TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS parts_by_time ON parts (time, model, status, verdict);
-CREATE INDEX IF NOT EXISTS parts_by_verdict ON parts (verdict, id);
-CREATE INDEX IF NOT EXISTS parts_by_image ON parts (sha256, id);
-CREATE TABLE IF NOT EXISTS pictures (
-    part INTEGER PRIMARY KEY REFERENCES parts (id), asked INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    file BLOB NOT NULL, heatmap BLOB);
-CREATE TABLE IF NOT EXISTS feedback (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, part INTEGER REFERENCES parts (id),
-    sha256 TEXT NOT NULL, who TEXT NOT NULL, verdict TEXT NOT NULL, defect_type TEXT NOT NULL,
-    note TEXT NOT NULL, time TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS feedback_by_part ON feedback (part, id);
-CREATE TRIGGER IF NOT EXISTS feedback_stays BEFORE UPDATE ON feedback
-    BEGIN SELECT RAISE (ABORT, 'feedback is only added to'); END;
-CREATE TRIGGER IF NOT EXISTS feedback_is_kept BEFORE DELETE ON feedback
-    BEGIN SELECT RAISE (ABORT, 'feedback is only added to'); END;
-"""
 # Of each part what was said last. Rows are ordered by the newest part first.
 _PARTS = """
 SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL,
@@ -78,14 +58,12 @@ class Keeping:
     """Which pictures are kept: all of parts not called good, and a share of the good ones.
 
     Attributes:
-        goods: share of good parts, drawn with `seed`.
+        goods: share of good parts, drawn by their numbers.
         megabytes: of all pictures together; then the oldest go, good parts' first.
-        seed: of the draw.
     """
 
     goods: float = 0.02
     megabytes: int = 2000
-    seed: int = 0
 
 
 class Record:
@@ -114,7 +92,8 @@ class Record:
                 )
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.executescript(_SCHEMA)
+            schema = files("anomaly.service").joinpath("assets", "record.sql")
+            self._db.executescript(schema.read_text("utf-8"))
             self._db.execute(f"PRAGMA user_version = {_FORMAT}")
             held = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
             self._held = int(self._db.execute(held).fetchone()[0])
@@ -154,7 +133,7 @@ class Record:
         )
         number = int(cursor.lastrowid or 0)
         asked = row.verdict != "good"
-        drawn = random.Random(f"{self._keeping.seed} {number}").random()
+        drawn = random.Random(number).random()
         if row.status == "ok" and (asked or drawn < self._keeping.goods):
             size = len(answer.file) + len(answer.heatmap)
             self._db.execute(

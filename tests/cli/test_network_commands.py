@@ -210,7 +210,7 @@ def test_features_of_other_settings_are_not_mixed(
     assert command("features", arguments_of(images, tmp_path / "out"))[0] == 0
     code, _, err = command("features", arguments_of(images, tmp_path / "out", "--pool", "max"))
     assert code == 2
-    assert "pool was 'mean' and is 'max'" in err
+    assert "pool is 'mean' there and 'max' here" in err
 
 
 @pytest.mark.parametrize(

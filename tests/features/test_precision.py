@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anomaly.config.schema import parse_config
+from anomaly.config.parsing import parse_config
 from anomaly.datasets import open_dataset
 from anomaly.features import precision
 from anomaly.features.backbones import build, load_state, read_weights

@@ -8,7 +8,7 @@ from conftest import Command, write_part
 
 from anomaly.datasets import open_dataset
 from anomaly.datasets.inputs import find_inputs
-from anomaly.imaging.image import list_files
+from anomaly.imaging.listing import list_files
 
 
 def test_a_run_in_the_folder_that_it_learned_from(

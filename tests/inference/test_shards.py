@@ -233,8 +233,10 @@ def broken(monkeypatch: pytest.MonkeyPatch, memory: fsspec.AbstractFileSystem) -
     return acts
 
 
-def _bucket(archive: Path, memory: fsspec.AbstractFileSystem, command: Command, n: int = 40) -> str:
-    for file in sorted((archive / "0").iterdir())[:n]:
+@pytest.fixture
+def bucket_manifest(archive: Path, memory: fsspec.AbstractFileSystem, command: Command) -> str:
+    """The manifest of 40 images in a storage."""
+    for file in sorted((archive / "0").iterdir())[:40]:
         memory.pipe_file(f"/b/{file.name}", file.read_bytes())
     arguments = ["--input", "memory://b/*.png", "--chunk", 25, "--output", "memory://m.parquet"]
     assert command("manifest", arguments)[0] == 0
@@ -242,13 +244,11 @@ def _bucket(archive: Path, memory: fsspec.AbstractFileSystem, command: Command, 
 
 
 def test_storage_that_refuses_for_a_while(
-    archive: Path,
+    bucket_manifest: str,
     run_folder: Path,
     command: Command,
-    memory: fsspec.AbstractFileSystem,
     broken: list[Broken],
 ) -> None:
-    manifest = _bucket(archive, memory, command)
     calls: dict[str, int] = {}
 
     def now_and_then(path: str) -> None:
@@ -257,20 +257,19 @@ def test_storage_that_refuses_for_a_while(
             raise ConnectionResetError(104, "reset")
 
     broken.append(now_and_then)
-    code, out, err = command("infer", _infer(manifest, run_folder, "memory://o"))
+    code, out, err = command("infer", _infer(bucket_manifest, run_folder, "memory://o"))
     assert (code, err.count("error")) == (0, 0), err
     assert "40 of 40 images scored" in out
     assert max(calls.values()) >= 3
 
 
 def test_storage_that_goes_away_is_said_and_the_shard_goes_on_later(
-    archive: Path,
+    bucket_manifest: str,
     run_folder: Path,
     command: Command,
     memory: fsspec.AbstractFileSystem,
     broken: list[Broken],
 ) -> None:
-    manifest = _bucket(archive, memory, command)
     count = 0
 
     def gone(path: str) -> None:
@@ -280,26 +279,25 @@ def test_storage_that_goes_away_is_said_and_the_shard_goes_on_later(
             raise TimeoutError
 
     broken.append(gone)
-    code, out, err = command("infer", _infer(manifest, run_folder, "memory://o"))
+    code, out, err = command("infer", _infer(bucket_manifest, run_folder, "memory://o"))
     assert (code, out) == (2, "")
     assert "the storage doesn't answer, after 3 attempts (TimeoutError)" in err
     assert len(memory.ls("/o/results.parts")) == 1  # the chunk before it is kept
     broken.clear()
-    code, out, _ = command("infer", _infer(manifest, run_folder, "memory://o", "--resume"))
+    code, out, _ = command("infer", _infer(bucket_manifest, run_folder, "memory://o", "--resume"))
     assert code == 0
     assert "15 of 15 images scored" in out
 
 
 @pytest.mark.parametrize("readable", [0, 10])
 def test_access_that_ends_is_no_fault_of_the_images(
-    archive: Path,
+    bucket_manifest: str,
     run_folder: Path,
     command: Command,
     memory: fsspec.AbstractFileSystem,
     broken: list[Broken],
     readable: int,
 ) -> None:
-    manifest = _bucket(archive, memory, command)
     seen: list[str] = []
 
     def denied(path: str) -> None:
@@ -309,7 +307,7 @@ def test_access_that_ends_is_no_fault_of_the_images(
                 raise PermissionError(13, "denied", path)
 
     broken.append(denied)
-    code, out, err = command("infer", _infer(manifest, run_folder, "memory://o"))
+    code, out, err = command("infer", _infer(bucket_manifest, run_folder, "memory://o"))
     assert (code, out) == (2, "")
     assert "access is denied" in err
     assert "go on with --resume" in err
@@ -317,14 +315,13 @@ def test_access_that_ends_is_no_fault_of_the_images(
 
 
 def test_an_image_that_may_not_be_read_is_one_row(
+    bucket_manifest: str,
     archive: Path,
     run_folder: Path,
     tmp_path: Path,
     command: Command,
-    memory: fsspec.AbstractFileSystem,
     broken: list[Broken],
 ) -> None:
-    manifest = _bucket(archive, memory, command)
     secret = "/b/" + sorted(f.name for f in (archive / "0").iterdir())[7]
 
     def denied(path: str) -> None:
@@ -332,9 +329,9 @@ def test_an_image_that_may_not_be_read_is_one_row(
             raise PermissionError(13, "denied", path)
 
     broken.append(denied)
-    assert command("infer", _infer(manifest, run_folder, "memory://o"))[0] == 0
+    assert command("infer", _infer(bucket_manifest, run_folder, "memory://o"))[0] == 0
     code, out, _ = command(
-        "merge-results", [manifest, "memory://o", "--output", tmp_path / "r.csv"]
+        "merge-results", [bucket_manifest, "memory://o", "--output", tmp_path / "r.csv"]
     )
     assert code == 3
     assert "39 of 40 images scored" in out
@@ -489,7 +486,21 @@ def test_listing_and_joining_need_no_torch(manifest: Path, one: Path, tmp_path: 
         assert ran.returncode == expected
 
 
-@pytest.mark.parametrize("text", ["4/4", "5/4", "-1/4", "0/0", "1", "a/b", "/", "1/4/2", "½/2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "4/4",
+        "5/4",
+        "-1/4",
+        "0/0",
+        "1",
+        "a/b",
+        "/",
+        "1/4/2",
+        "½/2",
+        pytest.param("0/" + 5000 * "9", id="long"),
+    ],
+)
 def test_shards_out_of_range(text: str) -> None:
     with pytest.raises(DataError, match="it must be i/n with i from 0 to n - 1"):
         Shard.of(text)

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from anomaly.config.schema import ImageConfig, parse_config
+from anomaly.config.parsing import parse_config
+from anomaly.config.schema import ImageConfig
 from anomaly.imaging.geometry import View
 from anomaly.imaging.image import read_mask
 from anomaly.imaging.region import Region

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anomaly.config.schema import parse_config
+from anomaly.config.parsing import parse_config
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import Sizing
 from anomaly.model.cross_fitting import cross_fit, split

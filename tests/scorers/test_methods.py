@@ -59,7 +59,7 @@ def test_a_method_from_elsewhere_goes_through_all_commands(
 def test_a_method_refuses_tensors_that_are_not_its_own(
     product: Path, command: Command, tmp_path: Path
 ) -> None:
-    from anomaly.config.schema import parse_config
+    from anomaly.config.parsing import parse_config
     from anomaly.errors import ModelError
     from anomaly.model.build import scorer_of
 

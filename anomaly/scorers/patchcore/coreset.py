@@ -49,44 +49,25 @@ def greedy_k_center(
     size: int,
     *,
     generator: torch.Generator,
+    bounds: Tensor | None = None,
     progress: Progress | None = None,
-) -> Tensor:
+) -> Selection:
     """Pick points one after another, each the farthest from those already picked.
 
     Args:
         points: (N, d), any floating dtype, on CPU or CUDA. Distances are taken in float32.
         size: how many to pick, 1 to N.
-        generator: draws the first pick.
+        generator: draws the first pick; not used where there are bounds.
+        bounds: (N,) float32, squared distances to centres that were chosen before, elsewhere: the
+            first pick is the farthest from them.
         progress: called as `progress(done, size)` now and then.
 
     Returns:
-        (size,) int64 on the points' device: distinct indices in the order of the picks; all N
-        in their own order when `size` is N.
+        The picks, on the points' device; all N in their own order when `size` is N.
 
     Raises:
         ConfigError: `size` is outside 1 to N.
         DataError: a point is NaN or infinite.
-    """
-    return select(points, size, generator=generator, progress=progress).picks
-
-
-def select(
-    points: Tensor,
-    size: int,
-    *,
-    generator: torch.Generator,
-    bounds: Tensor | None = None,
-    progress: Progress | None = None,
-) -> Selection:
-    """`greedy_k_center` together with the covering radius, which falls out of it.
-
-    Args:
-        points: as for `greedy_k_center`.
-        size: as for `greedy_k_center`.
-        generator: as for `greedy_k_center`; not used where there are bounds.
-        bounds: (N,) float32, squared distances to centres that were chosen before, elsewhere: the
-            first pick is the farthest from them.
-        progress: as for `greedy_k_center`.
     """
     n = len(points)
     if not 1 <= size <= n:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anomaly.runtime import spread
 from anomaly.scorers.base import Fold, PatchBatch
-from anomaly.scorers.patchcore.coreset import select
+from anomaly.scorers.patchcore.coreset import greedy_k_center
 from anomaly.scorers.patchcore.memory_bank import MemoryBank, gather
 
 # Rows of one product with a fold's centres, which stays in a CPU's cache; a GPU wants few launches.
@@ -152,4 +152,6 @@ def _farthest(points: Tensor, wanted: int, bounds: Tensor) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=points.device)
     # With other centres than a fold's own there is nothing to draw; else the first pick.
     begin = bounds if bool(bounds.isfinite().all()) else None
-    return select(points, wanted, generator=torch.Generator().manual_seed(0), bounds=begin).picks
+    return greedy_k_center(
+        points, wanted, generator=torch.Generator().manual_seed(0), bounds=begin
+    ).picks

@@ -8,17 +8,18 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, DataError
 from anomaly.scorers.base import Align, PatchBatch, PatchScores, Scorer
 from anomaly.scorers.patchcore.aligner import patchcore_adaptive, patchcore_concat
 from anomaly.scorers.patchcore.array_bank import check_bank, check_channels, check_origin
-from anomaly.scorers.patchcore.graph import BankGraph
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 
 # By `model.embedding`.
 ALIGNERS = {"concat": patchcore_concat, "adaptive": patchcore_adaptive}
+# Bank vectors that a graph compares patches with at once: 16 MiB for an image of 1024 patches.
+_BLOCK = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +139,9 @@ class MemoryBank(Scorer):
         share = torch.exp(highest - torch.logsumexp(distances, 1))
         return highest * (1 - share).clamp(min=0)
 
-    def graph(self) -> BankGraph:
+    def graph(self) -> _BankGraph:
         """`score` as a module that can be traced."""
-        return BankGraph(self.vectors)
+        return _BankGraph(self.vectors)
 
     def to(self, target: torch.device | str) -> MemoryBank:
         """The same bank on another device."""
@@ -215,3 +216,47 @@ def gather(batches: Iterable[PatchBatch], picks: Tensor) -> tuple[Tensor, Tensor
     if vectors is None or start <= int(ascending[-1]):
         raise DataError("the training patches changed while they were read; train again")
     return vectors, origins
+
+
+class _BankGraph(nn.Module):
+    """Patch embeddings -> the distance to the nearest bank vector, and which one it is.
+
+    The search as plain reductions, for programs that know nothing of this one. The bank goes by in
+    blocks, so that memory doesn't grow with it. Products name the nearest vector; its distance is
+    then measured directly, which cancels nothing.
+
+    Args:
+        vectors: the bank (M, D) float32.
+    """
+
+    centre: Tensor
+    vectors: Tensor
+    squares: Tensor
+
+    def __init__(self, vectors: Tensor) -> None:
+        super().__init__()
+        # Around their mean, products lose fewer digits.
+        self.register_buffer("centre", vectors.mean(0))
+        self.register_buffer("vectors", vectors - self.centre)
+        self.register_buffer("squares", self.vectors.square().sum(1))
+
+    def forward(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores (B, h, w) float32 and nearest vectors (B, h, w) int64 of (B, h, w, D)."""
+        patches, count = embeddings - self.centre, len(self.vectors)
+        least, nearest = self._nearest(patches, 0)
+        for start in range(_BLOCK, count, _BLOCK):
+            values, found = self._nearest(patches, start)
+            nearest = torch.where(values < least, found, nearest)
+            least = torch.minimum(values, least)
+        nearest = nearest.clamp(max=count - 1)  # of NaN none is the nearest
+        difference = patches - self.vectors[nearest]
+        return difference.square().sum(-1).sqrt(), nearest
+
+    def _nearest(self, patches: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        block = slice(start, min(start + _BLOCK, len(self.vectors)))
+        # ‖x − y‖² without ‖x‖², which is the same for all y.
+        values = self.squares[block] - 2 * (patches @ self.vectors[block].T)
+        least = values.amin(-1)
+        places = torch.arange(block.start, block.stop, device=patches.device)
+        beyond = torch.full_like(places, len(self.vectors))
+        return least, torch.where(values <= least[..., None], places, beyond).amin(-1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from anomaly.scorers.base import Progress
-from anomaly.scorers.patchcore.coreset import distances_to_nearest, select
+from anomaly.scorers.patchcore.coreset import distances_to_nearest, greedy_k_center
 
 # Points measured at once in the second reading.
 _CHUNK = 1 << 17
@@ -66,10 +66,12 @@ def select_streamed(
         sample.add(points, chances)
     size = wanted(sample.count)
     if sample.complete:
-        chosen = select(sample.points, size, generator=generator, progress=progress)
+        chosen = greedy_k_center(sample.points, size, generator=generator, progress=progress)
         return StreamedSelection(chosen.picks, chosen.covering_radius, exact=True)
 
-    first = select(sample.points, max(1, size // 2), generator=generator, progress=progress)
+    first = greedy_k_center(
+        sample.points, max(1, size // 2), generator=generator, progress=progress
+    )
     places, centres = sample.places[first.picks], sample.points[first.picks]
     del sample
     if size == 1:
@@ -79,7 +81,7 @@ def select_streamed(
     for points in _chunks(stream):
         rest.add(points, distances_to_nearest(points, centres))
     bounds = rest.priorities.square()
-    chosen = select(rest.points, size - len(places), generator=generator, bounds=bounds)
+    chosen = greedy_k_center(rest.points, size - len(places), generator=generator, bounds=bounds)
     radius = max(chosen.covering_radius, rest.cut)
     if progress is not None:
         progress(size, size)

@@ -17,7 +17,6 @@ from anomaly.scorers.patchcore.coreset import (
     covering_radius,
     greedy_k_center,
     random_projection,
-    select,
 )
 
 DEVICES = [
@@ -79,7 +78,7 @@ def assert_greedy(points: torch.Tensor, picks: torch.Tensor) -> None:
 )
 def test_picks_are_those_of_the_textbook_loop(device: str, n: int, dim: int, size: int) -> None:
     points = clustered(n, dim)
-    picks = greedy_k_center(points.to(device), size, generator=seeded()).cpu()
+    picks = greedy_k_center(points.to(device), size, generator=seeded()).picks.cpu()
     expected = brute_force(points.double().numpy(), size, int(picks[0]))
     assert picks.dtype == torch.int64
     assert_greedy(points, picks)
@@ -91,25 +90,25 @@ def test_picks_are_those_of_the_textbook_loop(device: str, n: int, dim: int, siz
 @pytest.mark.parametrize("device", DEVICES)
 def test_far_from_the_origin(device: str) -> None:
     points = clustered(6000, 32) + 300.0
-    picks = greedy_k_center(points.to(device), 400, generator=seeded())
+    picks = greedy_k_center(points.to(device), 400, generator=seeded()).picks
     assert_greedy(points, picks)
 
 
 def test_low_precision_storage() -> None:
     points = clustered(5000, 32).bfloat16()
-    picks = greedy_k_center(points, 300, generator=seeded())
+    picks = greedy_k_center(points, 300, generator=seeded()).picks
     assert_greedy(points, picks)
 
 
 def test_unstructured_points() -> None:
     """Nothing can be skipped among uniform points: only the work grows."""
     points = torch.rand(5000, 64, generator=seeded())
-    assert_greedy(points, greedy_k_center(points, 400, generator=seeded()))
+    assert_greedy(points, greedy_k_center(points, 400, generator=seeded()).picks)
 
 
 def test_covering_radius_is_exact() -> None:
     points = clustered(6000, 24)
-    chosen = select(points, 500, generator=seeded())
+    chosen = greedy_k_center(points, 500, generator=seeded())
     exact = cdist(points.double(), points[chosen.picks].double()).min(1).max()
     assert chosen.covering_radius == pytest.approx(exact, rel=1e-5)
     assert covering_radius(points, points[chosen.picks]) == pytest.approx(exact, rel=1e-5)
@@ -117,27 +116,27 @@ def test_covering_radius_is_exact() -> None:
 
 def test_the_seed_decides_the_first_pick() -> None:
     points = clustered(3000, 8)
-    firsts = {int(greedy_k_center(points, 1, generator=seeded(s))[0]) for s in range(8)}
+    firsts = {int(greedy_k_center(points, 1, generator=seeded(s)).picks[0]) for s in range(8)}
     assert len(firsts) > 1
-    again = [greedy_k_center(points, 50, generator=seeded(3)).tolist() for _ in range(2)]
+    again = [greedy_k_center(points, 50, generator=seeded(3)).picks.tolist() for _ in range(2)]
     assert again[0] == again[1]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3000, 9000])
 def test_equal_points_still_give_distinct_picks(n: int) -> None:
-    picks = greedy_k_center(torch.full((n, 4), 3.7), max(1, n - 1), generator=seeded())
+    picks = greedy_k_center(torch.full((n, 4), 3.7), max(1, n - 1), generator=seeded()).picks
     assert len(set(picks.tolist())) == max(1, n - 1)
 
 
 def test_duplicates_come_last() -> None:
     points = torch.randn(50, 6, generator=seeded()).repeat(20, 1)
-    picks = greedy_k_center(points, 200, generator=seeded())
+    picks = greedy_k_center(points, 200, generator=seeded()).picks
     assert len(set((picks[:50] % 50).tolist())) == 50
     assert len(set(picks.tolist())) == 200
 
 
 def test_all_points() -> None:
-    chosen = select(torch.randn(30, 3, generator=seeded()), 30, generator=seeded())
+    chosen = greedy_k_center(torch.randn(30, 3, generator=seeded()), 30, generator=seeded())
     assert sorted(chosen.picks.tolist()) == list(range(30))
     assert chosen.covering_radius == 0
 
@@ -179,11 +178,11 @@ def test_holds_for_any_points(
     """Distinct picks, each a farthest point, and a radius that more picks never raise."""
     points = torch.randint(levels, (n, dim), generator=seeded(seed)).float() / levels
     size = data.draw(st.integers(1, n))
-    chosen = select(points, size, generator=seeded(seed))
+    chosen = greedy_k_center(points, size, generator=seeded(seed))
     assert len(set(chosen.picks.tolist())) == size
     if size < n:
         assert_greedy(points, chosen.picks)
-    more = select(points, min(n, size + 1), generator=seeded(seed))
+    more = greedy_k_center(points, min(n, size + 1), generator=seeded(seed))
     assert more.covering_radius <= chosen.covering_radius + 1e-6
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from anomaly.config.schema import parse_config
+from anomaly.config.parsing import parse_config
 from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.scorers.base import PatchBatch, PatchScores
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter, scorer

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from anomaly.scorers.patchcore.coreset import select
+from anomaly.scorers.patchcore.coreset import greedy_k_center
 from anomaly.scorers.patchcore.streamed_coreset import StreamedSelection, select_streamed
 
 DIM = 12
@@ -48,7 +48,7 @@ def test_nearly_as_good_in_little_memory(rows: int) -> None:
     stream = stream_of([500] * 60)
     points = torch.cat(stream)
     chosen = streamed(stream, 300, rows)
-    best = select(points, 300, generator=torch.Generator().manual_seed(0)).covering_radius
+    best = greedy_k_center(points, 300, generator=torch.Generator().manual_seed(0)).covering_radius
     true = cdist(points.double(), points[chosen.picks].double()).min(1).max()
     assert not chosen.exact
     assert true <= chosen.covering_radius * (1 + 1e-5)

@@ -1,0 +1,112 @@
+"""Which files of a folder are pictures, by their names."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from anomaly.errors import DataError, why
+from anomaly.files.own_outputs import is_model, own_outputs
+
+log = logging.getLogger(__name__)
+
+_READABLE = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".tif", ".tiff", ".webp")
+# Pictures that can't be read are listed too, so that they get a row that says why.
+_OTHERS = (".gif", ".heic", ".heif", ".avif", ".jp2", ".j2k", ".jxl", ".psd", ".exr", ".tga")
+IMAGE_SUFFIXES = frozenset(_READABLE + _OTHERS)
+
+
+def list_images(folder: Path) -> list[Path]:
+    """List the pictures in a folder and its subfolders, sorted by path.
+
+    Raises:
+        DataError: as `list_files`.
+    """
+    return [path for path in list_files(folder) if is_image(path)]
+
+
+def is_image(path: Path) -> bool:
+    """Whether a file's name is a picture's, by its suffix."""
+    return path.suffix.lower() in IMAGE_SUFFIXES
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder of this name.
+
+    Raises:
+        DataError: that can't be told: no permission, or a name that is too long.
+    """
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} can't be looked at ({why(error)})") from None
+
+
+def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
+    """List the files in a folder and its subfolders, sorted by path.
+
+    Files and folders whose names start with a dot are skipped, and so is what this program has
+    written itself. Links are followed, except to a folder that the link lies in.
+
+    Args:
+        folder: where to look.
+        tell: log a warning that names outputs of this program which are skipped.
+
+    Raises:
+        DataError: the folder, or one inside it, can't be listed.
+    """
+    return sorted(each_file(folder, tell=tell), key=lambda path: path.parts)
+
+
+def each_file(folder: Path, *, tell: bool = True) -> Iterator[Path]:
+    """What `list_files` lists, in the order in which it is come across, one folder at a time.
+
+    Raises:
+        DataError: as there.
+    """
+    own: list[Path] = []
+    yield from _walk(folder, (), own)
+    if own and tell:
+        names = ", ".join(path.relative_to(folder).as_posix() for path in own[:6])
+        more = f" and {len(own) - 6} more" if len(own) > 6 else ""
+        log.warning("%s: passed over this program's own outputs: %s%s", folder, names, more)
+
+
+def _walk(folder: Path, above: tuple[tuple[int, int], ...], own: list[Path]) -> Iterator[Path]:
+    try:
+        status = folder.stat()
+        with os.scandir(folder) as scan:
+            entries = list(scan)
+    except OSError as error:
+        raise DataError(f"{folder}: can't list this folder ({why(error)})") from None
+    identity = (status.st_dev, status.st_ino)
+    if identity in above:
+        return
+    names = [entry.name for entry in entries]
+    if above and is_model(folder, names):
+        own.append(folder)
+        return
+    outputs = own_outputs(folder, names)
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        path = folder / entry.name
+        if entry.name.startswith("."):
+            continue
+        if entry.name in outputs:
+            if _is_folder(entry) or is_image(path):  # tables and notes aren't worth a word
+                own.append(path)
+        elif _is_folder(entry):
+            yield from _walk(path, (*above, identity), own)
+        else:
+            yield path
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself; reading it as an image will say so
+        return False

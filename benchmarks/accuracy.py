@@ -1,0 +1,276 @@
+"""What each choice is worth: variants × data sets × seeds, on feature maps computed once.
+
+    python -m benchmarks.accuracy --weights FILE.safetensors --data FOLDER... [--seeds 0 1 2]
+        [--network resnet50_v1] [--cache FOLDER] [--variant NAME=KEY:VALUE,…]... [--each]
+
+Every variant is today's default with some values changed, see `Variant`. Ranks are of the mean over
+figures; where a variant leads on one set alone, it leads by chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from anomaly.evaluation.metrics import (
+    PixelAccumulator,
+    image_metrics,
+    recall_at_false_reject_rates,
+)
+from anomaly.model.image_score import network_map
+from anomaly.scorers.base import PatchBatch
+from anomaly.scorers.patchcore.aligner import patchcore_concat
+from anomaly.scorers.patchcore.fitter import MemoryBankFitter
+from benchmarks.feature_cache import Seen, SeenSet, seen
+from benchmarks.generated_sets import NAMES, write
+from benchmarks.inputs import machine
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way from feature maps to scores.
+
+    Attributes:
+        layers: digits of the layers that are joined, of 1, 2 and 3.
+        dims: principal components that are kept; 0 keeps the embeddings as they are.
+        power: components are divided by their standard deviation to this power.
+        ratio: share of the patches in the bank.
+        neighbours: mean distance of so many bank vectors.
+        score: image score: `max`, `map` (maximum of the blurred map), `topP` (mean of the highest
+            P % of the patch scores) or `maptopP` (likewise of the blurred map).
+        smoothing: σ in network pixels.
+        position: weight of row and column, in embedding units across the whole image.
+        weight: what the coarsest layer is multiplied by.
+        finest: the layer whose grid the embeddings have; finer maps are averaged down to it. 0 for
+            the finest of those joined.
+    """
+
+    layers: str = "23"
+    dims: int = 0
+    power: float = 0.0
+    ratio: float = 0.01
+    neighbours: int = 1
+    score: str = "map"
+    smoothing: float = 4.0
+    position: float = 0.0
+    weight: float = 1.0
+    finest: int = 0
+
+    @property
+    def distances(self) -> Variant:
+        """What distances depend on."""
+        return replace(self, score="map", smoothing=4.0)
+
+
+FIGURES = (
+    "image_auroc",
+    "image_ap",
+    "recall_at_frr_0.01",
+    "recall_at_frr_0.05",
+    "pixel_auroc",
+    "pixel_ap",
+    "aupro_30",
+    "aupro_05",
+)
+
+
+class Embedded:
+    """A set's patches as a variant embeds them."""
+
+    def __init__(self, images: SeenSet, variant: Variant) -> None:
+        self._variant = variant
+        self.basis: Tensor | None = None
+        if variant.dims:
+            self.basis = _basis(images, variant)
+
+    def of(self, one: Seen) -> Tensor:
+        """(h, w, D) float32."""
+        joined = _joined(one, self._variant)
+        if self.basis is not None:
+            joined = joined @ self.basis
+        if self._variant.position:
+            h, w = joined.shape[:2]
+            rows = torch.linspace(0, self._variant.position, h)[:, None].expand(h, w)
+            columns = torch.linspace(0, self._variant.position, w)[None].expand(h, w)
+            joined = torch.cat([joined, rows[..., None], columns[..., None]], 2)
+        return joined
+
+
+def _joined(one: Seen, variant: Variant) -> Tensor:
+    maps = [one.maps[int(layer) - 1][None].float() for layer in variant.layers]
+    maps[-1] = maps[-1] * variant.weight
+    if variant.finest:
+        grid = one.maps[variant.finest - 1].shape[1:]
+        pooled = [F.avg_pool2d(m, 3, stride=1, padding=1) for m in maps]
+        resized = [
+            F.adaptive_avg_pool2d(m, grid)
+            if m.shape[2] > grid[0]
+            else F.interpolate(m, grid, mode="bilinear", align_corners=False)
+            for m in pooled
+        ]
+        return torch.cat(resized, 1)[0].permute(1, 2, 0)
+    return patchcore_concat(maps)[0]
+
+
+@lru_cache(maxsize=4)
+def _spectrum(images: SeenSet, variant: Variant) -> tuple[Tensor, Tensor]:
+    total, mean, count = torch.zeros(()), torch.zeros(()), 0
+    for one in images.train:
+        flat = _joined(one, variant).flatten(0, 1)
+        total, mean, count = total + flat.T @ flat, mean + flat.sum(0), count + len(flat)
+    covariance = (total / count).double() - torch.outer(mean / count, mean / count).double()
+    values, vectors = torch.linalg.eigh(covariance)
+    return values.flip(0).clamp_min(1e-12), vectors.flip(1)
+
+
+def _basis(images: SeenSet, variant: Variant) -> Tensor:
+    values, vectors = _spectrum(
+        images, Variant(variant.layers, weight=variant.weight, finest=variant.finest)
+    )
+    scale = values[: variant.dims].sqrt() ** -variant.power
+    return (vectors[:, : variant.dims] * (scale / scale[0])).float()
+
+
+def patch_scores(images: SeenSet, variant: Variant, seed: int) -> tuple[list[Tensor], float]:
+    """Patch scores (h, w) of each test image, and the seconds that bank and search took."""
+    started = time.perf_counter()
+    embed = Embedded(images, variant)
+
+    class Patches:
+        def __iter__(self) -> Iterator[PatchBatch]:
+            for i, one in enumerate(images.train):
+                yield PatchBatch(embed.of(one)[None], (i,))
+
+    bank = MemoryBankFitter(variant.ratio, seed=seed).fit(Patches())
+    found = []
+    with torch.inference_mode():
+        for one in images.test:
+            patches = embed.of(one)
+            away, _ = bank.neighbours(patches.flatten(0, 1), variant.neighbours)
+            found.append(away.mean(1).view(patches.shape[:2]))
+    return found, time.perf_counter() - started
+
+
+def image_score(scores: Tensor, blurred: Tensor, how: str) -> float:
+    """One image's score."""
+    values = blurred if how.startswith("map") else scores
+    share = how.partition("top")[2]
+    if not share:
+        return float(values.max())
+    count = max(1, round(values.numel() * float(share) / 100))
+    return float(values.flatten().topk(count).values.mean())
+
+
+def figures(
+    images: SeenSet, scores: list[Tensor], variant: Variant, pixels: bool
+) -> dict[str, float]:
+    """What a variant is worth on one set."""
+    accumulator, found, labels = PixelAccumulator(), [], []
+    for one, patch in zip(images.test, scores, strict=True):
+        blurred = network_map(patch[None], one.size, variant.smoothing)[0]
+        found.append(image_score(patch, blurred, variant.score))
+        labels.append(one.defect != "good")
+        if pixels:
+            assert one.mask is not None
+            shown = blurred.numpy()
+            if shown.shape != one.mask.shape:
+                size = one.mask.shape[::-1]
+                shown = cv2.resize(shown, size, interpolation=cv2.INTER_AREA)
+            accumulator.update(shown, one.mask)
+    metrics = image_metrics(found, labels) | recall_at_false_reject_rates(found, labels)
+    if pixels:
+        metrics |= accumulator.result()
+    return {k: np.nan if (v := metrics.values.get(k)) is None else v for k in FIGURES}
+
+
+def parse(text: str) -> tuple[str, Variant]:
+    """A variant from `name=key:value,key:value`."""
+    name, _, rest = text.partition("=")
+    kinds = {f.name: type(f.default) for f in fields(Variant)}
+    values = dict(part.split(":") for part in rest.split(",") if part)
+    if unknown := values.keys() - kinds.keys():
+        sys.exit(f"{text}: unknown {', '.join(unknown)}; there are {', '.join(kinds)}")
+    return name, Variant(**{k: kinds[k](v) for k, v in values.items()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--weights", required=True, help="as backbone.weights")
+    parser.add_argument("--network", default="resnet50_v1", help="as backbone.name")
+    parser.add_argument("--data", type=Path, nargs="+", default=[], help="MVTec AD layout")
+    parser.add_argument("--generated", type=Path, help="folder for the generated sets")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--cache", type=Path, default=Path("runs/accuracy"))
+    parser.add_argument("--variant", action="append", default=[], help="name=key:value,…")
+    parser.add_argument("--each", action="store_true", help="also every set's own figures")
+    parser.add_argument("--no-pixels", action="store_true", help="image figures only")
+    args = parser.parse_args()
+    print(machine() + "\n")
+    folders = list(args.data)
+    for name in NAMES if args.generated else ():
+        folders.append(args.generated / name)
+        if not folders[-1].exists():
+            write(name, folders[-1])
+    variants = dict(map(parse, args.variant)) or {"default": Variant()}
+    table: dict[str, dict[str, dict[str, float]]] = {name: {} for name in variants}
+    for folder in folders:
+        images = seen(folder, args.weights, args.network, args.cache)
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+        for seed in args.seeds:
+            known: dict[Variant, tuple[list[Tensor], float]] = {}
+            for name, variant in variants.items():
+                if variant.distances not in known:
+                    known[variant.distances] = patch_scores(images, variant, seed)
+                scores, seconds = known[variant.distances]
+                one = figures(images, scores, variant, not args.no_pixels)
+                runs[name].append({**one, "seconds": seconds})
+        _spectrum.cache_clear()
+        for name, every in runs.items():
+            table[name][folder.name] = {
+                key: statistics.fmean(one[key] for one in every) for key in every[0]
+            }
+            if args.each:
+                _print(f"{folder.name} {name}", table[name][folder.name])
+    _summary(table)
+
+
+def _print(name: str, row: dict[str, float]) -> None:
+    cells = " | ".join(f"{row[key]:.3f}" for key in FIGURES)
+    print(f"| {name} | {cells} | {row['seconds']:.1f} |", flush=True)
+
+
+def _summary(table: dict[str, dict[str, dict[str, float]]]) -> None:
+    print(f"\n| variant | {' | '.join(FIGURES)} | seconds | mean rank |")
+    print("|---" * (len(FIGURES) + 3) + "|")
+    ranks: dict[str, list[float]] = {name: [] for name in table}
+    for folder in next(iter(table.values())):
+        for key in FIGURES:
+            values = {name: round(table[name][folder][key], 4) for name in table}
+            for name, value in values.items():
+                better = sum(v > value for v in values.values())
+                equal = sum(v == value for v in values.values())
+                ranks[name].append(better + (equal + 1) / 2)
+    for name, sets in table.items():
+        mean = {
+            key: statistics.fmean(row[key] for row in sets.values())
+            for key in (*FIGURES, "seconds")
+        }
+        cells = " | ".join(f"{mean[key]:.3f}" for key in FIGURES)
+        rank = statistics.fmean(ranks[name])
+        print(f"| {name} | {cells} | {mean['seconds']:.1f} | {rank:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
