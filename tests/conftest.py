@@ -141,6 +141,16 @@ def bank_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="session")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A PYTHONPATH on which processes, and those they start, find none of what training needs."""
+    absent = ("torch", "torchvision", "faiss", "sklearn", "scipy", "onnx", "onnxscript")
+    folder = tmp_path_factory.mktemp("path")
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({absent}))"
+    (folder / "sitecustomize.py").write_text(hidden)
+    return os.pathsep.join([str(folder), str(REPOSITORY)])
+
+
+@pytest.fixture(scope="session")
 def padim_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained PaDiM run; read only."""
     from anomaly.cli import main

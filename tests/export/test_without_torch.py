@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,28 +27,35 @@ from anomaly.model.image_score import image_scores, network_map
 from anomaly.scorers.patchcore.search.array_index import ArrayIndex
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 
-ABSENT = ("torch", "torchvision", "faiss", "sklearn", "scipy", "onnx", "onnxscript")
 CPU = torch.device("cpu")
 
 
-def bare(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run code in a Python that finds none of the packages that only training needs."""
-    hidden = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
-    return subprocess.run(
-        [sys.executable, "-c", hidden + code, *map(str, arguments)],
-        capture_output=True, text=True, check=False, cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
+Bare = Callable[..., subprocess.CompletedProcess[str]]
 
 
-COMMAND = "from anomaly.cli import main; sys.exit(main())"
+@pytest.fixture
+def bare(without_torch: str) -> Bare:
+    """Runs Python with arguments there."""
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False,
+            env=os.environ | {"PYTHONPATH": without_torch},
+        )  # fmt: skip
+
+    return run
 
 
-def anomaly(*arguments: object) -> str:
-    """Run a command there; what it printed."""
-    done = bare(COMMAND, *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def anomaly(bare: Bare) -> Callable[..., str]:
+    """Runs a command there; gives what it printed."""
+
+    def run(*arguments: object) -> str:
+        done = bare("-m", "anomaly", *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -71,8 +78,9 @@ def check_rows(found: Sequence[dict[str, str]], expected: Sequence[dict[str, str
 
 
 def test_infer_selfcheck_and_evaluate(
-    bank_export: Path, run_folder: Path, product: Path, tmp_path: Path, command: Command
-) -> None:
+    bank_export: Path, run_folder: Path, product: Path, tmp_path: Path, command: Command,
+    anomaly: Callable[..., str],
+) -> None:  # fmt: skip
     chosen = ["--input", product / "test", "--threads", 2, "--masks", "--regions"]
     torch_, bare_ = tmp_path / "torch", tmp_path / "bare"
     precision = ["--precision", "fp32", "--device", "cpu"]
@@ -96,9 +104,9 @@ def test_infer_selfcheck_and_evaluate(
     assert two == pytest.approx(one, abs=0.02)
 
 
-def test_the_python_api(bank_export: Path, run_folder: Path, product: Path) -> None:
+def test_the_python_api(bank_export: Path, run_folder: Path, product: Path, bare: Bare) -> None:
     code = """
-import anomaly
+import sys, anomaly
 detector = anomaly.load(sys.argv[1])
 one = detector.predict(sys.argv[2])
 (two,) = detector.stream([sys.argv[2]])
@@ -114,7 +122,7 @@ for what in (lambda: anomaly.fit, lambda: anomaly.load(sys.argv[3]),
         raise SystemExit("no error")
 """
     image = product / "test" / "spot" / "000.png"
-    done = bare(code, bank_export, image, run_folder)
+    done = bare("-c", code, bank_export, image, run_folder)
     assert done.returncode == 0, done.stderr
     score, verdict = done.stdout.split()
     expected = load(run_folder, "cpu", "fp32").predict(image)
@@ -122,7 +130,7 @@ for what in (lambda: anomaly.fit, lambda: anomaly.load(sys.argv[3]),
     assert verdict == expected.verdict
 
 
-def test_what_needs_torch_says_so(run_folder: Path, product: Path) -> None:
+def test_what_needs_torch_says_so(run_folder: Path, product: Path, bare: Bare) -> None:
     image, config = product / "test" / "spot" / "000.png", REPOSITORY / "configs" / "folder.yaml"
     for arguments in (
         (
@@ -137,14 +145,16 @@ def test_what_needs_torch_says_so(run_folder: Path, product: Path) -> None:
         ("infer", "--model", run_folder, "--input", image, "--output", "/nowhere/o"),
         ("layers", "--backbone", "resnet18"),
     ):
-        done = bare(COMMAND, *arguments)
+        done = bare("-m", "anomaly", *arguments)
         assert done.returncode == 2, done.stdout + done.stderr
         assert "pip install 'anomaly[train]'" in done.stderr
         assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
-def test_padim_and_further_settings(product: Path, tmp_path: Path, command: Command) -> None:
+def test_padim_and_further_settings(
+    product: Path, tmp_path: Path, command: Command, anomaly: Callable[..., str]
+) -> None:
     region = "image.region={polygons: [[[0.1, 0.1], [0.9, 0.1], [0.9, 0.9], [0.1, 0.9]]], " \
         "unit: relative}"  # fmt: skip
     for i, overrides in enumerate(
