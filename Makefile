@@ -64,7 +64,7 @@ dist: $(INSTALLED) $(WEIGHTS)
 	$(BIN)/python -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")'
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist dist/*.tar.gz
 	$(PYTHON) -m venv build/clean
-	build/clean/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	build/clean/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[train]"
 	cd build && ANOMALY_WEIGHTS='$(CURDIR)/weights' clean/bin/anomaly demo
 	rm -rf build
 	@ls dist

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from anomaly.errors import needs_training
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -61,7 +63,10 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name) or _ABOVE.get(name)
     if home is None:
         raise AttributeError(f"module 'anomaly' has no attribute {name!r}")
-    return getattr(import_module(f"anomaly.{home}"), name)
+    try:
+        return getattr(import_module(f"anomaly.{home}"), name)
+    except ModuleNotFoundError as error:
+        raise needs_training(f"anomaly.{name}", error) from None
 
 
 def __dir__() -> list[str]:

@@ -74,6 +74,28 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"known: {shown}" + (", …" if len(names) > 12 else "")
 
 
+# What the extra `train` installs beside what exported models take.
+_TRAINING = ("torch", "torchvision", "faiss", "sklearn", "scipy")
+
+
+def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
+    """What to tell of a package that isn't installed.
+
+    Args:
+        what: needs it: a command, say.
+        error: that it is missing.
+
+    Raises:
+        ModuleNotFoundError: it isn't one of the extra `train`.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package not in _TRAINING:
+        raise error
+    return AnomalyError(
+        f"{what} needs {package}, which isn't installed: pip install 'anomaly[train]'"
+    )
+
+
 def why(error: BaseException) -> str:
     """Why a file can't be used, in words for the user of a program that a library has failed."""
     if isinstance(error, AnomalyError):

@@ -1,22 +1,28 @@
-"""The machine: what the processor has, passes side by side on threads, memory given back."""
+"""The machine: what the processor has, passes side by side on threads, memory given back.
+
+Imports torch only to ask for its devices: exported models are computed without it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
-from typing import Any, TypeVar
-
-import torch
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from anomaly.errors import AnomalyError
 from anomaly.prefetch import ahead
+
+if TYPE_CHECKING:
+    import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -25,17 +31,33 @@ Result = TypeVar("Result")
 Spread = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 
+@dataclass(frozen=True)
+class _Processor:
+    type: str = "cpu"
+
+    def __str__(self) -> str:
+        return self.type
+
+
+# What stands for torch.device("cpu") where torch may be absent: with exported models.
+CPU: torch.device = cast(Any, _Processor())
+
+
 def device_of(device: str | torch.device) -> torch.device:
     """The device that is meant by `auto` (the GPU where there is one), `cpu`, `cuda` or by itself.
 
     Raises:
         AnomalyError: there is no such device here.
     """
+    _import_torch()
+    import torch
+
     has_gpu = torch.cuda.is_available()
-    if device == "auto":
-        return torch.device("cuda" if has_gpu else "cpu")
+    name = str(device)
+    if name == "auto":
+        name = "cuda" if has_gpu else "cpu"
     try:
-        found = torch.device(device)
+        found = torch.device(name)
     except RuntimeError:
         raise AnomalyError(f"device {device!r}: give 'auto', 'cpu' or 'cuda'") from None
     if found.type == "cuda" and not has_gpu:
@@ -49,6 +71,8 @@ def has_bf16(device: torch.device) -> bool:
     On a CPU both have to be there: the processor's instructions, and oneDNN's leave to use them,
     which ONEDNN_MAX_CPU_ISA takes away.
     """
+    import torch
+
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     read = getattr(torch.cpu, "get_capabilities", dict)  # newer than the oldest torch we take
@@ -79,8 +103,50 @@ def release_memory() -> None:
         library.malloc_trim(0)
 
 
+def cores() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def use_threads(count: int) -> None:
+    """Set how many threads the program computes with, in torch as well."""
+    _program.threads = count
+    _set_threads(count)
+
+
+def get_threads() -> int:
+    """How many threads this thread computes with: torch's setting, where torch is imported."""
+    if torch := _torch():
+        return int(torch.get_num_threads())
+    return getattr(_own, "threads", None) or _program.threads or cores()
+
+
+def _set_threads(count: int) -> None:
+    """Set how many threads this thread computes with."""
+    _own.threads = count
+    if torch := _torch():
+        torch.set_num_threads(count)
+
+
+def _torch() -> ModuleType | None:
+    """Torch, if the program has imported it, and is done with that."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "set_num_threads") else None
+
+
+def _import_torch() -> None:
+    """Import torch, which computes with the program's threads from its first import on."""
+    first = _torch() is None
+    import torch
+
+    if first and _program.threads:
+        torch.set_num_threads(_program.threads)
+
+
 def take_threads() -> None:
-    """Have a thread of the caller's compute with as many torch threads as the program has.
+    """Have a thread of the caller's compute with as many threads as the program has.
 
     What `torch.set_num_threads` sets holds for its own thread, and for threads that haven't used
     torch yet. One that comes while others compute alone would stay alone, and its last digits
@@ -88,36 +154,44 @@ def take_threads() -> None:
     """
     with _setting:
         if _setting_of.narrowed and not getattr(_met, "before", False):
-            torch.set_num_threads(_setting_of.threads)
-        torch.get_num_threads()  # takes over what holds now
+            _set_threads(_setting_of.threads)
+        get_threads()  # takes over what holds now
     _met.before = True
 
 
 @contextmanager
 def _alone(threads: int) -> Iterator[None]:
-    """Have this thread, which has so many torch threads, compute with one."""
+    """Have this thread, which has so many threads, compute with one."""
     with _setting:
         if not _setting_of.narrowed:
             _setting_of.threads = threads
         _setting_of.narrowed += 1
-        torch.set_num_threads(1)
+        _set_threads(1)
     try:
         yield
     finally:
         with _setting:
-            torch.set_num_threads(threads)
+            _set_threads(threads)
             _setting_of.narrowed -= 1
 
 
 @dataclass
 class _Setting:
-    """How many contexts compute alone now, and how many torch threads there were before."""
+    """How many contexts compute alone now, and how many threads there were before."""
 
     narrowed: int = 0
     threads: int = 1
 
 
+@dataclass
+class _Program:
+    """How many threads the program was told to compute with; 0 for as many as there are cores."""
+
+    threads: int = 0
+
+
 _setting, _setting_of, _met = threading.Lock(), _Setting(), threading.local()
+_program, _own = _Program(), threading.local()
 
 
 def peak_memory() -> int:
@@ -136,7 +210,7 @@ def in_parallel(
     """`map(task, items)`, several at once on a CPU, in order.
 
     Torch's own threads share each operation and wait for one another at its end. Here each of as
-    many threads as torch has carries a batch through alone: as fast on a quiet machine, and
+    many threads as the program has carries a batch through alone: as fast on a quiet machine, and
     up to 1.6 times as fast where decoding or another program uses the same cores. Results don't
     depend on the number of threads.
 
@@ -150,21 +224,21 @@ def in_parallel(
     """
     source = iter(items)
     first = list(islice(source, 2))
-    threads = torch.get_num_threads()
+    threads = get_threads()
     if device.type != "cpu" or threads == 1 or len(first) < 2:
         yield from map(task, first)
         yield from map(task, source)
         return
     with (
         _alone(threads),
-        ThreadPoolExecutor(threads, "lane", torch.set_num_threads, (1,)) as pool,
+        ThreadPoolExecutor(threads, "lane", _set_threads, (1,)) as pool,
     ):
         yield from ahead(lambda item: pool.submit(task, item), chain(first, source), threads)
 
 
 @contextmanager
 def spreading(device: torch.device) -> Iterator[Spread]:
-    """Hand out pieces of work to as many threads as torch has, each of which computes alone.
+    """Hand out pieces of work to as many threads as there are, each of which computes alone.
 
     Torch's own way splits every single operation and has all threads meet at its end. For
     operations of some microseconds the meeting costs more than the work, and where another
@@ -177,13 +251,13 @@ def spreading(device: torch.device) -> Iterator[Spread]:
     Yields:
         The function that hands out. Inside the context this thread, too, computes alone.
     """
-    threads = torch.get_num_threads()
+    threads = get_threads()
     if device.type != "cpu" or threads == 1:
         yield _in_turn
         return
     with (
         _alone(threads),
-        ThreadPoolExecutor(threads - 1, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+        ThreadPoolExecutor(threads - 1, initializer=_set_threads, initargs=(1,)) as pool,
     ):
         yield lambda task, items: _spread(pool, threads, task, items)
 
@@ -203,13 +277,13 @@ def _spread(
 ) -> list[Any]:
     if len(items) < 2:
         return _in_turn(task, items)
-    inference = torch.is_inference_mode_enabled()
+    mode = _inference_mode()
     results: list[Any] = [None] * len(items)
     # One iterator for all: whoever is done takes the next piece.
     remaining = iter(range(len(items)))
 
     def work() -> None:
-        with torch.inference_mode(inference):
+        with mode():
             for i in remaining:
                 results[i] = task(items[i])
 
@@ -218,3 +292,12 @@ def _spread(
     for helper in helpers:
         helper.result()
     return results
+
+
+def _inference_mode() -> Callable[[], AbstractContextManager[Any]]:
+    """Makes a context like this thread's: whether torch keeps track of gradients."""
+    torch = _torch()
+    if torch is None:
+        return nullcontext
+    enabled = torch.is_inference_mode_enabled()
+    return lambda: torch.inference_mode(enabled)

@@ -18,7 +18,8 @@ from anomaly.features.embedder import Embedder
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import by_shape
-from anomaly.model.build import backbone, fitter_of, loading_of
+from anomaly.model.build import backbone, fitter_of
+from anomaly.model.settings import loading_of
 
 
 def main() -> None:
@@ -36,8 +37,9 @@ def main() -> None:
     extractor, _ = backbone(config, device)
     align = fitter_of(config).align
     embedder = Embedder(extractor, normalisation("resnet50_v1"), align, device)
+    loading = loading_of(config, extractor.coarsest_stride, None, None)
     paths = [sample.path for sample in open_dataset("folder", args.images, None).train]
-    with Decoders(args.threads, Task(loading_of(config, extractor, None, None))) as decoders:
+    with Decoders(args.threads, Task(loading)) as decoders:
         batches = by_shape(decoders.load_all(enumerate(paths)), 8)
         rows = [embedder(b).flatten(0, 2).float() for b in batches if isinstance(b, list)]
     np.save(args.output, torch.cat(rows).numpy())

@@ -4,7 +4,8 @@
 
 Every figure is of whole processes, file to heatmap on disk, in turns, so that whatever else the
 machine does meets all engines. An image's time is that of all images less that of one alone.
-Scores and verdicts are compared with torch's in fp32.
+Scores and verdicts are compared with torch's in fp32. The size is that of all packages which the
+engine's extra installs, as they lie on disk here.
 """
 
 from __future__ import annotations
@@ -16,15 +17,46 @@ import resource
 import statistics
 import sys
 import tempfile
+import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib.metadata import distribution
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from anomaly.model.exported import read_export
 from anomaly.model.folder import find_model
 from benchmarks.inputs import machine
 from benchmarks.process import run
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "infer.py"
+REPOSITORY = Path(__file__).parents[1]
+SCRIPT = REPOSITORY / "scripts" / "infer.py"
+ALONE = 2  # measures of one image alone, for each of all images
+
+
+def installed_bytes(extra: str) -> int:
+    """What pip installs for the package with an extra, as it lies here, but for compiled files."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    waiting = [*project["dependencies"], *project["optional-dependencies"][extra]]
+    found: dict[str, int] = {}
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = requirement.name.lower().replace("_", "-")
+        extras = ["", *requirement.extras]
+        if name in found or not _applies(requirement, [""]):
+            continue
+        package = distribution(name)
+        files = [Path(package.locate_file(f)) for f in package.files or () if f.suffix != ".pyc"]
+        found[name] = sum(file.stat().st_size for file in files if file.is_file())
+        wanted = map(Requirement, package.requires or ())
+        waiting += [str(r).partition(";")[0] for r in wanted if _applies(r, extras)]
+    return sum(found.values())
+
+
+def _applies(requirement: Requirement, extras: Iterable[str]) -> bool:
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)
 
 
 @dataclass
@@ -32,6 +64,7 @@ class Side:
     """One engine, and what was measured of it."""
 
     name: str
+    extra: str
     options: list[object]
     alone: list[tuple[float, float]] = field(default_factory=list)
     all: list[tuple[float, float]] = field(default_factory=list)
@@ -61,10 +94,12 @@ class Side:
         wall, used = (1000 * (b - a) / (count - 1) for a, b in zip(alone, all_, strict=True))
         known = reference.rows
         share = max(abs(s - known[p][0]) / known[p][0] for p, (s, _) in self.rows.items())
+        size = f"{installed_bytes(self.extra) / 1e6:.0f} MB"
         flips = sum(v != known[p][1] for p, (_, v) in self.rows.items())
         return (
-            f"| {self.name} | {wall:.0f} ms | {used:.0f} ms | {alone[0]:.1f} s | {alone[1]:.1f} s "
-            f"| {self.peak / 1e6:.0f} MB | {share:.1g} | {flips} of {len(self.rows)} |"
+            f"| {self.name} | {size} | {wall:.0f} ms | {used:.0f} ms | {alone[0]:.1f} s "
+            f"| {alone[1]:.1f} s | {self.peak / 1e6:.0f} MB | {share:.1g} "
+            f"| {flips} of {len(self.rows)} |"
         )
 
 
@@ -78,24 +113,24 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     sides = [
-        Side(f"torch {p}", ["--model", args.model, "--device", "cpu", "--precision", p])
+        Side(f"torch {p}", "train", ["--model", args.model, "--device", "cpu", "--precision", p])
         for p in args.precisions
     ]
     for folder in args.exports:
         said = read_export(find_model(folder))
         assert said is not None, f"{folder} is no export"
         name = f"{said['engine']} {said['engine_version']} {said['precision']}"
-        sides.append(Side(name, ["--model", folder]))
+        sides.append(Side(name, said["engine"], ["--model", folder]))
     first = min(path for path in args.images.rglob("*.png"))
     count = len(list(args.images.rglob("*.png")))
     print(f"{machine()}, {count} images\n", flush=True)
     for _ in range(args.runs):
         for side in sides:
-            side.alone.append(side.infer([first], args.threads))
+            side.alone += [side.infer([first], args.threads) for _ in range(ALONE)]
             side.all.append(side.infer([args.images], args.threads))
-    print("| engine | an image | its processor time | cold start | its processor time | memory "
-          "| largest score difference | verdicts changed |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|")
+    print("| engine | installed | an image | its processor time | cold start | its processor "
+          "time | memory | largest score difference | verdicts changed |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|")
     for side in sides:
         print(side.line(count, sides[0]))
     config = json.loads((find_model(args.model) / "manifest.json").read_text())["backbone"]["name"]

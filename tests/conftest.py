@@ -130,6 +130,27 @@ def run_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def bank_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The PatchCore run for ONNX Runtime, the whole graph too; read only."""
+    from anomaly.cli import main
+
+    output = tmp_path_factory.mktemp("exports") / "disc"
+    arguments = ["--model", run_folder, "--to", "onnx", "--output", output, "--whole"]
+    assert main(["export", *map(str, arguments), "--threads", "2"]) == 0
+    return output
+
+
+@pytest.fixture(scope="session")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A PYTHONPATH on which processes, and those they start, find none of what training needs."""
+    absent = ("torch", "torchvision", "faiss", "sklearn", "scipy", "onnx", "onnxscript")
+    folder = tmp_path_factory.mktemp("path")
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({absent}))"
+    (folder / "sitecustomize.py").write_text(hidden)
+    return os.pathsep.join([str(folder), str(REPOSITORY)])
+
+
+@pytest.fixture(scope="session")
 def padim_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained PaDiM run; read only."""
     from anomaly.cli import main

@@ -47,4 +47,6 @@ def test_every_package_that_is_needed_has_its_licence_listed() -> None:
     needed = [one for name, extra in extras.items() if name != "test" for one in extra]
     for requirement in PROJECT["dependencies"] + needed:
         name = re.split(r"[<>=\[; ]", requirement)[0]
+        if name == "anomaly":  # its other extras
+            continue
         assert f"| {name} " in listed, name

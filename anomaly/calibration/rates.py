@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -72,15 +73,46 @@ _LEVELS = (
 
 def _rate(count: int, images: int, expected: float, two_sided: float, one_sided: float) -> Rate:
     """An estimate with exact binomial bounds that each fail by the chance of its tail."""
-    from scipy.special import betaincinv
-
-    low = betaincinv(count, images - count + 1, two_sided) if count else 0.0
+    low = rate_showing(count, images, two_sided) if count else 0.0
     high, at_most = (
-        betaincinv(count + 1, images - count, [1 - two_sided, 1 - one_sided])
-        if count < images
-        else (1.0, 1.0)
+        rate_showing(count + 1, images, 1 - tail) if count < images else 1.0
+        for tail in (two_sided, one_sided)
     )
-    return Rate(count, images, expected, float(low), float(high), float(at_most))
+    return Rate(count, images, expected, low, high, at_most)
+
+
+def rate_showing(count: int, images: int, chance: float) -> float:
+    """The true rate at which `count` or more of `images` are flagged by a chance.
+
+    Inverts the binomial tail, which is the regularised incomplete beta function
+    I_x(count, images − count + 1), by bisection.
+    """
+    low, high = 0.0, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        if binomial(images, middle)[count:].sum() < chance:
+            low = middle
+        else:
+            high = middle
+    return middle
+
+
+def binomial(trials: int, rate: float) -> Floats:
+    """The chances (trials + 1,) of 0, 1, … successes, with a rate inside (0, 1)."""
+    hits = np.arange(trials + 1)
+    ways = _log_ways(trials, hits)
+    return np.asarray(np.exp(ways + hits * np.log(rate) + (trials - hits) * np.log1p(-rate)))
+
+
+def _log_ways(out_of: int, some: int | NDArray[np.int64]) -> Floats:
+    """The logarithm of the ways to choose `some` out of so many."""
+    factorials = _log_factorials(out_of)
+    return np.asarray(factorials[out_of] - factorials[some] - factorials[out_of - some])
+
+
+@lru_cache(maxsize=4)
+def _log_factorials(most: int) -> Floats:
+    """The logarithms of 0!, 1!, … (most + 1,)."""
+    return np.array([math.lgamma(n + 1) for n in range(most + 1)])
 
 
 def supported_rate(images: int, confidence: float = 0.95) -> float:

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from anomaly.calibration.placement import placed
 from anomaly.calibration.rates import (
     Rate,
+    binomial,
     images_needed,
     percent,
     rate_anywhere,
@@ -117,15 +118,13 @@ def threshold_for_false_reject_rate(
         DataError: no scores.
         ValueError: a score isn't finite, or target or confidence are out of range.
     """
-    from scipy.special import bdtr
-
     good = sorted_scores(scores, "a threshold")
     for name, value in (("target", target), ("confidence", confidence)):
         if not 0 < value < 1:
             raise ValueError(f"{name} must lie between 0 and 1, not {value}")
     # At most c of n above: the bound is within the target where a rate of `target` would show as
     # few as c only by a chance of 1 − confidence.
-    chances = bdtr(np.arange(len(good)), len(good), target)
+    chances = np.cumsum(binomial(len(good), target))[:-1]
     fitting = int(np.searchsorted(chances, 1 - confidence, side="right"))
     above = max(fitting - 1, 0)
     value = placed(float(good[len(good) - 1 - above]), good)

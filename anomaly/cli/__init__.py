@@ -14,7 +14,7 @@ from types import ModuleType
 
 from anomaly import __version__
 from anomaly.cli.stopping import Interrupted, Stopping
-from anomaly.errors import AnomalyError, nearest
+from anomaly.errors import AnomalyError, nearest, needs_training
 
 # Command to (module, one line for the help text); modules are imported when they're asked for.
 COMMANDS = {
@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         (by SIGTERM: 143).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Numpy's products run side by side on the program's own threads, see `anomaly.runtime`; those
+    # of its library beside them would only wait for one another.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     logging.addLevelName(logging.WARNING, "warning")
     command = arguments[0] if arguments and arguments[0] in COMMANDS else None
@@ -65,6 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AnomalyError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        scores = options.command in ("infer", "evaluate", "selfcheck", "serve")
+        what = options.command + (" with a model that isn't exported" if scores else "")
+        print(f"error: {needs_training(what, error)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as stop:
         print(str(stop) or "interrupted", file=sys.stderr)
         return stop.exit_code if isinstance(stop, Interrupted) else 130

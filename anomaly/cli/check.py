@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.datasets.faults import Severity
     from anomaly.imaging.shared_decoders import read_mask
     from anomaly.model.settings import region_of
+    from anomaly.runtime import cores
 
     config = load_config(options.config, options.overrides)
     data, image = config.data, config.image
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
             dataset,
             Reading(image.bit_depth, image.max_pixels, data.mask_above, region),
             one_grid=config.one_aspect,
-            workers=machine.cores(),
+            workers=cores(),
             progress=lambda done, total: progress("reading", done, total),
         )
     if options.json:

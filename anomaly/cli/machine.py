@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.errors import AnomalyError
@@ -60,52 +61,59 @@ def passed_on(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     return settings, ["--device", options.device, *threads]
 
 
-def cores() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def wanted_threads(options: argparse.Namespace) -> int:
     """How many threads `device_and_threads` will use.
 
     Raises:
         AnomalyError: an impossible number.
     """
+    from anomaly.runtime import cores
+
     threads: int = cores() if options.threads is None else options.threads
     if threads < 1:
         raise AnomalyError(f"--threads is {threads}; it must be 1 or more")
     return threads
 
 
-def device_and_threads(options: argparse.Namespace) -> tuple[torch.device, int]:
+def device_and_threads(
+    options: argparse.Namespace, models: Sequence[Path] | None = None
+) -> tuple[torch.device, int]:
     """Set the threads of every library and choose the device.
 
+    Torch is imported for it unless exported models are all that is asked for.
+
+    Args:
+        options: of the command.
+        models: the folders it works with; by default those given with --model.
+
     Returns:
-        The torch device, and the number of threads.
+        The device, and the number of threads.
 
     Raises:
-        AnomalyError: a GPU was asked for and isn't there, or an impossible number of threads.
+        AnomalyError: a GPU was asked for and isn't there, or isn't for the model; or an impossible
+            number of threads.
     """
     threads = wanted_threads(options)
     import cv2
-    import torch
 
-    from anomaly.runtime import device_of
+    from anomaly.runtime import CPU, device_of, use_threads
 
-    torch.set_num_threads(threads)  # faiss follows when its index is made
+    use_threads(threads)  # torch and faiss follow when they are imported
     cv2.setNumThreads(1)  # files are decoded in parallel already
-    device = "cpu" if options.device == "auto" and _exported(options) else options.device
-    return device_of(device), threads
+    exported = [_is_exported(folder) for folder in models or _named(options)]
+    if not any(exported):
+        return device_of(options.device), threads
+    if options.device == "cuda":
+        raise AnomalyError("an exported model computes on the CPU; leave --device out")
+    return CPU if all(exported) else device_of("cpu"), threads
 
 
-def _exported(options: argparse.Namespace) -> bool:
-    """Whether a model that was exported is among those named: its engine computes on the CPU."""
+def _named(options: argparse.Namespace) -> Sequence[Path]:
+    named = getattr(options, "model", None) or []
+    return named if isinstance(named, list) else [named]
+
+
+def _is_exported(folder: Path) -> bool:
     from anomaly.model.folder import EXPORT
 
-    named = getattr(options, "model", None) or []
-    folders = named if isinstance(named, list) else [named]
-    return any(
-        (place / EXPORT).exists() for folder in folders for place in (folder, folder / "model")
-    )
+    return any((place / EXPORT).exists() for place in (folder, folder / "model"))

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         from anomaly.service.server import listening, serve
 
         folders = find_models(options.models)
-        device, threads = machine.device_and_threads(options)
+        device, threads = machine.device_and_threads(options, list(folders.values()))
         listener = listening(options.host, options.port)
         line = Line(
             folders,

@@ -155,13 +155,14 @@ def _look(taken: Recognised) -> tuple[tuple[Advice, ...], bool]:
     from anomaly.datasets import open_dataset
     from anomaly.datasets.advice import advice
     from anomaly.datasets.check import Reading, check
+    from anomaly.runtime import cores
 
     dataset = open_dataset(taken.layout, taken.root, None)
     with ProgressLine() as progress:
         report = check(
             dataset,
             Reading(),
-            workers=machine.cores(),
+            workers=cores(),
             progress=lambda done, total: progress("looking", done, total),
         )
     return advice(report), bool(dataset.test)

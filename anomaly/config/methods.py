@@ -5,6 +5,10 @@ A method's module has two functions, whose types stand in `anomaly.scorers.base`
     fitter(settings, *, seed, memory_limit) -> Fitter
     scorer(tensors, settings, *, device, cache) -> Scorer
 
+and where its models can be exported, a module that imports no torch has one more:
+
+    scorer(tensors, settings) -> ArrayScorer
+
 `settings` are the values of the config's section `model`, by key.
 """
 
@@ -20,6 +24,7 @@ class Method:
     Attributes:
         title: its name in the literature.
         module: where its functions are.
+        arrays: where that of exported models is; empty where there is none.
         stages: how many stages of a network it reads by default, of those at strides 4, 8 and 16;
             the coarsest first.
         one_grid: whether it learns each place of the image by itself, so that all images need one
@@ -29,6 +34,7 @@ class Method:
 
     title: str
     module: str
+    arrays: str = ""
     stages: int = 2
     one_grid: bool = False
     image_scores: tuple[str, ...] = ()
@@ -36,7 +42,16 @@ class Method:
 
 METHODS = {
     "patchcore": Method(
-        "PatchCore", "anomaly.scorers.patchcore.fitter", image_scores=("reweighted",)
+        "PatchCore",
+        "anomaly.scorers.patchcore.fitter",
+        "anomaly.scorers.patchcore.array_bank",
+        image_scores=("reweighted",),
     ),
-    "padim": Method("PaDiM", "anomaly.scorers.padim.fitter", stages=3, one_grid=True),
+    "padim": Method(
+        "PaDiM",
+        "anomaly.scorers.padim.fitter",
+        "anomaly.scorers.padim.array_gaussian",
+        stages=3,
+        one_grid=True,
+    ),
 }

@@ -18,7 +18,7 @@ from anomaly.explain.feature_maps import feature_map_pictures
 from anomaly.explain.patches import absent, patch_box, patch_crop
 from anomaly.explain.saliency import image_gradient
 from anomaly.explain.tiles import RgbImage
-from anomaly.features.embedder import inside_of
+from anomaly.features.inside import inside_of
 from anomaly.hooks import capture
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -145,7 +145,8 @@ def score_gradient(detector: AnomalyDetector, item: Loaded) -> Tensor:
             maps = captured.pop()
         embeddings = detector.embedder.align([maps[layer] for layer in layers])
         inside = inside_of([item], embeddings, detector.region)
-        return detector.score_patches(embeddings, item.view.size, inside)[1]
+        found: Tensor = detector.score_patches(embeddings, item.view.size, inside)[1]
+        return found
 
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
     return image_gradient(score, pixels)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
+from anomaly.arrays import as_numpy
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, ModelError
 from anomaly.features.engine import Graph
@@ -162,8 +162,8 @@ def _patch_differences(
 ) -> list[float]:
     pixels = np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2)
     found = graph(pixels)[0]
-    with torch.inference_mode():
-        wanted = reference.scorer.score(reference.embedder(batch)).scores.numpy()
+    with reference.embedder.quietly():
+        wanted = as_numpy(reference.scorer.score(reference.embedder(batch)).scores)
     scale = np.maximum(wanted.max(axis=(1, 2)), _scale(reference))
     shares: list[float] = (np.abs(found - wanted).max(axis=(1, 2)) / scale).tolist()
     return shares

@@ -16,10 +16,9 @@ from anomaly.errors import ModelError, OutputError
 from anomaly.export.equality import TOLERANCE, compare, compare_patches, golden_images
 from anomaly.export.graph import OPSET, write_graph
 from anomaly.features.engine import Graph, check_precision, installed
-from anomaly.features.exported import PLAIN
 from anomaly.files.writing import as_json, write
 from anomaly.model.checkpoint import load
-from anomaly.model.exported import open_network, write_export
+from anomaly.model.exported import exported_stages, open_network, write_export
 from anomaly.model.folder import HISTORY, appearing, file_entry, find_model
 from anomaly.model.manifest import MANIFEST
 from anomaly.model.run_folder import training_record
@@ -90,8 +89,8 @@ def export_model(
             shutil.copyfile(folder / name, draft / name)
         if (folder / HISTORY).exists():
             shutil.copyfile(folder / HISTORY, draft / HISTORY)
-        network = open_network(draft, own.manifest, values, torch.get_num_threads())
-        exported = replace(reference, extractor=network, normalise=PLAIN)
+        network = open_network(draft, own.manifest, values)
+        exported = replace(own, **exported_stages(network, draft, own.config))
         largest = compare(
             reference,
             own,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +13,7 @@ from torch import Tensor
 
 from anomaly.features.backbones import Normalisation
 from anomaly.features.extractor import FeatureExtractor
-from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.preprocessing import Loaded
-from anomaly.imaging.region import Region, counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,10 @@ class Embedder:
         with torch.inference_mode():
             return self.align(self.maps(batch))
 
+    def quietly(self) -> AbstractContextManager[Any]:
+        """A context in which torch keeps track of nothing for gradients."""
+        return torch.inference_mode()
+
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """(h, w) of the patches of a network input of (H, W) pixels, by a dry run."""
         with torch.inference_mode():
@@ -64,35 +68,3 @@ def network_input(
         pixels = pixels.pin_memory().to(device, non_blocking=True)
     # (B, H, W, 3) is what torch calls channels_last.
     return normalise(pixels.permute(0, 3, 1, 2))
-
-
-def inside_of(batch: Sequence[Loaded], embeddings: Tensor, region: Region | None) -> Tensor | None:
-    """Which patches (B, h, w) of embeddings (B, h, w, D) count; None for all.
-
-    Raises:
-        DataError: none of an image's patches does.
-    """
-    return inside([(item.layout, item.tile) for item in batch], embeddings, region)
-
-
-def inside(
-    pieces: Sequence[tuple[AnyView, tuple[int, int]]], embeddings: Tensor, region: Region | None
-) -> Tensor | None:
-    """Which patches of images count, by their layouts and tiles.
-
-    Args:
-        pieces: how each image was turned into the network's input, and which tile of it this is.
-        embeddings: (B, h, w, D).
-        region: what of each image counts; None for all of it.
-
-    Returns:
-        (B, h, w) bool; None for all.
-
-    Raises:
-        DataError: none of an image's patches counts.
-    """
-    if region is None:
-        return None
-    grid = (embeddings.shape[1], embeddings.shape[2])
-    masks = [counted(region, layout, tile, grid) for layout, tile in pieces]
-    return torch.from_numpy(np.stack(masks)).to(embeddings.device)

@@ -1,26 +1,24 @@
-"""An exported graph in the place of a network."""
+"""An exported graph in the place of a network and of the alignment behind it. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+import numpy as np
+from numpy.typing import NDArray
 
 from anomaly.errors import ModelError
-from anomaly.features.backbones import Normalisation
 from anomaly.features.engine import Graph
-from anomaly.features.extractor import FeatureExtractor, FeatureMap
-
-# A graph normalises by itself.
-PLAIN = Normalisation((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+from anomaly.imaging.preprocessing import Loaded
+from anomaly.runtime import get_threads
 
 
-class ExportedNetwork(FeatureExtractor):
-    """A graph from images to patch embeddings, read like the network that it was made of.
+class ExportedNetwork:
+    """A graph from images to patch embeddings: `FeatureExtractor` and `Embedder` in one.
 
-    What it puts out is one map, of patch embeddings, which `align` has only to turn. Threads may
-    share one.
+    Threads may share one.
 
     Args:
         graph: images (B, 3, H, W) in [0, 1] -> embeddings (B, h, w, D).
@@ -39,7 +37,12 @@ class ExportedNetwork(FeatureExtractor):
         self.layers, self.channels, self.strides = tuple(layers), tuple(channels), tuple(strides)
 
     @property
-    def network(self) -> nn.Module:  # type: ignore[override]
+    def coarsest_stride(self) -> int:
+        """The largest stride of the hooked layers."""
+        return max(self.strides)
+
+    @property
+    def network(self) -> Any:
         """There is none.
 
         Raises:
@@ -50,22 +53,20 @@ class ExportedNetwork(FeatureExtractor):
             "use the model folder that it was exported from"
         )
 
-    def __call__(self, images: Tensor) -> list[FeatureMap]:
-        """Run the graph.
+    def __call__(self, batch: Sequence[Loaded]) -> NDArray[np.float32]:
+        """Patch embeddings (B, h, w, D) of images of one size."""
+        return self._run(np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2))
 
-        Args:
-            images: (B, 3, H, W) RGB in [0, 1].
+    def quietly(self) -> AbstractContextManager[Any]:
+        """A context in which nothing is kept track of for gradients: any."""
+        return nullcontext()
 
-        Returns:
-            One map (B, D, h, w) float32, the embeddings.
-        """
-        # A thread that torch computes alone in is one of as many as the graph has threads.
-        (values,) = self._graph(images.numpy(), together=torch.get_num_threads() == 1)
-        return [
-            FeatureMap("embeddings", torch.from_numpy(values).permute(0, 3, 1, 2), self.strides[0])
-        ]
+    def grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """(h, w) of the patches of a network input of (H, W) pixels, by a dry run."""
+        height, width = self._run(np.zeros((1, 3, *size), np.float32)).shape[1:3]
+        return height, width
 
-    @staticmethod
-    def align(maps: Sequence[Tensor]) -> Tensor:
-        """The map (B, D, h, w) as embeddings (B, h, w, D)."""
-        return maps[0].permute(0, 2, 3, 1)
+    def _run(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
+        # A thread that computes alone is one of as many as the graph has threads.
+        (values,) = self._graph(images, together=get_threads() == 1)
+        return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,11 +48,9 @@ class FeatureExtractor:
 
     Attributes:
         engine: what computes.
-        align: how its maps become embeddings, where it isn't the scorer that says so.
     """
 
     engine = "torch"
-    align: Callable[[Sequence[Tensor]], Tensor] | None = None
 
     def __init__(
         self,

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import cv2
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from anomaly.arrays import Array, as_numpy, module_of
 from anomaly.errors import ModelError
 from anomaly.imaging.preprocessing import Loaded
 
@@ -105,7 +104,7 @@ class Appearance:
 
 
 def appearances_of(
-    batch: Sequence[Loaded], embeddings: Tensor, inside: Tensor | None
+    batch: Sequence[Loaded], embeddings: Array, inside: Array | None
 ) -> list[Appearance]:
     """What each image or tile of a batch looks like as a whole.
 
@@ -117,10 +116,11 @@ def appearances_of(
     masks: list[NDArray[np.bool_] | None] = [None] * len(batch)
     if inside is not None:
         embeddings = embeddings * inside[..., None]
-        masks = list(inside.cpu().numpy())
-    flat = embeddings.flatten(1, 2).float()
-    sums = flat.sum(1).double().cpu().numpy()
-    squares = torch.linalg.vector_norm(flat, dim=(1, 2)).double().square().tolist()
+        masks = list(as_numpy(inside))
+    flat = embeddings.reshape(len(embeddings), -1, embeddings.shape[3])
+    sums = as_numpy(flat.sum(1)).astype(np.float64)
+    norms = module_of(flat).linalg.norm(flat.reshape(len(flat), -1), None, 1)
+    squares = np.square(as_numpy(norms).astype(np.float64)).tolist()
     patches = [flat.shape[1] if mask is None else int(mask.sum()) for mask in masks]
     every = zip(batch, sums, squares, patches, masks, strict=True)
     return [look(item.pixels, *one) for item, *one in every]

@@ -1,44 +1,24 @@
-"""The stages as a config wants them."""
+"""The stages as a config wants them. Imports torch only where a stage computes with it."""
 
 from __future__ import annotations
 
 import os
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
-from anomaly.features.backbones import build, default_layers, load_state, read_weights
-from anomaly.features.extractor import FeatureExtractor, truncate
-from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.preprocessing import Loading
-from anomaly.imaging.region import Region
-from anomaly.scorers.base import Fitter, Scorer
+from anomaly.errors import ModelError
+from anomaly.scorers.base import ArrayScorer, Fitter, Scorer
 
-# What most networks shrink an image by in all: every layer's grid is then an even number of the
-# next one's, and images of many aspects share so few sizes that batches are full.
-_LEAST_MULTIPLE = 32
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-
-def loading_of(
-    config: Config, extractor: FeatureExtractor, region: Region | None, aspect: float | None
-) -> Loading:
-    """How a config turns files into network inputs."""
-    image = config.image
-    sizing = Sizing(
-        image.resize,
-        image.crop,
-        image.area,
-        max(extractor.coarsest_stride, _LEAST_MULTIPLE),
-        aspect,
-        image.tile,
-        image.overlap_in_force,
-    )
-    return Loading(sizing, image.bit_depth, image.max_pixels, region)
+    from anomaly.features.extractor import FeatureExtractor
 
 
 def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
@@ -47,6 +27,9 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
     Raises:
         AnomalyError: the weights or layers can't be used as configured.
     """
+    from anomaly.features.backbones import build, default_layers, load_state, read_weights
+    from anomaly.features.extractor import truncate
+
     name = config.backbone.name
     full = build(name)
     layers = config.backbone.layers or default_layers(name, full, METHODS[config.model.kind].stages)
@@ -77,6 +60,23 @@ def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) 
     """
     settings, cache = config.model.model_dump(), _cache_folder()
     made: Scorer = _method(config).scorer(tensors, settings, device=device, cache=cache)
+    return made
+
+
+def array_scorer_of(config: Config, tensors: dict[str, NDArray[Any]]) -> ArrayScorer:
+    """What a config's method learned and saved, for an exported network: works on arrays.
+
+    Args:
+        config: all settings.
+        tensors: as `Scorer.tensors` gave them.
+
+    Raises:
+        ModelError: the tensors aren't those of the method, or it has no such form.
+    """
+    method = METHODS[config.model.kind]
+    if not method.arrays:
+        raise ModelError(f"{method.title} computes with torch alone, so it can't be exported")
+    made: ArrayScorer = import_module(method.arrays).scorer(tensors, config.model.model_dump())
     return made
 
 

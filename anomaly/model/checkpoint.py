@@ -18,33 +18,32 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 from safetensors import SafetensorError
-from safetensors.numpy import load_file as load_numpy
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 from anomaly import __version__
 from anomaly.config.parsing import parse_config
 from anomaly.config.schema import Config
-from anomaly.errors import AnomalyError, ModelError
-from anomaly.features.backbones import Normalisation, build, load_state
-from anomaly.features.exported import PLAIN
-from anomaly.features.extractor import FeatureExtractor, truncate
+from anomaly.errors import AnomalyError, ModelError, needs_training
+from anomaly.features.exported import ExportedNetwork
 from anomaly.imaging.shared_decoders import read_mask
 from anomaly.model.appearance import AppearanceModel
 from anomaly.model.build import scorer_of
 from anomaly.model.consistency import agree, check_together
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.exported import files_of, open_network, read_export
+from anomaly.model.exported import exported_stages, files_of, open_network, read_export
 from anomaly.model.folder import EXPORT, check_files, find_model, model_id
 from anomaly.model.manifest import AGAIN, read_manifest
 from anomaly.model.saving import BACKBONE, SCORER, USUAL
 from anomaly.model.settings import region_of
 from anomaly.model.threshold_files import read_history, read_thresholds
-from anomaly.runtime import device_of, has_bf16
+from anomaly.runtime import CPU, device_of, has_bf16
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -61,21 +60,25 @@ def load(
         precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
 
     Raises:
-        AnomalyError: a GPU was asked for and isn't there.
+        AnomalyError: a GPU was asked for and isn't there; or the model isn't an exported one, and
+            torch isn't installed.
         ModelError: no model there, made by something else, or a file is missing, changed or
             doesn't belong.
     """
     folder = find_model(folder)
     manifest, export = read_manifest(folder), read_export(folder)
-    device = device_of("cpu" if export and device == "auto" else device)
+    chosen = _device(folder, export, device)
     check_files(folder, files_of(manifest, export), [EXPORT] if export else [])
     config = _config(folder, manifest)
-    graph = _exported(folder, manifest, export, device, precision) if export else None
+    network = _exported(folder, manifest, export, precision) if export else None
     try:
-        extractor = graph or _network(folder, manifest, config, device, precision)
-        scorer = scorer_of(config, load_file(folder / SCORER), device)
+        stages = (
+            exported_stages(network, folder, config)
+            if network
+            else _computed_stages(folder, manifest, config, chosen, precision)
+        )
         looks = folder / USUAL
-        appearance = AppearanceModel.from_tensors(load_numpy(looks)) if looks.is_file() else None
+        appearance = AppearanceModel.from_tensors(load_file(looks)) if looks.is_file() else None
         thresholds = read_thresholds(folder)
         region = region_of(config.image, folder, read_mask)
     except SafetensorError:
@@ -83,16 +86,11 @@ def load(
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, manifest, error) from None
-    check_together(folder, manifest, scorer, appearance)
+    check_together(folder, manifest, stages["scorer"], appearance)
     return AnomalyDetector(
         config=config,
-        extractor=extractor,
-        normalise=PLAIN
-        if export
-        else Normalisation(*(tuple(manifest["backbone"][name]) for name in ("mean", "std"))),
-        scorer=scorer,
+        **stages,
         thresholds=thresholds,
-        device=device,
         region=region,
         aspect=manifest["aspect"],
         appearance=appearance,
@@ -103,38 +101,62 @@ def load(
     )
 
 
-def _network(
-    folder: Path,
-    manifest: dict[str, Any],
-    config: Config,
-    device: torch.device,
-    precision: str | None,
-) -> FeatureExtractor:
-    """The truncated network, with its weights."""
-    truncated = truncate(build(config.backbone.name), manifest["backbone"]["layers"])
-    agree(folder, "channels", manifest["backbone"]["channels"], list(truncated.channels))
-    agree(folder, "strides", manifest["backbone"]["strides"], list(truncated.strides))
-    state, full = load_file(folder / BACKBONE), build(config.backbone.name)
-    load_state(truncated.network, state, full, str(folder / BACKBONE))
-    return truncated.extractor().to(device, _precision(config, device, precision))
+def _device(
+    folder: Path, export: dict[str, Any] | None, wanted: str | torch.device
+) -> torch.device:
+    """The device that a model computes on.
+
+    Raises:
+        ModelError: an export was to compute elsewhere.
+        AnomalyError: there is no such device here, or no torch, which the model needs.
+    """
+    if export is None:
+        try:
+            return device_of(wanted)
+        except ModuleNotFoundError as error:
+            raise needs_training(str(folder), error) from None
+    if str(wanted) not in ("auto", "cpu"):
+        raise ModelError(f"{folder}: an exported model computes on the CPU; choose that device")
+    return CPU
 
 
 def _exported(
-    folder: Path,
-    manifest: dict[str, Any],
-    export: dict[str, Any],
-    device: torch.device,
-    precision: str | None,
-) -> FeatureExtractor:
+    folder: Path, manifest: dict[str, Any], export: dict[str, Any], precision: str | None
+) -> ExportedNetwork:
     """The exported network, asked for nothing but what it was compared in."""
-    if device.type != "cpu":
-        raise ModelError(f"{folder}: an exported model computes on the CPU; choose that device")
     if precision not in (None, export["precision"]):
         raise ModelError(
             f"{folder} was exported in {export['precision']}; to have it in {precision}, export "
             f"the model again with --precision {precision}"
         )
-    return open_network(folder, manifest, export, torch.get_num_threads())
+    return open_network(folder, manifest, export)
+
+
+def _computed_stages(
+    folder: Path,
+    manifest: dict[str, Any],
+    config: Config,
+    device: torch.device,
+    precision: str | None,
+) -> dict[str, Any]:
+    """A detector's stages in torch: the truncated network with its weights, and the scorer."""
+    from safetensors.torch import load_file
+
+    from anomaly.features.backbones import Normalisation, build, load_state
+    from anomaly.features.extractor import truncate
+
+    backbone = manifest["backbone"]
+    truncated = truncate(build(config.backbone.name), backbone["layers"])
+    agree(folder, "channels", backbone["channels"], list(truncated.channels))
+    agree(folder, "strides", backbone["strides"], list(truncated.strides))
+    state, full = load_file(folder / BACKBONE), build(config.backbone.name)
+    load_state(truncated.network, state, full, str(folder / BACKBONE))
+    return {
+        "extractor": truncated.extractor().to(device, _precision(config, device, precision)),
+        "normalise": Normalisation(tuple(backbone["mean"]), tuple(backbone["std"])),
+        "scorer": scorer_of(config, load_file(folder / SCORER), device),
+        "device": device,
+    }
 
 
 def _config(folder: Path, manifest: dict[str, Any]) -> Config:

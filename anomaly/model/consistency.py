@@ -8,7 +8,7 @@ from typing import Any
 from anomaly.errors import ModelError
 from anomaly.model.appearance import AppearanceModel
 from anomaly.model.manifest import AGAIN
-from anomaly.scorers.base import Scorer
+from anomaly.scorers.base import ArrayScorer
 
 
 def agree(folder: Path, what: str, manifest: object, found: object) -> None:
@@ -25,7 +25,7 @@ def agree(folder: Path, what: str, manifest: object, found: object) -> None:
 
 
 def check_together(
-    folder: Path, manifest: dict[str, Any], scorer: Scorer, appearance: AppearanceModel | None
+    folder: Path, manifest: dict[str, Any], scorer: ArrayScorer, appearance: AppearanceModel | None
 ) -> None:
     """See that the scorer is one for the network's embeddings and the manifest's images.
 

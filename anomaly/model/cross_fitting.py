@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ from anomaly.calibration import GoodScores
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import AnyView
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.image_score import network_map
+from anomaly.model.image_score import image_scores, network_map
 from anomaly.model.suspects import Suspects
 from anomaly.model.training_patches import TrainingPatches
 from anomaly.scorers.base import Fitter, Fold, PatchBatch, Progress
@@ -97,7 +96,7 @@ def scores_of(
         if suspects is not None:
             suspects.see(batch, patches.scores, scores)
         maps = network_map(patches.scores, size, detector.config.model.smoothing, batch.inside)
-        peaks = maps.nan_to_num(nan=-math.inf).flatten(1).amax(1)
+        peaks = image_scores(patches.scores, maps, "map_max")
         for image, *pair in zip(batch.images, scores.tolist(), peaks.tolist(), strict=True):
             score, peak = found.get(image, pair)
             found[image] = (max(score, pair[0]), max(peak, pair[1]))

@@ -15,12 +15,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors.numpy import load_file
+
+from anomaly.config.schema import Config
 from anomaly.errors import ModelError
 from anomaly.features.engine import ENGINES, Graph
 from anomaly.features.exported import ExportedNetwork
 from anomaly.files.writing import as_json
+from anomaly.model.build import array_scorer_of
 from anomaly.model.folder import EXPORT
 from anomaly.model.manifest import AGAIN, Part, Recorded, checked, is_sealed, read_json, sealed
+from anomaly.model.saving import SCORER
+from anomaly.runtime import CPU, get_threads
 
 FORMAT = "anomaly-export/1"
 _REPLACED = "backbone.safetensors"
@@ -102,7 +108,7 @@ def files_of(manifest: dict[str, Any], export: dict[str, Any] | None) -> dict[st
 
 
 def open_network(
-    folder: Path, manifest: Mapping[str, Any], export: Mapping[str, Any], threads: int
+    folder: Path, manifest: Mapping[str, Any], export: Mapping[str, Any]
 ) -> ExportedNetwork:
     """The exported network, ready to run.
 
@@ -111,8 +117,22 @@ def open_network(
     """
     backbone = manifest["backbone"]
     file = folder / export["network"]["file"]
-    graph = Graph(file, export["engine"], export["precision"], threads)
+    graph = Graph(file, export["engine"], export["precision"], get_threads())
     return ExportedNetwork(graph, backbone["layers"], backbone["channels"], backbone["strides"])
+
+
+def exported_stages(network: ExportedNetwork, folder: Path, config: Config) -> dict[str, Any]:
+    """What stands in for a detector's stages in torch, by the names that these have there.
+
+    Raises:
+        ModelError: the scorer in the folder is damaged, or the method has none without torch.
+    """
+    return {
+        "extractor": network,
+        "normalise": None,  # the graph does
+        "scorer": array_scorer_of(config, load_file(folder / SCORER)),
+        "device": CPU,
+    }
 
 
 def graph_names(engine: str, stem: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Patch scores -> anomaly maps at the network's size, and image scores, on the scores' device.
+"""Patch scores -> anomaly maps at the network's size, and image scores: tensors or numpy arrays.
 
 `anomaly.maps.anomaly_map` makes the map in an image's own pixels, by the same matrices.
 """
@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+import numpy as np
 
+from anomaly.arrays import Array, like, module_of
 from anomaly.maps.anomaly_map import upsample_and_smooth
 
 
 def network_map(
-    scores: Tensor, size: tuple[int, int], smoothing: float, inside: Tensor | None = None
-) -> Tensor:
+    scores: Array, size: tuple[int, int], smoothing: float, inside: Array | None = None
+) -> Array:
     """Anomaly maps at the size of the network's input.
 
     Args:
@@ -29,17 +28,24 @@ def network_map(
         (B, H, W) float32, in score units, on the device of `scores`; NaN on patches that don't
         count.
     """
-    rows = torch.from_numpy(upsample_and_smooth(scores.shape[1], size[0], smoothing)).to(scores)
-    columns = torch.from_numpy(upsample_and_smooth(scores.shape[2], size[1], smoothing)).to(scores)
+    height, width = scores.shape[1:]
+    rows = like(upsample_and_smooth(height, size[0], smoothing), scores)
+    columns = like(upsample_and_smooth(width, size[1], smoothing), scores).T
     if inside is None:
-        return rows @ scores @ columns.T
-    weights = rows @ inside.to(scores) @ columns.T
-    maps = rows @ scores.masked_fill(~inside, 0) @ columns.T / weights
-    shown = F.interpolate(inside[:, None].to(scores), size, mode="nearest-exact")[:, 0]
-    return maps.masked_fill(shown < 1, math.nan)
+        return rows @ scores @ columns
+    where = module_of(scores).where
+    weights = rows @ (inside * like(np.ones(1, np.float32), scores)) @ columns
+    maps = rows @ where(inside, scores, 0.0) @ columns / weights
+    shown = inside[:, _nearest(height, size[0])][:, :, _nearest(width, size[1])]
+    return where(shown, maps, math.nan)
 
 
-def image_scores(scores: Tensor, maps: Tensor, how: str) -> Tensor:
+def _nearest(patches: int, size: int) -> list[int]:
+    """Which patch of an axis each pixel of it lies on."""
+    return [(2 * i + 1) * patches // (2 * size) for i in range(size)]
+
+
+def image_scores(scores: Array, maps: Array, how: str) -> Array:
     """One score for each image.
 
     Args:
@@ -51,9 +57,17 @@ def image_scores(scores: Tensor, maps: Tensor, how: str) -> Tensor:
     Returns:
         (B,) float32.
     """
-    flat = (maps if how == "map_max" else scores).flatten(1).nan_to_num(nan=-math.inf)
+    xp, values = module_of(scores), maps if how == "map_max" else scores
+    flat = values.reshape(len(values), -1)
+    flat = xp.where(xp.isnan(flat), -math.inf, flat)
     if how == "top_percent":
         counted = (flat > -math.inf).sum(1).tolist()
-        best = [row.topk(max(1, round(n / 100))) for row, n in zip(flat, counted, strict=True)]
-        return torch.stack([b.values.mean() for b in best])
-    return flat.amax(1)
+        best = [_highest(row, max(1, round(n / 100))) for row, n in zip(flat, counted, strict=True)]
+        return xp.stack([b.mean() for b in best])
+    return xp.amax(flat, 1)
+
+
+def _highest(values: Array, count: int) -> Array:
+    if isinstance(values, np.ndarray):
+        return np.sort(values)[::-1][:count]
+    return values.topk(count).values

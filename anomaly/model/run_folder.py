@@ -8,9 +8,8 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 
 from anomaly.config.schema import Config
@@ -24,8 +23,12 @@ from anomaly.imaging.preprocessing import Loaded
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.model.settings import differences, flat, portable
-from anomaly.model.training import StageProgress, Training, train
 from anomaly.runtime import peak_memory
+
+if TYPE_CHECKING:
+    import torch
+
+    from anomaly.model.training import StageProgress, Training
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +63,8 @@ def train_run(
         OutputError: an earlier run is there, or there is no room.
         AnomalyError: it can't be trained.
     """
+    from anomaly.model.training import train
+
     started = time.perf_counter()
     claim(output, () if overwrite else TRAIN, overwrite=False)
     training = train(

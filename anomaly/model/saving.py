@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
-import torch
 import yaml
 from safetensors.numpy import save_file as save_numpy
-from safetensors.torch import save_file
 
 from anomaly import __version__
 from anomaly.errors import OutputError
@@ -23,6 +21,7 @@ from anomaly.model.folder import appearing, file_entry, model_id
 from anomaly.model.manifest import write_manifest
 from anomaly.model.settings import portable
 from anomaly.model.threshold_files import write_history, write_thresholds
+from anomaly.runtime import get_threads
 
 if TYPE_CHECKING:
     from anomaly.model.detector import AnomalyDetector
@@ -50,10 +49,11 @@ def save(detector: AnomalyDetector, folder: Path, *, overwrite: bool = False) ->
             f"{folder} exists already; give another folder, or overwrite it (--overwrite, "
             "overwrite=True)"
         )
+    network = detector.extractor.network
+    from safetensors.torch import save_file
+
     with appearing(folder) as draft:
-        state = {
-            k: v.cpu().contiguous() for k, v in detector.extractor.network.state_dict().items()
-        }
+        state = {k: v.cpu().contiguous() for k, v in network.state_dict().items()}
         save_file(state, draft / BACKBONE)
         scorer = {k: v.cpu().contiguous() for k, v in detector.scorer.tensors().items()}
         save_file(scorer, draft / SCORER)
@@ -109,7 +109,7 @@ def manifest_of(
             "python": platform.python_version(),
             "machine": platform.machine(),
             "device": detector.device.type,
-            "threads": torch.get_num_threads(),
+            "threads": get_threads(),
             "batch_size": detector.config.batch_size,
             "precision": detector.config.precision,
         },

@@ -7,19 +7,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from anomaly.arrays import Array, as_numpy, module_of
 from anomaly.calibration import Thresholds
 from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
 from anomaly.errors import DataError, ImageError
-from anomaly.features.backbones import Normalisation
-from anomaly.features.embedder import Embedder, inside_of
-from anomaly.features.extractor import FeatureExtractor
+from anomaly.features.exported import ExportedNetwork
+from anomaly.features.inside import inside_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling
@@ -34,11 +33,19 @@ from anomaly.imaging.preprocessing import (
 )
 from anomaly.imaging.region import Region
 from anomaly.model.appearance import Appearance, AppearanceModel, appearances_of
-from anomaly.model.build import loading_of
 from anomaly.model.image_score import image_scores, network_map
 from anomaly.model.prediction import Prediction
+from anomaly.model.settings import loading_of
 from anomaly.runtime import in_parallel, take_threads
-from anomaly.scorers.base import PatchScores, Scorer
+from anomaly.scorers.base import PatchScores
+
+if TYPE_CHECKING:
+    import torch
+
+    from anomaly.features.backbones import Normalisation
+    from anomaly.features.embedder import Embedder
+    from anomaly.features.extractor import FeatureExtractor
+    from anomaly.scorers.base import Scorer
 
 _TILES_AT_ONCE = 4
 
@@ -47,7 +54,9 @@ _TILES_AT_ONCE = 4
 class ScoringPipeline:
     """From loaded images to predictions: backbone, alignment, patch scores, image scores, verdicts.
 
-    Nothing in it changes while it runs, so threads may share it.
+    Nothing in it changes while it runs, so threads may share it. Embeddings and patch scores are
+    tensors; numpy arrays where an `ExportedNetwork` and an `ArrayScorer` stand in for extractor and
+    scorer, with nothing to normalise, and torch may be absent.
 
     Attributes:
         config: all settings; `config.data` isn't read.
@@ -74,13 +83,16 @@ class ScoringPipeline:
     @cached_property
     def loading(self) -> Loading:
         """How files become network inputs."""
-        return loading_of(self.config, self.extractor, self.region, self.aspect)
+        return loading_of(self.config, self.extractor.coarsest_stride, self.region, self.aspect)
 
     @cached_property
     def embedder(self) -> Embedder:
         """How network inputs become patch embeddings."""
-        align = self.extractor.align or self.scorer.align
-        return Embedder(self.extractor, self.normalise, align, self.device)
+        if isinstance(self.extractor, ExportedNetwork):
+            return cast(Any, self.extractor)
+        from anomaly.features.embedder import Embedder
+
+        return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
 
     def score_all(
         self,
@@ -178,15 +190,15 @@ class ScoringPipeline:
         self, batch: Sequence[Loaded]
     ) -> tuple[list[_Patches], list[float], list[Appearance]]:
         """Patches, image scores and looks of images or tiles."""
-        with torch.inference_mode():
+        with self.embedder.quietly():
             embeddings = self.embedder(batch)
             inside = inside_of(batch, embeddings, self.region)
             looks = appearances_of(batch, embeddings, inside)
             found, scores = self.score_patches(embeddings, batch[0].view.size, inside)
-        nearest = None if found.nearest is None else found.nearest.cpu().numpy()
+        nearest = None if found.nearest is None else as_numpy(found.nearest)
         patches = [
             _Patches(p, None if nearest is None else nearest[i])
-            for i, p in enumerate(found.scores.cpu().numpy())
+            for i, p in enumerate(as_numpy(found.scores))
         ]
         return patches, scores.tolist(), looks
 
@@ -210,8 +222,8 @@ class ScoringPipeline:
         )
 
     def score_patches(
-        self, embeddings: Tensor, size: tuple[int, int], inside: Tensor | None = None
-    ) -> tuple[PatchScores, Tensor]:
+        self, embeddings: Array, size: tuple[int, int], inside: Array | None = None
+    ) -> tuple[PatchScores, Array]:
         """Score patch embeddings.
 
         Args:
@@ -220,25 +232,25 @@ class ScoringPipeline:
             inside: (B, h, w) bool, the patches that count; None for all.
 
         Returns:
-            The patch scores, NaN where they don't count, and the image scores (B,) float32 on the
-            CPU; -inf where no patch counts, which only a tile can have, and NaN where the score of
-            one that counts isn't a finite number.
+            The patch scores, NaN where they don't count, and the image scores (B,) float32; -inf
+            where no patch counts, which only a tile can have, and NaN where the score of one that
+            counts isn't a finite number.
         """
-        model = self.config.model
+        model, xp = self.config.model, module_of(embeddings)
         how = self.config.image_score_in_force
         patches = self.scorer.score(embeddings)
-        shown, broken = patches, ~patches.scores.isfinite()
+        shown, broken = patches, ~xp.isfinite(patches.scores)
         if inside is not None:
-            shown = replace(patches, scores=patches.scores.masked_fill(~inside, math.nan))
+            shown = replace(patches, scores=xp.where(inside, patches.scores, math.nan))
             broken &= inside
         if how in METHODS[model.kind].image_scores:
             if inside is not None:
-                patches = replace(patches, scores=patches.scores.masked_fill(~inside, -math.inf))
+                patches = replace(patches, scores=xp.where(inside, patches.scores, -math.inf))
             scores = self.scorer.image_scores(embeddings, patches)
         else:
             maps = network_map(patches.scores, size, model.smoothing, inside)
             scores = image_scores(shown.scores, maps, how)
-        return shown, scores.masked_fill(broken.flatten(1).any(1), math.nan).cpu()
+        return shown, xp.where(broken.reshape(len(broken), -1).any(1), math.nan, scores)
 
 
 def _unscored(one: Prediction) -> UnusableImage:

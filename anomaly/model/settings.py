@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from anomaly.config.schema import Config, ImageConfig, ShapeConfig
 from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.errors import DataError
+from anomaly.imaging.geometry import Sizing
+from anomaly.imaging.preprocessing import Loading
 from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
+
+# What most networks shrink an image by in all: every layer's grid is then an even number of the
+# next one's, and images of many aspects share so few sizes that batches are full.
+_LEAST_MULTIPLE = 32
 
 
 def region_of(
@@ -39,6 +45,30 @@ def region_of(
 
     look, ignore = shape(image.region), shape(image.ignore)
     return None if look is None and ignore is None else Region(look, ignore)
+
+
+def loading_of(
+    config: Config, coarsest_stride: int, region: Region | None, aspect: float | None
+) -> Loading:
+    """How a config turns files into network inputs.
+
+    Args:
+        config: all settings.
+        coarsest_stride: the largest of the hooked layers'.
+        region: what of each image counts; None for all of it.
+        aspect: H/W that images have to have; None for any.
+    """
+    image = config.image
+    sizing = Sizing(
+        image.resize,
+        image.crop,
+        image.area,
+        max(coarsest_stride, _LEAST_MULTIPLE),
+        aspect,
+        image.tile,
+        image.overlap_in_force,
+    )
+    return Loading(sizing, image.bit_depth, image.max_pixels, region)
 
 
 def images_meant(

@@ -22,11 +22,11 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, size_of
 from anomaly.imaging.shared_decoders import read_mask
 from anomaly.model.appearance import AppearanceModel, odd_among
-from anomaly.model.build import backbone, fitter_of, loading_of
+from anomaly.model.build import backbone, fitter_of
 from anomaly.model.cross_fitting import cross_fit
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.saving import manifest_of
-from anomaly.model.settings import region_of
+from anomaly.model.settings import loading_of, region_of
 from anomaly.model.suspects import Suspect, Suspects
 from anomaly.model.training_patches import TrainingPatches
 
@@ -106,7 +106,7 @@ def _train(
     extractor, weights_sha256 = backbone(config, device)
     normalise = normalisation(config.backbone.name)
     region, aspect = region_of(config.image, Path(), read_mask), _aspect(config, samples, decoders)
-    decoders.begin(Task(loading_of(config, extractor, region, aspect)))
+    decoders.begin(Task(loading_of(config, extractor.coarsest_stride, region, aspect)))
     extractor = _in_chosen_precision(config, extractor, normalise, samples, decoders, device)
     config = config.model_copy(update={"precision": extractor.precision})
     fitter = fitter_of(config).prepared(sum(extractor.channels), device)

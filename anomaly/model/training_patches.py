@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.errors import DataError, OutputError
-from anomaly.features.embedder import Embedder, inside, inside_of
+from anomaly.features.embedder import Embedder
+from anomaly.features.inside import inside, inside_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.image import Image

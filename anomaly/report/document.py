@@ -9,20 +9,21 @@ import shlex
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anomaly import __version__
 from anomaly.calibration import Thresholds
 from anomaly.datasets import GOOD
-from anomaly.evaluation.evaluate import Scored
-from anomaly.evaluation.metrics import pr_curve, roc_curve
-from anomaly.evaluation.metrics.curves import Curve
 from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.model.settings import flat
-from anomaly.report.category import Category
 from anomaly.report.glossary import GLOSSARY
 from anomaly.report.page import asset, page
-from anomaly.report.tiles import Tile
+
+if TYPE_CHECKING:
+    from anomaly.evaluation.evaluate import Scored
+    from anomaly.evaluation.metrics.curves import Curve
+    from anomaly.report.category import Category
+    from anomaly.report.tiles import Tile
 
 STYLES = ("base.css", "report.css")
 SCRIPTS = ("parts.js", "histogram.js", "counts.js", "curves.js", "tiles.js", "viewer.js", "main.js")
@@ -159,6 +160,8 @@ def _by_type(category: Category) -> Iterator[dict[str, Any]]:
 
 
 def _curves(category: Category) -> dict[str, Any]:
+    from anomaly.evaluation.metrics import pr_curve, roc_curve
+
     rows = category.evaluation.scored
     scores = [row.image_score for row in rows if row.image_score is not None]
     labels = [row.sample.is_defect for row in rows if row.image_score is not None]

@@ -1,19 +1,26 @@
-"""What a fitter and a scorer are. A fitter turns good patches into an immutable scorer."""
+"""What a fitter and a scorer are. A fitter turns good patches into an immutable scorer.
+
+Imports no torch: a scorer that an exported model needs works on numpy arrays.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
-import torch
-from torch import Tensor, nn
+import numpy as np
 
+from anomaly.arrays import Array, module_of
 from anomaly.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 Progress: TypeAlias = Callable[[int, int], None]
 # Feature maps (B, C_i, h_i, w_i) of several layers -> patch embeddings (B, h, w, D) float32.
-Align: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
+Align: TypeAlias = "Callable[[Sequence[Tensor]], Tensor]"
 Fold: TypeAlias = tuple[int, ...]  # training images that are left out together
 
 
@@ -51,19 +58,22 @@ class PatchSet(Protocol):
 
 @dataclass(frozen=True)
 class PatchScores:
-    """How anomalous each patch is.
+    """How anomalous each patch is. Tensors of a `Scorer`, arrays of an `ArrayScorer`.
 
     Attributes:
         scores: (B, h, w) float32, a distance (never squared); higher is more anomalous.
         nearest: (B, h, w) int64, the nearest bank vector of each patch; None without a bank.
     """
 
-    scores: Tensor
-    nearest: Tensor | None = None
+    scores: Array
+    nearest: Array | None = None
 
 
-class Scorer(Protocol):
-    """An immutable model of good patches. What has a body here serves most methods."""
+class ArrayScorer(Protocol):
+    """What scoring asks of a model of good patches; an exported model's has no more.
+
+    It takes and gives numpy arrays where it stands alone, and tensors where it is a `Scorer`.
+    """
 
     @property
     def unit(self) -> str:
@@ -71,20 +81,15 @@ class Scorer(Protocol):
         ...
 
     @property
-    def align(self) -> Align:
-        """How feature maps become the embeddings that `score` takes."""
-        ...
-
-    @property
     def dimensions(self) -> int:
-        """D, the channels of these embeddings."""
+        """D, the channels of the embeddings that `score` takes."""
         ...
 
-    def score(self, embeddings: Tensor) -> PatchScores:
+    def score(self, embeddings: Array) -> PatchScores:
         """Score patch embeddings (B, h, w, D)."""
         ...
 
-    def image_scores(self, embeddings: Tensor, scores: PatchScores) -> Tensor:
+    def image_scores(self, embeddings: Array, scores: PatchScores) -> Array:
         """The method's own image score, where a config names one that it alone has.
 
         Without one of its own it is the highest patch score.
@@ -96,7 +101,29 @@ class Scorer(Protocol):
         Returns:
             (B,) float32, in score units.
         """
-        return scores.scores.flatten(1).amax(1)
+        values = scores.scores
+        return module_of(values).amax(values.reshape(len(values), -1), 1)
+
+    def check_origin(self, channels: int, images: int) -> None:
+        """See that this can have been learned from a network's embeddings of so many images.
+
+        Args:
+            channels: of all hooked layers together.
+            images: training images, numbered from 0.
+
+        Raises:
+            ModelError: it can't; the message says what doesn't fit.
+        """
+        ...
+
+
+class Scorer(ArrayScorer, Protocol):
+    """An immutable model of good patches. What has a body here serves most methods."""
+
+    @property
+    def align(self) -> Align:
+        """How feature maps become the embeddings that `score` takes."""
+        ...
 
     def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
         """The training patches that patches were compared with.
@@ -123,18 +150,6 @@ class Scorer(Protocol):
             ModelError: the method has no such form.
         """
         raise ModelError("the model's method can't be a graph; export it without --whole")
-
-    def check_origin(self, channels: int, images: int) -> None:
-        """See that this can have been learned from a network's embeddings of so many images.
-
-        Args:
-            channels: of all hooked layers together.
-            images: training images, numbered from 0.
-
-        Raises:
-            ModelError: it can't; the message says what doesn't fit.
-        """
-        ...
 
     def to(self, target: torch.device | str) -> Scorer:
         """An equal scorer on another device."""
@@ -203,13 +218,13 @@ class Fitter(Protocol[S]):
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    tensors: Mapping[str, Array], wanted: Mapping[str, tuple[object, tuple[int, ...]]]
 ) -> None:
     """See that saved tensors are those of a scorer.
 
     Args:
-        tensors: by name.
-        wanted: dtype and shape of each; -1 takes any length but 0.
+        tensors: by name; arrays, too.
+        wanted: dtype (`float32`, say, or torch's) and shape of each; -1 takes any length but 0.
 
     Raises:
         ModelError: one is missing, unknown, of another dtype or shape, or holds NaN or infinity.
@@ -218,17 +233,22 @@ def check_tensors(
         raise ModelError(f"the scorer's tensors {', '.join(odd)} are missing or unknown")
     for name, (dtype, shape) in wanted.items():
         tensor = tensors[name]
+        same = _name(tensor.dtype) == _name(dtype)
         fits = len(shape) == tensor.ndim and all(
             length == size or (length == -1 and size)
             for length, size in zip(shape, tensor.shape, strict=True)
         )
-        if tensor.dtype != dtype or not fits:
+        if not (same and fits):
             raise ModelError(
-                f"the scorer's tensor {name} is {tuple(tensor.shape)} of {tensor.dtype}, which "
-                "doesn't go with the others"
+                f"the scorer's tensor {name} is {tuple(tensor.shape)} of {_name(tensor.dtype)}, "
+                "which doesn't go with the others"
             )
         if not is_finite(tensor):
             raise ModelError(f"the scorer's tensor {name} holds NaN or infinite values")
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_fits(channels: int, learned: int) -> None:
@@ -241,14 +261,14 @@ def check_fits(channels: int, learned: int) -> None:
         raise ModelError(f"its network has {channels} channels where its scorer has {learned}")
 
 
-def leading(tensors: Mapping[str, Tensor], name: str, axis: int = 0) -> int:
+def leading(tensors: Mapping[str, Array], name: str, axis: int = 0) -> int:
     """The length of one axis of a saved tensor, for `check_tensors`; -1 where it has no such."""
     shape = tensors[name].shape if name in tensors else ()
     return shape[axis] if -len(shape) <= axis < len(shape) else -1
 
 
-def is_finite(tensor: Tensor) -> bool:
+def is_finite(values: Array) -> bool:
     """Whether no value is NaN or infinite; reads a tensor once and makes no other."""
-    if not (tensor.is_floating_point() and tensor.numel()):
+    if "float" not in str(values.dtype) or 0 in values.shape:
         return True
-    return all(bool(end.isfinite()) for end in tensor.aminmax())
+    return bool(np.isfinite([float(values.min()), float(values.max())]).all())

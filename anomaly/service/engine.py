@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-
 from anomaly.errors import AnomalyError, OutputError, why
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -26,6 +24,7 @@ from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape
 from anomaly.inference.rows import row_of
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
+from anomaly.runtime import get_threads
 from anomaly.service.pictures import Drawn, LinePictures, Wanted
 from anomaly.service.record import Answer
 from anomaly.service.recorder import Recorder
@@ -157,13 +156,12 @@ class Engine:
             self._ready.put(future.result())
 
     def _work(self) -> None:
-        with torch.inference_mode():
-            while (gathered := self._gather()) is not None:
-                try:
-                    self._score(gathered)
-                except Exception as error:  # a mistake of ours mustn't end the service
-                    for item in gathered:
-                        self._refuse(item.index, f"scoring it failed: {type(error).__name__}")
+        while (gathered := self._gather()) is not None:
+            try:
+                self._score(gathered)
+            except Exception as error:  # a mistake of ours mustn't end the service
+                for item in gathered:
+                    self._refuse(item.index, f"scoring it failed: {type(error).__name__}")
 
     def _gather(self) -> list[Loaded | UnusableImage] | None:
         """What is ready: waits for the first one, and a moment for others that are underway."""
@@ -171,7 +169,7 @@ class Engine:
         if first is None:
             return None
         gathered, end = [first], time.perf_counter() + BATCH_SECONDS
-        most = self.model.config.batch_size * max(1, torch.get_num_threads())
+        most = self.model.config.batch_size * get_threads()
         while len(gathered) < most:
             left = end - time.perf_counter() if self._decoding else 0.0
             try:
@@ -193,8 +191,8 @@ class Engine:
 
     def _score(self, gathered: Sequence[Loaded | UnusableImage]) -> None:
         batch_size = self.model.config.batch_size
-        # Every thread of torch's gets a batch of its own, if a small one.
-        share = -(-len(gathered) // max(1, torch.get_num_threads()))
+        # Every thread gets a batch of its own, if a small one.
+        share = -(-len(gathered) // get_threads())
         items = self.model.fitting(iter(gathered))
         batches: Iterator[Any] = by_shape(items, max(1, min(batch_size, share)))
         for result in self.model.predict_batches(batches):

@@ -8,15 +8,16 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from anomaly.service.bodies import Bodies, Limits
 from anomaly.service.lineup import Lineup
 from anomaly.service.metrics import Metrics
 from anomaly.service.record import Answer, Keeping, Record
 from anomaly.service.recorder import Recorder
+
+if TYPE_CHECKING:
+    import torch
 
 _RECENT = 120  # parts whose small heatmap is at hand whether it is kept or not
 _BEHIND = 200  # parts that a follower may be behind before it has to ask for them anew

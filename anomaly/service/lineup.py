@@ -7,10 +7,9 @@ import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from anomaly.calibration.drift import Drift, levels_of
 from anomaly.errors import AnomalyError, ModelError
@@ -24,6 +23,9 @@ from anomaly.model.folder import find_model
 from anomaly.model.settings import portable
 from anomaly.service.engine import Engine
 from anomaly.service.recorder import Recorder
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 

@@ -44,12 +44,6 @@ def export(run: Path, engine: str, output: Path, *more: object) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bank_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A PatchCore run for ONNX Runtime, the whole graph too; read only."""
-    return export(run_folder, "onnx", tmp_path_factory.mktemp("bank") / "e", "--whole")
-
-
-@pytest.fixture(scope="module")
 def gaussian_export(padim_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A PaDiM run for OpenVINO, the whole graph too; read only."""
     return export(padim_folder, "openvino", tmp_path_factory.mktemp("gauss") / "e", "--whole")

@@ -1,8 +1,6 @@
 """What a config makes of the stages."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,8 +10,7 @@ from anomaly.config.schema import ImageConfig
 from anomaly.imaging.geometry import View
 from anomaly.imaging.image import read_mask
 from anomaly.imaging.region import Region
-from anomaly.model.build import loading_of
-from anomaly.model.settings import region_of
+from anomaly.model.settings import loading_of, region_of
 
 
 @pytest.mark.parametrize(
@@ -28,8 +25,7 @@ from anomaly.model.settings import region_of
 def test_kept_aspects_fill_whole_patches_of_every_layer(
     stride: int, source: tuple[int, int], size: tuple[int, int]
 ) -> None:
-    extractor = cast(Any, SimpleNamespace(coarsest_stride=stride))
-    loading = loading_of(parse_config({}, "a test"), extractor, None, None)
+    loading = loading_of(parse_config({}, "a test"), stride, None, None)
     view = loading.sizing.view(source)
     assert isinstance(view, View)
     assert view.size == size

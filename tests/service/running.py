@@ -65,9 +65,9 @@ class Served:
         return self.process.wait(30)
 
 
-def start(folder: Path, *options: str, token: str = "") -> Served:
-    """Start a service for a folder of models; it may not be ready yet."""
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "2"}
+def start(folder: Path, *options: str, token: str = "", path: str = str(REPOSITORY)) -> Served:
+    """Start a service for a folder of models, with a PYTHONPATH; it may not be ready yet."""
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
     environment.pop("ANOMALY_TOKEN", None)
     if token:
         environment["ANOMALY_TOKEN"] = token
@@ -97,9 +97,11 @@ def until_ready(served: Served, seconds: float = 90.0) -> None:
 
 
 @contextmanager
-def serving(folder: Path, *options: str, token: str = "") -> Iterator[Served]:
+def serving(
+    folder: Path, *options: str, token: str = "", path: str = str(REPOSITORY)
+) -> Iterator[Served]:
     """A service that is ready; it has to end by itself when it is asked to."""
-    served = start(folder, *options, token=token)
+    served = start(folder, *options, token=token, path=path)
     try:
         until_ready(served)
         yield served

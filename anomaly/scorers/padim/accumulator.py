@@ -10,6 +10,7 @@ from torch import Tensor
 from anomaly.runtime import spread
 from anomaly.scorers.base import Progress
 from anomaly.scorers.padim.covariance import GaussianStatistics, centre, flat_width
+from anomaly.scorers.padim.layout import position_blocks
 from anomaly.scorers.padim.sample_store import SampleStore, StatisticsStore
 from anomaly.scorers.padim.whitening import CholeskyWhitening, LowRankWhitening
 
@@ -119,9 +120,3 @@ class GaussianAccumulator:
         flat = self._statistics[block]
         folded = GaussianStatistics.from_flat(self._folded, flat, self._shape[1])
         return folded.update(self._waiting.read(block)) if len(self._waiting) else folded
-
-
-def position_blocks(positions: int, numbers: int, block: int) -> list[slice]:
-    """Slices of the positions that work on at most `block` numbers, at `numbers` each."""
-    size = max(1, block // numbers)
-    return [slice(i, min(i + size, positions)) for i in range(0, positions, size)]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from anomaly.scorers.padim.layout import panel_rows
+
 # The lower triangles of P matrices (d, d) as bands of rows, (P, rows, width) float32 each. They
 # take little more than half of the square, and are multiplied without being unpacked.
 Triangle: TypeAlias = tuple[Tensor, ...]
-
-# Rows of a band: few enough to save nearly half, enough for matrix products to be quick.
-_PANEL = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,13 +87,6 @@ def centre(samples: Tensor) -> tuple[Tensor, Tensor]:
     centred = samples - origin
     shift = centred.mean(dim=1, keepdim=True)
     return (origin.double() + shift.double())[:, 0], centred.sub_(shift)
-
-
-@lru_cache(maxsize=16)
-def panel_rows(dimensions: int) -> tuple[slice, ...]:
-    """The rows of each panel of a `Triangle`; a panel is as wide as its last row."""
-    edges = [*range(0, dimensions, _PANEL), dimensions]
-    return tuple(slice(a, b) for a, b in pairwise(edges))
 
 
 def flat_width(dimensions: int) -> int:

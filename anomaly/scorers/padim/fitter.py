@@ -13,8 +13,9 @@ from torch import Tensor
 from anomaly.errors import ConfigError, DataError
 from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress, Scorer
 from anomaly.scorers.padim.accumulator import GaussianAccumulator
-from anomaly.scorers.padim.gaussian import PatchGaussian, check_grid, projected
+from anomaly.scorers.padim.gaussian import PatchGaussian, projected
 from anomaly.scorers.padim.held_out import LeaveOneOut
+from anomaly.scorers.padim.layout import check_grid
 from anomaly.scorers.padim.projection import Projection, channel_projection
 
 
@@ -120,7 +121,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
                 fitted = GaussianAccumulator(
                     grid[0] * grid[1], applied.dimensions, embeddings.device, self.memory_limit
                 )
-            check_grid(embeddings, grid, applied)
+            check_grid(embeddings, grid, applied.dim, applied.dimensions)
             fitted.add(projected(embeddings, applied))
         if fitted is None or fitted.count < 2:
             raise DataError(

@@ -8,10 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from anomaly.errors import DataError, ModelError
 from anomaly.runtime import spread
-from anomaly.scorers.base import Align, PatchScores, Scorer, check_fits, check_tensors, leading
-from anomaly.scorers.padim.accumulator import position_blocks
+from anomaly.scorers.base import Align, PatchScores, Scorer, check_fits
+from anomaly.scorers.padim.layout import check_gaussians, check_grid, position_blocks
 from anomaly.scorers.padim.projection import Projection
 from anomaly.scorers.padim.whitening import CholeskyWhitening, LowRankWhitening
 
@@ -71,7 +70,7 @@ class PatchGaussian(Scorer):
         Raises:
             DataError: another grid, or another number of channels.
         """
-        check_grid(embeddings, self.grid, self.projection)
+        check_grid(embeddings, self.grid, self.projection.dim, self.projection.dimensions)
         patches = projected(embeddings, self.projection)
         block = _SCORING_BLOCK[patches.device.type]
         blocks = position_blocks(patches.shape[1], self.whitening.numbers, block)
@@ -112,30 +111,10 @@ class PatchGaussian(Scorer):
         Raises:
             ModelError: they aren't those of such Gaussians.
         """
+        grid, channels = check_gaussians(tensors)
         kind = LowRankWhitening if "basis" in tensors else CholeskyWhitening
-        positions, dimensions = (leading(tensors, "mean", axis) for axis in (1, 2))
-        drawn = leading(tensors, "projection", 1) < 0
-        projection = (torch.int64, (dimensions,)) if drawn else (torch.float32, (-1, dimensions))
-        check_tensors(
-            tensors,
-            {
-                "grid": (torch.int64, (2,)),
-                "channels": (torch.int64, ()),
-                "mean": (torch.float32, (2, -1, -1)),
-                "projection": projection,
-                **kind.wanted(tensors, positions, dimensions),
-            },
-        )
-        height, width = tensors["grid"].tolist()
-        whitening = kind.from_tensors(tensors)
-        weights, channels = tensors["projection"], int(tensors["channels"])
-        fits = len(weights) == channels if weights.ndim == 2 else _is_choice(weights, channels)
-        if not fits or min(height, width) < 1 or height * width != positions:
-            raise ModelError(
-                f"a grid of {height}×{width} and {channels} channels don't go with the scorer's "
-                "other tensors"
-            )
-        return cls(Projection(weights, channels), (height, width), tensors["mean"], whitening)
+        projection = Projection(tensors["projection"], channels)
+        return cls(projection, grid, tensors["mean"], kind.from_tensors(tensors))
 
 
 class _GaussianGraph(nn.Module):
@@ -149,33 +128,7 @@ class _GaussianGraph(nn.Module):
         return (squared.sqrt().T.reshape(embeddings.shape[:3]),)
 
 
-def _is_choice(chosen: Tensor, channels: int) -> bool:
-    """Whether channels (d,) are some of D, in rising order."""
-    edges = torch.cat([chosen.new_tensor([-1]), chosen, chosen.new_tensor([channels])])
-    return bool((edges.diff() > 0).all())
-
-
 def projected(embeddings: Tensor, projection: Projection) -> Tensor:
     """(B, h, w, D or d) -> (B, P, d)."""
     patches = embeddings.flatten(1, 2)
     return patches if patches.shape[2] == projection.dimensions else projection(patches)
-
-
-def check_grid(embeddings: Tensor, grid: tuple[int, int], projection: Projection) -> None:
-    """See that embeddings (B, h, w, D or d) are of the grid (h, w) and the projection's channels.
-
-    Raises:
-        DataError: they aren't.
-    """
-    height, width, channels = embeddings.shape[1:]
-    if (height, width) != grid:
-        raise DataError(
-            f"an image has {height}×{width} patches where the first training image had "
-            f"{grid[0]}×{grid[1]}: PaDiM needs one shape for all images; crop them to one aspect, "
-            "or use model.kind=patchcore, which takes any"
-        )
-    if channels not in (projection.dim, projection.dimensions):
-        raise DataError(
-            f"embeddings have {channels} channels where the training's had {projection.dim}; use "
-            "the same backbone and layers"
-        )

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from anomaly.errors import ConfigError, DataError, ModelError
-from anomaly.scorers.base import leading
+from anomaly.errors import ConfigError, DataError
 from anomaly.scorers.padim.covariance import (
     GaussianStatistics,
     Triangle,
     pack_triangle,
-    panel_rows,
     unpack_triangle,
 )
-
-Wanted: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+from anomaly.scorers.padim.layout import panel_rows
 
 _INT16_MAX = 32767.0
 # The least regularisation, as a share of the summed variances; see `_least_regularisation`.
@@ -90,15 +85,6 @@ class CholeskyWhitening:
         """What has to be saved, by name."""
         factor = {f"factor.{i}": panel for i, panel in enumerate(self.factor)}
         return {**factor, "scale": self.scale}
-
-    @staticmethod
-    def wanted(_: Mapping[str, Tensor], positions: int, dimensions: int) -> Wanted:
-        """Dtype and shape of what `tensors` gives, for `check_tensors`."""
-        panels = {
-            f"factor.{i}": (torch.int16, (positions, rows.stop - rows.start, rows.stop))
-            for i, rows in enumerate(panel_rows(max(dimensions, 1)))
-        }
-        return {**panels, "scale": (torch.float32, (positions, dimensions))}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> CholeskyWhitening:
@@ -190,27 +176,10 @@ class LowRankWhitening:
             "regularisation": regularisation,
         }
 
-    @staticmethod
-    def wanted(tensors: Mapping[str, Tensor], positions: int, dimensions: int) -> Wanted:
-        """Dtype and shape of what `tensors` gives, for `check_tensors`."""
-        rank = leading(tensors, "basis", 1)
-        return {
-            "basis": (torch.int16, (positions, rank, dimensions)),
-            "scale": (torch.float32, (positions, rank)),
-            "precision": (torch.float32, (positions, rank)),
-            "regularisation": (torch.float64, ()),
-        }
-
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> LowRankWhitening:
-        """The way back from `tensors`.
-
-        Raises:
-            ModelError: a variance isn't above 0.
-        """
+        """The way back from `tensors`."""
         regularisation = float(tensors["regularisation"])
-        if not (regularisation > 0 and bool((tensors["precision"] > 0).all())):
-            raise ModelError("the scorer's tensors hold a variance that isn't above 0")
         return cls(tensors["basis"], tensors["scale"], tensors["precision"], regularisation)
 
     def squared_distances(self, residuals: Tensor, positions: slice) -> Tensor:

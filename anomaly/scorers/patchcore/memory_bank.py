@@ -10,21 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from anomaly.errors import ConfigError, DataError, ModelError
-from anomaly.scorers.base import (
-    Align,
-    PatchBatch,
-    PatchScores,
-    Scorer,
-    check_fits,
-    check_tensors,
-    leading,
-)
-from anomaly.scorers.patchcore.aligner import (
-    ADAPTIVE_DIMENSIONS,
-    patchcore_adaptive,
-    patchcore_concat,
-)
+from anomaly.errors import ConfigError, DataError
+from anomaly.scorers.base import Align, PatchBatch, PatchScores, Scorer
+from anomaly.scorers.patchcore.aligner import patchcore_adaptive, patchcore_concat
+from anomaly.scorers.patchcore.array_bank import check_bank, check_channels, check_origin
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 
 # By `model.embedding`.
@@ -85,7 +74,7 @@ class MemoryBank(Scorer):
         Raises:
             DataError: another number of channels than the bank has.
         """
-        self._check(embeddings)
+        check_channels(embeddings, self.dimensions)
         shape = embeddings.shape[:3]
         distances, found = self._neighbours.search(embeddings.reshape(-1, embeddings.shape[3]))
         return PatchScores(distances.view(shape), found.view(shape))
@@ -137,9 +126,10 @@ class MemoryBank(Scorer):
             raise ConfigError(f"image-score neighbours must be at least 2, not {self.reweighting}")
         if scores.nearest is None:
             raise ValueError("scores name no bank vectors; take those of this bank's score()")
+        flat: Tensor = scores.scores.flatten(1)
+        highest, at = flat.max(1)
         if len(self.vectors) == 1:
-            return scores.scores.flatten(1).amax(1)
-        highest, at = scores.scores.flatten(1).max(1)
+            return highest
         images = torch.arange(len(at), device=at.device)
         patches = embeddings.flatten(1, 2)[images, at]
         centre = scores.nearest.flatten(1)[images, at]
@@ -168,11 +158,7 @@ class MemoryBank(Scorer):
         Raises:
             ModelError: it can't; the message says what doesn't fit.
         """
-        adaptive = self.embedding == "adaptive"
-        check_fits(ADAPTIVE_DIMENSIONS if adaptive else channels, self.dimensions)
-        low, high = (int(end) for end in self.origins[:, 0].aminmax())
-        if low < 0 or high >= images:
-            raise ModelError(f"its memory bank comes from training image {high}, of {images}")
+        check_origin(self.origins, self.dimensions, self.embedding, channels, images)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that has to be saved, by name."""
@@ -190,25 +176,9 @@ class MemoryBank(Scorer):
         Raises:
             ModelError: they aren't those of a memory bank.
         """
-        count = leading(tensors, "origins")
-        check_tensors(
-            tensors,
-            {
-                "origins": (torch.int32, (-1, 3)),
-                "vectors": (torch.float32, (count, -1)),
-                "covering_radius": (torch.float64, ()),
-                "exact": (torch.bool, ()),
-            },
-        )
+        check_bank(tensors)
         radius = float(tensors["covering_radius"])
         return cls(tensors["vectors"], tensors["origins"], radius, bool(tensors["exact"]))
-
-    def _check(self, embeddings: Tensor) -> None:
-        if embeddings.shape[3] != self.vectors.shape[1]:
-            raise DataError(
-                f"embeddings have {embeddings.shape[3]} channels where the memory bank's have "
-                f"{self.vectors.shape[1]}; use the backbone and layers it was made with"
-            )
 
 
 def gather(batches: Iterable[PatchBatch], picks: Tensor) -> tuple[Tensor, Tensor]:

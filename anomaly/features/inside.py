@@ -1,0 +1,44 @@
+"""Which patches of a batch count, by the region to look at. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from anomaly.arrays import Array, like
+from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.preprocessing import Loaded
+from anomaly.imaging.region import Region, counted
+
+
+def inside_of(batch: Sequence[Loaded], embeddings: Array, region: Region | None) -> Array | None:
+    """Which patches (B, h, w) of embeddings (B, h, w, D) count; None for all.
+
+    Raises:
+        DataError: none of an image's patches does.
+    """
+    return inside([(item.layout, item.tile) for item in batch], embeddings, region)
+
+
+def inside(
+    pieces: Sequence[tuple[AnyView, tuple[int, int]]], embeddings: Array, region: Region | None
+) -> Array | None:
+    """Which patches of images count, by their layouts and tiles.
+
+    Args:
+        pieces: how each image was turned into the network's input, and which tile of it this is.
+        embeddings: (B, h, w, D), a tensor or an array; so is the result.
+        region: what of each image counts; None for all of it.
+
+    Returns:
+        (B, h, w) bool; None for all.
+
+    Raises:
+        DataError: none of an image's patches counts.
+    """
+    if region is None:
+        return None
+    grid = (embeddings.shape[1], embeddings.shape[2])
+    masks = [counted(region, layout, tile, grid) for layout, tile in pieces]
+    return like(np.stack(masks), embeddings)

@@ -1,0 +1,176 @@
+"""Exact nearest neighbours on numpy arrays, for exported models: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.runtime import CPU, spread
+
+Floats = NDArray[np.float32]
+Indices = NDArray[np.int64]
+
+# As `ScreenedIndex`: dimensions of the screen, vectors that its axes are fitted to, how often.
+_DIMENSIONS = 121
+_FITTED = 2048
+_ITERATIONS = 2
+# Below so many vectors one product of all their dimensions is quicker.
+_LEAST_SCREENED = 1024
+# Above float32's rounding of squared distances by way of products, relative to the squared norms.
+_ROUNDING = 1e-5
+# When more than this share of all pairs passes the screen, multiplying them out is quicker.
+_MANY = 1 / 32
+# Queries in one product, at most, and its numbers: 8 MiB. Bank vectors that are centred at once.
+_QUERIES = 256
+_BLOCK = 1 << 21
+_CENTRED = 2048
+# Pairs that are measured at once, in numbers: 4 MiB.
+_MEASURED = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class _Screen:
+    """Few numbers of each vector, which are never farther apart than the vectors themselves.
+
+    With orthonormal P and residuals r(x) = x − PPᵀx, ‖Pᵀx − Pᵀy‖² + (‖r(x)‖ − ‖r(y)‖)² never
+    exceeds ‖x − y‖², see `anomaly.scorers.patchcore.search.screened_index`.
+
+    Attributes:
+        axes: P, (D, d).
+        bank: (d + 2, M), coordinates times −2 and the squared norms of the bank's vectors, so
+            that one product gives squared distances less the queries' squared norms.
+    """
+
+    axes: Floats
+    bank: Floats
+
+    @classmethod
+    def of(cls, bank: Floats, mean: Floats) -> _Screen:
+        sample = bank[:: max(1, len(bank) // _FITTED)] - mean
+        start = np.random.default_rng(0).standard_normal((bank.shape[1], _DIMENSIONS), np.float32)
+        axes = start[:, : min(start.shape)]
+        for _ in range(_ITERATIONS):
+            axes = np.linalg.qr(sample.T @ (sample @ axes))[0]
+        parts = []
+        for i in range(0, len(bank), _CENTRED):
+            centred = bank[i : i + _CENTRED] - mean
+            parts.append(np.column_stack([-2 * _reduced(centred, axes), _squares(centred)]))
+        return cls(axes, np.ascontiguousarray(np.concatenate(parts).T))
+
+    def bounds(self, centred: Floats) -> Floats:
+        """(Q, M), lower bounds of squared distances of (Q, D), less the latter's squared norms."""
+        ones = np.ones((len(centred), 1), np.float32)
+        return np.asarray(np.concatenate([_reduced(centred, self.axes), ones], 1) @ self.bank)
+
+
+class ArrayIndex:
+    """The k nearest vectors of a bank, by distances measured directly.
+
+    A screen or a product of matrices names the vectors that may be among the nearest, rounding
+    taken into account; distances to these are measured, so the result is exact.
+
+    Args:
+        bank: (M, D) float32.
+    """
+
+    def __init__(self, bank: Floats) -> None:
+        self._bank = bank
+        self._mean = bank.mean(axis=0, dtype=np.float64).astype(np.float32)
+        self._squares = np.concatenate([_squares(block) for block in self._centred()])
+        wide = min(bank.shape) > _DIMENSIONS and len(bank) >= _LEAST_SCREENED
+        self._screen = _Screen.of(bank, self._mean) if wide else None
+
+    def search(self, queries: Floats, k: int = 1) -> tuple[Floats, Indices]:
+        """Find the nearest vectors.
+
+        Args:
+            queries: (Q, D) float32.
+            k: how many each; at most M are given.
+
+        Returns:
+            (Q, k) float32 Euclidean distances, ascending, and (Q, k) int64 indices; NaN and 0 for
+            a query with NaN.
+        """
+        k = min(k, len(self._bank))
+        rows = max(1, min(_QUERIES, _BLOCK // len(self._bank)))
+        blocks = [queries[i : i + rows] for i in range(0, len(queries), rows)]
+        found = spread(lambda block: self._search(block, k), blocks, CPU)
+        distances = [np.empty((0, k), np.float32), *(d for d, _ in found)]
+        indices = [np.empty((0, k), np.int64), *(i for _, i in found)]
+        return np.concatenate(distances), np.concatenate(indices)
+
+    def _search(self, queries: Floats, k: int) -> tuple[Floats, Indices]:
+        """`search`, of one block."""
+        centred = queries - self._mean
+        found = self._screened(queries, centred) if k == 1 and self._screen else None
+        rows, columns, squared = found or self._multiplied(queries, centred, k)
+        order = np.lexsort((squared, rows))
+        known = np.bincount(rows, minlength=len(queries)) > 0
+        starts = np.searchsorted(rows[order], np.flatnonzero(known))
+        nearest = np.zeros((len(queries), k), np.int64)
+        distances = np.full((len(queries), k), np.nan, np.float32)
+        picked = order[starts[:, None] + np.arange(k)]
+        nearest[known], distances[known] = columns[picked], np.sqrt(squared[picked])
+        return distances, nearest
+
+    def _screened(self, queries: Floats, centred: Floats) -> tuple[Indices, Indices, Floats] | None:
+        """Pairs of queries and vectors that may be nearest, and their squared distances (n,) each.
+
+        None where they are many.
+        """
+        assert self._screen is not None
+        bounds = self._screen.bounds(centred)
+        norms, every = _squares(centred), np.arange(len(queries))
+        likely = bounds.argmin(axis=1)
+        least = _squares(queries - self._bank[likely])
+        limits = least - norms + _ROUNDING * (norms + least)
+        bounds[every, likely] = np.inf  # is measured
+        rows, columns = np.nonzero(bounds <= limits[:, None])
+        if len(rows) > _MANY * bounds.size:
+            return None
+        squared = self._measured(queries, rows, columns)
+        return (
+            np.concatenate([every, rows]),
+            np.concatenate([likely, columns]),
+            np.concatenate([least, squared]),
+        )
+
+    def _multiplied(
+        self, queries: Floats, centred: Floats, k: int
+    ) -> tuple[Indices, Indices, Floats]:
+        """Likewise, of vectors that may be among the k nearest, by all their dimensions."""
+        products = [centred @ block.T for block in self._centred()]
+        values = self._squares - 2 * np.concatenate(products, axis=1)
+        farthest = np.partition(values, k - 1, axis=1)[:, k - 1]
+        slack = _ROUNDING * (_squares(centred) + self._squares.max())
+        rows, columns = np.nonzero(values <= (farthest + 2 * slack)[:, None])
+        return rows, columns, self._measured(queries, rows, columns)
+
+    def _measured(self, queries: Floats, rows: Indices, columns: Indices) -> Floats:
+        """Squared distances (n,) of the pairs queries[rows], bank[columns]."""
+        size = max(1, _MEASURED // queries.shape[1])
+        parts = [
+            _squares(queries[rows[i : i + size]] - self._bank[columns[i : i + size]])
+            for i in range(0, len(rows), size)
+        ]
+        return np.concatenate([np.empty(0, np.float32), *parts])
+
+    def _centred(self) -> Iterator[Floats]:
+        """The bank relative to its mean, block by block: no copy is kept."""
+        for start in range(0, len(self._bank), _CENTRED):
+            yield self._bank[start : start + _CENTRED] - self._mean
+
+
+def _reduced(centred: Floats, axes: Floats) -> Floats:
+    """Coordinates of vectors (n, D) for the screen: d along the axes, then the norm of the rest."""
+    leading = centred @ axes
+    rest = np.sqrt(np.maximum(_squares(centred) - _squares(leading), 0))
+    return np.concatenate([leading, rest[:, None]], axis=1)
+
+
+def _squares(vectors: Floats) -> Floats:
+    """Squared norms (n,) of vectors (n, D)."""
+    return np.asarray(np.einsum("ij,ij->i", vectors, vectors))

@@ -1,0 +1,65 @@
+"""The examples that read a whole graph without this package give its patch scores."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from conftest import REPOSITORY
+
+from anomaly.model.checkpoint import load
+
+EXAMPLES = REPOSITORY / "examples"
+
+
+@pytest.fixture
+def picture(product: Path, tmp_path: Path) -> Path:
+    """An image of the network's size, so that nothing is resized."""
+    image = cv2.imread(str(product / "test" / "spot" / "000.png"))
+    assert image is not None
+    cv2.imwrite(str(tmp_path / "part.ppm"), image[16:80, 28:92])
+    return tmp_path / "part.ppm"
+
+
+def check(said: str, run_folder: Path, picture: Path) -> None:
+    image = cv2.cvtColor(np.asarray(cv2.imread(str(picture))), cv2.COLOR_BGR2RGB)
+    expected = load(run_folder, "cpu", "fp32").predict(image).patch_scores
+    *rows, highest = said.splitlines()
+    scores = np.array([[float(value) for value in row.split()] for row in rows])
+    assert scores.shape == expected.shape
+    np.testing.assert_allclose(scores, expected, atol=1e-4 * expected.max())
+    assert float(highest.removeprefix("highest: ")) == pytest.approx(expected.max(), rel=1e-4)
+
+
+def test_in_python(bank_export: Path, run_folder: Path, picture: Path) -> None:
+    script = EXAMPLES / "patch_scores.py"
+    assert "anomaly." not in script.read_text()
+    command = [sys.executable, script, bank_export / "model" / "whole.onnx", picture]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=picture.parent)
+    check(done.stdout, run_folder, picture)
+
+
+def test_in_cpp(bank_export: Path, run_folder: Path, picture: Path) -> None:
+    compiler, found = shutil.which("g++"), importlib.util.find_spec("openvino")
+    folder = Path(found.origin).parent if found and found.origin else Path()
+    libraries = sorted((folder / "libs").glob("libopenvino.so*"))
+    if compiler is None or not libraries or not (folder / "include").is_dir():
+        pytest.skip("needs g++, and OpenVINO's headers and library")
+    program = picture.parent / "patch_scores"
+    subprocess.run(
+        [compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", EXAMPLES / "patch_scores.cpp",
+         "-isystem", folder / "include", libraries[0], f"-Wl,-rpath,{folder / 'libs'}", "-o",
+         program], check=True,
+    )  # fmt: skip
+    command = [program, bank_export / "model" / "whole.onnx", picture]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    check(done.stdout, run_folder, picture)
+    wrong = subprocess.run([program, command[1], __file__], capture_output=True, text=True)
+    assert wrong.returncode == 1
+    assert "isn't a PPM file" in wrong.stderr

@@ -1,0 +1,314 @@
+"""An exported model is scored where torch isn't installed, and says what torch says."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY, Command, train_arguments
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anomaly.cli import main
+from anomaly.config.methods import METHODS, Method
+from anomaly.errors import ModelError
+from anomaly.model.build import array_scorer_of, scorer_of
+from anomaly.model.checkpoint import load
+from anomaly.model.image_score import image_scores, network_map
+from anomaly.scorers.patchcore.search.array_index import ArrayIndex
+from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
+
+CPU = torch.device("cpu")
+
+
+Bare = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def bare(without_torch: str) -> Bare:
+    """Runs Python with arguments there."""
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False,
+            env=os.environ | {"PYTHONPATH": without_torch},
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def anomaly(bare: Bare) -> Callable[..., str]:
+    """Runs a command there; gives what it printed."""
+
+    def run(*arguments: object) -> str:
+        done = bare("-m", "anomaly", *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "results.csv").open(encoding="utf-8-sig", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def check_rows(found: Sequence[dict[str, str]], expected: Sequence[dict[str, str]]) -> None:
+    """The same rows but for the last digits, times and the engine."""
+    assert len(found) == len(expected)
+    for one, two in zip(found, expected, strict=True):
+        assert float(one.pop("image_score")) == pytest.approx(
+            float(two.pop("image_score")), rel=1e-4
+        )
+        rarity = float(two.pop("calibrated_score"))
+        assert float(one.pop("calibrated_score")) == pytest.approx(rarity, rel=1e-4, abs=1e-3)
+        for name in ("time", "milliseconds", "engine"):
+            del one[name], two[name]
+        assert one == two
+
+
+def test_infer_selfcheck_and_evaluate(
+    bank_export: Path, run_folder: Path, product: Path, tmp_path: Path, command: Command,
+    anomaly: Callable[..., str],
+) -> None:  # fmt: skip
+    chosen = ["--input", product / "test", "--threads", 2, "--masks", "--regions"]
+    torch_, bare_ = tmp_path / "torch", tmp_path / "bare"
+    precision = ["--precision", "fp32", "--device", "cpu"]
+    assert (
+        command("infer", ["--model", run_folder, *chosen, *precision, "--output", torch_])[0] == 0
+    )
+    anomaly("infer", "--model", bank_export, *chosen, "--output", bare_)
+    assert (bare_ / "results.html").exists()
+    check_rows(rows(bare_), rows(torch_))
+
+    golden = shutil.copytree(product / "test", tmp_path / "golden")
+    record = ["--model", run_folder, "--golden", golden, "--record", "--device", "cpu"]
+    assert command("selfcheck", record)[0] == 0
+    said = anomaly("selfcheck", "--model", bank_export, "--golden", golden, "--tolerance", "0.05")
+    assert "6 of 6 images as recorded" in said
+
+    for name, model, run in (("a", run_folder, lambda *a: main([*map(str, a)])),
+                             ("b", bank_export, anomaly)):  # fmt: skip
+        run("evaluate", "--model", model, "--output", tmp_path / name)
+    one, two = (json.loads((tmp_path / n / "metrics.json").read_text())["mean"] for n in "ab")
+    assert two == pytest.approx(one, abs=0.02)
+
+
+def test_the_python_api(bank_export: Path, run_folder: Path, product: Path, bare: Bare) -> None:
+    code = """
+import sys, anomaly
+detector = anomaly.load(sys.argv[1])
+one = detector.predict(sys.argv[2])
+(two,) = detector.stream([sys.argv[2]])
+assert one.score == two.score and one.verdict == two.verdict and len(one.heatmap()) == 96
+print(one.score, one.verdict)
+for what in (lambda: anomaly.fit, lambda: anomaly.load(sys.argv[3]),
+             lambda: detector.explain(sys.argv[2])):
+    try:
+        what()
+    except anomaly.AnomalyError as error:
+        assert "pip install 'anomaly[train]'" in str(error), error
+    else:
+        raise SystemExit("no error")
+"""
+    image = product / "test" / "spot" / "000.png"
+    done = bare("-c", code, bank_export, image, run_folder)
+    assert done.returncode == 0, done.stderr
+    score, verdict = done.stdout.split()
+    expected = load(run_folder, "cpu", "fp32").predict(image)
+    assert float(score) == pytest.approx(expected.score, rel=1e-4)
+    assert verdict == expected.verdict
+
+
+def test_what_needs_torch_says_so(run_folder: Path, product: Path, bare: Bare) -> None:
+    image, config = product / "test" / "spot" / "000.png", REPOSITORY / "configs" / "folder.yaml"
+    for arguments in (
+        (
+            "train",
+            "--config",
+            config,
+            "--set",
+            f"data.root={product / 'train'}",
+            "--output",
+            "/nowhere/run",
+        ),
+        ("infer", "--model", run_folder, "--input", image, "--output", "/nowhere/o"),
+        ("layers", "--backbone", "resnet18"),
+    ):
+        done = bare("-m", "anomaly", *arguments)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "pip install 'anomaly[train]'" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_padim_and_further_settings(
+    product: Path, tmp_path: Path, command: Command, anomaly: Callable[..., str]
+) -> None:
+    region = "image.region={polygons: [[[0.1, 0.1], [0.9, 0.1], [0.9, 0.9], [0.1, 0.9]]], " \
+        "unit: relative}"  # fmt: skip
+    for i, overrides in enumerate(
+        [
+            ("model.kind=padim",),
+            ("model.image_score=reweighted", region),
+            ("image.tile=64", "model.image_score=top_percent"),
+        ]
+    ):
+        run, output = tmp_path / f"run{i}", tmp_path / f"e{i}"
+        chosen = train_arguments(product, run, *overrides, "precision=fp32")
+        assert command("train", chosen)[0] == 0
+        export = ["--model", run, "--to", "onnx", "--output", output]
+        assert command("export", export)[0] == 0
+        for name, model in (("torch", run), ("bare", output)):
+            infer = ["infer", "--model", model, "--input", product / "test", "--output",
+                     tmp_path / f"{name}{i}", "--threads", 2]  # fmt: skip
+            main([*map(str, infer)]) if name == "torch" else anomaly(*infer)
+        check_rows(rows(tmp_path / f"bare{i}"), rows(tmp_path / f"torch{i}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["onnx", "openvino"])
+def test_in_an_environment_of_its_own(
+    engine: str, run_folder: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    """What pip installs for an engine is enough, and no more than it may be."""
+    environment = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    python = environment / "bin" / "python"
+    source = shutil.copytree(
+        REPOSITORY, tmp_path / "source", ignore=shutil.ignore_patterns(".git", ".venv", "weights")
+    )
+    installed = subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "-c", REPOSITORY / "constraints.txt",
+         f"{source}[{engine}]"], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if installed.returncode and "No matching distribution" in installed.stderr:
+        pytest.skip("pip finds no packages: there is no network")
+    assert installed.returncode == 0, installed.stderr
+    output = tmp_path / "e"
+    export = ["--model", run_folder, "--to", engine, "--output", output, "--threads", 2]
+    assert command("export", export)[0] == 0
+    chosen = ["--input", product / "test", "--threads", 2, "--output"]
+    precision = ["--precision", "fp32", "--device", "cpu"]
+    infer = ["--model", run_folder, *chosen, tmp_path / "torch", *precision]
+    assert command("infer", infer)[0] == 0
+    done = subprocess.run(
+        [python, "-m", "anomaly", "infer", "--model", output, *map(str, chosen), tmp_path / "bare"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    check_rows(rows(tmp_path / "bare"), rows(tmp_path / "torch"))
+    listed = subprocess.run(
+        [python, "-m", "pip", "list", "--format", "json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    names = {one["name"].lower() for one in json.loads(listed.stdout)}
+    assert not names & {"torch", "torchvision", "faiss-cpu", "scikit-learn", "scipy"}
+
+
+@given(
+    count=st.sampled_from([1, 3, 40, 1500]),
+    k=st.integers(1, 4),
+    dimensions=st.sampled_from([2, 30, 160]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=25)
+def test_search_is_torchs(count: int, k: int, dimensions: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    leading = rng.normal(size=(8, dimensions)) * 5
+    bank = rng.normal(size=(count, 8)) @ leading + rng.normal(size=(count, dimensions)) + 40
+    bank = bank.astype(np.float32)
+    bank[-1] = bank[0]  # a tie
+    queries = np.concatenate([bank[: min(5, count)], bank[:1] * 2, bank[rng.integers(0, count, 50)]
+                              + rng.normal(size=(50, dimensions)).astype(np.float32)])  # fmt: skip
+    distances, nearest = ArrayIndex(bank).search(queries, k)
+    expected, _ = NearestNeighbors(torch.from_numpy(bank)).search(torch.from_numpy(queries), k)
+    np.testing.assert_allclose(distances, expected, rtol=1e-5, atol=1e-5)
+    named = np.linalg.norm(bank[nearest] - queries[:, None], axis=2)
+    np.testing.assert_allclose(named, distances, rtol=1e-5, atol=1e-5)
+
+
+def test_search_of_what_is_like_nothing() -> None:
+    """Queries without a near vector go through the whole product, and NaN stays NaN."""
+    rng = np.random.default_rng(0)
+    bank = rng.normal(size=(2000, 200)).astype(np.float32)
+    queries = (rng.normal(size=(30, 200)) * 3).astype(np.float32)
+    queries[7] = np.nan
+    distances, nearest = ArrayIndex(bank).search(queries)
+    whole = np.linalg.norm(bank[None] - queries[:, None], axis=2)
+    np.testing.assert_allclose(distances[:, 0], whole.min(1), rtol=1e-5)
+    assert np.array_equal(np.delete(nearest[:, 0], 7), np.delete(whole, 7, 0).argmin(1))
+    assert np.isnan(distances[7])
+
+
+@pytest.mark.parametrize("folder", ["run_folder", "padim_folder"])
+def test_scorers_are_torchs(folder: str, request: pytest.FixtureRequest) -> None:
+    detector = load(request.getfixturevalue(folder), "cpu", "fp32")
+    tensors = detector.scorer.tensors()
+    arrays = {name: value.numpy() for name, value in tensors.items()}
+    array_scorer = array_scorer_of(detector.config, arrays)
+    torch_scorer = scorer_of(detector.config, dict(tensors), CPU)
+    assert array_scorer.unit == torch_scorer.unit
+    assert array_scorer.dimensions == torch_scorer.dimensions
+    height, width = arrays.get("grid", np.array([9, 7]))
+    rng = np.random.default_rng(0)
+    embeddings = rng.random((3, height, width, array_scorer.dimensions), np.float32) * 2
+    found, expected = (
+        array_scorer.score(embeddings), torch_scorer.score(torch.from_numpy(embeddings))
+    )  # fmt: skip
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4)
+    np.testing.assert_allclose(
+        array_scorer.image_scores(embeddings, found),
+        torch_scorer.image_scores(torch.from_numpy(embeddings), expected),
+        rtol=1e-4,
+    )
+    if found.nearest is not None:
+        assert np.array_equal(found.nearest, expected.nearest)
+    for wrong in (embeddings[..., :-1], np.tile(embeddings, (1, 2, 1, 1))[..., :-1]):
+        with pytest.raises(Exception, match=r"channels|patches") as mine:
+            array_scorer.score(wrong)
+        with pytest.raises(type(mine.value)):
+            torch_scorer.score(torch.from_numpy(wrong))
+    with pytest.raises(ModelError, match="missing or unknown"):
+        array_scorer_of(detector.config, {})
+    with pytest.raises(ModelError):
+        array_scorer.check_origin(3, 1)
+
+
+@pytest.mark.parametrize("how", ["max", "top_percent", "map_max"])
+def test_maps_and_image_scores_are_torchs(how: str) -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.random((3, 14, 9)).astype(np.float32)
+    inside = rng.random(scores.shape) < 0.7
+    shown = np.where(inside, scores, np.nan)
+    for mask, values in ((None, scores), (inside, shown)):
+        tensor, counted = torch.from_numpy(scores), mask if mask is None else torch.from_numpy(mask)
+        maps, expected = (network_map(scores, (61, 72), 4.0, mask),
+                          network_map(tensor, (61, 72), 4.0, counted))  # fmt: skip
+        assert maps.dtype == np.float32
+        np.testing.assert_allclose(maps, expected, rtol=1e-5)
+        found = image_scores(values, maps, how)
+        assert found.dtype == np.float32
+        wanted = image_scores(torch.from_numpy(values), expected, how)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_a_method_without_such_a_form_is_refused(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(run_folder, "cpu").config
+    monkeypatch.setitem(METHODS, "patchcore", Method("Mean embedding", "mean_embedding"))
+    with pytest.raises(ModelError, match="Mean embedding computes with torch alone"):
+        array_scorer_of(config, {})
