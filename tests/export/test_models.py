@@ -28,8 +28,8 @@ from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import models
 from anomaly.export.equality import compare, golden_images
 from anomaly.export.graph import write_graph
-from anomaly.features.backbones import build, default_layers, load_state, read_weights
 from anomaly.features import engine as engine_module
+from anomaly.features.backbones import build, default_layers, load_state, read_weights
 from anomaly.features.engine import Graph
 from anomaly.features.extractor import truncate
 from anomaly.files.writing import as_json, sha256_of
