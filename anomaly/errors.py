@@ -55,20 +55,20 @@ class OutputError(AnomalyError):
     """A result can't be written, or would overwrite an earlier one."""
 
 
-def closest(name: str, known: Iterable[str], n: int = 3) -> str:
+def closest(name: str, known: Iterable[str]) -> str:
     """`"did you mean 'a', 'b'?"` of the known names most like `name`; empty without such."""
-    close = difflib.get_close_matches(name, sorted(set(known)), n=n, cutoff=0.5)
+    close = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.5)
     return "did you mean " + ", ".join(repr(c) for c in close) + "?" if close else ""
 
 
-def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """The known names most like `name`, as a phrase for an error message.
 
     Returns:
         `"did you mean 'a', 'b'?"`, or `"known: 'a', 'b', …"` when nothing is alike.
     """
     names = sorted(set(known))
-    if close := closest(name, names, n):
+    if close := closest(name, names):
         return close
     shown = ", ".join(repr(k) for k in names[:12])
     return f"known: {shown}" + (", …" if len(names) > 12 else "")

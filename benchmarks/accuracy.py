@@ -43,7 +43,8 @@ class Variant:
     """One way from feature maps to scores.
 
     Attributes:
-        layers: digits of the layers that are joined, of 1, 2 and 3.
+        layers: digits of the layers that are joined, of 1, 2 and 3; with `+`, each group has a bank
+            of its own and scores are averaged, each in units of its median.
         dims: principal components that are kept; 0 keeps the embeddings as they are.
         power: components are divided by their standard deviation to this power.
         ratio: share of the patches in the bank.
@@ -91,13 +92,14 @@ class Embedded:
 
     def __init__(self, images: SeenSet, variant: Variant) -> None:
         self._variant = variant
+        self._known = _all_joined(images, variant.layers, variant.finest, variant.weight)
         self.basis: Tensor | None = None
         if variant.dims:
             self.basis = _basis(images, variant)
 
     def of(self, one: Seen) -> Tensor:
         """(h, w, D) float32."""
-        joined = _joined(one, self._variant)
+        joined = self._known[one.name]
         if self.basis is not None:
             joined = joined @ self.basis
         if self._variant.position:
@@ -106,6 +108,12 @@ class Embedded:
             columns = torch.linspace(0, self._variant.position, w)[None].expand(h, w)
             joined = torch.cat([joined, rows[..., None], columns[..., None]], 2)
         return joined
+
+
+@lru_cache(maxsize=1)
+def _all_joined(images: SeenSet, layers: str, finest: int, weight: float) -> dict[str, Tensor]:
+    variant = Variant(layers, finest=finest, weight=weight)
+    return {one.name: _joined(one, variant) for one in [*images.train, *images.test]}
 
 
 def _joined(one: Seen, variant: Variant) -> Tensor:
@@ -127,8 +135,9 @@ def _joined(one: Seen, variant: Variant) -> Tensor:
 @lru_cache(maxsize=4)
 def _spectrum(images: SeenSet, variant: Variant) -> tuple[Tensor, Tensor]:
     total, mean, count = torch.zeros(()), torch.zeros(()), 0
+    known = _all_joined(images, variant.layers, variant.finest, variant.weight)
     for one in images.train:
-        flat = _joined(one, variant).flatten(0, 1)
+        flat = known[one.name].flatten(0, 1)
         total, mean, count = total + flat.T @ flat, mean + flat.sum(0), count + len(flat)
     covariance = (total / count).double() - torch.outer(mean / count, mean / count).double()
     values, vectors = torch.linalg.eigh(covariance)
@@ -145,6 +154,17 @@ def _basis(images: SeenSet, variant: Variant) -> Tensor:
 
 def patch_scores(images: SeenSet, variant: Variant, seed: int) -> tuple[list[Tensor], float]:
     """Patch scores (h, w) of each test image, and the seconds that bank and search took."""
+    if "+" in variant.layers:
+        parts = [
+            patch_scores(images, replace(variant, layers=layers), seed)
+            for layers in variant.layers.split("+")
+        ]
+        usual = [torch.cat([one.flatten() for one in scores]).median() for scores, _ in parts]
+        joined = [
+            torch.stack([s / u for s, u in zip(every, usual, strict=True)]).mean(0)
+            for every in zip(*(scores for scores, _ in parts), strict=True)
+        ]
+        return joined, sum(seconds for _, seconds in parts)
     started = time.perf_counter()
     embed = Embedded(images, variant)
 
@@ -237,6 +257,7 @@ def main() -> None:
                 one = figures(images, scores, variant, not args.no_pixels)
                 runs[name].append({**one, "seconds": seconds})
         _spectrum.cache_clear()
+        _all_joined.cache_clear()
         for name, every in runs.items():
             table[name][folder.name] = {
                 key: statistics.fmean(one[key] for one in every) for key in every[0]

@@ -17,14 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.config.schema import Config, parse_config
+from anomaly.config.parsing import parse_config
+from anomaly.config.schema import Config
 from anomaly.datasets import Sample, ground_truth, open_dataset
 from anomaly.features.backbones import normalisation
 from anomaly.features.embedder import Embedder
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import UnusableImage, by_shape
-from anomaly.model.build import backbone, loading_of
+from anomaly.model.build import backbone
+from anomaly.model.settings import loading_of
 from anomaly.scorers.patchcore.aligner import patchcore_concat
 
 LAYERS = ("layer1[-1]", "layer2[-1]", "layer3[-1]")
@@ -99,7 +101,7 @@ def _computed(config: Config, samples: Sequence[Sample], test: bool) -> Iterator
     embed = Embedder(
         extractor, normalisation(config.backbone.name), patchcore_concat, torch.device("cpu")
     )
-    loading = loading_of(config, extractor, None, None)
+    loading = loading_of(config, extractor.coarsest_stride, None, None)
     found: dict[int, Seen] = {}
     with Decoders(2, Task(loading)) as decoders, torch.inference_mode():
         loaded = decoders.load_all((i, s.path) for i, s in enumerate(samples))

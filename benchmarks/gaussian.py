@@ -23,7 +23,8 @@ import torch
 from scipy.spatial.distance import mahalanobis
 
 from anomaly.scorers.base import PatchBatch
-from anomaly.scorers.padim.gaussian import GaussianFitter, PatchGaussian
+from anomaly.scorers.padim.fitter import GaussianFitter
+from anomaly.scorers.padim.gaussian import PatchGaussian
 
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}

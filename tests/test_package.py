@@ -1,9 +1,13 @@
 """What a package has to say of itself, and that it says the same everywhere."""
 
+import ast
 import re
 import tomllib
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 
+import pytest
 import yaml
 from conftest import REPOSITORY
 
@@ -18,6 +22,17 @@ def test_the_version_stands_in_one_place() -> None:
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text("utf-8"))
     assert citation["version"] == __version__
     assert citation["license"] == PROJECT["license"]
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "scripts"])
+def test_what_other_code_imports_is_there(folder: str) -> None:
+    for file in (REPOSITORY / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("anomaly"):
+                module = import_module(str(node.module))
+                for name in {alias.name for alias in node.names} - set(dir(module)):
+                    inside = hasattr(module, "__path__") and find_spec(f"{node.module}.{name}")
+                    assert inside, f"{file}: {node.module} has no {name}"
 
 
 def test_the_licence_is_there() -> None:

@@ -14,7 +14,8 @@ from anomaly.cli.progress import ProgressLine
 if TYPE_CHECKING:
     from anomaly.datasets.faults import DataReport, Fault, SplitSummary
 
-_SHOWN = 5
+_SHOWN = 5  # files of a fault
+_COUNTED = 4  # names of a count
 _HEADINGS = {
     "wrong": "training or evaluation would be wrong",
     "unusable": "can't be used as it is",
@@ -89,11 +90,11 @@ def _split_lines(name: str, split: SplitSummary) -> list[str]:
     ]
 
 
-def _counts(counts: dict[str, int], what: str, shown: int = 4) -> str:
+def _counts(counts: dict[str, int], what: str) -> str:
     if len(counts) == 1:
         return f"all {next(iter(counts))}"
-    listed = ", ".join(f"{count} {name}" for name, count in list(counts.items())[:shown])
-    return f"{len(counts)} {what}: {listed}" + (" …" if len(counts) > shown else "")
+    listed = ", ".join(f"{count} {name}" for name, count in list(counts.items())[:_COUNTED])
+    return f"{len(counts)} {what}: {listed}" + (" …" if len(counts) > _COUNTED else "")
 
 
 def _fault_lines(faults: Sequence[Fault], shown: int | None) -> list[str]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LISTED = 5  # refused images; the others are counted
+
 
 def train_and_say(
     config: Config,
@@ -158,9 +160,9 @@ def _remedy(summary: dict[str, Any]) -> str:
     return f"{area} or image.tile, which cuts large images up, sees smaller ones, and takes longer"
 
 
-def _say_refused(refused: dict[str, str], shown: int = 5) -> None:
+def _say_refused(refused: dict[str, str]) -> None:
     reasons: Sequence[str] = list(refused.values())
-    for reason in reasons[:shown]:
+    for reason in reasons[:_LISTED]:
         log.warning("skipped: %s", reason)
-    if len(reasons) > shown:
-        log.warning("skipped %d more images; train.json lists all", len(reasons) - shown)
+    if len(reasons) > _LISTED:
+        log.warning("skipped %d more images; train.json lists all", len(reasons) - _LISTED)

@@ -40,7 +40,11 @@ def load_config(
 
 
 def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
-    """The config file meant by `path`: itself, or a bare name inside one of `folders`."""
+    """The config file meant by `path`: itself, or a bare name inside one of `folders`.
+
+    Raises:
+        ConfigError: there is none; the message names those that are alike.
+    """
     given = Path(path).expanduser()
     names = [given] if given.suffix else [given, given.with_suffix(".yaml")]
     folders = [folder for folder in folders if folder.is_dir()]

@@ -82,7 +82,16 @@ def dataset_of(model: AnomalyDetector, folder: Path, data_root: Path | None) -> 
 
 
 def not_learned(model: AnomalyDetector, name: object, named: Sequence[Sample]) -> list[Sample]:
-    """The images that the model hasn't learned from; those that can't be read stay, to be told."""
+    """The images that the model hasn't learned from; those that can't be read stay, to be told.
+
+    Args:
+        model: what learned.
+        name: of the model, for the message.
+        named: the images that somebody names.
+
+    Raises:
+        DataError: it has learned from all of them.
+    """
     learned = frozenset(model.manifest["training_images"].values())
     samples = []
     for sample in named:

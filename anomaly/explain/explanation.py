@@ -27,6 +27,8 @@ from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage
 from anomaly.maps.heatmap import display
 from anomaly.model.detector import AnomalyDetector
 
+_FLAWS = 4  # that are shown
+
 
 @dataclass(frozen=True)
 class Explained:
@@ -87,16 +89,13 @@ class GoodPatch:
     distance: float | None
 
 
-def worst_patches(
-    scores: NDArray[np.float32], limit: float, most: int = 4
-) -> list[tuple[int, int]]:
-    """The patch that speaks loudest in each flaw.
+def worst_patches(scores: NDArray[np.float32], limit: float) -> list[tuple[int, int]]:
+    """The highest patch of each of the four worst flaws.
 
     Args:
         scores: patch scores (h, w); NaN doesn't count.
         limit: patches above it that touch each other, corners included, are one flaw; where there
             are none, the highest of all patches is returned alone.
-        most: at most so many.
 
     Returns:
         (row, column) of each, highest score first.
@@ -108,7 +107,7 @@ def worst_patches(
         return [(int(row), int(column))]
     peaks = ndimage.maximum_position(scores, flaws, range(1, count + 1))
     peaks.sort(key=lambda peak: -scores[peak])
-    return [(int(row), int(column)) for row, column in peaks[:most]]
+    return [(int(row), int(column)) for row, column in peaks[:_FLAWS]]
 
 
 def tile_of(item: Loaded, grid: tuple[int, int], patch: tuple[int, int]) -> Loaded:
@@ -219,7 +218,7 @@ class GoodImages:
         ]
 
     def crop(self, patch: GoodPatch) -> RgbImage:
-        """The patch in its surroundings, or a grey tile that says why it can't be shown."""
+        """The patch in its surroundings (H, W, 3), or a grey tile that says why it isn't shown."""
         item = self._image(patch.image)
         if isinstance(item, str):
             return absent(item)

@@ -58,10 +58,18 @@ def guided_grad_cam(
 ) -> NDArray[np.float32]:
     """Which details are the evidence for a class: Grad-CAM times guided backpropagation (3.2).
 
-    Args and errors as in `grad_cam`; also a LayerError where the network has no ReLU layers.
+    Args:
+        model: a classifier in eval mode, whose output for one image is (1, classes).
+        image: (3, H, W), normalised as the network wants it, on the network's device.
+        layer: path of the layer looked at, usually the last one before the pooling.
+        target_class: index of the class; the highest-scoring one if not given.
 
     Returns:
         (H, W, 3), signed, the largest absolute value 1 (all zero if there is no evidence).
+
+    Raises:
+        LayerError: no such layer, its output isn't a feature map, or there are no ReLU layers.
+        AnomalyError: the network isn't a classifier, or has no such class.
     """
     cam = grad_cam(model, image, layer, target_class)
     gradient = guided_backpropagation(

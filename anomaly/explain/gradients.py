@@ -105,7 +105,7 @@ class GradientMonitor:
 
 
 def limit_norm(gradient: Tensor, max_norm: float) -> Tensor:
-    """A gradient scaled down to an L2 norm of at most `max_norm`; a tensor hook."""
+    """A gradient (of any shape) scaled down to an L2 norm of at most `max_norm`; a tensor hook."""
     norm = torch.linalg.vector_norm(gradient.float())
     scale: Tensor = max_norm / norm.clamp(min=max_norm)
     return gradient * scale.to(gradient.dtype)

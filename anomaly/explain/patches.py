@@ -112,11 +112,11 @@ def marked(picture: RgbImage, boxes: Sequence[Box], longest: int = 420) -> RgbIm
     return small
 
 
-def absent(text: str, size: int = 150) -> RgbImage:
-    """A grey tile that says why there is no picture."""
-    tile = np.full((size, size, 3), 225, np.uint8)
+def absent(text: str) -> RgbImage:
+    """A grey tile (150, 150, 3) that says why there is no picture."""
+    tile = np.full((150, 150, 3), 225, np.uint8)
     for i, word in enumerate(text.split(", ")):
-        at = (6, size // 2 - 8 + 16 * i)
+        at = (6, 67 + 16 * i)
         cv2.putText(tile, word, at, cv2.FONT_HERSHEY_SIMPLEX, 0.38, (90, 90, 90), 1, cv2.LINE_AA)
     return tile
 

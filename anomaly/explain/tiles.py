@@ -19,13 +19,11 @@ _BACKGROUND = 255
 _INK = (40, 40, 40)
 
 
-def colored(values: NDArray[Any], low: float | None = None, high: float | None = None) -> RgbImage:
-    """Show numbers as colours (viridis: dark blue low, yellow high).
+def colored(values: NDArray[Any]) -> RgbImage:
+    """Show numbers as colours: viridis, dark blue for the lowest, yellow for the highest.
 
     Args:
         values: (H, W) floats; what isn't finite becomes grey.
-        low: the value shown darkest; the smallest one if not given.
-        high: the value shown brightest; the largest one if not given.
 
     Returns:
         (H, W, 3) RGB.
@@ -34,8 +32,7 @@ def colored(values: NDArray[Any], low: float | None = None, high: float | None =
         return np.zeros((*values.shape, 3), np.uint8)
     finite = np.isfinite(values)
     known = values[finite] if finite.any() else np.zeros(1)
-    darkest = float(known.min()) if low is None else low
-    brightest = float(known.max()) if high is None else high
+    darkest, brightest = float(known.min()), float(known.max())
     unit = (np.where(finite, values, darkest) - darkest) / max(brightest - darkest, 1e-30)
     levels = np.rint(np.clip(unit, 0, 1) * 255).astype(np.uint8)
     picture = cv2.cvtColor(cv2.applyColorMap(levels, cv2.COLORMAP_VIRIDIS), cv2.COLOR_BGR2RGB)

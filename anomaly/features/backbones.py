@@ -194,10 +194,10 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[dict[str, Tensor],
     return official_state(official.url)
 
 
-def full_network(name: str, weights: str, seed: int = 0) -> nn.Module:
-    """A network with all of its weights, nothing cut away; arguments as for `read_weights`."""
+def full_network(name: str, weights: str) -> nn.Module:
+    """A network with all of its weights, nothing cut away; `random` ones are of seed 0."""
     network = build(name)
-    state, _ = read_weights(name, weights, seed)
+    state, _ = read_weights(name, weights, seed=0)
     load_state(network, state, build(name), f"the weights file for {name}")
     return network
 

@@ -98,7 +98,11 @@ def read_rows(data: bytes, name: str, columns: Sequence[str], needed: Sequence[s
 def rows_of(
     first: str, rest: Iterable[str], name: str, columns: Sequence[str], needed: Sequence[str]
 ) -> Rows:
-    """What `read_rows` gives, of a list's first line and its others."""
+    """What `read_rows` gives, of a list's first line and its others.
+
+    Raises:
+        DataError: a column is missing or unknown, or a line has more cells than the header.
+    """
     try:
         header, delimiter = header_of(first, columns)
         _check_columns(name, header, columns, needed)

@@ -120,6 +120,9 @@ class Capture:
 
         Returns:
             The network's output; None where the pass was stopped after the last layer wanted.
+
+        Raises:
+            LayerError: the capture isn't open.
         """
         if not self._handles:
             raise LayerError("nothing is hooked: call run inside `with capture(…) as captured:`")
@@ -147,7 +150,14 @@ class Capture:
         return {name: tensors[-1] for name, tensors in self.pop_calls().items()}
 
     def pop_calls(self) -> dict[str, list[Tensor]]:
-        """Take out the outputs of all calls kept, oldest first; otherwise like `pop`."""
+        """Take out the outputs of all calls kept, and forget them.
+
+        Returns:
+            Path to tensors, oldest first, in the order in which the layers were named.
+
+        Raises:
+            LayerError: a layer hasn't run since the last `pop`, or a tensor was overwritten.
+        """
         calls, silent = self._calls, []
         self._reset()
         result: dict[str, list[Tensor]] = {}

@@ -67,7 +67,7 @@ def each_file(folder: Path, *, tell: bool = True) -> Iterator[Path]:
     """What `list_files` lists, in the order in which it is come across, one folder at a time.
 
     Raises:
-        DataError: as there.
+        DataError: the folder, or one inside it, can't be listed.
     """
     own: list[Path] = []
     yield from _walk(folder, (), own)

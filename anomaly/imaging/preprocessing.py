@@ -140,13 +140,13 @@ def read(
 
     Args:
         source: the file, or its bytes.
-        max_pixels: as for `anomaly.imaging.image.read_image`, and so is `bit_depth`.
-        bit_depth: likewise.
+        max_pixels: images of more pixels are refused before they are decoded.
+        bit_depth: significant bits of files that can't say so themselves; None for all.
         say_pixels: called with the number of pixels of an image that has more than
             `MODEST_PIXELS`. Such a file is opened twice.
 
     Raises:
-        ImageError: as `read_image`.
+        ImageError: `unreadable` or `unsupported`; the message names the file.
     """
     try:
         return read_image(source, max_pixels=min(max_pixels, MODEST_PIXELS), bit_depth=bit_depth)
@@ -214,19 +214,18 @@ def _load(
 
 
 def paint(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:
-    """Render a view of an image.
+    """Render a view of an image: (H, W, 3) float32 RGB in [0, 1].
 
     Raises:
         ImageError: `unsupported`: the image is too large for the memory, or for OpenCV.
     """
     try:
         return render(image.pixels, image.full_scale, view)
-    except (MemoryError, cv2.error) as error:
+    except (MemoryError, cv2.error):
         height, width = image.size
-        why = " ".join(str(error).split()) or "there isn't enough memory"
         raise ImageError(
-            f"{name}: its {width}×{height} pixels can't be brought to the network's size ({why}); "
-            "train with image.tile, which takes large images piece by piece",
+            f"{name}: its {width}×{height} pixels are too many to be brought to the network's size "
+            "at once; train with image.tile, which takes large images piece by piece",
             "unsupported",
         ) from None
 

@@ -70,10 +70,10 @@ def load_shared(
 
 
 def read_mask(path: Path) -> NDArray[np.bool_]:
-    """Read a mask as `anomaly.imaging.image.read_mask` does, in a process of its own.
+    """Read a mask (H, W) in a process of its own: True where any channel is above 0.
 
     Raises:
-        ImageError: as there, or `failed`: it took too long or too much.
+        ImageError: it is damaged or of a kind that isn't accepted, or took too long or too much.
     """
     with Decoders(1) as decoders:
         return np.asarray(decoders.call(images.read_mask, path, about=path), bool)

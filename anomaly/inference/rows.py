@@ -126,8 +126,8 @@ class RegionRow:
         peak_x: where that is.
         peak_y: where that is.
         width_mm: of the bounding box; None where the model doesn't know `image.mm_per_pixel`.
-        height_mm: likewise.
-        area_mm2: of what is marked, likewise.
+        height_mm: of the bounding box, or None.
+        area_mm2: of what is marked, or None.
     """
 
     path: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -82,7 +83,8 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
         if head == _SQLITE:
             yield from _recorded(file)
         elif file.suffix.lower() == ".jsonl":
-            yield from _lines(file.read_text("utf-8").splitlines(), file)
+            with file.open(encoding="utf-8") as lines:
+                yield from _lines(lines, file)
         else:
             columns = [field.name for field in fields(Row)]
             for _, row in read_rows(file.read_bytes(), str(file), columns, _NEEDED):
@@ -110,6 +112,9 @@ def _lines(lines: Iterable[str], file: Path) -> Iterator[Mapping[str, Any]]:
 
 def _number(file: Path, value: Any) -> float:
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        raise DataError(f"{file}: a score is {str(value)[:40]!r}, which is no number") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"{file}: a score is {str(value)[:40]!r}, which is no number")
+    return number

@@ -69,8 +69,8 @@ def marked_regions(mask: NDArray[np.uint8], anomaly_map: AnomalyMap) -> tuple[Ma
     """The 8-connected regions of a predicted mask, the one with the highest peak first.
 
     Args:
-        mask: as `predicted_mask` makes it.
-        anomaly_map: the same.
+        mask: (H0, W0) uint8, 0 where nothing is marked.
+        anomaly_map: gives some rows of the map that was marked, (rows, W0), in score units.
     """
     rows = np.flatnonzero(mask.any(axis=1))
     if not len(rows):

@@ -72,7 +72,7 @@ def encoded(kind: str, picture: NDArray[np.generic], quality: int) -> bytes:
 
     Args:
         kind: the file's extension.
-        picture: as OpenCV has them, blue first.
+        picture: (H, W), (H, W, 3) or (H, W, 4) uint8, blue first.
         quality: OpenCV's number of the setting.
     """
     done, data = cv2.imencode(kind, np.ascontiguousarray(picture), [quality, _QUALITY])

@@ -129,9 +129,9 @@ class AnomalyDetector(ScoringPipeline):
             images: as for `predict`; read only a few batches ahead of what is yielded.
             on_error: called with each image that can't be used, and the ImageError that says why.
                 By default that is logged as a warning.
-            channels: as for `predict`, and so are `full_scale` and `layout`.
-            full_scale: likewise.
-            layout: likewise.
+            channels: order of an array's colours, as for `predict`.
+            full_scale: an array's value that means white, as for `predict`.
+            layout: an array's axes, as for `predict`.
 
         Yields:
             A prediction for each image that can be used. Images of several shapes may come in
@@ -189,12 +189,13 @@ class AnomalyDetector(ScoringPipeline):
                 learned from and isn't evaluated on. None takes the scores that the thresholds have
                 been found with.
             reject_rate: share of good parts that may be rejected; the present one by default.
-            review_rate: share of good parts that may not be called good; likewise.
+            review_rate: share of good parts that may not be called good; the present one by
+                default.
             threshold: reject above this image score, instead of by rates.
             review_threshold: review above this image score; without it there is no review.
-            channels: as for `predict`, and so are `full_scale` and `layout`.
-            full_scale: likewise.
-            layout: likewise.
+            channels: order of an array's colours, as for `predict`.
+            full_scale: an array's value that means white, as for `predict`.
+            layout: an array's axes, as for `predict`.
 
         Raises:
             DataError: no image can be used, one belongs to the test split, or rates or thresholds
@@ -228,9 +229,9 @@ class AnomalyDetector(ScoringPipeline):
             image: as for `predict`.
             good: the folder of the training images, to show the ones that were compared with; by
                 default where they were, where a run remembers that.
-            channels: as for `predict`, and so are `full_scale` and `layout`.
-            full_scale: likewise.
-            layout: likewise.
+            channels: order of an array's colours, as for `predict`.
+            full_scale: an array's value that means white, as for `predict`.
+            layout: an array's axes, as for `predict`.
 
         Raises:
             ImageError: it can't be used; says why.

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from anomaly.errors import ModelError, OutputError
+from anomaly.errors import ModelError, OutputError, why
 from anomaly.files.writing import draft_of, like, sha256_of
 from anomaly.model.manifest import AGAIN, MANIFEST
 
@@ -101,7 +101,11 @@ def file_entry(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """A draft beside `folder` that takes its name at the end, or vanishes on an error."""
+    """A draft beside `folder` that takes its name at the end, or vanishes on an error.
+
+    Raises:
+        OutputError: it can't be written.
+    """
     draft, old = draft_of(folder), draft_of(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +118,7 @@ def appearing(folder: Path) -> Iterator[Path]:
         else:
             draft.rename(folder)
     except (OSError, SafetensorError) as error:
-        raise OutputError(f"{folder} can't be written: {error}") from None
+        said = why(error) if isinstance(error, OSError) else "is the disk full?"
+        raise OutputError(f"{folder} can't be written: {said}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -50,7 +50,7 @@ def image_scores(scores: Array, maps: Array, how: str) -> Array:
 
     Args:
         scores: patch scores (B, h, w); NaN doesn't count.
-        maps: network maps (B, H, W), likewise.
+        maps: network maps (B, H, W); NaN doesn't count.
         how: `max` of the patch scores before any blur, `top_percent` for the mean of the highest
             1 % of them (at least one), or `map_max` for the maximum of the blurred map.
 

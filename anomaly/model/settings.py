@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from anomaly.config.schema import Config, ImageConfig, ShapeConfig
 from anomaly.datasets import Dataset, Sample, open_dataset
+from anomaly.errors import DataError
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.preprocessing import Loading
 from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
@@ -82,14 +84,20 @@ def images_meant(
         The images, their folder for people, and above which value their masks are defect.
 
     Raises:
-        DataError: the data set that the config names can't be opened.
+        DataError: the data set that the config names can't be opened, or something else was given.
     """
     if isinstance(data, Config):
         where, mask_above = data.data, data.data.mask_above
         data = open_dataset(where.format, where.root, where.category)
     if isinstance(data, Dataset):
         return list(data.test), str(data.folder), mask_above
-    return list(data), "", mask_above
+    samples: list[Any] = [data] if isinstance(data, str | PathLike) else list(data)
+    if not all(isinstance(sample, Sample) for sample in samples):
+        raise DataError(
+            "what to test with has to say which images are defective: give "
+            "anomaly.open_dataset(format, folder), samples, or a Config"
+        )
+    return samples, "", mask_above
 
 
 def portable(config: Config) -> dict[str, Any]:

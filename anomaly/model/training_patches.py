@@ -53,8 +53,8 @@ class TrainingPatches:
         seconds: time spent decoding and in the network, so far.
         refused: files that couldn't be used, after the first reading.
         hashes: sha256 of each file used, by its index, after the first reading.
-        views: how each file used was turned into the network's input, likewise.
-        looks: what each file used looks like as a whole, likewise.
+        views: how each file used was turned into the network's input, after the first reading.
+        looks: what each file used looks like as a whole, after the first reading.
         count: how many patches all images have, after the first reading.
     """
 

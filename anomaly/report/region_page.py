@@ -25,8 +25,8 @@ def region_page(path: Path, max_pixels: int, bit_depth: int | None = None) -> st
 
     Args:
         path: the image.
-        max_pixels: as in a config, and so is `bit_depth`.
-        bit_depth: likewise.
+        max_pixels: images of more pixels are refused.
+        bit_depth: significant bits of 16-bit files; None for all.
 
     Raises:
         ImageError: the image can't be used.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from anomaly.errors import AnomalyError, OutputError
+from anomaly.errors import AnomalyError, OutputError, why
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape
@@ -149,7 +149,9 @@ class Engine:
     def _decoded(self, part: _Part, future: Future[Loaded | UnusableImage]) -> None:
         error = future.exception()
         if error is not None:  # nothing of the image's own
-            self._ready.put(UnusableImage(part.index, "failed", f"it couldn't be decoded: {error}"))
+            self._ready.put(
+                UnusableImage(part.index, "failed", f"it couldn't be decoded: {why(error)}")
+            )
         else:
             self._ready.put(future.result())
 
@@ -210,13 +212,14 @@ class Engine:
     def _drawn(
         self, part: _Part, result: Prediction, future: Future[Drawn | UnusableImage]
     ) -> None:
-        error = future.exception()
-        drawn = future.result() if error is None else None
-        if isinstance(drawn, Drawn):
+        if (error := future.exception()) is not None:
+            reason = f"drawing it failed: {why(error)}"
+        elif isinstance(drawn := future.result(), Drawn):
             self._record(part, result, drawn)
+            return
         else:
-            reason = drawn.reason if drawn is not None else f"drawing it failed: {error}"
-            self._record(part, UnusableImage(part.index, "failed", reason), None)
+            reason = drawn.reason
+        self._record(part, UnusableImage(part.index, "failed", reason), None)
 
     def _refuse(self, index: int, reason: str) -> None:
         part = self._parts.get(index)

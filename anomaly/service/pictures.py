@@ -31,7 +31,7 @@ class Drawn:
     Attributes:
         small: heatmap for the page, JPEG.
         heatmap: of the image's size, PNG; empty where it isn't wanted.
-        mask: likewise.
+        mask: of the image's size, PNG; empty where it isn't wanted.
         regions: what is marked; None where that isn't wanted.
     """
 

@@ -15,7 +15,9 @@ from conftest import Command
 import anomaly
 from anomaly.calibration.drift import HORIZON, Drift, Level, _gains, _limit, levels_of
 from anomaly.calibration.model_thresholds import GoodScores, Thresholds, thresholds_from
+from anomaly.errors import DataError
 from anomaly.inference.rows import Row, as_csv, as_jsonl
+from anomaly.inference.stream_rows import read_scores
 from anomaly.service.record import Answer, Record
 
 
@@ -189,6 +191,21 @@ def test_the_command_takes_whatever_has_rows(
     record.close()
     arguments = ["--model", run_folder, "--rows", tmp_path / "wild.sqlite"]
     assert command("drift", arguments)[0] == 0
+
+
+def test_a_row_is_a_line_whatever_its_name_holds(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    named = [replace(row, path="a\u2028b\x85c.png") for row in rows("0" * 16, [1.0, 2.0])]
+    file.write_text(as_jsonl(named), "utf-8")
+    assert read_scores(file, "0" * 16).scores == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("score", ["nan", "inf", "high"])
+def test_a_score_is_a_number(tmp_path: Path, score: str) -> None:
+    file = tmp_path / "results.csv"
+    file.write_text(f"status,image_score,model_id\nok,{score},{'0' * 16}\n")
+    with pytest.raises(DataError, match="no number"):
+        read_scores(file, "0" * 16)
 
 
 def test_rows_that_cannot_be_used_are_refused(

@@ -6,7 +6,7 @@ import torch
 from anomaly.errors import ModelError
 from anomaly.scorers.base import PatchBatch, Scorer
 from anomaly.scorers.padim.fitter import GaussianFitter
-from anomaly.scorers.patchcore import graph
+from anomaly.scorers.patchcore import memory_bank
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 
@@ -17,7 +17,7 @@ def bank(count: int) -> MemoryBank:
 
 @pytest.mark.parametrize("count", [1, 64, 150])
 def test_the_bank_goes_by_in_blocks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "_BLOCK", 64)
+    monkeypatch.setattr(memory_bank, "_BLOCK", 64)
     scorer = bank(count)
     patches = torch.randn(2, 3, 5, 24, generator=torch.Generator().manual_seed(1)) + 5
     patches[0, 0, 0] = scorer.vectors[-1]

@@ -125,16 +125,15 @@ def image_intervals(
     scores: ArrayLike,
     labels: ArrayLike,
     *,
-    level: float = 0.95,
     draws: int = 1000,
     seed: int = 0,
 ) -> dict[str, tuple[float, float] | None]:
-    """Intervals of the figures that parts still to come would show, with at least `level`.
+    """Intervals of the figures that parts still to come would show, with 95 % confidence.
 
     What n images leave open: of all good parts, those between two neighbouring scores have the
     share of one of n + 1 pieces of a stick broken at random (Dirichlet with parameters 1, whatever
     the scores' distribution), and so have defective ones. Where in its gap a piece lies isn't
-    known. So the lower end is the (1 − level) / 2 quantile of figures for which each good piece
+    known. So the lower end is the 2.5 % quantile of figures for which each good piece
     lies at the upper end of its gap, and each defective one at the lower; the upper end likewise
     the other way round. For the recall at a fixed threshold these are the Clopper–Pearson bounds,
     and like them they err to the safe side: how often they hold is in docs/coverage.md.
@@ -142,7 +141,6 @@ def image_intervals(
     Args:
         scores: (n,) finite image scores.
         labels: (n,) bool, True for defective images.
-        level: chance that an interval holds.
         draws: of pieces.
         seed: the same seed gives the same intervals.
 
@@ -166,7 +164,7 @@ def image_intervals(
         for done in range(0, draws, at_once)
     ]
     lowest, highest = np.concatenate(ends, axis=2)
-    tail = (1 - level) / 2
+    tail = 0.025
     low, high = np.quantile(lowest, tail, axis=1), np.quantile(highest, 1 - tail, axis=1)
     return dict(zip(names, zip(low.tolist(), high.tolist(), strict=True), strict=True))
 
@@ -208,7 +206,13 @@ def _pieces(weights: Floats, count: int, rng: np.random.Generator) -> tuple[Floa
 
 
 def roc_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve | None:
-    """Recall over the rate of false rejects, thinned for a plot; None without both classes."""
+    """Recall over the rate of false rejects, for a plot; None without both classes.
+
+    Args:
+        scores: (n,) finite, higher is more anomalous.
+        labels: (n,) bool, whether each image is defective.
+        points: of the curve, at most.
+    """
     tally = _tally(scores, labels)
     if tally is None or not tally.weights.any(axis=1).all():
         return None
@@ -216,7 +220,13 @@ def roc_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve 
 
 
 def pr_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve | None:
-    """Precision over recall, thinned for a plot; None without defective images."""
+    """Precision over recall, for a plot; None without defective images.
+
+    Args:
+        scores: (n,) finite, higher is more anomalous.
+        labels: (n,) bool, whether each image is defective.
+        points: of the curve, at most.
+    """
     tally = _tally(scores, labels)
     if tally is None or not tally.weights[1].any():
         return None

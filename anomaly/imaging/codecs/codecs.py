@@ -37,7 +37,10 @@ _silence = _Silence()
 
 
 def decode_by_opencv(file: bytes) -> Pixels | None:
-    """Decode a file by OpenCV, at its own depth, BGR; None where OpenCV finds it damaged."""
+    """Decode a file by OpenCV: (H, W) or (H, W, C) at its own depth, blue first.
+
+    None where OpenCV finds it damaged.
+    """
     try:
         with _silence:
             return cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_UNCHANGED)

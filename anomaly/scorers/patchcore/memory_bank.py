@@ -190,6 +190,9 @@ def gather(batches: Iterable[PatchBatch], picks: Tensor) -> tuple[Tensor, Tensor
 
     Returns:
         (M, D) float32 and (M, 3) int32, in the order of `picks`.
+
+    Raises:
+        DataError: the batches hold fewer patches than they did.
     """
     ascending, places = picks.sort()
     vectors: Tensor | None = None
