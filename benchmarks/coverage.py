@@ -19,11 +19,11 @@ from scipy import stats
 from anomaly.calibration import (
     Costs,
     Threshold,
+    calibrate,
     cheapest_threshold,
     rate_of,
     recall_at,
     threshold_at,
-    threshold_for_false_reject_rate,
 )
 from anomaly.evaluation.metrics import curves, image_intervals
 
@@ -97,8 +97,8 @@ def threshold_coverage(law: Law, images: tuple[int, int], repeats: int) -> dict[
     for _ in range(repeats):
         good, defects = law.draw(images, rng)
         row: dict[str, float] = {}
-        for name, rate in (("review", 0.05), ("reject", 0.01)):
-            by_rate = threshold_for_false_reject_rate(good, rate)
+        both = calibrate(good, review_rate=0.05, reject_rate=0.01)
+        for name, by_rate in (("review", both.review), ("reject", both.reject)):
             row[f"{name}: false rejects"] = _kept(by_rate, law)
             recall = recall_at(by_rate.value, defects)
             row[f"{name}: recall"] = recall.low <= law.defect.sf(by_rate.value) <= recall.high
@@ -231,11 +231,11 @@ known to us. Their error bounds say what binning does, not what another test spl
 
 ## Thresholds
 
-`review` and `reject` are calibrated, at most 5 % and 1 % of good parts: "false rejects" is whether
-the upper bound holds, "recall" the interval for the defects of `calibrate --defects`. `by hand`
-is the threshold, among the ten highest scores, whose bound is worst, chosen with knowledge of the
-truth. `by cost` weighs an escape of 200 against a false reject of 5 where 1 % of parts are
-defective. `evaluate` is the model's false rejects and escapes on a test split.
+`review` and `reject` are calibrated, 5 % of good parts in the mean and at most 1 %: "false rejects"
+is whether the upper bound that is told holds, "recall" the interval for the defects of
+`calibrate --defects`. `by hand` is the threshold, among the ten highest scores, whose bound is
+worst, chosen with knowledge of the truth. `by cost` weighs an escape of 200 against a false reject
+of 5 where 1 % of parts are defective. `evaluate` is the model's false rejects and escapes on a test split.
 
 {thresholds}
 

@@ -23,6 +23,7 @@ from anomaly.calibration.thresholds import (
     Threshold,
     calibrate,
     threshold_at,
+    threshold_for_expected_rate,
     threshold_for_false_reject_rate,
     verdict,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "recall_at",
     "supported_rate",
     "threshold_at",
+    "threshold_for_expected_rate",
     "threshold_for_false_reject_rate",
     "thresholds_by_cost",
     "thresholds_by_hand",

@@ -16,6 +16,7 @@ from anomaly.calibration.thresholds import (
     Threshold,
     calibrate,
     threshold_at,
+    threshold_for_expected_rate,
     threshold_for_false_reject_rate,
 )
 from anomaly.errors import DataError
@@ -215,13 +216,13 @@ def thresholds_by_cost(
         good: scores of good images.
         defect_scores: image scores of defects; see `cheapest_threshold`.
         costs: of the mistakes.
-        review_rate: the share of good parts that may not be called good.
+        review_rate: the share of good parts that may not be called good, in the mean.
 
     Returns:
         The thresholds, and what is to be expected of rejection.
     """
     choice = cheapest_threshold(good.image, defect_scores, costs)
-    review = threshold_for_false_reject_rate(good.image, review_rate)
+    review = threshold_for_expected_rate(good.image, review_rate)
     if review.value > choice.threshold.value:
         review = choice.threshold
     return _with_pixels(Calibration(review, choice.threshold), "by cost", good), choice

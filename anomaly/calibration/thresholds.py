@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from anomaly.calibration.placement import placed
 from anomaly.calibration.rates import (
+    Floats,
     Rate,
     binomial,
     images_needed,
@@ -25,6 +27,8 @@ from anomaly.calibration.rates import (
     rate_of,
     sorted_scores,
 )
+
+_SLACK = 1e-9  # of rates, for rounding
 
 
 @dataclass(frozen=True)
@@ -37,18 +41,22 @@ class Threshold:
             parts.
         confidence: of the bounds.
         target: the rate asked for; None for a threshold that was set by hand or by cost.
+        kept: how the target is kept: by the `bound`, at the confidence, or in the `mean`.
     """
 
     value: float
     false_rejects: Rate
     confidence: float
     target: float | None = None
+    kept: Literal["bound", "mean"] = "bound"
 
     @property
     def supported(self) -> bool:
-        """Whether the target is kept at the confidence asked for. True without a target."""
+        """Whether there are images enough for the target to be kept. True without a target."""
+        rate = self.false_rejects
+        told = rate.at_most if self.kept == "bound" else rate.expected
         # The slack is for a target that is just what the images support, but for rounding.
-        return self.target is None or self.false_rejects.at_most <= self.target * (1 + 1e-9)
+        return self.target is None or told <= self.target * (1 + _SLACK)
 
     @property
     def statement(self) -> str:
@@ -62,8 +70,11 @@ class Threshold:
         )
         if self.target is None or self.supported:
             return said
-        needed = images_needed(self.target, self.confidence)
-        return f"{said}; a target of {percent(self.target)} needs {needed} good images"
+        if self.kept == "bound":
+            needed = images_needed(self.target, self.confidence)
+            return f"{said}; a target of {percent(self.target)} needs {needed} good images"
+        needed = math.ceil(1 / self.target * (1 - _SLACK)) - 1
+        return f"{said}; {percent(self.target)} in the mean needs {needed} good images"
 
 
 @dataclass(frozen=True)
@@ -118,19 +129,51 @@ def threshold_for_false_reject_rate(
         DataError: no scores.
         ValueError: a score isn't finite, or target or confidence are out of range.
     """
-    good = sorted_scores(scores, "a threshold")
-    for name, value in (("target", target), ("confidence", confidence)):
-        if not 0 < value < 1:
-            raise ValueError(f"{name} must lie between 0 and 1, not {value}")
+    good = _checked(scores, target, confidence)
     # At most c of n above: the bound is within the target where a rate of `target` would show as
     # few as c only by a chance of 1 − confidence.
     chances = np.cumsum(binomial(len(good), target))[:-1]
     fitting = int(np.searchsorted(chances, 1 - confidence, side="right"))
-    above = max(fitting - 1, 0)
-    value = placed(float(good[len(good) - 1 - above]), good)
+    return _above(good, fitting - 1, confidence, target, "bound")
+
+
+def threshold_for_expected_rate(
+    scores: ArrayLike, target: float, confidence: float = 0.95
+) -> Threshold:
+    """The lowest threshold above which no more than `target` of good parts are to be expected.
+
+    In the mean over sets of so many images, not with a promise for this one; the bounds say how
+    far it may be off. Otherwise as `threshold_for_false_reject_rate`.
+
+    Args:
+        scores: (n,) finite scores of good images, higher is more anomalous.
+        target: in (0, 1).
+        confidence: of the bounds, in (0, 1).
+
+    Raises:
+        DataError: no scores.
+        ValueError: a score isn't finite, or target or confidence are out of range.
+    """
+    good = _checked(scores, target, confidence)
+    fitting = math.floor(target * (len(good) + 1) * (1 + _SLACK))
+    return _above(good, fitting - 1, confidence, target, "mean")
+
+
+def _checked(scores: ArrayLike, target: float, confidence: float) -> Floats:
+    for name, value in (("target", target), ("confidence", confidence)):
+        if not 0 < value < 1:
+            raise ValueError(f"{name} must lie between 0 and 1, not {value}")
+    return sorted_scores(scores, "a threshold")
+
+
+def _above(
+    good: Floats, above: int, confidence: float, target: float, kept: Literal["bound", "mean"]
+) -> Threshold:
+    """The threshold in a gap above all but the `above` highest of sorted scores."""
+    value = placed(float(good[len(good) - 1 - max(above, 0)]), good)
     above = int((good > value).sum())
     rate = rate_of(above, len(good), (above + 1) / (len(good) + 1), confidence)
-    return Threshold(value, rate, confidence, target)
+    return Threshold(value, rate, confidence, target, kept)
 
 
 def threshold_at(value: float, scores: ArrayLike) -> Threshold:
@@ -159,9 +202,11 @@ def calibrate(
 
     Args:
         scores: (n,) finite.
-        review_rate: the share of good parts that may be called anything but good.
+        review_rate: the share of good parts that may be called anything but good, in the mean.
+            A look at a good part costs little: to promise more would leave small sets without any
+            review, just where doubt is greatest.
         reject_rate: the share that may be rejected; at most `review_rate`.
-        confidence: that either rate is kept.
+        confidence: that the reject rate is kept.
 
     Raises:
         DataError: no scores.
@@ -172,6 +217,6 @@ def calibrate(
             f"more good parts can't be rejected ({reject_rate}) than reviewed ({review_rate})"
         )
     return Calibration(
-        review=threshold_for_false_reject_rate(scores, review_rate, confidence),
+        review=threshold_for_expected_rate(scores, review_rate, confidence),
         reject=threshold_for_false_reject_rate(scores, reject_rate, confidence),
     )

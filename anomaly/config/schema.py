@@ -202,15 +202,15 @@ class ModelConfig(_Section):
 class CalibrationConfig(_Section):
     """Which share of good parts may be rejected, and which may need a second look.
 
-    The thresholds keep both with 95 % confidence. `folds` is into how many parts the training
-    images are split for their cross-fitted scores; PaDiM without groups leaves out each image
-    alone.
+    The reject rate is kept with 95 % confidence, the review rate in the mean. `folds` is into how
+    many parts the training images are split for their cross-fitted scores; PaDiM without groups
+    leaves out each image alone.
     """
 
     reject_rate: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """The share of good parts that may be rejected."""
+    """The share of good parts that may be rejected, kept with 95 % confidence."""
     review_rate: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """The share of good parts that may need a second look."""
+    """The share of good parts that may need a second look, in the mean."""
     folds: Annotated[int, Field(ge=2, le=100)] = 10
     """Into how many parts the training images are split to be scored."""
 

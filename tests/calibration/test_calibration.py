@@ -19,6 +19,7 @@ from anomaly.calibration import (
     recall_at,
     supported_rate,
     threshold_at,
+    threshold_for_expected_rate,
     threshold_for_false_reject_rate,
     verdict,
 )
@@ -124,6 +125,50 @@ def test_statement_says_how_far_to_trust():
     )
     assert threshold_for_false_reject_rate(scores, 0.08).statement.endswith("40 good images)")
     assert "about 100 % of good parts" in threshold_at(-1.0, scores).statement
+
+
+def test_review_keeps_its_rate_in_the_mean():
+    # Uniform scores: the true rate above a threshold t is 1 − t.
+    rng = np.random.default_rng(5)
+    for images, target in ((40, 0.05), (209, 0.05), (100, 0.1)):
+        got = [threshold_for_expected_rate(rng.random(images), target) for _ in range(4000)]
+        true = np.array([1 - t.value for t in got])
+        noise = 4 * true.std() / math.sqrt(len(true))
+        assert true.mean() <= target + noise
+        assert true.mean() == pytest.approx(
+            np.mean([t.false_rejects.expected for t in got]), abs=noise
+        )
+        held = np.mean([rate <= t.false_rejects.at_most for rate, t in zip(true, got, strict=True)])
+        assert held >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / len(true))
+
+
+@given(SCORES | TIED, st.floats(0.001, 0.6))
+def test_review_is_the_lowest_that_keeps_the_mean(scores, target):
+    got = threshold_for_expected_rate(scores, target)
+    good, n = np.array(scores), len(scores)
+    expected = ((good > got.value).sum() + 1) / (n + 1)
+    assert got.value not in good
+    assert got.false_rejects.expected == expected
+    assert got.supported == (expected <= target * (1 + 1e-6))
+    statistic = good[good < got.value].max()
+    lower = good[good < statistic * (1 - REACH)]
+    if got.supported:
+        next_one = ((good > lower.max()).sum() + 1) / (n + 1) if lower.size else 1.0
+        assert next_one >= target * (1 - 1e-6)
+    else:
+        assert statistic == good.max()
+
+
+def test_forty_images_leave_something_to_review():
+    both = calibrate(np.arange(40.0), review_rate=0.05, reject_rate=0.01)
+    assert both.review.value < 39 < both.reject.value
+    assert both.review.statement == (
+        "flags about 4.9 % of good parts, at most 11 % (95 % confidence, 40 good images)"
+    )
+    few = calibrate(np.arange(15.0), review_rate=0.05, reject_rate=0.01)
+    assert few.review.value == few.reject.value
+    assert few.review.statement.endswith("; 5 % in the mean needs 19 good images")
+    assert calibrate(np.arange(19.0), review_rate=0.05, reject_rate=0.01).review.supported
 
 
 def test_two_thresholds_and_their_verdicts():
