@@ -63,7 +63,7 @@ class Variant:
     power: float = 0.0
     ratio: float = 0.01
     neighbours: int = 1
-    score: str = "map"
+    score: str = "maptop1"
     smoothing: float = 4.0
     position: float = 0.0
     weight: float = 1.0
@@ -72,7 +72,7 @@ class Variant:
     @property
     def distances(self) -> Variant:
         """What distances depend on."""
-        return replace(self, score="map", smoothing=4.0)
+        return replace(self, score="maptop1", smoothing=4.0)
 
 
 FIGURES = (

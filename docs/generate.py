@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # Files of the repository that the site shows, by their place in it.
 OUTSIDE = {
     "benchmarks.md": "benchmarks/RESULTS.md",
+    "choices.md": "benchmarks/ACCURACY.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "data.md": "data/README.md",

@@ -168,12 +168,14 @@ class ModelConfig(_Section):
 
     kind: Annotated[str, AfterValidator(_known_method)] = "patchcore"
     """The method: `patchcore` or `padim`."""
-    image_score: Literal["max", "reweighted", "top_percent", "map_max"] | None = None
-    """What becomes the image score; `map_max` unless set.
+    image_score: Literal["map_top_percent", "map_max", "top_percent", "max", "reweighted"] = (
+        "map_top_percent"
+    )
+    """What becomes the image score.
 
-    `map_max` is the blurred map's maximum, what a heatmap shows; `max` that of the patch scores
-    (the PatchCore reference's, set in its configs); `reweighted` the paper's, with
-    `model.neighbours`; `top_percent` the mean of the highest 1 % of the patch scores.
+    `map_top_percent` is the mean of the blurred map's highest 1 %, `map_max` its maximum;
+    `top_percent` and `max` are those of the patch scores (`max` is the PatchCore reference's, set
+    in its configs); `reweighted` is the PatchCore paper's, with `model.neighbours`.
     """
     smoothing: Annotated[float, Field(ge=0, le=100)] = 4.0
     """σ of the Gaussian that blurs the anomaly map, in network pixels."""
@@ -246,15 +248,11 @@ class Config(_Section):
 
     @property
     def image_score_in_force(self) -> str:
-        """How image scores are made, where the config leaves it open or asks for the impossible.
-
-        The maximum of the blurred map, which is what a heatmap shows, for every method and however
-        images are sized; some image scores are one method's alone.
-        """
+        """How image scores are made: the default where the config names another method's own."""
         wanted = self.model.image_score
-        everyones = ("max", "top_percent", "map_max")
-        possible = wanted in everyones + METHODS[self.model.kind].image_scores
-        return wanted if wanted is not None and possible else "map_max"
+        others = {one for m in METHODS.values() for one in m.image_scores}
+        others -= set(METHODS[self.model.kind].image_scores)
+        return ModelConfig().image_score if wanted in others else wanted
 
     @property
     def one_aspect(self) -> bool:

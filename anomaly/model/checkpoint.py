@@ -163,7 +163,7 @@ def _config(folder: Path, manifest: dict[str, Any]) -> Config:
     """The settings in a model folder, which repeat some of what its manifest says."""
     file = folder / "config.yaml"
     try:
-        config = parse_config(yaml.safe_load(file.read_text("utf-8")), str(file))
+        config = parse_config(_settings(yaml.safe_load(file.read_text("utf-8"))), str(file))
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ModelError(f"{file} isn't YAML as this program writes it; {AGAIN}") from None
     except (OSError, AnomalyError) as error:
@@ -178,6 +178,15 @@ def _config(folder: Path, manifest: dict[str, Any]) -> Config:
     one_aspect = manifest["aspect"] is not None
     agree(folder, "one aspect for all images", one_aspect, config.one_aspect)
     return config
+
+
+def _settings(values: Any) -> Any:
+    """Saved settings as they are written today."""
+    model = values.get("model") if isinstance(values, dict) else None
+    # What wasn't set used to be left open, and meant this.
+    if isinstance(model, dict) and model.get("image_score", "") is None:
+        return {**values, "model": {**model, "image_score": "map_max"}}
+    return values
 
 
 def _unreadable(folder: Path, manifest: dict[str, Any], error: Exception) -> ModelError:

@@ -52,15 +52,15 @@ def image_scores(scores: Array, maps: Array, how: str) -> Array:
         scores: patch scores (B, h, w); NaN doesn't count.
         maps: network maps (B, H, W); NaN doesn't count.
         how: `max` of the patch scores before any blur, `top_percent` for the mean of the highest
-            1 % of them (at least one), or `map_max` for the maximum of the blurred map.
+            1 % of them (at least one), `map_max` and `map_top_percent` likewise of the blurred map.
 
     Returns:
         (B,) float32.
     """
-    xp, values = module_of(scores), maps if how == "map_max" else scores
+    xp, values = module_of(scores), maps if how.startswith("map_") else scores
     flat = values.reshape(len(values), -1)
     flat = xp.where(xp.isnan(flat), -math.inf, flat)
-    if how == "top_percent":
+    if how.endswith("top_percent"):
         counted = (flat > -math.inf).sum(1).tolist()
         best = [_highest(row, max(1, round(n / 100))) for row, n in zip(flat, counted, strict=True)]
         return xp.stack([b.mean() for b in best])
@@ -69,5 +69,5 @@ def image_scores(scores: Array, maps: Array, how: str) -> Array:
 
 def _highest(values: Array, count: int) -> Array:
     if isinstance(values, np.ndarray):
-        return np.sort(values)[::-1][:count]
+        return np.partition(values, len(values) - count)[len(values) - count :]
     return values.topk(count).values

@@ -60,14 +60,14 @@ def test_the_image_score_does_not_hang_on_how_images_are_sized(
     kind: str, image: dict[str, int]
 ) -> None:
     values = {"model": {"kind": kind}, "image": image}
-    assert Config.model_validate(values).image_score_in_force == "map_max"
+    assert Config.model_validate(values).image_score_in_force == "map_top_percent"
     chosen = {"model": {"kind": kind, "image_score": "max"}, "image": image}
     assert Config.model_validate(chosen).image_score_in_force == "max"
 
 
 def test_reweighting_needs_a_bank() -> None:
     both = Config.model_validate({"model": {"kind": "padim", "image_score": "reweighted"}})
-    assert both.image_score_in_force == "map_max"
+    assert both.image_score_in_force == "map_top_percent"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Maps against SciPy and PyTorch; marks come back where they were planted."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -89,3 +91,21 @@ def test_image_scores() -> None:
     assert image_scores(scores, maps, "max").tolist() == [199, 399]
     assert image_scores(scores, maps, "top_percent").tolist() == [198.5, 398.5]
     assert image_scores(scores, maps, "map_max").tolist() == maps.amax((1, 2)).tolist()
+    best = np.sort(maps.flatten(1).numpy())[:, -128:].mean(1)  # 1 % of 80 × 160
+    both = [image_scores(s, m, "map_top_percent") for s, m in _twice(scores, maps)]
+    for found in both:
+        np.testing.assert_allclose(found, best, rtol=1e-6)
+
+
+def test_the_highest_percent_is_of_what_counts() -> None:
+    scores = torch.arange(400.0).reshape(1, 20, 20)
+    counts = scores < 200
+    maps = network_map(scores, (160, 160), 4.0, counts)
+    shown = maps[~maps.isnan()]
+    best = shown.sort().values[-round(len(shown) / 100) :].mean()
+    for s, m in _twice(scores, maps):
+        assert image_scores(s, m, "map_top_percent")[0] == pytest.approx(float(best))
+
+
+def _twice(scores: torch.Tensor, maps: torch.Tensor) -> list[tuple[Any, Any]]:
+    return [(scores, maps), (scores.numpy(), maps.numpy())]
