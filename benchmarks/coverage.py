@@ -235,7 +235,8 @@ known to us. Their error bounds say what binning does, not what another test spl
 is whether the upper bound that is told holds, "recall" the interval for the defects of
 `calibrate --defects`. `by hand` is the threshold, among the ten highest scores, whose bound is
 worst, chosen with knowledge of the truth. `by cost` weighs an escape of 200 against a false reject
-of 5 where 1 % of parts are defective. `evaluate` is the model's false rejects and escapes on a test split.
+of 5 where 1 % of parts are defective. `evaluate` is the model's false rejects
+and escapes on a test split.
 
 {thresholds}
 
