@@ -270,4 +270,6 @@ def _threshold_json(threshold: Threshold) -> dict[str, Any]:
 
 def _threshold(values: dict[str, Any]) -> Threshold:
     rate = Rate(**values["false_rejects"])
-    return Threshold(values["value"], rate, values["confidence"], values["target"])
+    # Written from the day on that there were two ways to keep a rate.
+    kept = values.get("kept", "bound")
+    return Threshold(values["value"], rate, values["confidence"], values["target"], kept)
