@@ -29,7 +29,7 @@ from scipy.stats import betabinom
 from anomaly.calibration import GoodScores, Threshold, thresholds_from
 from anomaly.config.files import load_config
 from anomaly.datasets import open_dataset
-from anomaly.features.embedder import inside_of
+from anomaly.features.inside import inside_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import AnyView
