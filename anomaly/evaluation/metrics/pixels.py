@@ -26,6 +26,7 @@ AUPIMO_RANGE = (1e-5, 1e-4)
 _CLASSIFIED = ("pixel_auroc", "pixel_ap", "pixel_f1_max", "pixel_f1_max_threshold")
 
 NO_MASKS = "no image with a ground-truth mask"
+NO_DEFECT_MASKS = "no defective image with a ground-truth mask"
 NO_DEFECT_PIXELS = "no defect pixels where the anomaly maps have values"
 NO_GOOD_PIXELS = "no defect-free pixels where the anomaly maps have values"
 NO_GOOD_IMAGES = "no good images with a ground-truth mask"
@@ -117,9 +118,11 @@ class PixelAccumulator:
         """
         tally = self._scores.tally()
         metrics = _classification(tally) | _aupro(tally) | self._aupimo(tally) | self._lost()
-        if self._images:
+        if self._defect_pixels:
             return metrics
-        return Metrics.undefined(tuple(metrics.values), NO_MASKS)
+        return Metrics.undefined(
+            tuple(metrics.values), NO_DEFECT_MASKS if self._images else NO_MASKS
+        )
 
     def roc_curve(self, points: int = 500) -> Curve | None:
         """Recall over false-positive rate of pixels, for a plot; None without both classes."""
@@ -151,9 +154,8 @@ class PixelAccumulator:
         return _aupimo(tally)
 
     def _lost(self) -> Metrics:
-        if not self._defect_pixels:
-            return Metrics.undefined(("lost_defect_share",), "no defect pixels")
-        return Metrics({"lost_defect_share": self._lost_defect_pixels / self._defect_pixels})
+        share = self._lost_defect_pixels / max(self._defect_pixels, 1)
+        return Metrics({"lost_defect_share": share})
 
 
 def _classification(tally: Tally) -> Metrics:
