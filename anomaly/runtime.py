@@ -49,9 +49,11 @@ def device_of(device: str | torch.device) -> torch.device:
     Raises:
         AnomalyError: there is no such device here.
     """
-    _import_torch()
+    first = _torch() is None
     import torch
 
+    if first and _program.threads:  # from its first import on it computes with the program's
+        torch.set_num_threads(_program.threads)
     has_gpu = torch.cuda.is_available()
     name = str(device)
     if name == "auto":
@@ -134,15 +136,6 @@ def _torch() -> ModuleType | None:
     """Torch, if the program has imported it, and is done with that."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "set_num_threads") else None
-
-
-def _import_torch() -> None:
-    """Import torch, which computes with the program's threads from its first import on."""
-    first = _torch() is None
-    import torch
-
-    if first and _program.threads:
-        torch.set_num_threads(_program.threads)
 
 
 def take_threads() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anomaly.scorers.patchcore.array_bank import ADAPTIVE_DIMENSIONS
+from anomaly.scorers.patchcore.bank import ADAPTIVE_DIMENSIONS
 
 
 def patchcore_concat(maps: Sequence[Tensor]) -> Tensor:

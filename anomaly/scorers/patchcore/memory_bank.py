@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from anomaly.errors import ConfigError, DataError
-from anomaly.scorers.base import Align, PatchBatch, PatchScores, Scorer
+from anomaly.errors import DataError
+from anomaly.scorers.base import Align, PatchBatch, Scorer
 from anomaly.scorers.patchcore.aligner import patchcore_adaptive, patchcore_concat
-from anomaly.scorers.patchcore.array_bank import check_bank, check_channels, check_origin
+from anomaly.scorers.patchcore.bank import Bank, check_bank
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 
 # By `model.embedding`.
@@ -23,7 +23,7 @@ _BLOCK = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class MemoryBank(Scorer):
+class MemoryBank(Bank, Scorer):
     """Good patches, and where each came from.
 
     Attributes:
@@ -47,37 +47,15 @@ class MemoryBank(Scorer):
     cache: Path | None = None
     embedding: str = "concat"
     reweighting: int = 3
-    unit = "distance"
 
     @property
     def align(self) -> Align:
         """How feature maps become the embeddings that `score` takes."""
         return ALIGNERS[self.embedding]
 
-    @property
-    def dimensions(self) -> int:
-        """D, the channels of these embeddings."""
-        return self.vectors.shape[1]
-
     @cached_property
     def _neighbours(self) -> NearestNeighbors:
         return NearestNeighbors(self.vectors, self.search, self.cache)
-
-    def score(self, embeddings: Tensor) -> PatchScores:
-        """The distance of each patch to its nearest bank vector (PatchCore, section 3.3).
-
-        Differentiable in the embeddings.
-
-        Args:
-            embeddings: (B, h, w, D) float32, on the bank's device.
-
-        Raises:
-            DataError: another number of channels than the bank has.
-        """
-        check_channels(embeddings, self.dimensions)
-        shape = embeddings.shape[:3]
-        distances, found = self._neighbours.search(embeddings.reshape(-1, embeddings.shape[3]))
-        return PatchScores(distances.view(shape), found.view(shape))
 
     def neighbours(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The bank vectors nearest to patches.
@@ -104,41 +82,6 @@ class MemoryBank(Scorer):
         distances, found = self.neighbours(patches, count)
         return distances, self.origins[found]
 
-    def image_scores(self, embeddings: Tensor, scores: PatchScores) -> Tensor:
-        """The paper's image score (PatchCore, eq. 6 and 7).
-
-        The highest patch score s* of an image, at patch m_test with nearest bank vector m*, is
-        weighed by 1 − exp(‖m_test − m*‖) / Σ exp(‖m_test − m‖), the sum over m* and the vectors
-        of the bank that are nearest to it: a patch whose nearest vector is itself a rare one
-        among good patches scores higher.
-
-        Args:
-            embeddings: (B, h, w, D), those that were scored.
-            scores: what `score` said about them; -inf on patches that don't count.
-
-        Returns:
-            (B,) float32, in score units.
-
-        Raises:
-            ConfigError: the sum has fewer than 2 vectors; 1 leaves a weight of 0.
-        """
-        if self.reweighting < 2:
-            raise ConfigError(f"image-score neighbours must be at least 2, not {self.reweighting}")
-        if scores.nearest is None:
-            raise ValueError("scores name no bank vectors; take those of this bank's score()")
-        flat: Tensor = scores.scores.flatten(1)
-        highest, at = flat.max(1)
-        if len(self.vectors) == 1:
-            return highest
-        images = torch.arange(len(at), device=at.device)
-        patches = embeddings.flatten(1, 2)[images, at]
-        centre = scores.nearest.flatten(1)[images, at]
-        group = self._neighbours.search(self.vectors[centre], self.reweighting)[1]
-        distances = torch.linalg.vector_norm(self.vectors[group] - patches[:, None], dim=2)
-        # Duplicates may push m* out of its own group, so its distance is the numerator's alone.
-        share = torch.exp(highest - torch.logsumexp(distances, 1))
-        return highest * (1 - share).clamp(min=0)
-
     def graph(self) -> _BankGraph:
         """`score` as a module that can be traced."""
         return _BankGraph(self.vectors)
@@ -147,18 +90,6 @@ class MemoryBank(Scorer):
         """The same bank on another device."""
         vectors, origins = self.vectors.to(target), self.origins.to(target)
         return replace(self, vectors=vectors, origins=origins)
-
-    def check_origin(self, channels: int, images: int) -> None:
-        """See that the bank can come from a network's embeddings of so many images.
-
-        Args:
-            channels: of all hooked layers together.
-            images: training images, numbered from 0.
-
-        Raises:
-            ModelError: it can't; the message says what doesn't fit.
-        """
-        check_origin(self.origins, self.dimensions, self.embedding, channels, images)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that has to be saved, by name."""

@@ -1,0 +1,135 @@
+"""What a memory bank does alike on torch tensors and on numpy arrays. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from anomaly.arrays import Array, module_of
+from anomaly.errors import ConfigError, DataError, ModelError
+from anomaly.scorers.base import ArrayScorer, PatchScores, check_fits, check_tensors, leading
+
+ADAPTIVE_DIMENSIONS = 1024  # of embeddings, with `model.embedding: adaptive`
+
+
+class Bank(ArrayScorer):
+    """Good patches, and where each came from; how neighbours are found is the subclass's.
+
+    Attributes:
+        vectors: (M, D) float32.
+        origins: (M, 3) int32: training image, patch row, patch column.
+        embedding: how feature maps became embeddings: `concat` or `adaptive`.
+        reweighting: b, bank vectors that the re-weighted image score looks at.
+    """
+
+    vectors: Array
+    origins: Array
+    embedding: str
+    reweighting: int
+    unit = "distance"
+
+    def neighbours(self, patches: Array, count: int) -> tuple[Array, Array]:
+        """The bank vectors nearest to patches.
+
+        Args:
+            patches: (N, D) float32, on the bank's device.
+            count: K, vectors for each.
+
+        Returns:
+            Distances (N, K) float32, ascending, and indices (N, K) int64.
+        """
+        raise NotImplementedError
+
+    @property
+    def dimensions(self) -> int:
+        """D, the channels of the embeddings that `score` takes."""
+        return int(self.vectors.shape[1])
+
+    def score(self, embeddings: Array) -> PatchScores:
+        """The distance of each patch to its nearest bank vector (PatchCore, section 3.3).
+
+        Differentiable in the embeddings, where they are tensors.
+
+        Args:
+            embeddings: (B, h, w, D) float32, on the bank's device.
+
+        Raises:
+            DataError: another number of channels than the bank has.
+        """
+        *grid, channels = embeddings.shape
+        if channels != self.dimensions:
+            raise DataError(
+                f"embeddings have {channels} channels where the memory bank's have "
+                f"{self.dimensions}; use the backbone and layers it was made with"
+            )
+        distances, found = self.neighbours(embeddings.reshape(-1, channels), 1)
+        return PatchScores(distances.reshape(grid), found.reshape(grid))
+
+    def image_scores(self, embeddings: Array, scores: PatchScores) -> Array:
+        """The paper's image score (PatchCore, eq. 6 and 7).
+
+        The highest patch score s* of an image, at patch m_test with nearest bank vector m*, is
+        weighed by 1 − exp(‖m_test − m*‖) / Σ exp(‖m_test − m‖), the sum over m* and the vectors
+        of the bank that are nearest to it: a patch whose nearest vector is itself a rare one
+        among good patches scores higher.
+
+        Args:
+            embeddings: (B, h, w, D), those that were scored.
+            scores: what `score` said about them; -inf on patches that don't count.
+
+        Returns:
+            (B,) float32, in score units.
+
+        Raises:
+            ConfigError: the sum has fewer than 2 vectors; 1 leaves a weight of 0.
+        """
+        if self.reweighting < 2:
+            raise ConfigError(f"image-score neighbours must be at least 2, not {self.reweighting}")
+        if scores.nearest is None:
+            raise ValueError("scores name no bank vectors; take those of this bank's score()")
+        xp, count = module_of(embeddings), len(embeddings)
+        flat = scores.scores.reshape(count, -1)
+        highest_at = list(range(count)), flat.argmax(1)
+        highest = flat[highest_at]
+        if len(self.vectors) == 1:
+            return highest
+        patches = embeddings.reshape(count, -1, self.dimensions)[highest_at]
+        centre = scores.nearest.reshape(count, -1)[highest_at]
+        group = self.neighbours(self.vectors[centre], self.reweighting)[1]
+        distances = xp.linalg.norm(self.vectors[group] - patches[:, None], None, 2)
+        # Duplicates may push m* out of its own group, so its distance is the numerator's alone.
+        most = xp.amax(distances, 1)
+        share = xp.exp(highest - most) / xp.exp(distances - most[:, None]).sum(1)
+        return highest * (1 - share).clip(0)
+
+    def check_origin(self, channels: int, images: int) -> None:
+        """See that the bank can come from a network's embeddings of so many images.
+
+        Args:
+            channels: of all hooked layers together.
+            images: training images, numbered from 0.
+
+        Raises:
+            ModelError: it can't; the message says what doesn't fit.
+        """
+        adaptive = self.embedding == "adaptive"
+        check_fits(ADAPTIVE_DIMENSIONS if adaptive else channels, self.dimensions)
+        low, high = int(self.origins[:, 0].min()), int(self.origins[:, 0].max())
+        if low < 0 or high >= images:
+            raise ModelError(f"its memory bank comes from training image {high}, of {images}")
+
+
+def check_bank(tensors: Mapping[str, Array]) -> None:
+    """See that saved tensors are those of a memory bank.
+
+    Raises:
+        ModelError: they aren't.
+    """
+    check_tensors(
+        tensors,
+        {
+            "origins": ("int32", (-1, 3)),
+            "vectors": ("float32", (leading(tensors, "origins"), -1)),
+            "covering_radius": ("float64", ()),
+            "exact": ("bool", ()),
+        },
+    )
