@@ -52,7 +52,6 @@ class Variant:
         score: image score: `max`, `map` (maximum of the blurred map), `topP` (mean of the highest
             P % of the patch scores) or `maptopP` (likewise of the blurred map).
         smoothing: σ in network pixels.
-        position: weight of row and column, in embedding units across the whole image.
         weight: what the coarsest layer is multiplied by.
         finest: the layer whose grid the embeddings have; finer maps are averaged down to it. 0 for
             the finest of those joined.
@@ -65,7 +64,6 @@ class Variant:
     neighbours: int = 1
     score: str = "maptop1"
     smoothing: float = 4.0
-    position: float = 0.0
     weight: float = 1.0
     finest: int = 0
 
@@ -91,7 +89,6 @@ class Embedded:
     """A set's patches as a variant embeds them."""
 
     def __init__(self, images: SeenSet, variant: Variant) -> None:
-        self._variant = variant
         self._known = _all_joined(images, variant.layers, variant.finest, variant.weight)
         self.basis: Tensor | None = None
         if variant.dims:
@@ -102,11 +99,6 @@ class Embedded:
         joined = self._known[one.name]
         if self.basis is not None:
             joined = joined @ self.basis
-        if self._variant.position:
-            h, w = joined.shape[:2]
-            rows = torch.linspace(0, self._variant.position, h)[:, None].expand(h, w)
-            columns = torch.linspace(0, self._variant.position, w)[None].expand(h, w)
-            joined = torch.cat([joined, rows[..., None], columns[..., None]], 2)
         return joined
 
 
