@@ -33,6 +33,7 @@ from anomaly.model.image_score import network_map
 from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.patchcore.aligner import patchcore_concat
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
+from anomaly.scorers.subspace.fitter import PatchSubspace, SubspaceFitter
 from benchmarks.feature_cache import Seen, SeenSet, seen
 from benchmarks.generated_sets import NAMES, write
 from benchmarks.inputs import machine
@@ -43,6 +44,8 @@ class Variant:
     """One way from feature maps to scores.
 
     Attributes:
+        kind: the method, `patchcore` or `subspace`.
+        share: of the variance that a subspace keeps.
         layers: digits of the layers that are joined, of 1, 2 and 3; with `+`, each group has a bank
             of its own and scores are averaged, each in units of its median.
         dims: principal components that are kept; 0 keeps the embeddings as they are.
@@ -57,6 +60,8 @@ class Variant:
             the finest of those joined.
     """
 
+    kind: str = "patchcore"
+    share: float = 0.95
     layers: str = "23"
     dims: int = 0
     power: float = 0.0
@@ -144,6 +149,24 @@ def _basis(images: SeenSet, variant: Variant) -> Tensor:
     return (vectors[:, : variant.dims] * (scale / scale[0])).float()
 
 
+@dataclass(frozen=True, eq=False)
+class _Patches:
+    """The training patches, image by image; re-iterable."""
+
+    images: SeenSet
+    embed: Embedded
+
+    def __iter__(self) -> Iterator[PatchBatch]:
+        for i, one in enumerate(self.images.train):
+            yield PatchBatch(self.embed.of(one)[None], (i,))
+
+
+@lru_cache(maxsize=1)
+def _subspace(images: SeenSet, variant: Variant) -> PatchSubspace:
+    """Its sums are those of any share of the variance."""
+    return SubspaceFitter().fit(_Patches(images, Embedded(images, variant)))
+
+
 def patch_scores(images: SeenSet, variant: Variant, seed: int) -> tuple[list[Tensor], float]:
     """Patch scores (h, w) of each test image, and the seconds that bank and search took."""
     if "+" in variant.layers:
@@ -160,12 +183,12 @@ def patch_scores(images: SeenSet, variant: Variant, seed: int) -> tuple[list[Ten
     started = time.perf_counter()
     embed = Embedded(images, variant)
 
-    class Patches:
-        def __iter__(self) -> Iterator[PatchBatch]:
-            for i, one in enumerate(images.train):
-                yield PatchBatch(embed.of(one)[None], (i,))
-
-    bank = MemoryBankFitter(variant.ratio, seed=seed).fit(Patches())
+    if variant.kind == "subspace":
+        subspace = _subspace(images, replace(variant, share=Variant().share))
+        subspace = replace(subspace, basis=subspace.statistics.axes(variant.share, None))
+        found = [subspace.score(embed.of(one)[None]).scores[0] for one in images.test]
+        return found, time.perf_counter() - started
+    bank = MemoryBankFitter(variant.ratio, seed=seed).fit(_Patches(images, embed))
     found = []
     with torch.inference_mode():
         for one in images.test:
@@ -249,6 +272,7 @@ def main() -> None:
                 one = figures(images, scores, variant, not args.no_pixels)
                 runs[name].append({**one, "seconds": seconds})
         _spectrum.cache_clear()
+        _subspace.cache_clear()
         _all_joined.cache_clear()
         for name, every in runs.items():
             table[name][folder.name] = {

@@ -21,6 +21,8 @@ os.environ["COLUMNS"] = "100"
 
 REPOSITORY = Path(__file__).parents[1]
 _TIMES = ("time", "milliseconds")
+# By method, the fixture of a trained run.
+RUNS = {"patchcore": "run_folder", "padim": "padim_folder", "subspace": "subspace_folder"}
 SHARED = REPOSITORY.parent / "shared"
 FAST = [
     "backbone.name=resnet18",
@@ -157,6 +159,17 @@ def padim_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
     output = tmp_path_factory.mktemp("runs") / "disc"
     arguments = train_arguments(product, output, "model.kind=padim")
+    assert main(["train", *map(str, arguments)]) == 0
+    return output
+
+
+@pytest.fixture(scope="session")
+def subspace_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained subspace run; read only."""
+    from anomaly.cli import main
+
+    output = tmp_path_factory.mktemp("runs") / "disc"
+    arguments = train_arguments(product, output, "model.kind=subspace")
     assert main(["train", *map(str, arguments)]) == 0
     return output
 

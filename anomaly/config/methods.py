@@ -54,4 +54,9 @@ METHODS = {
         stages=3,
         one_grid=True,
     ),
+    "subspace": Method(
+        "Subspace",
+        "anomaly.scorers.subspace.fitter",
+        "anomaly.scorers.subspace.residual",
+    ),
 }

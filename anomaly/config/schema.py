@@ -158,7 +158,8 @@ class BackboneConfig(_Section):
 
 def _known_method(kind: str) -> str:
     if kind not in METHODS:
-        listed = " or ".join(repr(name) for name in METHODS)
+        *names, last = map(repr, METHODS)
+        listed = f"{', '.join(names)} or {last}"
         raise PydanticCustomError("literal_error", "must be {expected}", {"expected": listed})
     return kind
 
@@ -167,7 +168,7 @@ class ModelConfig(_Section):
     """What is learned from the patch embeddings. Keys of another method are allowed and unused."""
 
     kind: Annotated[str, AfterValidator(_known_method)] = "patchcore"
-    """The method: `patchcore` or `padim`."""
+    """The method: `patchcore`, `padim` or `subspace`."""
     image_score: Literal["map_top_percent", "map_max", "top_percent", "max", "reweighted"] = (
         "map_top_percent"
     )
@@ -197,6 +198,11 @@ class ModelConfig(_Section):
     """PaDiM: kept by a semi-orthogonal projection, or as a random subset of channels."""
     regularisation: Annotated[float, Field(gt=0)] = 0.01
     """PaDiM: added to each covariance's diagonal."""
+
+    variance: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Subspace: the share of the patches' variance that it keeps."""
+    components: PositiveInt | None = None
+    """Subspace: how many principal axes it has; wins over the share."""
 
 
 class CalibrationConfig(_Section):

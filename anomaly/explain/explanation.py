@@ -80,7 +80,7 @@ class GoodPatch:
         image: the training image's name.
         row: of the patch grid.
         column: of the patch grid.
-        distance: to the patch that it is compared with; None where only places are compared.
+        distance: to the patch that it is compared with; None where it only shows the same place.
     """
 
     image: str
@@ -191,8 +191,8 @@ class GoodImages:
     ) -> list[list[GoodPatch]]:
         """What patches were compared with, nearest first.
 
-        A method that keeps patches names them. One that compares a patch with the same place on
-        all good images keeps none of these, so `count` of them are taken evenly.
+        A method that keeps patches names them. One that keeps none is shown with the same place
+        on `count` good images, taken evenly.
 
         Args:
             item: the image that the patches are of.
@@ -206,7 +206,8 @@ class GoodImages:
             learned = list(self._hashes)
             picked = [learned[i * len(learned) // count] for i in range(min(count, len(learned)))]
             return [
-                [GoodPatch(name, *patch, distance=None) for name in picked] for patch in patches
+                [GoodPatch(name, *self._same_place(item, patch, name), None) for name in picked]
+                for patch in patches
             ]
         distances, origins = (part.tolist() for part in evidence)
         return [
@@ -224,6 +225,17 @@ class GoodImages:
             return absent(item)
         box = patch_box(item.view, self._grid(item), patch.row, patch.column)
         return patch_crop(display(item.decoded), box)
+
+    def _same_place(self, item: Loaded, patch: tuple[int, int], name: str) -> tuple[int, int]:
+        """Where a patch of an image would be on a training image, whose grid may be another."""
+        other = self._image(name)
+        if isinstance(other, str):
+            return patch
+        row, column = (
+            (2 * place + 1) * there // (2 * here)
+            for place, here, there in zip(patch, self._grid(item), self._grid(other), strict=True)
+        )
+        return row, column
 
     def missing(self) -> dict[str, str]:
         """Images that were wanted but couldn't be shown, and why."""

@@ -149,7 +149,7 @@ def explain_score(
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
     pictures["score_gradient"] = _gradient(detector, prediction, worst, heatmap)
     pictures["evidence"] = evidence
-    return Explanation(prediction, pictures, facts, _notes(prediction, good))
+    return Explanation(prediction, pictures, facts, _notes(detector.method, prediction, good))
 
 
 def _heatmap(prediction: Prediction, item: Loaded) -> RgbImage:
@@ -173,12 +173,12 @@ def _gradient(
     )
 
 
-def _notes(prediction: Prediction, good: GoodImages) -> list[str]:
+def _notes(method: str, prediction: Prediction, good: GoodImages) -> list[str]:
     notes = []
     if prediction.nearest is None:
         notes.append(
-            "the nearest good patches: PaDiM keeps none, only means and covariances of each place; "
-            "evidence.png has the same place on some good images instead"
+            f"the nearest good patches: {method} keeps none; evidence.png has the same place on "
+            "some good images instead"
         )
     if missing := good.missing():
         name, reason = next(iter(missing.items()))

@@ -9,6 +9,7 @@ from conftest import REPOSITORY
 from pydantic import BaseModel
 
 from anomaly.config.files import load_config
+from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
 from anomaly.errors import ConfigError
 
@@ -23,7 +24,7 @@ def _write(folder: Path, text: str, name: str = "part.yaml") -> Path:
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda f: f.stem)
 def test_every_shipped_config_is_valid(file: Path) -> None:
-    for kind in ("patchcore", "padim"):
+    for kind in METHODS:
         config = load_config(file, [f"model.kind={kind}"])
         assert config.name == file.stem
         assert config.model.kind == kind
@@ -54,7 +55,7 @@ def test_overrides_win_over_file_over_base(tmp_path: Path) -> None:
     assert load_config(file, ["model.coreset_ratio=1e-2"]).model.coreset_ratio == 0.01
 
 
-@pytest.mark.parametrize("kind", ["patchcore", "padim"])
+@pytest.mark.parametrize("kind", METHODS)
 @pytest.mark.parametrize("image", [{}, {"resize": 256}, {"resize": 256, "crop": 224}])
 def test_the_image_score_does_not_hang_on_how_images_are_sized(
     kind: str, image: dict[str, int]

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -73,6 +74,7 @@ SETTINGS: dict[str, list[str]] = {
         "model.image_score=top_percent",
     ],
     "padim": ["model.kind=padim"],
+    "subspace": ["model.kind=subspace"],
     "padim, more images than dimensions": ["model.kind=padim", "model.dimensions=6"],
 }
 
@@ -178,6 +180,25 @@ def test_padim_compares_with_the_same_place_on_several_good_images(
     ((*near,),) = good.nearest(item, [(3, 4)])
     assert len({patch.image for patch in near}) == 5
     assert {(patch.row, patch.column, patch.distance) for patch in near} == {(3, 4, None)}
+
+
+def test_the_same_place_on_an_image_of_another_shape(
+    subspace_folder: Path, product: Path, tmp_path: Path
+) -> None:
+    model = opened(subspace_folder)
+    tall = cv2.imread(str(product / "test" / "good" / "000.png"))
+    cv2.imwrite(str(tmp_path / "tall.png"), cv2.resize(tall, (60, 300)))
+    item = loaded(model, tmp_path / "tall.png")
+    good = GoodImages(model, model.manifest, [product], partial(load, 0, loading=model.loading))
+    height, width = model.score([item])[0].patch_scores.shape
+    here = model.score([loaded(model, product / "test" / "good" / "000.png")])[0].patch_scores
+    assert height > here.shape[0]
+    places = [(0, 0), (height // 2, 1), (height - 1, width - 1)]
+    for (row, column), near in zip(places, good.nearest(item, places), strict=True):
+        for patch in near:  # the patch on which the middle of the other one lies
+            assert patch.row == int((row + 0.5) / height * here.shape[0])
+            assert patch.column == int((column + 0.5) / width * here.shape[1])
+            good.crop(patch)
 
 
 @pytest.mark.parametrize("inside", ["", "train", "train/good"])

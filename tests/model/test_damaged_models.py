@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import Command
+from conftest import RUNS, Command
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -48,10 +48,10 @@ def bank(run_folder: Path, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.fixture(params=["patchcore", "padim"])
+@pytest.fixture(params=RUNS)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of a trained model's folder."""
-    fixture = "run_folder" if request.param == "patchcore" else "padim_folder"
+    fixture = RUNS[request.param]
     folder = tmp_path / "model"
     shutil.copytree(request.getfixturevalue(fixture) / "model", folder)
     return folder

@@ -16,7 +16,7 @@ from anomaly.model.suspects import COUNT, Suspects
 from anomaly.scorers.base import PatchBatch
 
 
-@pytest.mark.parametrize("kind", ["patchcore", "padim"])
+@pytest.mark.parametrize("kind", ["patchcore", "padim", "subspace"])
 @pytest.mark.parametrize("tiles", ["null", "64"])
 def test_a_planted_defect_is_among_the_three_most_suspicious(
     kind: str, tiles: str, tmp_path: Path, command: Command
