@@ -145,12 +145,13 @@ class BackboneConfig(_Section):
     """
 
     name: str = "wide_resnet50_2"
-    """Any torchvision classification network, or `resnet50_v1` (stride in the first 1×1)."""
+    """Any torchvision classification network, `resnet50_v1` (stride in the first 1×1), or one of
+    timm, `timm/vit_small_patch14_dinov2`, say."""
     weights: str = "imagenet"
     """`imagenet`, a `.safetensors` or `.pth` file, or `random`.
 
     `imagenet` is torchvision's official file: on disk in `$ANOMALY_WEIGHTS`, `weights/` or torch's
-    cache, else downloaded; its hash is checked.
+    cache, else downloaded; its hash is checked. Of timm it is the file in the Hugging Face cache.
     """
     layers: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Paths as PyTorch prints them, or `layer1[-1]`; by family and kind unless set."""

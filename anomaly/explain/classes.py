@@ -15,7 +15,7 @@ from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
 from anomaly.explain.patches import marked
 from anomaly.explain.tiles import RgbImage, beside, glowing, signed, stacked
 from anomaly.features.backbones import build, full_network, normalisation, official_weights
-from anomaly.features.layer_table import last_map, layer_table, stages, takes_oblong
+from anomaly.features.layer_table import last_map, layer_table, side_multiple, stages, token_layer
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.image import MAX_PIXELS
@@ -35,7 +35,7 @@ def explain_class(
     classes: Sequence[int] | None = None,
     before: str = "",
 ) -> Explained:
-    """Show what a torchvision classifier sees in an image.
+    """Show what a classifier sees in an image.
 
     Args:
         name: of the network.
@@ -55,8 +55,9 @@ def explain_class(
         AnomalyError: there is no such network, class or weights file.
     """
     table = layer_table(build(name), size)
-    side = None if takes_oblong(build(name)) else size
-    loading = Loading(Sizing(side, None, size, 32), None, MAX_PIXELS)
+    multiple = side_multiple(build(name))
+    sizing = Sizing(size if multiple is None else None, None, size, multiple or 32)
+    loading = Loading(sizing, None, MAX_PIXELS)
     item = read_one(path, loading, decoders)
     network = full_network(name, weights).requires_grad_(False).to(device)
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)
@@ -74,9 +75,9 @@ def explain_class(
         {"index": c, "name": _class_name(name, c), "probability": float(chances[c])}
         for c in classes
     ]
-    layer = last_map(table)
+    layer = last_map(table) or token_layer(table)
     if layer is None:
-        shown.notes.append(f"Grad-CAM: {name} puts out no late feature map")
+        shown.notes.append(f"Grad-CAM: {name} puts out neither a late feature map nor tokens")
         return shown
     if not _can_be_guided(network):
         shown.notes.append(f"guided Grad-CAM: {name} has no ReLU layers")

@@ -142,8 +142,8 @@ def score_gradient(detector: AnomalyDetector, item: Loaded) -> Tensor:
     def score(images: Tensor) -> Tensor:
         with capture(network, layers, stop=True, grad=True) as captured:
             captured.run(detector.normalise(images))
-            maps = captured.pop()
-        embeddings = detector.embedder.align([maps[layer] for layer in layers])
+            maps = detector.extractor.maps_of(captured.pop(), images)
+        embeddings = detector.embedder.align(maps)
         inside = inside_of([item], embeddings, detector.region)
         found: Tensor = detector.score_patches(embeddings, item.view.size, inside)[1]
         return found

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from anomaly.errors import LayerError
 from anomaly.explain.tiles import RgbImage, captioned, colored, grid, resized, stacked
+from anomaly.features.tokens import Layout
 from anomaly.hooks import capture
 
 _TILE = 120
@@ -19,7 +20,11 @@ _COLUMNS = 6
 
 
 def feature_map_pictures(
-    model: nn.Module, image: Tensor, layers: Sequence[str], n_channels: int = 16
+    model: nn.Module,
+    image: Tensor,
+    layers: Sequence[str],
+    n_channels: int = 16,
+    layouts: Sequence[Layout] | None = None,
 ) -> dict[str, RgbImage]:
     """Draw what each layer makes of an image.
 
@@ -28,6 +33,7 @@ def feature_map_pictures(
         image: (3, H, W), normalised as the network wants it, on the network's device.
         layers: paths of layers that put out feature maps, see `anomaly.hooks.match`.
         n_channels: how many channels are shown, the most active first.
+        layouts: how each layer's output becomes a feature map, where it isn't one.
 
     Returns:
         For each layer's path a picture (h', w', 3): the image, PCA to RGB, then the channels.
@@ -37,7 +43,13 @@ def feature_map_pictures(
     """
     with torch.no_grad(), capture(model, layers, stop=True) as captured:
         captured.run(image[None])
-        maps = captured.pop_numpy()
+        outputs = captured.pop()
+    if layouts is not None:
+        outputs = {
+            layer: layout.map_of(outputs[layer], image.shape[1:])
+            for layer, layout in zip(layers, layouts, strict=True)
+        }
+    maps = {layer: output.float().cpu().numpy() for layer, output in outputs.items()}
     shown = _as_picture(image.detach().cpu().float().numpy())
     return {
         layer: feature_map_picture(_one_map(values, layer), layer, shown, n_channels)

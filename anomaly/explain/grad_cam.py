@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from anomaly.errors import AnomalyError, LayerError
 from anomaly.explain.saliency import guided_backpropagation
+from anomaly.features.tokens import Layout, token_stride
 from anomaly.hooks import capture
 
 
@@ -21,6 +22,8 @@ def grad_cam(
     model: nn.Module, image: Tensor, layer: str, target_class: int | None = None
 ) -> NDArray[np.float32]:
     """Where the evidence for a class lies (eq. 1 and 2).
+
+    Of a transformer the tokens of the patches stand for the positions of a map.
 
     Args:
         model: a classifier in eval mode, whose output for one image is (1, classes).
@@ -40,12 +43,15 @@ def grad_cam(
     with torch.enable_grad(), capture(model, layer, grad=True) as captured:
         score = _class_score(captured.run(batch), target_class)
         ((path, maps),) = captured.pop().items()
-        if maps.ndim != 4:
-            raise LayerError(
-                f"{path!r} puts out shape {tuple(maps.shape)}, not a feature map (1, C, h, w): "
-                "choose a layer before the pooling"
-            )
         (gradients,) = torch.autograd.grad(score, maps, materialize_grads=True)
+    if maps.ndim == 3 and (stride := token_stride(maps.shape[1], image.shape[1:])):
+        tokens = Layout("tokens", maps.shape[2], stride)
+        maps, gradients = (tokens.map_of(one, image.shape[1:]) for one in (maps, gradients))
+    if maps.ndim != 4:
+        raise LayerError(
+            f"{path!r} puts out shape {tuple(maps.shape)}, not a feature map (1, C, h, w): "
+            "choose a layer before the pooling"
+        )
     weights = gradients.mean(dim=(2, 3), keepdim=True)  # eq. 1
     evidence = functional.relu((weights * maps).sum(dim=1, keepdim=True)).detach()  # eq. 2
     cam = functional.interpolate(evidence.float(), image.shape[1:], mode="bilinear")[0, 0]

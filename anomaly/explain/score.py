@@ -141,7 +141,7 @@ def explain_score(
     worst = tile_of(item, (height, width), patches[0])
     network, layers = detector.extractor.network, detector.extractor.layers
     seen = network_input([worst], detector.normalise, detector.device)[0]
-    maps = feature_map_pictures(network, seen, layers)
+    maps = feature_map_pictures(network, seen, layers, layouts=detector.extractor.layouts)
 
     heatmap = _heatmap(prediction, item)
     good = GoodImages(detector, detector.manifest, folders, read)

@@ -23,7 +23,7 @@ from anomaly.features.backbones import (
     read_weights,
 )
 from anomaly.features.extractor import truncate_in_place
-from anomaly.features.layer_table import takes_oblong
+from anomaly.features.layer_table import side_multiple
 from anomaly.files.writing import sha256_of
 from anomaly.hooks import capture
 from anomaly.imaging.decoder_pool import Decoders
@@ -95,7 +95,7 @@ def from_model(folder: Path, layers: Sequence[str] | None = None) -> Source:
 def from_backbone(
     name: str, weights: str, size: int, *, square: bool = False, layers: Sequence[str] | None = None
 ) -> Source:
-    """A torchvision network.
+    """A network of torchvision or timm.
 
     Args:
         name: of the network.
@@ -110,7 +110,8 @@ def from_backbone(
     layers = layers or _default_layers(name)
     network = build(name)
     outputs = truncate_in_place(network, layers, size)
-    if not (square or takes_oblong(build(name), layers)):
+    multiple = side_multiple(build(name), layers)
+    if not square and multiple is None:
         raise ConfigError(
             f"{name} takes square images only; add --square to squash them to {size}×{size}"
         )
@@ -123,7 +124,7 @@ def from_backbone(
         "input_size": size,
         "square": square,
     }
-    sizing = Sizing(size if square else None, None, size, _STRIDE)
+    sizing = Sizing(size if square else None, None, size, multiple or _STRIDE)
     loading = Loading(sizing, None, MAX_PIXELS)
     return Source(network, _channel_axes(outputs), loading, normalisation(name), settings)
 

@@ -47,14 +47,15 @@ class _Network(nn.Module):
         self.register_buffer("mean", torch.tensor(normalise.mean).view(3, 1, 1))
         self.register_buffer("std", torch.tensor(normalise.std).view(3, 1, 1))
         self._layers, self._align = extractor.layers, detector.scorer.align
+        self._maps_of = extractor.maps_of
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         # Without the early stop, which a trace can't follow: what runs behind the last layer has no
         # weights any more, and no use, so that it isn't in the graph.
         with capture(self.network, self._layers) as captured:
             captured.run((images - self.mean) / self.std)
-            maps = captured.pop()
-        return (self._align([maps[layer] for layer in self._layers]),)
+            maps = self._maps_of(captured.pop(), images)
+        return (self._align(maps),)
 
 
 class _Whole(nn.Module):

@@ -1,4 +1,4 @@
-"""Name -> torchvision network, its weights, normalisation and default layers."""
+"""Name -> network of torchvision or timm, its weights, normalisation and default layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import torchvision
 from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, WeightsError, nearest
-from anomaly.features.weights import file_state, official_file, official_state
+from anomaly.features import timm_networks
+from anomaly.features.timm_networks import is_timm
+from anomaly.features.weights import file_state, official_file, official_state, read_state
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class Normalisation:
 
 
 def known_backbones() -> list[str]:
-    """The names that `build` takes."""
+    """The names of torchvision that `build` takes; timm's begin with `timm/`."""
     return sorted([*torchvision.models.list_models(module=torchvision.models), "resnet50_v1"])
 
 
@@ -57,6 +59,9 @@ def build(name: str) -> nn.Module:
     Raises:
         ConfigError: no such network.
     """
+    if is_timm(name):
+        with torch.device("meta"):
+            return timm_networks.build(name)
     if name not in known_backbones():
         raise ConfigError(
             f"backbone.name {name!r} isn't a network; {nearest(name, known_backbones())}"
@@ -93,6 +98,9 @@ def _stride_in_first_convolution(network: nn.Module) -> None:
 def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]:
     """The layers to hook when the config names none: those at strides 4, 8 and 16.
 
+    Of a transformer whose blocks have one stride they are the blocks after half, three quarters
+    and all of it.
+
     Args:
         name: of the network.
         network: of a family that has defaults.
@@ -112,7 +120,9 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
     return stages[-count:]
 
 
-def _stages(name: str, network: nn.Module) -> tuple[str, str, str] | None:
+def _stages(name: str, network: nn.Module) -> tuple[str, ...] | None:
+    if is_timm(name):
+        return timm_networks.stages(network) or None
     if name == "mobilenet_v3_large":
         return "features.3", "features.6", "features.12"
     if name == "mobilenet_v3_small":
@@ -130,6 +140,9 @@ def _stages(name: str, network: nn.Module) -> tuple[str, str, str] | None:
 
 def normalisation(name: str) -> Normalisation:
     """The normalisation that the network's official weights were trained with."""
+    if is_timm(name):
+        said = timm_networks.settings(name)
+        return Normalisation(tuple(said["mean"]), tuple(said["std"]))
     weights = official_weights(name)
     if weights is None:
         return Normalisation(IMAGENET_MEAN, IMAGENET_STD)
@@ -137,13 +150,21 @@ def normalisation(name: str) -> Normalisation:
     return Normalisation(tuple(preset.mean), tuple(preset.std))
 
 
+def licence(name: str) -> str | None:
+    """The licence of a network's official weights, where it is known: timm says it of its own."""
+    return timm_networks.settings(name).get("license") if is_timm(name) else None
+
+
 # For anomalies, the best first; the first is that of the papers.
 _BY_ACCURACY = ("wide_resnet50_2", "resnet50", "resnet18", "mobilenet_v2", "mobilenet_v3_large")
 
 
 def official_weights(name: str) -> Any | None:
-    """Torchvision's enum member for `imagenet`: the first release, the one the papers used."""
-    if name == "resnet50_v1":
+    """Torchvision's enum member for `imagenet`: the first release, the one the papers used.
+
+    None for a network that torchvision publishes no weights for.
+    """
+    if name == "resnet50_v1" or is_timm(name):
         return None
     members = list(torchvision.models.get_model_weights(name))
     return next((m for m in members if m.name == "IMAGENET1K_V1"), members[0])
@@ -175,7 +196,8 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[dict[str, Tensor],
 
     Args:
         name: the network.
-        weights: `imagenet`, `random`, or the path of a `.safetensors` or `.pth` file.
+        weights: `imagenet` for the official ones, `random`, or the path of a `.safetensors` or
+            `.pth` file. Official ones of timm are those in the user's Hugging Face cache.
         seed: for random weights, which have no file.
 
     Raises:
@@ -183,6 +205,12 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[dict[str, Tensor],
     """
     if weights == "random":
         return _random_state(name, seed), None
+    if is_timm(name):
+        if weights == "imagenet":
+            state, sha256 = read_state(timm_networks.cached_file(name))
+        else:
+            state, sha256 = file_state(Path(weights))
+        return timm_networks.renamed(state, build(name)), sha256
     if weights != "imagenet":
         return file_state(Path(weights))
     official = official_weights(name)
@@ -244,11 +272,12 @@ def load_state(
     versioned = OrderedDict(filled)
     versioned._metadata = wanted._metadata  # type: ignore[attr-defined]
     network.load_state_dict(versioned, assign=True)
+    timm_networks.fill_buffers(network)
 
 
 def _is_usable(key: str, values: Tensor) -> bool:
     if not values.is_floating_point():
-        return key.endswith("num_batches_tracked")
+        return not values.is_complex()  # counters, and indices of windows
     if not values.numel():
         return True
     low, high = values.aminmax()
@@ -272,6 +301,8 @@ def _random_state(name: str, seed: int) -> dict[str, Tensor]:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        if is_timm(name):
+            return dict(timm_networks.build(name).state_dict())
         extra = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
         network = torchvision.models.get_model(_torchvision_name(name), weights=None, **extra)
     return dict(network.state_dict())

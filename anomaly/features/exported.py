@@ -25,16 +25,23 @@ class ExportedNetwork:
         layers: that are hooked in the network it was made of; channels and strides are theirs.
         channels: likewise.
         strides: likewise.
+        patch: likewise, see `FeatureExtractor.patch`.
     """
 
     def __init__(
-        self, graph: Graph, layers: Sequence[str], channels: Sequence[int], strides: Sequence[int]
+        self,
+        graph: Graph,
+        layers: Sequence[str],
+        channels: Sequence[int],
+        strides: Sequence[int],
+        patch: int | None = None,
     ) -> None:
         self._graph = graph
         self.engine = graph.engine
         self.precision = graph.precision
         self.version = graph.version
         self.layers, self.channels, self.strides = tuple(layers), tuple(channels), tuple(strides)
+        self.patch = patch
 
     @property
     def coarsest_stride(self) -> int:

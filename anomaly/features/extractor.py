@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
 from anomaly.features.folding import Pair, Reads, foldable, folded
+from anomaly.features.layer_table import takes
+from anomaly.features.tokens import Layout, layout_of
 from anomaly.hooks import HookSet, capture, resolve
 
+# Sides of dry-run images: multiples of 32 both, the other one of patches of 14 pixels.
+PROBES = (256, 224)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -40,8 +45,7 @@ class FeatureExtractor:
         network: an already truncated network (see `truncate`), with its weights in float32. It
             stays as it is; what runs is a copy with its batch norms folded.
         layers: canonical paths, in the order in which they run.
-        channels: C of each layer.
-        strides: stride of each layer.
+        layouts: how each layer's output lies.
         copies: whether a later layer overwrites a wanted one in place.
         pairs: convolutions and batch norms to fold, see `anomaly.features.folding`.
         precision: `fp32` or `bf16`, the number format that the network runs in.
@@ -56,16 +60,16 @@ class FeatureExtractor:
         self,
         network: nn.Module,
         layers: Sequence[str],
-        channels: Sequence[int],
-        strides: Sequence[int],
+        layouts: Sequence[Layout],
         copies: bool,
         pairs: Sequence[Pair],
         precision: str = "fp32",
     ) -> None:
         self.network = network.eval().requires_grad_(False)
         self.layers = tuple(layers)
-        self.channels = tuple(channels)
-        self.strides = tuple(strides)
+        self.layouts = tuple(layouts)
+        self.channels = tuple(layout.channels for layout in layouts)
+        self.strides = tuple(layout.stride for layout in layouts)
         self.precision = precision
         self._copies = copies
         self.pairs = tuple(pairs)
@@ -75,13 +79,17 @@ class FeatureExtractor:
         """The largest stride of the hooked layers."""
         return max(self.strides)
 
+    @property
+    def patch(self) -> int | None:
+        """The side of the patches that a transformer cuts images into; None for other networks."""
+        return next((layout.patch for layout in self.layouts if layout.patch), None)
+
     def to(self, device: torch.device | str, precision: str) -> FeatureExtractor:
         """The same extractor, on a device and in a number format."""
         return FeatureExtractor(
             self.network.to(device),
             self.layers,
-            self.channels,
-            self.strides,
+            self.layouts,
             self._copies,
             self.pairs,
             precision,
@@ -107,11 +115,31 @@ class FeatureExtractor:
             capture(engine, self.layers, stop=True, clone=self._copies) as captured,
         ):
             captured.run(images)
-            maps = captured.pop()
+            maps = self.maps_of(captured.pop(), images)
         return [
-            FeatureMap(layer, maps[layer], s)
-            for layer, s in zip(self.layers, self.strides, strict=True)
+            FeatureMap(layer, values, stride)
+            for layer, values, stride in zip(self.layers, maps, self.strides, strict=True)
         ]
+
+    def maps_of(self, outputs: Mapping[str, Tensor], images: Tensor) -> list[Tensor]:
+        """Feature maps (B, C, h, w) of the layers, in their order.
+
+        Args:
+            outputs: what the layers put out, by path.
+            images: (B, 3, H, W), what the network was shown.
+        """
+        return [
+            layout.map_of(outputs[layer], images.shape[2:])
+            for layer, layout in zip(self.layers, self.layouts, strict=True)
+        ]
+
+
+class Nothing(nn.Module):
+    """Stands where a part was that isn't needed: gives back its first argument."""
+
+    def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Whatever else the part was called with."""
+        return first
 
 
 @dataclass(frozen=True)
@@ -121,27 +149,33 @@ class Truncated:
     Attributes:
         network: on the meta device; what doesn't run before the last layer is gone.
         layers: canonical paths, in the order in which they run.
-        channels: C of each layer.
-        strides: stride of each layer.
+        layouts: how each layer's output lies.
         copies: whether a later layer overwrites a wanted one in place.
         pairs: convolutions and batch norms that inference may fold.
     """
 
     network: nn.Module
     layers: tuple[str, ...]
-    channels: tuple[int, ...]
-    strides: tuple[int, ...]
+    layouts: tuple[Layout, ...]
     copies: bool
     pairs: tuple[Pair, ...]
 
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """C of each layer."""
+        return tuple(layout.channels for layout in self.layouts)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Stride of each layer."""
+        return tuple(layout.stride for layout in self.layouts)
+
     def extractor(self) -> FeatureExtractor:
         """The extractor, once the network has its weights."""
-        return FeatureExtractor(
-            self.network, self.layers, self.channels, self.strides, self.copies, self.pairs
-        )
+        return FeatureExtractor(self.network, self.layers, self.layouts, self.copies, self.pairs)
 
 
-def truncate(network: nn.Module, layers: Sequence[str], probe: int = 256) -> Truncated:
+def truncate(network: nn.Module, layers: Sequence[str], probe: int | None = None) -> Truncated:
     """Drop every part of a network that isn't needed to compute `layers`, in place.
 
     A dry run on the meta device, which computes nothing, shows which parameters are touched before
@@ -150,25 +184,31 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int = 256) -> Tru
     Args:
         network: on the meta device.
         layers: paths in any form that `anomaly.hooks.resolve` takes.
-        probe: side of the square dry-run image; any size that the network accepts.
+        probe: side of the square dry-run image; by default the first of `PROBES` that it takes.
 
     Raises:
-        LayerError: a layer doesn't exist, never runs, or gives no (B, C, h, w) map.
+        LayerError: a layer doesn't exist, never runs, or gives neither a map nor tokens; or it
+            gives something else than a map (B, C, h, w), of a network that takes squares only.
     """
-    outputs = truncate_in_place(network, layers, probe)
-    for path, output in outputs.items():
-        # A square image must give a square grid; Swin's (B, h, w, C) doesn't.
-        if output.ndim != 4 or output.shape[2] != output.shape[3]:
-            raise LayerError(
-                f"layer {path!r} gives {tuple(output.shape)}, not a feature map (B, C, h, w); "
-                "choose another layer"
-            )
+    sides = (probe,) if probe else PROBES
+    try:
+        probe, outputs = sides[0], truncate_in_place(network, layers, sides[0])
+    except LayerError:
+        probe, outputs = sides[-1], truncate_in_place(network, layers, sides[-1])
+    layouts = tuple(layout_of(path, output, probe) for path, output in outputs.items())
+    oblong = all(layout.axes == "map" for layout in layouts) or takes(
+        network, probe, 2 * probe, list(outputs)
+    )
+    if not oblong:
+        raise LayerError(
+            f"{type(network).__name__} takes images of {probe}×{probe} only, so its tokens can't "
+            "be placed on others; choose another network"
+        )
     image = torch.empty(1, 3, probe, probe, device="meta")
     return Truncated(
         network,
         tuple(outputs),
-        tuple(int(output.shape[1]) for output in outputs.values()),
-        tuple(max(1, round(probe / int(output.shape[3]))) for output in outputs.values()),
+        layouts,
         _overwritten(network, list(outputs), image),
         foldable(network, list(outputs), image),
     )
@@ -227,6 +267,6 @@ def _drop_unused(module: nn.Module, used: set[int], keep: Sequence[str], path: s
         tensors = [*child.parameters(), *child.buffers()]
         wanted = any(p == inner or p.startswith(inner + ".") for p in keep)
         if tensors and not wanted and not any(id(t) in used for t in tensors):
-            module.register_module(name, nn.Identity())
+            module.register_module(name, Nothing())
         else:
             _drop_unused(child, used, keep, inner)

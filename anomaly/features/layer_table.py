@@ -120,19 +120,32 @@ def show(
         ) from None
 
 
-def takes_oblong(network: nn.Module, layers: Sequence[str] = ()) -> bool:
-    """Whether a network takes images that aren't square, which vision transformers don't.
+def takes(network: nn.Module, height: int, width: int, layers: Sequence[str] = ()) -> bool:
+    """Whether a network takes images of a size.
 
     Args:
         network: as for `layer_table`.
+        height: of the image.
+        width: of the image.
         layers: whether it gets as far as the last of these; all the way if there are none.
     """
     try:
         with capture(network, list(layers) or "", stop=True) as captured:
-            show(network, 224, 256, captured.run)
+            show(network, height, width, captured.run)
     except LayerError:
         return False
     return True
+
+
+def side_multiple(network: nn.Module, layers: Sequence[str] = ()) -> int | None:
+    """What sides of images have to be multiples of; None for squares of one size only.
+
+    Args:
+        network: as for `layer_table`.
+        layers: as for `takes`.
+    """
+    fits = (m for m in (32, 14) if takes(network, 7 * m, 8 * m, layers))
+    return next(fits, None)
 
 
 def stages(table: Sequence[Layer]) -> list[str]:
@@ -161,6 +174,24 @@ def last_map(table: Sequence[Layer]) -> str | None:
         if x.path and x.stride is not None and x.share is not None and x.share > 0.5
     ]
     return max(late, key=_finished).path if late else None
+
+
+def token_layer(table: Sequence[Layer]) -> str | None:
+    """The last but one of a transformer's blocks, where gradients still reach each patch's token.
+
+    A class is read from the class token, so the last block's other tokens count for nothing.
+
+    Returns:
+        Of the outermost layers of one kind that put out tokens (1, N, C), four at least; None
+        where there are none.
+    """
+    blocks: dict[tuple[int, str, str], list[Layer]] = {}
+    for x in sorted(table, key=_finished):
+        if x.shape is not None and len(x.shape) == 3:
+            key = _depth(x), x.path.rpartition(".")[0], x.kind
+            blocks.setdefault(key, []).append(x)
+    several = [key for key, layers in blocks.items() if len(layers) >= 4]
+    return blocks[min(several)][-2].path if several else None
 
 
 def _depth(layer: Layer) -> int:

@@ -94,7 +94,16 @@ def file_state(path: Path) -> tuple[dict[str, Tensor], str]:
         raise WeightsError(
             f"backbone.weights: {path} is neither a .safetensors nor a .pth file; convert it first"
         )
-    return _read(path), _sha256(path)
+    return read_state(path)
+
+
+def read_state(file: Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors in a file, and its sha256.
+
+    Raises:
+        WeightsError: it is damaged.
+    """
+    return _read(file), _sha256(file)
 
 
 def _download(url: str, name: str, prefix: str) -> Path:

@@ -29,11 +29,16 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
     """
     from anomaly.features.backbones import build, default_layers, load_state, read_weights
     from anomaly.features.extractor import truncate
+    from anomaly.features.tokens import check_side
 
     name = config.backbone.name
     full = build(name)
     layers = config.backbone.layers or default_layers(name, full, METHODS[config.model.kind].stages)
     truncated = truncate(build(name), layers)
+    for key in ("crop", "resize"):
+        if side := getattr(config.image, key):
+            check_side(f"image.{key}", side, truncated.layouts)
+            break
     state, sha256 = read_weights(name, config.backbone.weights, config.seed)
     load_state(truncated.network, state, full, f"the weights file for backbone.name {name}")
     return truncated.extractor().to(device, "fp32"), sha256

@@ -149,6 +149,7 @@ def _computed_stages(
     truncated = truncate(build(config.backbone.name), backbone["layers"])
     agree(folder, "channels", backbone["channels"], list(truncated.channels))
     agree(folder, "strides", backbone["strides"], list(truncated.strides))
+    agree(folder, "patch", backbone.get("patch"), truncated.extractor().patch)
     state, full = load_file(folder / BACKBONE), build(config.backbone.name)
     load_state(truncated.network, state, full, str(folder / BACKBONE))
     return {

@@ -118,7 +118,8 @@ def open_network(
     backbone = manifest["backbone"]
     file = folder / export["network"]["file"]
     graph = Graph(file, export["engine"], export["precision"], get_threads())
-    return ExportedNetwork(graph, backbone["layers"], backbone["channels"], backbone["strides"])
+    layers, channels, strides = (backbone[key] for key in ("layers", "channels", "strides"))
+    return ExportedNetwork(graph, layers, channels, strides, backbone.get("patch"))
 
 
 def exported_stages(network: ExportedNetwork, folder: Path, config: Config) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Index = Annotated[int, Field(ge=0, lt=2**63)]
 _Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _Mean = Annotated[float, Field(ge=0, le=1)]  # of values in [0, 1]
-_ABSENT: Any = None  # a file that not every model has; where it is named, it isn't null
+_ABSENT: Any = None  # what not every model has; where it is named, it isn't null
 _Deviation = Annotated[float, Field(ge=1e-3, le=1)]
 
 
@@ -50,6 +50,8 @@ class _Backbone(Part):
     std: tuple[_Deviation, _Deviation, _Deviation]
     weights: str
     weights_sha256: _Sha256 | None
+    weights_licence: str = _ABSENT
+    patch: _Count = _ABSENT
 
 
 class _MadeWith(Part):

@@ -88,7 +88,12 @@ def manifest_of(
         training_images: sha256 of every training image learned from, by name, in order.
         refused_images: index among all training images of each that couldn't be used, by name.
     """
-    extractor = detector.extractor
+    extractor, name = detector.extractor, detector.config.backbone.name
+    from anomaly.features.backbones import licence
+
+    stated = licence(name) if weights_sha256 else None
+    further = {"weights_licence": stated, "patch": extractor.patch}
+    recorded = (*_RECORDED, "timm") if name.startswith("timm/") else _RECORDED
     return {
         "software_version": __version__,
         "name": detector.config.name,
@@ -103,9 +108,10 @@ def manifest_of(
             "std": list(detector.normalise.std),
             "weights": portable(detector.config)["backbone"]["weights"],
             "weights_sha256": weights_sha256,
+            **{key: value for key, value in further.items() if value is not None},
         },
         "made_with": {
-            "packages": {name: _version(name) for name in _RECORDED},
+            "packages": {name: _version(name) for name in recorded},
             "python": platform.python_version(),
             "machine": platform.machine(),
             "device": detector.device.type,

@@ -83,7 +83,10 @@ class ScoringPipeline:
     @cached_property
     def loading(self) -> Loading:
         """How files become network inputs."""
-        return loading_of(self.config, self.extractor.coarsest_stride, self.region, self.aspect)
+        network = self.extractor
+        return loading_of(
+            self.config, network.coarsest_stride, self.region, self.aspect, network.patch
+        )
 
     @cached_property
     def embedder(self) -> Embedder:

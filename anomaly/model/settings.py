@@ -48,7 +48,11 @@ def region_of(
 
 
 def loading_of(
-    config: Config, coarsest_stride: int, region: Region | None, aspect: float | None
+    config: Config,
+    coarsest_stride: int,
+    region: Region | None,
+    aspect: float | None,
+    patch: int | None = None,
 ) -> Loading:
     """How a config turns files into network inputs.
 
@@ -57,13 +61,17 @@ def loading_of(
         coarsest_stride: the largest of the hooked layers'.
         region: what of each image counts; None for all of it.
         aspect: H/W that images have to have; None for any.
+        patch: side of the patches that the network cuts images into; None for any size.
     """
+    multiple = max(coarsest_stride, _LEAST_MULTIPLE)
+    if patch and multiple % patch:
+        multiple = patch
     image = config.image
     sizing = Sizing(
         image.resize,
         image.crop,
         image.area,
-        max(coarsest_stride, _LEAST_MULTIPLE),
+        multiple,
         aspect,
         image.tile,
         image.overlap_in_force,

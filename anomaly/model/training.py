@@ -106,7 +106,8 @@ def _train(
     extractor, weights_sha256 = backbone(config, device)
     normalise = normalisation(config.backbone.name)
     region, aspect = region_of(config.image, Path(), read_mask), _aspect(config, samples, decoders)
-    decoders.begin(Task(loading_of(config, extractor.coarsest_stride, region, aspect)))
+    stride, patch = extractor.coarsest_stride, extractor.patch
+    decoders.begin(Task(loading_of(config, stride, region, aspect, patch)))
     extractor = _in_chosen_precision(config, extractor, normalise, samples, decoders, device)
     config = config.model_copy(update={"precision": extractor.precision})
     fitter = fitter_of(config).prepared(sum(extractor.channels), device)

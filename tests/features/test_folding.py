@@ -44,9 +44,7 @@ def test_maps_stay_the_same(name: str) -> None:
     norms = [m for m in truncated.network.modules() if isinstance(m, nn.BatchNorm2d)]
     assert (len(norms), len(truncated.pairs)) == FOLDED[name]
     extractor = truncated.extractor()
-    plain = FeatureExtractor(
-        truncated.network, extractor.layers, extractor.channels, extractor.strides, True, ()
-    )
+    plain = FeatureExtractor(truncated.network, extractor.layers, extractor.layouts, True, ())
     images = torch.rand(2, 3, 96, 96, generator=torch.Generator().manual_seed(1))
     for mine, theirs in zip(extractor(images), plain(images), strict=True):
         error = (mine.values - theirs.values).norm() / theirs.values.norm()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from anomaly.errors import LayerError
 from anomaly.features.backbones import build, default_layers, known_backbones
-from anomaly.features.layer_table import Layer, last_map, layer_table, stages, takes_oblong
+from anomaly.features.layer_table import Layer, last_map, layer_table, side_multiple, stages
 from anomaly.hooks import live_hooks
 
 
@@ -66,7 +66,7 @@ def test_stages_are_the_layers_that_each_family_hooks(name: str) -> None:
     last = last_map(table)
     assert last is not None
     assert by_path(table)[last].stride == 32
-    assert takes_oblong(network)
+    assert side_multiple(network) == 32
 
 
 def test_transformers_have_no_late_map_and_take_squares_only() -> None:
@@ -74,8 +74,8 @@ def test_transformers_have_no_late_map_and_take_squares_only() -> None:
     table = layer_table(network, 224)
     assert stages(table) == ["conv_proj"]
     assert last_map(table) is None
-    assert not takes_oblong(network)
-    assert takes_oblong(network, ["conv_proj"]) is False  # it checks before its first layer
+    assert side_multiple(network) is None
+    assert side_multiple(network, ["conv_proj"]) is None  # it checks before its first layer
     with pytest.raises(LayerError, match=r"doesn't take images of 200×200; give another size"):
         layer_table(network, 200)
     assert last_map(layer_table(build("swin_t"), 224)) == "permute"

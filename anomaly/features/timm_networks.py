@@ -1,0 +1,144 @@
+"""Networks of timm, with weights from a file or from the user's Hugging Face cache.
+
+Nothing is downloaded: `anomaly.features.backbones` asks here for names that begin with `timm/`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anomaly.errors import ConfigError, WeightsError, nearest
+
+PREFIX = "timm/"
+
+
+def is_timm(name: str) -> bool:
+    """Whether a backbone's name is one of timm's."""
+    return name.startswith(PREFIX)
+
+
+def build(name: str, **wanted: Any) -> nn.Module:
+    """A network with random weights; takes images of any size where its kind does.
+
+    Args:
+        name: `timm/` and timm's own, with or without the tag of its weights.
+        wanted: further arguments of the network.
+
+    Raises:
+        ConfigError: timm isn't installed, or has no such network.
+    """
+    timm, plain = _timm(), name.removeprefix(PREFIX)
+    kind, _, tag = plain.partition(".")
+    if not timm.is_model(kind):
+        raise ConfigError(
+            f"backbone.name {name!r} isn't a network of timm {timm.__version__}; "
+            f"{nearest(kind, timm.list_models())}"
+        )
+    tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{kind}.*")]
+    if tag and tag not in tags:
+        raise ConfigError(
+            f"backbone.name {name!r}: timm {timm.__version__} knows no weights {tag!r} of {kind}; "
+            f"{nearest(tag, tags)}"
+        )
+    try:
+        network = timm.create_model(plain, pretrained=False, dynamic_img_size=True, **wanted)
+    except TypeError:  # a kind that takes any size by itself, or one size only
+        network = timm.create_model(plain, pretrained=False, **wanted)
+    made: nn.Module = network.eval()
+    return made
+
+
+def stages(network: nn.Module) -> tuple[str, ...]:
+    """Three layers to hook when the config names none, the coarsest last.
+
+    Those at strides 4, 8 and 16, or the blocks after half, three quarters and all of a
+    transformer whose blocks have one stride. Empty where timm says nothing.
+    """
+    known = [(f["module"], f["reduction"]) for f in getattr(network, "feature_info", None) or []]
+    if len({stride for _, stride in known}) == 1 < len(known):
+        return tuple(known[len(known) * quarters // 4 - 1][0] for quarters in (2, 3, 4))
+    found = {stride: path for path, stride in known}
+    return tuple(found[stride] for stride in (4, 8, 16)) if {4, 8, 16} <= found.keys() else ()
+
+
+def settings(name: str) -> Mapping[str, Any]:
+    """What timm says of a network's weights: `mean`, `std`, `license`, `hf_hub_id` and more."""
+    with torch.device("meta"):
+        said: Mapping[str, Any] = build(name).pretrained_cfg  # type: ignore[assignment]
+    return said
+
+
+def cached_file(name: str) -> Path:
+    """The weights that timm names for a network, in the user's Hugging Face cache.
+
+    Raises:
+        WeightsError: they aren't there; the message says how to get them.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    source: str = settings(name).get("hf_hub_id") or ""
+    for file in ("model.safetensors", "pytorch_model.bin") if source else ():
+        found = try_to_load_from_cache(source, file)
+        if isinstance(found, str):
+            return Path(found)
+    get = f"get them with `hf download {source} model.safetensors`, or give" if source else "give"
+    raise WeightsError(
+        f"the weights of {name} aren't in {constants.HF_HUB_CACHE}, and nothing is downloaded; "
+        f"{get} a file: --set backbone.weights=/path/to/file.safetensors"
+    )
+
+
+def renamed(state: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+    """Tensors by timm's key names, of a file by those of the network's makers (DINOv2's, say).
+
+    Args:
+        state: by the names in the file; left as they are where timm doesn't know them, either.
+        network: of timm, on the meta device.
+    """
+    convert = getattr(sys.modules[type(network).__module__], "checkpoint_filter_fn", None)
+    if convert is None or state.keys() <= network.state_dict().keys():
+        return state
+    try:
+        converted: dict[str, Tensor] = convert(dict(state), network)
+    except Exception:  # of any kind, in a file of some other network
+        return state
+    return converted
+
+
+def fill_buffers(network: nn.Module) -> None:
+    """Compute what no weights file holds: positions, windows. In place, after the weights.
+
+    Raises:
+        ConfigError: a module doesn't say how.
+    """
+    for path, module in network.named_modules():
+        empty = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
+        if not empty:
+            continue
+        if not hasattr(module, "init_non_persistent_buffers"):
+            raise ConfigError(
+                f"{type(network).__name__}: the buffers of {path} can't be computed without its "
+                "weights; choose another network"
+            )
+        for key, buffer in empty.items():
+            module._buffers[key] = torch.empty_like(buffer, device="cpu")
+        module.init_non_persistent_buffers()
+
+
+def _timm() -> Any:
+    try:
+        timm = import_module("timm")
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "networks of timm need timm, which isn't installed: pip install 'anomaly[timm]'"
+        ) from None
+    logging.getLogger("timm").setLevel(logging.ERROR)  # it tells of every resampled position
+    return timm
