@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.service.bodies import Bodies, Limits
-from anomaly.service.lineup import Lineup
-from anomaly.service.metrics import Metrics
+from anomaly.service.lineup import Lineup, Served
+from anomaly.service.metrics import Gauge, Metrics
 from anomaly.service.record import Answer, Keeping, Record
 from anomaly.service.recorder import Recorder
 
@@ -55,7 +55,7 @@ class Line:
         self.lineup = Lineup(
             folders, self._recorder, device=device, workers=workers, most_waiting=most_waiting
         )
-        self.metrics = Metrics(self._waiting, lambda: self.bodies.held, self._drifted)
+        self.metrics = Metrics(self._gauges(), lambda: self.bodies.held)
         self.stopping = False
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._followers: set[_Follower] = set()
@@ -123,9 +123,7 @@ class Line:
     def _told(self, number: int, answer: Answer) -> None:
         """A part was written down; called in the record's thread."""
         self.metrics.note(answer)
-        drift, score = self.lineup.models[answer.model].drift, answer.row.image_score
-        if drift is not None and score is not None and not answer.row.reason:
-            drift.add(score)
+        self.lineup.models[answer.model].note(answer.row)
         if answer.heatmap:
             self._recent[number] = answer.heatmap
             while len(self._recent) > _RECENT:
@@ -137,12 +135,28 @@ class Line:
         for follower in list(self._followers):
             follower.put(event)
 
-    def _drifted(self) -> dict[str, bool]:
-        return {one.name: bool(one.drifted()["alarm"]) for one in self.lineup.models.values()}
+    def _gauges(self) -> list[Gauge]:
+        def of_models(value: Callable[[Served], float]) -> Callable[[], dict[str, float]]:
+            return lambda: {one.name: value(one) for one in self.lineup.models.values()}
 
-    def _waiting(self) -> dict[str, int]:
-        served = self.lineup.models.values()
-        return {one.name: one.engine.waiting if one.engine else 0 for one in served}
+        waiting = of_models(lambda one: one.engine.waiting if one.engine else 0)
+        drifted = of_models(lambda one: one.drifted()["alarm"])
+        refused = of_models(lambda one: one.refused)
+        return [
+            Gauge(
+                "anomaly_waiting_parts",
+                "Parts that were taken and aren't answered",
+                "model",
+                waiting,
+            ),
+            Gauge("anomaly_drift_alarm", "1 once a model's parts have drifted", "model", drifted),
+            Gauge(
+                "anomaly_version_refused",
+                "1 while a model's new version is refused",
+                "model",
+                refused,
+            ),
+        ]
 
 
 class _Follower:
