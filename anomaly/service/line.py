@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from anomaly.service.bodies import Bodies, Limits
 from anomaly.service.lineup import Lineup, Served
 from anomaly.service.metrics import Gauge, Metrics
+from anomaly.service.outbox import Outbox
 from anomaly.service.record import Answer, Keeping, Record
 from anomaly.service.recorder import Recorder
+from anomaly.service.sinks import Sink
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,7 @@ class Line:
         keeping: which pictures are kept.
         limits: what requests may take.
         most_waiting: parts of each model that may be on their way at once.
+        sinks: where answers are sent on to.
     """
 
     def __init__(
@@ -47,10 +50,12 @@ class Line:
         keeping: Keeping | None = None,
         limits: Limits | None = None,
         most_waiting: int = 64,
+        sinks: Sequence[Sink] = (),
     ) -> None:
         self.limits = limits or Limits()
         self.bodies = Bodies(self.limits)
         self.record = Record(record, keeping)
+        self._outboxes = [Outbox(self.record, sink) for sink in sinks]
         self._recorder = Recorder(self.record, self._told)
         self.lineup = Lineup(
             folders, self._recorder, device=device, workers=workers, most_waiting=most_waiting
@@ -63,6 +68,8 @@ class Line:
 
     def __enter__(self) -> Line:
         self._open.callback(self.record.close)
+        for outbox in self._outboxes:
+            self._open.enter_context(outbox)
         self._open.enter_context(self._recorder)
         self._open.enter_context(self.lineup)
         return self
@@ -124,6 +131,8 @@ class Line:
         """A part was written down; called in the record's thread."""
         self.metrics.note(answer)
         self.lineup.models[answer.model].note(answer.row)
+        for outbox in self._outboxes:
+            outbox.wake()
         if answer.heatmap:
             self._recent[number] = answer.heatmap
             while len(self._recent) > _RECENT:
@@ -139,23 +148,18 @@ class Line:
         def of_models(value: Callable[[Served], float]) -> Callable[[], dict[str, float]]:
             return lambda: {one.name: value(one) for one in self.lineup.models.values()}
 
+        def of_outboxes(which: int) -> Callable[[], dict[str, float]]:
+            return lambda: {outbox.name: outbox.state()[which] for outbox in self._outboxes}
+
         waiting = of_models(lambda one: one.engine.waiting if one.engine else 0)
         drifted = of_models(lambda one: one.drifted()["alarm"])
         refused = of_models(lambda one: one.refused)
         return [
-            Gauge(
-                "anomaly_waiting_parts",
-                "Parts that were taken and aren't answered",
-                "model",
-                waiting,
-            ),
-            Gauge("anomaly_drift_alarm", "1 once a model's parts have drifted", "model", drifted),
-            Gauge(
-                "anomaly_version_refused",
-                "1 while a model's new version is refused",
-                "model",
-                refused,
-            ),
+            Gauge("waiting_parts", "Parts that were taken and aren't answered", "model", waiting),
+            Gauge("drift_alarm", "1 once a model's parts have drifted", "model", drifted),
+            Gauge("version_refused", "1 while a model's new version is refused", "model", refused),
+            Gauge("unsent_parts", "Parts that wait for a receiver", "receiver", of_outboxes(0)),
+            Gauge("refused_parts", "Parts that a receiver won't take", "receiver", of_outboxes(1)),
         ]
 
 

@@ -23,7 +23,7 @@ class Gauge:
     """A figure that is looked up when it is asked for.
 
     Attributes:
-        name: in Prometheus.
+        name: in Prometheus, behind `anomaly_`.
         text: what it is.
         label: what its values differ in.
         values: gives them, by that label's value.
@@ -94,7 +94,7 @@ class _Now(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for gauge in self._gauges:
-            family = GaugeMetricFamily(gauge.name, gauge.text, labels=[gauge.label])
+            family = GaugeMetricFamily(f"anomaly_{gauge.name}", gauge.text, labels=[gauge.label])
             for name, value in gauge.values().items():
                 family.add_metric([name], value)
             yield family
