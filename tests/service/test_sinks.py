@@ -48,7 +48,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "_SECONDS", 1.0)
 
 
-def until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end
@@ -190,7 +190,7 @@ def test_every_answer_is_delivered_though_service_and_receivers_die(
             broker.__exit__()
             begun = time.monotonic()
             score(5)  # answered all the same
-            assert time.monotonic() - begun < 20
+            assert time.monotonic() - begun < 60
             metrics = served.ask("GET", "/metrics")[2].decode()
         finally:
             served.process.kill()
@@ -199,7 +199,7 @@ def test_every_answer_is_delivered_though_service_and_receivers_die(
     with Receiver(receiver.port) as again, Broker(broker.port) as back:
         served = start(models, *options)
         try:
-            until(lambda: receiver.ids + again.ids == broker.ids + back.ids == numbers, 60)
+            until(lambda: receiver.ids + again.ids == broker.ids + back.ids == numbers, 120)
             until_ready(served)
             assert served.end() == 0
         finally:

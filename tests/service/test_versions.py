@@ -37,7 +37,7 @@ def other(run_folder: Path, tmp_path: Path, product: Path, command: Command) -> 
     return run
 
 
-def until(served: Served, is_so: Callable[[dict[str, Any]], bool], seconds: float = 30.0) -> Any:
+def until(served: Served, is_so: Callable[[dict[str, Any]], bool], seconds: float = 120.0) -> Any:
     """What the list says of the model once it is so."""
     end = time.monotonic() + seconds
     while True:
