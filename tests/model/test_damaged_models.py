@@ -305,7 +305,7 @@ def test_one_broken_patch_is_enough(model: Path, product: Path) -> None:
 
 def _channels(detector: AnomalyDetector) -> int:
     tensors = detector.scorer.tensors()
-    return int(tensors["channels"]) if "channels" in tensors else tensors["vectors"].shape[1]
+    return int(tensors["channels"]) if "channels" in tensors else detector.scorer.dimensions
 
 
 @pytest.mark.parametrize("digit", ["0.485", "0.229"])
