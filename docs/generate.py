@@ -58,7 +58,7 @@ INTRODUCTION = """\
 
 <!-- Written by `python docs/generate.py` from anomaly/config/schema.py; edit that. -->
 
-A config is a short YAML file; `--set key=value` overrides any key. Unknown keys are errors. A file may build on another one (`base: base/mvtec_ad.yaml`). A bare name is looked for in the working directory, in its `configs/`, and among those that come with the program: one file for each MVTec AD category in PatchCore's setting (`--set model.kind=padim --set model.image_score=map_max` makes it PaDiM's), `folder.yaml` and `subspace.yaml` for your own images and two for the sample set.
+A config is a short YAML file; `--set key=value` overrides any key. Unknown keys are errors. A file may build on another one (`base: base/mvtec_ad.yaml`). A bare name is looked for in the working directory, in its `configs/`, and among those that come with the program: one file for each MVTec AD category in PatchCore's setting (`--set model.kind=padim --set model.image_score=map_max` makes it PaDiM's), `folder.yaml`, `subspace.yaml` and, with timm's networks, `dinov2_448.yaml` and `dinov2_672.yaml` for your own images, and two for the sample set.
 
 ```yaml
 name: my_part
