@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
     before = model.thresholds
     done = 3 if any(images.refused for images in scored.values()) else 0
     if options.without:
-        print(
+        log.info(
             "the model itself has still learned from what was left out; where that isn't good, "
             "take it from the training images and train again"
         )

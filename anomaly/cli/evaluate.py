@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,7 +133,7 @@ def _attempt(
         # The pictures are in the report; only the figures are needed from here on.
         categories.append(replace(category, tiles={}))
     except AnomalyError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.error("%s", error)
         failures.append(Failure(str(source), str(error)))
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
-import sys
 from pathlib import Path
 
 from anomaly.cli import machine
+from anomaly.cli.speech import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.errors import AnomalyError, OutputError
 
 TOKEN_VARIABLE = "ANOMALY_TOKEN"
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"serving {', '.join(folders)} at http://{shown}:{port}; Ctrl-C ends it")
             print(f"every answer is written to {record}", flush=True)
             serve(line, listener, token, lambda: stop.signal is not None)
-        print("stopped; what was taken is answered and written down")
+        log.info("stopped; what was taken is answered and written down")
     return 0
 
 
@@ -148,10 +151,10 @@ def _check_open(options: argparse.Namespace, token: str) -> None:
             f"give --token-file, or ${TOKEN_VARIABLE}"
         )
     if token and not is_loopback(options.host):
-        print(
-            "note: token and pictures travel unencrypted; put a proxy with TLS in front where "
-            "others share the network",
-            file=sys.stderr,
+        log.log(
+            NOTE,
+            "token and pictures travel unencrypted; put a proxy with TLS in front where others "
+            "share the network",
         )
 
 
