@@ -172,12 +172,15 @@ def _distinct(category: Category, folder: Path, taken: set[str]) -> Category:
 
 
 def _say(categories: Sequence[Category], failures: Sequence[Failure], output: Path) -> int:
-    from anomaly.report.tables import table, undefined
+    from anomaly.report.tables import at_thresholds, table, undefined
 
     if not categories:
         return 2
     evaluations = [c.evaluation for c in categories]
     print(table(evaluations))
+    for category in categories:
+        if category.verdicts is not None:
+            print(at_thresholds(category.name, category.verdicts))
     for line in undefined(evaluations):
         print(line)
     refused = [row for e in evaluations for row in e.scored if row.image_score is None]
