@@ -39,6 +39,8 @@ COMMANDS = {
     "export": "write a trained model for ONNX Runtime or OpenVINO",
     "selfcheck": "score known parts before a shift and say what has moved",
     "serve": "answer over HTTP, write every answer down, and show a page to the line",
+    "deploy": "put a new version of a model in the place of the old one, or the old one back",
+    "register": "log a model in MLflow, as the next version of a registered one",
     "feedback": "write down what parts of a line really were, or list what was said",
     "drift": "say whether parts still look like the good images behind the thresholds",
     "sample-data": "generate a small data set to try things on",
@@ -93,7 +95,7 @@ def _told(error: Exception, command: str) -> int:
             log.error("%s", error)
             return error.exit_code
         case ModuleNotFoundError():
-            scores = command in ("infer", "evaluate", "selfcheck", "serve")
+            scores = command in ("deploy", "infer", "evaluate", "register", "selfcheck", "serve")
             what = command + (" with a model that isn't exported" if scores else "")
             log.error("%s", needs_training(what, error))
         case BrokenPipeError():
