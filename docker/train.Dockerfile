@@ -37,7 +37,7 @@ ENV PATH=/opt/anomaly/bin:$PATH \
     ANOMALY_WEIGHTS=/weights \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
-USER anomaly
+USER $UID
 WORKDIR /home/anomaly
 # A folder of this user's, which a new volume mounted here takes over.
 RUN mkdir runs
