@@ -40,7 +40,14 @@ def test_layers_as_text_says_what_is_hooked(run_folder: Path, command: Command) 
     assert code == 0
     lines = {line.split()[0]: line for line in out.splitlines() if line}
     assert "96×14×14" in lines["features.13"]
-    assert lines["features.13"].split()[3:] == ["16", "118,272", "69.8%", "patchcore,", "padim,", "subspace"]
+    assert lines["features.13"].split()[3:] == [
+        "16",
+        "118,272",
+        "69.8%",
+        "patchcore,",
+        "padim,",
+        "subspace",
+    ]
     assert lines["features.3"].endswith("  padim")
     assert "features.0.0" not in lines
     assert "stops after features.13, at 69.8% of them" in out
