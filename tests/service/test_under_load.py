@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from http.client import HTTPException
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from running import Served, serving, start, until_ready
 
 from anomaly.service.record import Record
 from benchmarks.service import ask
+
+TOKEN = "0123456789abcdef"
 
 
 @pytest.fixture
@@ -96,7 +98,11 @@ def rows_of_infer(
 
 
 @pytest.mark.slow
-def test_every_answer_survives_a_kill(models: Path, bodies: dict[str, bytes]) -> None:
+def test_every_answer_survives_a_kill(
+    bank_export: Path, tmp_path: Path, bodies: dict[str, bytes]
+) -> None:
+    models = tmp_path / "line" / "models"
+    shutil.copytree(bank_export, models / "disc")  # starts fast
     rng = random.Random(0)
     answered: dict[str, int] = {}
     for turn in range(20):
@@ -176,8 +182,34 @@ def waiting(served: Served) -> float:
 
 @pytest.fixture
 def limited(models: Path) -> Iterator[Served]:
-    with serving(models, "--max-body", "1") as served:
+    with serving(models, "--max-body", "1", token=TOKEN) as served:
         yield served
+
+
+@pytest.mark.slow
+def test_clients_that_mean_harm_leave_nothing(limited: Served, bodies: dict[str, bytes]) -> None:
+    data = next(iter(bodies.values()))
+    assert limited.score(data)[0] == 200
+    before, files = resident(limited.process.pid), sorted(limited.folder.rglob("*"))
+    # 5 GB of whose length nothing is said.
+    head = (b"POST /v1/models/disc/score HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer "
+            + TOKEN.encode() + b"\r\nTransfer-Encoding: chunked\r\n\r\n")  # fmt: skip
+    sent = 0
+    address = ("127.0.0.1", limited.port)
+    with suppress(OSError), socket.create_connection(address, timeout=60) as line:
+        line.sendall(head)
+        while sent < 5_000_000_000:
+            line.sendall(b"f4240\r\n" + bytes(1_000_000) + b"\r\n")
+            sent += 1_000_000
+    assert sent < 5_000_000_000
+    # Wrong tokens, with images behind them.
+    for token in ("", "0" * 16, TOKEN[:-1], TOKEN + "x", "x" * 5000):
+        for path, body in (("/v1/models/disc/score", data), ("/v1/parts", None), ("/", None)):
+            method = "GET" if body is None else "POST"
+            asked = {"Authorization": f"Bearer {token}"}
+            assert limited.ask(method, path, body, asked)[0] == 401
+    assert resident(limited.process.pid) - before < 50_000_000
+    assert sorted(limited.folder.rglob("*")) == files
 
 
 @pytest.mark.slow
@@ -188,6 +220,7 @@ def test_ten_thousand_connections_and_slow_clients_leave_nothing(
     slow = [socket.create_connection(("127.0.0.1", limited.port)) for _ in range(50)]
     for line in slow:
         line.sendall(b"POST /v1/models/disc/score HTTP/1.1\r\nHost: localhost\r\n"
+                     b"Authorization: Bearer " + TOKEN.encode() + b"\r\n"
                      b"Content-Length: 1000\r\n\r\nabc")  # fmt: skip
     limited.score(data)
     before = resident(limited.process.pid)
