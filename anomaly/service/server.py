@@ -102,5 +102,5 @@ class _Server(uvicorn.Server):
             since = since if before is last else now
             silent[connection] = (last, since)
             if now - since > _IDLE_SECONDS:
-                connection.transport.close()  # type: ignore[union-attr]
+                connection.transport.close()
         self._silent = silent
