@@ -62,6 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="i/n",
         help="take every n-th chunk of the manifest, i from 0 to n - 1 (default: 0/1, all)",
     )
+    shards.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="share all chunks out among the workers of this Ray cluster (auto, HOST:PORT, "
+        "ray://…), or of one that is started here (local); --threads is then for each worker "
+        "(default: 1)",
+    )
+    shards.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="of --ray: at most so many (default: as many as the cluster has room for)",
+    )
     _add_outputs(parser)
     machine.add_precision(parser)
     machine.add_arguments(parser)
@@ -106,11 +119,12 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.inference.outputs import Outputs
 
     if options.manifest is not None:
-        from anomaly.cli import infer_shard
+        from anomaly.cli import infer_ray, infer_shard
 
-        return infer_shard.run(options)
-    if options.shard is not None:
-        raise DataError("--shard takes chunks of a manifest: give --manifest")
+        infer_shard.check(options)
+        return infer_shard.run(options) if options.ray is None else infer_ray.run(options)
+    if given := [f"--{n}" for n in ("shard", "ray", "workers") if getattr(options, n) is not None]:
+        raise DataError(f"{given[0]} is about chunks of a manifest: give --manifest")
     options.output = Path(options.output)
     outputs = Outputs(
         options.output,
