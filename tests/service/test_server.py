@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -9,13 +10,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from urllib.parse import quote
 
 import pytest
 import torch
 
 from anomaly.service import server
+from anomaly.service.bodies import Limits
 from anomaly.service.line import Line
+from anomaly.service.lineup import Served
 
+TOKEN = "0123456789abcdef"
 ASKED = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -25,8 +32,13 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
     monkeypatch.setattr(server, "_MOST_CONNECTIONS", 10)
     stop = threading.Event()
     listener = server.listening("127.0.0.1", 0)
-    with Line({}, tmp_path / "line.sqlite", device=torch.device("cpu")) as line:
-        running = threading.Thread(target=server.serve, args=(line, listener, "", stop.is_set))
+    limits = Limits(body_bytes=1_000_000)
+    with Line({}, tmp_path / "l.sqlite", device=torch.device("cpu"), limits=limits) as line:
+        # A model that is never asked: what is sent to it is refused before.
+        engine = SimpleNamespace(model=SimpleNamespace(thresholds=None), __exit__=lambda: None)
+        version = cast(Any, SimpleNamespace(engine=engine))
+        line.lineup.models["disc"] = Served("disc", tmp_path, version)
+        running = threading.Thread(target=server.serve, args=(line, listener, TOKEN, stop.is_set))
         running.start()
         end = time.monotonic() + 60
         while True:
@@ -74,3 +86,50 @@ def test_a_client_that_asks_now_and_then_stays_connected(address: tuple[str, int
         time.sleep(0.5)
     assert len(own) == 1
     connection.close()
+
+
+def ask(
+    address: tuple[str, int], method: str, path: str, body: bytes | None, token: str
+) -> tuple[int, str]:
+    connection = HTTPConnection(*address, timeout=60)
+    connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
+    answer = connection.getresponse()
+    said = answer.read().decode()
+    connection.close()
+    return answer.status, said
+
+
+def test_wrong_tokens_and_names_that_mean_harm(address: tuple[str, int], tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    for token in ("", "0" * 16, TOKEN[:-1], TOKEN + "x", "x" * 5000):
+        for path, body in (("/v1/models/disc/score", b"image"), ("/v1/parts", None), ("/", None)):
+            assert ask(address, "POST" if body else "GET", path, body, token)[0] == 401
+    for name in ("../../etc/passwd", "disc\0", "disc\n\x1b[2J", "<b>disc</b>", ".."):
+        model = f"/v1/models/{quote(name, safe='')}"
+        for path, body in ((model, None), (f"{model}/score", b"image")):
+            status, said = ask(address, "POST" if body else "GET", path, body, TOKEN)
+            assert status in (404, 405)
+            assert said.isprintable()
+            assert said.startswith('{"detail":')
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_five_gigabytes_are_refused_and_leave_nothing(
+    address: tuple[str, int], tmp_path: Path
+) -> None:
+    def resident() -> int:
+        return int(Path(f"/proc/{os.getpid()}/statm").read_text().split()[1]) * 4096
+
+    assert ask(address, "POST", "/v1/models/disc/score", bytes(1_000_001), TOKEN)[0] == 413
+    before, files, sent = resident(), sorted(tmp_path.rglob("*")), 0
+    with suppress(OSError), socket.create_connection(address, timeout=60) as line:
+        line.sendall(b"POST /v1/models/disc/score HTTP/1.1\r\nHost: localhost\r\n"
+                     b"Authorization: Bearer " + TOKEN.encode() + b"\r\n"
+                     b"Transfer-Encoding: chunked\r\n\r\n")  # fmt: skip
+        piece = b"f4240\r\n" + bytes(1_000_000) + b"\r\n"
+        while sent < 5_000_000_000:
+            line.sendall(piece)
+            sent += 1_000_000
+    assert 1_000_000 < sent < 5_000_000_000
+    assert resident() - before < 50_000_000
+    assert sorted(tmp_path.rglob("*")) == files
