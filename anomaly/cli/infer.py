@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
+from anomaly.cli.speech import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.files.own_outputs import DONE, HEATMAPS, JOURNAL
 
 if TYPE_CHECKING:
     from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +156,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     found = find_inputs(options.input, options.list)
     paths = found.paths
     if found.passed_over:
-        print(f"note: {say_passed_over(found.passed_over)}", file=sys.stderr)
+        log.log(NOTE, say_passed_over(found.passed_over))
     is_complete = outputs.begin(resume=options.resume, overwrite=options.overwrite)
     # The decoding processes start while this one imports torch.
     with Decoders(min(machine.wanted_threads(options), len(paths))) as decoders, Stopping() as stop:
