@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import DataError
-from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress
+from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress, Scorer
 from anomaly.scorers.patchcore.coreset import coreset_size, random_projection
+from anomaly.scorers.patchcore.extension import extended, joined, projected
 from anomaly.scorers.patchcore.held_out import banks_without
 from anomaly.scorers.patchcore.memory_bank import ALIGNERS, MemoryBank, gather
 from anomaly.scorers.patchcore.streamed_coreset import select_streamed
@@ -76,6 +77,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
             as good, see `select_streamed`, and reads the batches a third time.
         embedding: how feature maps become embeddings, see `MemoryBank`.
         reweighting: of the bank's image scores, see `MemoryBank`.
+        base: the bank that `fit` adds to; None where it makes one.
     """
 
     coreset_ratio: float | None = 0.1
@@ -85,6 +87,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
     memory_limit: int = 256 * 1024**2
     embedding: str = "concat"
     reweighting: int = 3
+    base: MemoryBank | None = None
 
     @property
     def align(self) -> Align:
@@ -102,6 +105,13 @@ class MemoryBankFitter(Fitter[MemoryBank]):
             ConfigError: the coreset's ratio or size can't be had.
             DataError: no patches, or some that hold NaN or infinite values.
         """
+        if self.base is not None:
+            return extended(
+                self.base,
+                batches,
+                projection=self.projection(self.base.dimensions),
+                memory_limit=self.memory_limit,
+            )
         generator = torch.Generator().manual_seed(self.seed)
         # Batches that are made in inference mode switch it on between them, but not at the end;
         # what is written to all along has to live in one mode.
@@ -125,12 +135,28 @@ class MemoryBankFitter(Fitter[MemoryBank]):
 
     def held_out(
         self, scorer: MemoryBank, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
-    ) -> Iterator[tuple[Fold, MemoryBank]]:
-        """Banks without the images of one fold after another, each repaired, never fitted anew."""
+    ) -> Iterator[tuple[Fold, Scorer]]:
+        """Banks without the images of one fold after another, each repaired, never fitted anew.
+
+        One that adds to another bank is extended anew, without the fold's images.
+        """
+        if self.base is not None:
+            yield from super().held_out(scorer, patches, folds, grouped=grouped)
+            return
         projection = self.projection(scorer.dimensions).to(scorer.vectors.device)
         share = self.memory_limit / (4 * projection.shape[1] * patches.count)
         banks = banks_without(scorer, patches, folds, projection=projection, share=share)
         yield from zip(folds, banks, strict=True)
+
+    def continuing(self, scorer: MemoryBank, learned: int) -> MemoryBankFitter:
+        """A fitter whose `fit` adds vectors to a bank, see `MemoryBankFitter.base`."""
+        return replace(self, base=scorer)
+
+    def merged(
+        self, scorers: Sequence[MemoryBank], numbers: Sequence[Mapping[int, int]]
+    ) -> MemoryBank:
+        """All vectors of several banks; a patch that more than one has kept, once."""
+        return joined(scorers, numbers)
 
     def projection(self, channels: int) -> Tensor:
         """(D, d), what embeddings with D = `channels` are multiplied by for the selection."""
@@ -158,8 +184,4 @@ class _Projected:
                 channels = batch.embeddings.shape[3]
                 matrix = random_projection(channels, self._dim, generator=self._generator)
                 self._matrix = matrix.to(batch.embeddings.device)
-            # One image at a time: a product's rounding depends on its shape, and which images
-            # share a batch must not change the bank.
-            for i, image in enumerate(batch.embeddings.flatten(1, 2)):
-                counted = image if batch.inside is None else image[batch.inside[i].flatten()]
-                yield counted @ self._matrix
+            yield from projected([batch], self._matrix)
