@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -35,6 +36,29 @@ def _batches(patches: torch.Tensor, first: int = 0, size: int = 4) -> list[Patch
     ]
 
 
+@dataclass
+class _Patches:
+    """A set of patches in memory."""
+
+    patches: torch.Tensor
+    first: int
+
+    @property
+    def count(self) -> int:
+        return self.patches[..., 0].numel()
+
+    def __iter__(self) -> Iterator[PatchBatch]:
+        return iter(_batches(self.patches, self.first))
+
+    def only(self, images: Container[int]) -> list[PatchBatch]:
+        kept = []
+        for batch in self:
+            rows = [row for row, image in enumerate(batch.images) if image in images]
+            names = tuple(batch.images[row] for row in rows)
+            kept += [PatchBatch(batch.embeddings[rows], names)] if rows else []
+        return kept
+
+
 def _numbers(*counts: int) -> list[dict[int, int]]:
     starts = [sum(counts[:k]) for k in range(len(counts))]
     return [{i: start + i for i in range(n)} for n, start in zip(counts, starts, strict=True)]
@@ -60,7 +84,19 @@ def test_a_bank_grows_until_its_radius_covers_the_new_patches(limit: int) -> Non
         before = torch.cat([bank.vectors, added[:i]])
         assert float(torch.cdist(added[i : i + 1], before).min()) > bank.covering_radius * 0.999
     # What is covered adds nothing.
-    assert fitter.continuing(longer, 16).fit(_batches(new, first=16)) is longer
+    again = fitter.continuing(longer, 16).fit(_batches(new, first=16))
+    assert torch.equal(again.vectors, longer.vectors)
+
+
+def test_held_out_scores_of_a_bank_that_grew_are_those_of_banks_without_the_fold() -> None:
+    old, new = _patches(10, 0), _Patches(_patches(7, 1, shift=1.5), first=10)
+    fitter = MemoryBankFitter(coreset_ratio=0.2)
+    growing = fitter.continuing(fitter.fit(_batches(old)), 10)
+    whole, folds = growing.fit(new), [(10, 11, 12), (13, 14), (15, 16)]
+    for fold, bank in growing.held_out(whole, new, folds, grouped=False):
+        alone = growing.fit(new.only({*range(10, 17)} - {*fold}))
+        assert torch.equal(bank.vectors, alone.vectors)
+        assert not {*fold} & {*bank.origins[:, 0].tolist()}
 
 
 def test_picks_beyond_a_radius_are_those_of_the_textbook_loop() -> None:
@@ -70,8 +106,9 @@ def test_picks_beyond_a_radius_are_those_of_the_textbook_loop() -> None:
     while float(bounds.max()) > radius:
         expected.append(int(bounds.argmax()))
         bounds = torch.minimum(bounds, torch.cdist(points, points[expected[-1:]])[:, 0])
-    assert pick_beyond(points, centres, radius).tolist() == expected
-    assert len(pick_beyond(points, centres, 100.0)) == 0
+    squared = torch.cdist(points, centres).amin(1).square()
+    assert pick_beyond(points, squared, radius).tolist() == expected
+    assert len(pick_beyond(points, squared, 100.0)) == 0
 
 
 @pytest.mark.parametrize(("old", "new"), [(6, 3), (9, 9), (20, 7), (20, 30), (2, 1)])
@@ -107,7 +144,8 @@ def test_gaussians_that_learn_again_and_again_stay_those_of_a_fit_on_all() -> No
 
 def _same(found: object, expected: object, patches: torch.Tensor) -> None:
     assert [t.shape for t in found.tensors().values()] == [  # type: ignore[attr-defined]
-        t.shape for t in expected.tensors().values()  # type: ignore[attr-defined]
+        t.shape
+        for t in expected.tensors().values()  # type: ignore[attr-defined]
     ]
     asked = torch.cat([patches[:5], _patches(5, 77, shift=2.0)])
     scores = [scorer.score(asked).scores for scorer in (found, expected)]  # type: ignore[attr-defined]

@@ -94,12 +94,12 @@ def greedy_k_center(
             new = _pick_from_pool(points, cover.bounds, size - len(picks))
 
 
-def pick_beyond(points: Tensor, centres: Tensor, radius: float) -> Tensor:
+def pick_beyond(points: Tensor, bounds: Tensor, radius: float) -> Tensor:
     """Pick points, each the farthest from all centres and picks, until none is beyond a radius.
 
     Args:
-        points: (N, d) float32.
-        centres: (K, d), chosen before, elsewhere.
+        points: (N, d) float32; N may be 0.
+        bounds: (N,) float32, squared distances to centres that were chosen before, elsewhere.
         radius: the distance to its nearest centre or pick that a point may have.
 
     Returns:
@@ -108,10 +108,12 @@ def pick_beyond(points: Tensor, centres: Tensor, radius: float) -> Tensor:
     Raises:
         DataError: a point is NaN or infinite.
     """
+    picks = torch.empty(0, dtype=torch.int64, device=points.device)
+    if not len(points):
+        return picks
     with spreading(points.device) as spread:
         cover = Cover(points, spread)
-        cover.add(centres)
-        picks = torch.empty(0, dtype=torch.int64, device=points.device)
+        cover.bounds.copy_(bounds)
         while len(new := _pick_from_pool(points, cover.bounds, len(points), radius**2)):
             picks = torch.cat([picks, new])
             cover.add(points.index_select(0, new))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,13 +10,18 @@ from torch import Tensor
 
 from anomaly.errors import DataError
 from anomaly.scorers.base import PatchBatch
-from anomaly.scorers.patchcore.coreset import pick_beyond
+from anomaly.scorers.patchcore.coreset import distances_to_nearest, pick_beyond
 from anomaly.scorers.patchcore.memory_bank import MemoryBank, gather
 
 
-def extended(
-    bank: MemoryBank, batches: Iterable[PatchBatch], *, projection: Tensor, memory_limit: int
-) -> MemoryBank:
+def extensions(
+    bank: MemoryBank,
+    batches: Iterable[PatchBatch],
+    without: Sequence[Collection[int]],
+    *,
+    projection: Tensor,
+    memory_limit: int,
+) -> Iterator[MemoryBank]:
     """A bank that covers further patches as closely as those that it was fitted on.
 
     Of the patches that are farther than the covering radius from their nearest vector, the
@@ -25,6 +30,7 @@ def extended(
     Args:
         bank: the bank.
         batches: good patches; read twice, the same each time.
+        without: sets of images that are left out, each for a bank of its own.
         projection: (D, d), of the embeddings to what the bank was selected on.
         memory_limit: bytes of projected patches held at once.
 
@@ -32,21 +38,75 @@ def extended(
         DataError: no patches, or some that hold NaN or infinite values.
     """
     with torch.inference_mode():
-        projection = projection.to(bank.vectors.device)
-        centres = bank.vectors @ projection
-        picks, start = [], 0
-        for points in _portions(projected(batches, projection), memory_limit):
-            new = pick_beyond(points, centres, bank.covering_radius)
-            centres = torch.cat([centres, points[new]])
-            picks.append(new + start)
-            start += len(points)
-        chosen = torch.cat(picks)
-        if not len(chosen):
-            return bank
-        vectors, origins = gather(batches, chosen)
-        vectors = torch.cat([bank.vectors, vectors])
-        origins = torch.cat([bank.origins, origins])
-    return replace(bank, vectors=vectors, origins=origins, exact=False)
+        picks = _picks(bank, batches, without, projection.to(bank.vectors.device), memory_limit)
+        unique, places = torch.unique(torch.cat(picks), return_inverse=True)
+        vectors, origins = bank.vectors[:0], bank.origins[:0]
+        if len(unique):
+            vectors, origins = gather(batches, unique)
+    for some in torch.split(places, [len(p) for p in picks]):
+        yield replace(
+            bank,
+            vectors=torch.cat([bank.vectors, vectors[some]]),
+            origins=torch.cat([bank.origins, origins[some]]),
+            exact=bank.exact and not len(some),
+        )
+
+
+def _picks(
+    bank: MemoryBank,
+    batches: Iterable[PatchBatch],
+    without: Sequence[Collection[int]],
+    projection: Tensor,
+    memory_limit: int,
+) -> list[Tensor]:
+    """For each set of images left out, the places (n,) among all patches of those to add."""
+    picks = [projection.new_empty(0, dtype=torch.int64) for _ in without]
+    centres = [projection[:0] for _ in without]
+    for points, bounds, images, places in _uncovered(bank, batches, projection, memory_limit):
+        for k, out in enumerate(without):
+            stay = torch.tensor([image not in out for image in images.tolist()], dtype=torch.bool)
+            mine, own = points[stay], bounds[stay]
+            if len(centres[k]) and len(mine):
+                own = torch.minimum(own, distances_to_nearest(mine, centres[k]).square())
+            new = pick_beyond(mine, own, bank.covering_radius)
+            centres[k] = torch.cat([centres[k], mine[new]])
+            picks[k] = torch.cat([picks[k], places[stay][new]])
+    return picks
+
+
+def _uncovered(
+    bank: MemoryBank, batches: Iterable[PatchBatch], projection: Tensor, memory_limit: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The patches beyond a bank's radius, in portions that there is room for.
+
+    Yields:
+        Projected points (n, d), their squared distances (n,) to the nearest vector, the images
+        (n,) that they are of, and their places (n,) among all patches.
+    """
+    centres = bank.vectors @ projection
+    held: list[tuple[Tensor, ...]] = []
+    start = size = 0
+    for batch in batches:
+        every = list(projected([batch], projection))
+        counts = torch.tensor([len(points) for points in every])
+        points = torch.cat(every)
+        images = torch.tensor(batch.images).repeat_interleave(counts).to(points.device)
+        distances = distances_to_nearest(points, centres)
+        far = (distances > bank.covering_radius).nonzero()[:, 0]
+        held.append((points[far], distances[far].square(), images[far], far + start))
+        start, size = start + len(points), size + points[far].nbytes
+        if size > memory_limit:
+            yield _together(held)
+            held, size = [], 0
+    if not start:
+        raise DataError("no training patches; check the training images")
+    if held:
+        yield _together(held)
+
+
+def _together(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    points, bounds, images, places = (torch.cat(each) for each in zip(*parts, strict=True))
+    return points, bounds, images, places
 
 
 def joined(banks: Sequence[MemoryBank], numbers: Sequence[Mapping[int, int]]) -> MemoryBank:
@@ -76,16 +136,3 @@ def projected(batches: Iterable[PatchBatch], projection: Tensor) -> Iterator[Ten
         for i, image in enumerate(batch.embeddings.flatten(1, 2)):
             counted = image if batch.inside is None else image[batch.inside[i].flatten()]
             yield counted @ projection
-
-
-def _portions(stream: Iterable[Tensor], memory_limit: int) -> Iterator[Tensor]:
-    """Points of a stream, so many together as there is room for; at least those of one image."""
-    waiting: list[Tensor] = []
-    for points in stream:
-        if waiting and sum(p.nbytes for p in waiting) + points.nbytes > memory_limit:
-            yield torch.cat(waiting)
-            waiting = []
-        waiting.append(points)
-    if not waiting:
-        raise DataError("no training patches; check the training images")
-    yield torch.cat(waiting)

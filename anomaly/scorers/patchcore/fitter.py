@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import DataError
-from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress, Scorer
+from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress
 from anomaly.scorers.patchcore.coreset import coreset_size, random_projection
-from anomaly.scorers.patchcore.extension import extended, joined, projected
+from anomaly.scorers.patchcore.extension import extensions, joined, projected
 from anomaly.scorers.patchcore.held_out import banks_without
 from anomaly.scorers.patchcore.memory_bank import ALIGNERS, MemoryBank, gather
 from anomaly.scorers.patchcore.streamed_coreset import select_streamed
@@ -106,12 +106,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
             DataError: no patches, or some that hold NaN or infinite values.
         """
         if self.base is not None:
-            return extended(
-                self.base,
-                batches,
-                projection=self.projection(self.base.dimensions),
-                memory_limit=self.memory_limit,
-            )
+            return next(self._extensions(batches, [()]))
         generator = torch.Generator().manual_seed(self.seed)
         # Batches that are made in inference mode switch it on between them, but not at the end;
         # what is written to all along has to live in one mode.
@@ -135,13 +130,13 @@ class MemoryBankFitter(Fitter[MemoryBank]):
 
     def held_out(
         self, scorer: MemoryBank, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
-    ) -> Iterator[tuple[Fold, Scorer]]:
+    ) -> Iterator[tuple[Fold, MemoryBank]]:
         """Banks without the images of one fold after another, each repaired, never fitted anew.
 
-        One that adds to another bank is extended anew, without the fold's images.
+        One that adds to another bank adds what is left.
         """
         if self.base is not None:
-            yield from super().held_out(scorer, patches, folds, grouped=grouped)
+            yield from zip(folds, self._extensions(patches, folds), strict=True)
             return
         projection = self.projection(scorer.dimensions).to(scorer.vectors.device)
         share = self.memory_limit / (4 * projection.shape[1] * patches.count)
@@ -157,6 +152,15 @@ class MemoryBankFitter(Fitter[MemoryBank]):
     ) -> MemoryBank:
         """All vectors of several banks; a patch that more than one has kept, once."""
         return joined(scorers, numbers)
+
+    def _extensions(
+        self, batches: Iterable[PatchBatch], without: Sequence[Fold]
+    ) -> Iterator[MemoryBank]:
+        assert self.base is not None
+        projection = self.projection(self.base.dimensions)
+        return extensions(
+            self.base, batches, without, projection=projection, memory_limit=self.memory_limit
+        )
 
     def projection(self, channels: int) -> Tensor:
         """(D, d), what embeddings with D = `channels` are multiplied by for the selection."""
