@@ -35,6 +35,8 @@ COMMANDS = {
     "selfcheck": "score known parts before a shift and say what has moved",
     "serve": "answer over HTTP, write every answer down, and show a page to the line",
     "feedback": "write down what parts of a line really were, or list what was said",
+    "update": "let a model learn good parts that people have confirmed",
+    "merge": "join models of one setting: of two lines, or of two lots",
     "drift": "say whether parts still look like the good images behind the thresholds",
     "sample-data": "generate a small data set to try things on",
     "completion": "print what lets a shell complete commands and options",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def learn(
             "the model has no thresholds, so nothing says which images are suspects; find some "
             "with `anomaly calibrate` first"
         )
-    limit, (_, rate) = detector.thresholds.image, _rates(detector)
+    limit, (_, rate) = detector.thresholds.image, rates_of(detector)
     with _reading(detector, samples, scratch, workers, progress) as (patches, names):
         trial = _Trial.of(detector, patches, names, names, progress)
         suspects = {} if include_suspects else _suspects(trial.good, limit, rate)
@@ -216,7 +217,7 @@ def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
     return {new.names[i]: new.image[i] for i in order[:count]}
 
 
-def _rates(detector: AnomalyDetector) -> tuple[float, float]:
+def rates_of(detector: AnomalyDetector) -> tuple[float, float]:
     """Of review and of rejection: those that the thresholds were found for, else the config's."""
     assert detector.thresholds is not None
     now, config = detector.thresholds.calibration, detector.config.calibration
@@ -231,7 +232,16 @@ def _thresholds(detector: AnomalyDetector, new: GoodScores) -> Thresholds:
         f"{len(good.names)} good images, each scored by a model that hasn't seen it, "
         f"{len(new.names)} of them new"
     )
-    return thresholds_from(replace(good, source=source), *_rates(detector), newest=new.image)
+    return thresholds_from(replace(good, source=source), *rates_of(detector), newest=new.image)
+
+
+def lineage(detector: AnomalyDetector) -> frozenset[str]:
+    """The ids of the models that a detector comes from, its own included."""
+    ids: list[str] = []
+    for line in detector.history.splitlines():
+        with suppress(ValueError, AttributeError):  # the history isn't sealed: somebody's own line
+            ids += str(json.loads(line).get("model_before", "")).split()
+    return frozenset({detector.model_id, *detector.manifest.get("parents", ()), *ids} - {""})
 
 
 def unique_names(names: Iterable[str], taken: Iterable[str]) -> list[str]:

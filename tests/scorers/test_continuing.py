@@ -88,15 +88,24 @@ def test_a_bank_grows_until_its_radius_covers_the_new_patches(limit: int) -> Non
     assert torch.equal(again.vectors, longer.vectors)
 
 
-def test_held_out_scores_of_a_bank_that_grew_are_those_of_banks_without_the_fold() -> None:
+def test_a_bank_that_grew_covers_the_other_folds_without_a_folds_images() -> None:
     old, new = _patches(10, 0), _Patches(_patches(7, 1, shift=1.5), first=10)
     fitter = MemoryBankFitter(coreset_ratio=0.2)
-    growing = fitter.continuing(fitter.fit(_batches(old)), 10)
+    base = fitter.fit(_batches(old))
+    growing = fitter.continuing(base, 10)
     whole, folds = growing.fit(new), [(10, 11, 12), (13, 14), (15, 16)]
+    repaired = 0
     for fold, bank in growing.held_out(whole, new, folds, grouped=False):
-        alone = growing.fit(new.only({*range(10, 17)} - {*fold}))
-        assert torch.equal(bank.vectors, alone.vectors)
         assert not {*fold} & {*bank.origins[:, 0].tolist()}
+        assert torch.equal(bank.vectors[: len(base.vectors)], base.vectors)
+        others = new.patches[[i - 10 for i in range(10, 17) if i not in fold]].flatten(0, 2)
+        reach = float(distances_to_nearest(others, bank.vectors).max())
+        assert reach <= base.covering_radius * 1.001
+        kept = int((~torch.isin(whole.origins[:, 0], torch.tensor(fold))).sum())
+        repaired += len(bank.vectors) - kept
+        for vector, (image, row, column) in zip(bank.vectors, bank.origins.tolist(), strict=True):
+            assert image < 10 or torch.equal(vector, new.patches[image - 10, row, column])
+    assert repaired > 0
 
 
 def test_picks_beyond_a_radius_are_those_of_the_textbook_loop() -> None:

@@ -13,7 +13,12 @@ from torch import Tensor
 from anomaly.errors import DataError
 from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress
 from anomaly.scorers.patchcore.coreset import coreset_size, random_projection
-from anomaly.scorers.patchcore.extension import extensions, joined, projected
+from anomaly.scorers.patchcore.extension import (
+    extended,
+    extended_without,
+    joined,
+    projected,
+)
 from anomaly.scorers.patchcore.held_out import banks_without
 from anomaly.scorers.patchcore.memory_bank import ALIGNERS, MemoryBank, gather
 from anomaly.scorers.patchcore.streamed_coreset import select_streamed
@@ -106,7 +111,9 @@ class MemoryBankFitter(Fitter[MemoryBank]):
             DataError: no patches, or some that hold NaN or infinite values.
         """
         if self.base is not None:
-            return next(self._extensions(batches, [()]))
+            projection = self._projection_of(self.base)
+            limit = self.memory_limit
+            return extended(self.base, batches, projection=projection, memory_limit=limit)
         generator = torch.Generator().manual_seed(self.seed)
         # Batches that are made in inference mode switch it on between them, but not at the end;
         # what is written to all along has to live in one mode.
@@ -133,12 +140,14 @@ class MemoryBankFitter(Fitter[MemoryBank]):
     ) -> Iterator[tuple[Fold, MemoryBank]]:
         """Banks without the images of one fold after another, each repaired, never fitted anew.
 
-        One that adds to another bank adds what is left.
+        One that was extended is repaired from the patches that it was extended by.
         """
+        projection = self._projection_of(scorer)
         if self.base is not None:
-            yield from zip(folds, self._extensions(patches, folds), strict=True)
+            known = len(self.base.vectors)
+            banks = extended_without(scorer, known, patches, folds, projection=projection)
+            yield from zip(folds, banks, strict=True)
             return
-        projection = self.projection(scorer.dimensions).to(scorer.vectors.device)
         share = self.memory_limit / (4 * projection.shape[1] * patches.count)
         banks = banks_without(scorer, patches, folds, projection=projection, share=share)
         yield from zip(folds, banks, strict=True)
@@ -153,19 +162,13 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         """All vectors of several banks; a patch that more than one has kept, once."""
         return joined(scorers, numbers)
 
-    def _extensions(
-        self, batches: Iterable[PatchBatch], without: Sequence[Fold]
-    ) -> Iterator[MemoryBank]:
-        assert self.base is not None
-        projection = self.projection(self.base.dimensions)
-        return extensions(
-            self.base, batches, without, projection=projection, memory_limit=self.memory_limit
-        )
-
     def projection(self, channels: int) -> Tensor:
         """(D, d), what embeddings with D = `channels` are multiplied by for the selection."""
         generator = torch.Generator().manual_seed(self.seed)
         return random_projection(channels, self.projection_dim, generator=generator)
+
+    def _projection_of(self, bank: MemoryBank) -> Tensor:
+        return self.projection(bank.dimensions).to(bank.vectors.device)
 
     def _size(self, patches: int) -> int:
         if patches == 0:
