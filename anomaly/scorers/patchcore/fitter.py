@@ -145,7 +145,8 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         projection = self._projection_of(scorer)
         if self.base is not None:
             known = len(self.base.vectors)
-            banks = extended_without(scorer, known, patches, folds, projection=projection)
+            learned = patches.only(frozenset(image for fold in folds for image in fold))
+            banks = extended_without(scorer, known, learned, folds, projection=projection)
             yield from zip(folds, banks, strict=True)
             return
         share = self.memory_limit / (4 * projection.shape[1] * patches.count)
