@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
             f"{output} is the model that is updated, which stays; name another folder"
         )
     with locked(output):
-        claim(output, () if options.overwrite else TRAIN, overwrite=False)
+        claim(output, () if options.overwrite else (*TRAIN, "golden"), overwrite=False)
         with tempfile.TemporaryDirectory(prefix=".update-", dir=output) as scratch:
             return _run(options, folder, Path(scratch))
 
@@ -181,7 +181,7 @@ def _keep(options: argparse.Namespace, made: Update, folder: Path) -> None:
         shutil.copytree(golden, output / "golden")
         found = {
             one.name: {"image_score": one.scores[1], "verdict": one.after}
-            for one in made.compared["golden parts"]
+            for one in made.compared.get("golden parts", ())
         }
     model_id = made.detector.save(output / "model", overwrite=options.overwrite)
     if golden is not None:

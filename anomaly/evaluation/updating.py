@@ -66,12 +66,14 @@ class Update:
         detector: has learned the new images.
         learned: how it came to be.
         known: images left out because it has learned from them already, and copies.
+        before: how the thresholds were found so far.
         compared: what both detectors say, by what the images are: `confirmed defects`, say.
     """
 
     detector: AnomalyDetector
     learned: Learned
     known: int
+    before: str
     compared: Mapping[str, tuple[Compared, ...]]
 
     @property
@@ -93,6 +95,8 @@ class Update:
         verdicts = [limits.verdict(score) for score in new.image]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("good", "review", "reject"))
         yield f"learned {len(new.names)} good images; each scored without itself: {counts}"
+        if self.before != "calibrated":
+            yield f"the thresholds were found {self.before} so far, and are found by rates now"
         yield from limits.lines()
         yield (
             f"the {len(new.names)} new ones alone can vouch for no less than "
@@ -166,8 +170,13 @@ def update(
         {"not called good": sum(found), "images": len(found)} if found else None,
     )
     changes = (*detector.changes, made | {"model_before": detector.model_id})
-    known = len(good) - len(kept)
-    return Update(replace(learned.detector, changes=changes), learned, known, compared)
+    return Update(
+        replace(learned.detector, changes=changes),
+        learned,
+        len(good) - len(kept),
+        detector.thresholds.label if detector.thresholds else "",
+        compared,
+    )
 
 
 def _fresh(
