@@ -29,6 +29,7 @@ from anomaly.evaluation.metrics import (
     image_metrics,
     recall_at_false_reject_rates,
 )
+from anomaly.maps.anomaly_map import without_halo
 from anomaly.model.image_score import network_map
 from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.patchcore.aligner import patchcore_concat
@@ -52,6 +53,7 @@ class Variant:
         score: image score: `max`, `map` (maximum of the blurred map), `topP` (mean of the highest
             P % of the patch scores) or `maptopP` (likewise of the blurred map).
         smoothing: σ in network pixels.
+        halo: γ of the damped halo, of the map that pixel figures are of; 0 for none.
         weight: what the coarsest layer is multiplied by.
         finest: the layer whose grid the embeddings have; finer maps are averaged down to it. 0 for
             the finest of those joined.
@@ -64,13 +66,14 @@ class Variant:
     neighbours: int = 1
     score: str = "maptop1"
     smoothing: float = 4.0
+    halo: float = 0.5
     weight: float = 1.0
     finest: int = 0
 
     @property
     def distances(self) -> Variant:
         """What distances depend on."""
-        return replace(self, score="maptop1", smoothing=4.0)
+        return replace(self, score="maptop1", smoothing=4.0, halo=0.5)
 
 
 FIGURES = (
@@ -196,7 +199,8 @@ def figures(
         labels.append(one.defect != "good")
         if pixels:
             assert one.mask is not None
-            shown = blurred.numpy()
+            damped = without_halo(patch[None], variant.halo)
+            shown = network_map(damped, one.size, variant.smoothing)[0].numpy()
             if shown.shape != one.mask.shape:
                 size = one.mask.shape[::-1]
                 shown = cv2.resize(shown, size, interpolation=cv2.INTER_AREA)

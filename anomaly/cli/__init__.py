@@ -34,6 +34,8 @@ COMMANDS = {
     "export": "write a trained model for ONNX Runtime or OpenVINO",
     "selfcheck": "score known parts before a shift and say what has moved",
     "serve": "answer over HTTP, write every answer down, and show a page to the line",
+    "deploy": "put a new version of a model in the place of the old one, or the old one back",
+    "register": "log a model in MLflow, as the next version of a registered one",
     "feedback": "write down what parts of a line really were, or list what was said",
     "update": "let a model learn good parts that people have confirmed",
     "merge": "join models of one setting: of two lines, or of two lots",
@@ -71,7 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
-        scores = options.command in ("infer", "evaluate", "selfcheck", "serve")
+        scores = options.command in (
+            "deploy",
+            "infer",
+            "evaluate",
+            "register",
+            "selfcheck",
+            "serve",
+        )
         what = options.command + (" with a model that isn't exported" if scores else "")
         print(f"error: {needs_training(what, error)}", file=sys.stderr)
         return 2

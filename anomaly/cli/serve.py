@@ -7,12 +7,17 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
 from anomaly.cli.stopping import Stopping
 from anomaly.errors import AnomalyError, OutputError
 
+if TYPE_CHECKING:
+    from anomaly.service.sinks import Sink
+
 TOKEN_VARIABLE = "ANOMALY_TOKEN"
+SINK_VARIABLES = ("ANOMALY_WEBHOOK", "ANOMALY_MQTT")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"a file with the token that requests have to show; else ${TOKEN_VARIABLE}, if set. "
         "Without a token only this machine may ask",
+    )
+    webhook, mqtt = SINK_VARIABLES
+    parser.add_argument(
+        "--webhook",
+        metavar="URL",
+        help=f"post every row there, too, until it is taken; else ${webhook}, if set",
+    )
+    parser.add_argument(
+        "--mqtt",
+        metavar="URL",
+        help=f"publish every row at mqtt://HOST:PORT/TOPIC, too; else ${mqtt}, if set",
     )
     more = parser.add_argument_group("limits")
     more.add_argument(
@@ -66,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     token = _token(options)
     _check_open(options, token)
-    record = _record(options)
+    record, sinks = _record(options), _sinks(options)
     with locked(record.parent), Stopping() as stop:
         from anomaly.service.bodies import Limits
         from anomaly.service.line import Line
@@ -85,12 +101,14 @@ def run(options: argparse.Namespace) -> int:
             keeping=Keeping(options.keep_good, options.keep_pictures),
             limits=Limits(body_bytes=round(options.max_body * 1e6)),
             most_waiting=options.queue,
+            sinks=sinks,
         )
         with line:
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             print(f"serving {', '.join(folders)} at http://{shown}:{port}; Ctrl-C ends it")
-            print(f"every answer is written to {record}", flush=True)
+            sent = "".join(f" and sent to {sink.shown}" for sink in sinks)
+            print(f"every answer is written to {record}{sent}", flush=True)
             serve(line, listener, token, lambda: stop.signal is not None)
         print("stopped; what was taken is answered and written down")
     return 0
@@ -153,6 +171,18 @@ def _check_open(options: argparse.Namespace, token: str) -> None:
             "others share the network",
             file=sys.stderr,
         )
+
+
+def _sinks(options: argparse.Namespace) -> list[Sink]:
+    from anomaly.service.sinks import Mqtt, Webhook
+
+    webhook, mqtt = (os.environ.get(name, "").strip() for name in SINK_VARIABLES)
+    found: list[Sink] = []
+    if url := options.webhook or webhook:
+        found.append(Webhook(url))
+    if url := options.mqtt or mqtt:
+        found.append(Mqtt(url))
+    return found
 
 
 def _record(options: argparse.Namespace) -> Path:

@@ -179,6 +179,11 @@ class ModelConfig(_Section):
     """
     smoothing: Annotated[float, Field(ge=0, le=100)] = 4.0
     """σ of the Gaussian that blurs the anomaly map, in network pixels."""
+    halo_damping: Annotated[float, Field(ge=0, le=4)] = 0.5
+    """How much a patch beside a higher one is lowered on the anomaly map: the power of its share.
+
+    0 for none. The image score is that of the map before.
+    """
 
     coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
     """PatchCore: the share of the patches that the memory bank keeps."""

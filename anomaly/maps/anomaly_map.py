@@ -1,5 +1,8 @@
 """Patch scores -> the anomaly map in an image's own pixels. Imports no torch.
 
+A patch is seen through a receptive field many times its own size, so a small defect raises all
+patches around it. Before the map is made, this halo is damped: `without_halo`.
+
 Bilinear up-sampling, Gaussian smoothing and the way back through resize and crop are all linear
 and act on rows and columns apart. Together they are one small matrix for each axis, so a map is
 `rows @ scores @ columns.T`: exact, without padding artefacts, and any strip of it can be had alone.
@@ -14,11 +17,12 @@ nothing bleeds in from outside a region and its rim isn't dimmed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from anomaly.arrays import Array, module_of
 from anomaly.imaging.geometry import AnyView, Axis
 from anomaly.imaging.region import Region
 
@@ -34,12 +38,14 @@ class SourceMap:
         scores: patch scores (h, w), of the whole mosaic where there are tiles; NaN doesn't count.
         view: how the image was turned into the network's input.
         smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
+        halo_damping: how much a patch beside a higher one is lowered, see `without_halo`.
         region: what of the image counts; None for all of it.
     """
 
     scores: NDArray[np.float32]
     view: AnyView
     smoothing: float
+    halo_damping: float
     region: Region | None
 
     def __call__(self, strip: slice | None = None) -> NDArray[np.float32]:
@@ -49,10 +55,50 @@ class SourceMap:
             (H0, W0) float32; NaN where a crop hid the image from the network and outside the
             region to look at.
         """
-        found = source_map(self.scores, self.view, self.smoothing, strip)
+        found = source_map(self._shown, self.view, self.smoothing, strip)
         if self.region is not None:
             found[~self.region.inside(self.view.source, strip or slice(None))] = np.nan
         return found
+
+    @cached_property
+    def _shown(self) -> NDArray[np.float32]:
+        rows, columns = self.view.axes
+        shown: NDArray[np.float32]
+        shown = without_halo(self.scores, self.halo_damping, (len(rows), len(columns)))
+        return shown
+
+
+def without_halo(scores: Array, damping: float, tiles: tuple[int, int] = (1, 1)) -> Array:
+    """Patch scores of which those beside a higher one are lowered: s · (s / highest of 3 × 3)^γ.
+
+    A patch that is the highest among its eight neighbours keeps its score, and so does a plateau.
+
+    Args:
+        scores: (…, h, w), none negative, tensors or numpy arrays; NaN doesn't count.
+        damping: γ; 0 for none.
+        tiles: (rows, columns) of the tiles whose grids lie side by side in h and w. Patches of two
+            tiles aren't compared, for they aren't neighbours in the image.
+
+    Returns:
+        Like `scores`.
+    """
+    if damping == 0:
+        return scores
+    *lead, height, width = scores.shape
+    rows, columns = tiles
+    each = scores.reshape(*lead, rows, height // rows, columns, width // columns)
+    highest = _highest_beside(_highest_beside(each, -3), -1)
+    damped: Array = each * (each / highest.clip(np.finfo(np.float32).tiny)) ** damping
+    return damped.reshape(scores.shape)
+
+
+def _highest_beside(scores: Array, axis: int) -> Array:
+    """The highest of each value and its two neighbours along an axis; NaN doesn't count."""
+    fmax, along = module_of(scores).fmax, scores.swapaxes(axis, 0)
+    highest = along + 0
+    highest[1:] = fmax(highest[1:], along[:-1])
+    highest[:-1] = fmax(highest[:-1], along[1:])
+    return highest.swapaxes(0, axis)
 
 
 def source_map(

@@ -184,10 +184,13 @@ def _config(folder: Path, manifest: dict[str, Any]) -> Config:
 def _settings(values: Any) -> Any:
     """Saved settings as they are written today."""
     model = values.get("model") if isinstance(values, dict) else None
-    # What wasn't set used to be left open, and meant this.
-    if isinstance(model, dict) and model.get("image_score", "") is None:
-        return {**values, "model": {**model, "image_score": "map_max"}}
-    return values
+    if not isinstance(model, dict):
+        return values
+    # What there wasn't yet, or could be left open, meant this.
+    model = {"halo_damping": 0.0, **model}
+    if model.get("image_score", "") is None:
+        model["image_score"] = "map_max"
+    return {**values, "model": model}
 
 
 def _unreadable(folder: Path, manifest: dict[str, Any], error: Exception) -> ModelError:

@@ -9,6 +9,7 @@ from typing import Any
 from anomaly.calibration import GoodScores
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import AnyView
+from anomaly.maps.anomaly_map import without_halo
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.image_score import image_scores, network_map
 from anomaly.model.suspects import Suspects
@@ -90,12 +91,14 @@ def scores_of(
         progress: called with the images scored so far.
     """
     found: dict[int, tuple[float, float]] = {}
+    model = detector.config.model
     for batch in batches:
         size = views[batch.images[0]].size
         patches, scores = detector.score_patches(batch.embeddings, size, batch.inside)
         if suspects is not None:
             suspects.see(batch, patches.scores, scores)
-        maps = network_map(patches.scores, size, detector.config.model.smoothing, batch.inside)
+        shown = without_halo(patches.scores, model.halo_damping)
+        maps = network_map(shown, size, model.smoothing, batch.inside)
         peaks = image_scores(patches.scores, maps, "map_max")
         for image, *pair in zip(batch.images, scores.tolist(), peaks.tolist(), strict=True):
             score, peak = found.get(image, pair)

@@ -38,6 +38,7 @@ class Prediction:
         nearest: (h, w) int64, the nearest bank vector of each patch; None without a bank.
         score: the image score, in the same unit; with tiles, the highest of theirs.
         smoothing: of the anomaly map, in network pixels.
+        halo_damping: how much a patch beside a higher one is lowered on the anomaly map.
         loading: how the image was turned into the network's input, what of it counts included.
         thresholds: the model's; None where it has none.
         reason: why a person has to look whatever the score: the image isn't like the training
@@ -53,6 +54,7 @@ class Prediction:
     nearest: NDArray[np.int64] | None
     score: float
     smoothing: float
+    halo_damping: float
     loading: Loading
     thresholds: Thresholds | None = None
     reason: str = ""
@@ -86,7 +88,7 @@ class Prediction:
     def source_map(self) -> SourceMap:
         """The anomaly map, made when it is called, all rows or some: it may not fit into memory."""
         region = self.loading.region
-        return SourceMap(self.patch_scores, self.view, self.smoothing, region)
+        return SourceMap(self.patch_scores, self.view, self.smoothing, self.halo_damping, region)
 
     @cached_property
     def anomaly_map(self) -> NDArray[np.float32]:

@@ -191,8 +191,13 @@ def _draw_suspects(
             if not isinstance(loaded, Loaded):  # it has changed since it was learned from
                 continue
             suspect, sample = training.suspects[rank - 1], samples[loaded.index]
+            model = detector.config.model
             seen = SourceMap(
-                suspect.patch_scores, loaded.view, detector.config.model.smoothing, detector.region
+                suspect.patch_scores,
+                loaded.view,
+                model.smoothing,
+                model.halo_damping,
+                detector.region,
             )
             limit = suspect.score if thresholds is None else thresholds.pixel
             review = None if thresholds is None else thresholds.review_pixel

@@ -215,6 +215,7 @@ class ScoringPipeline:
             nearest=patches.nearest,
             score=score,
             smoothing=self.config.model.smoothing,
+            halo_damping=self.config.model.halo_damping,
             loading=self.loading,
             thresholds=self.thresholds,
             reason=look.blank

@@ -113,7 +113,9 @@ def published(settings: Mapping[str, Any], layers: list[str]) -> Published | Non
         settings.get(k, {}) for k in ("data", "image", "backbone", "model")
     )
     preparation = (image.get("resize"), image.get("crop"), backbone.get("weights"))
-    if preparation != (256, 224, "imagenet") or model.get("smoothing") != 4:
+    if preparation != (256, 224, "imagenet"):
+        return None
+    if model.get("smoothing") != 4 or model.get("halo_damping", 0) != 0:
         return None
     if data.get("format") != "mvtec" or image.get("region") or image.get("ignore"):
         return None

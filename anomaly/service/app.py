@@ -123,14 +123,14 @@ def _score_routes(app: FastAPI, line: Line) -> None:
             tuple[Include, ...], Query(description="what to answer beside the row")
         ] = (),
     ) -> JSONResponse:
-        engine = _engine(line, name)
+        served, engine = _ready(line, name)
         wanted = Wanted("heatmap" in include, "mask" in include, "regions" in include)
         if engine.model.thresholds is None and (wanted.mask or wanted.regions):
             raise HTTPException(400, f"{name} has no thresholds, so nothing says what is marked")
         with line.bodies.holding() as body:
             data, called = await body.image(request)
             try:
-                future = engine.submit(data, called, wanted)
+                engine, future = served.submit(data, called, wanted)
             except BusyError as error:
                 headers = {"Retry-After": str(error.seconds)}
                 raise HTTPException(503, str(error), headers) from None
@@ -169,14 +169,14 @@ def _answer(scored: Scored, wanted: Wanted, engine: Engine) -> dict[str, Any]:
     return answer
 
 
-def _engine(line: Line, name: str) -> Engine:
+def _ready(line: Line, name: str) -> tuple[Served, Engine]:
     served = _served(line, name)
     if line.stopping:
         raise HTTPException(503, "the service is stopping", {"Retry-After": "5"})
     if served.engine is None:
         said = served.trouble or "it is still being loaded"
         raise HTTPException(503, f"{name} can't be used: {said}", {"Retry-After": "5"})
-    return served.engine
+    return served, served.engine
 
 
 def _served(line: Line, name: str) -> Served:

@@ -38,6 +38,7 @@ _NO_SCORE = {
 _MODEL = {
     "name": "plate",
     "state": "ready",
+    "refused": False,
     "reason": "",
     "model_id": "5d1f0c2b7a9e8c64",
     "model_name": "plate",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.service.bodies import Bodies, Limits
-from anomaly.service.lineup import Lineup
-from anomaly.service.metrics import Metrics
+from anomaly.service.lineup import Lineup, Served
+from anomaly.service.metrics import Gauge, Metrics
+from anomaly.service.outbox import Outbox
 from anomaly.service.record import Answer, Keeping, Record
 from anomaly.service.recorder import Recorder
+from anomaly.service.sinks import Sink
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,7 @@ class Line:
         keeping: which pictures are kept.
         limits: what requests may take.
         most_waiting: parts of each model that may be on their way at once.
+        sinks: where answers are sent on to.
     """
 
     def __init__(
@@ -47,15 +50,17 @@ class Line:
         keeping: Keeping | None = None,
         limits: Limits | None = None,
         most_waiting: int = 64,
+        sinks: Sequence[Sink] = (),
     ) -> None:
         self.limits = limits or Limits()
         self.bodies = Bodies(self.limits)
         self.record = Record(record, keeping)
+        self._outboxes = [Outbox(self.record, sink) for sink in sinks]
         self._recorder = Recorder(self.record, self._told)
         self.lineup = Lineup(
             folders, self._recorder, device=device, workers=workers, most_waiting=most_waiting
         )
-        self.metrics = Metrics(self._waiting, lambda: self.bodies.held, self._drifted)
+        self.metrics = Metrics(self._gauges(), lambda: self.bodies.held)
         self.stopping = False
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._followers: set[_Follower] = set()
@@ -63,6 +68,8 @@ class Line:
 
     def __enter__(self) -> Line:
         self._open.callback(self.record.close)
+        for outbox in self._outboxes:
+            self._open.enter_context(outbox)
         self._open.enter_context(self._recorder)
         self._open.enter_context(self.lineup)
         return self
@@ -123,9 +130,9 @@ class Line:
     def _told(self, number: int, answer: Answer) -> None:
         """A part was written down; called in the record's thread."""
         self.metrics.note(answer)
-        drift, score = self.lineup.models[answer.model].drift, answer.row.image_score
-        if drift is not None and score is not None and not answer.row.reason:
-            drift.add(score)
+        self.lineup.models[answer.model].note(answer.row)
+        for outbox in self._outboxes:
+            outbox.wake()
         if answer.heatmap:
             self._recent[number] = answer.heatmap
             while len(self._recent) > _RECENT:
@@ -137,12 +144,23 @@ class Line:
         for follower in list(self._followers):
             follower.put(event)
 
-    def _drifted(self) -> dict[str, bool]:
-        return {one.name: bool(one.drifted()["alarm"]) for one in self.lineup.models.values()}
+    def _gauges(self) -> list[Gauge]:
+        def of_models(value: Callable[[Served], float]) -> Callable[[], dict[str, float]]:
+            return lambda: {one.name: value(one) for one in self.lineup.models.values()}
 
-    def _waiting(self) -> dict[str, int]:
-        served = self.lineup.models.values()
-        return {one.name: one.engine.waiting if one.engine else 0 for one in served}
+        def of_outboxes(which: int) -> Callable[[], dict[str, float]]:
+            return lambda: {outbox.name: outbox.state()[which] for outbox in self._outboxes}
+
+        waiting = of_models(lambda one: one.engine.waiting if one.engine else 0)
+        drifted = of_models(lambda one: one.drifted()["alarm"])
+        refused = of_models(lambda one: one.refused)
+        return [
+            Gauge("waiting_parts", "Parts that were taken and aren't answered", "model", waiting),
+            Gauge("drift_alarm", "1 once a model's parts have drifted", "model", drifted),
+            Gauge("version_refused", "1 while a model's new version is refused", "model", refused),
+            Gauge("unsent_parts", "Parts that wait for a receiver", "receiver", of_outboxes(0)),
+            Gauge("refused_parts", "Parts that a receiver won't take", "receiver", of_outboxes(1)),
+        ]
 
 
 class _Follower:

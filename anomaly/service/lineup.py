@@ -1,35 +1,35 @@
-"""The models of a service: found in a folder, loaded one after the other, each checked first."""
+"""The models of a service: found in a folder, loaded one after the other, each checked first.
+
+A folder whose files change is loaded anew beside the model in use, which goes on answering until
+the new version has passed the same checks; a version that doesn't pass is refused.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from contextlib import ExitStack
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from anomaly.calibration.drift import Drift, levels_of
 from anomaly.errors import AnomalyError, ModelError
-from anomaly.files.own_outputs import GOLDEN
-from anomaly.imaging.image import Image
-from anomaly.imaging.listing import list_images
-from anomaly.inference.golden import moved_since, read_record, score_golden
+from anomaly.inference.rows import Row
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import find_model
 from anomaly.model.settings import portable
-from anomaly.service.engine import Engine
+from anomaly.service.engine import Engine, Scored
+from anomaly.service.pictures import Wanted
 from anomaly.service.recorder import Recorder
+from anomaly.service.versions import check, stamp_of
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
 
-_TOLERANCE = 0.01  # by which a golden part's score may have moved, as in `selfcheck`
+_LOOK_SECONDS = 1.0  # between two looks at the models' folders
 
 
 def find_models(folder: Path) -> dict[str, Path]:
@@ -52,6 +52,21 @@ def find_models(folder: Path) -> dict[str, Path]:
     return found or {folder.absolute().name: find_model(folder)}
 
 
+@dataclass(frozen=True)
+class Version:
+    """What takes a model's requests.
+
+    Attributes:
+        engine: scores them.
+        checked: what was looked at before it was let in.
+        drift: watches its scores since then; None without thresholds.
+    """
+
+    engine: Engine
+    checked: str
+    drift: Drift | None
+
+
 @dataclass
 class Served:
     """One model of the service.
@@ -59,42 +74,81 @@ class Served:
     Attributes:
         name: in the service.
         folder: the model folder.
-        engine: None until it is loaded, and where it can't be used.
-        trouble: why it can't be used; empty while that isn't so.
-        checked: what was looked at before it was let in.
-        drift: watches its scores since the service was started; None without thresholds.
+        now: the version in use; None until one is loaded.
+        trouble: why what is in the folder can't be used; empty while that isn't so.
+        seen: what the folder's files were like at the last look.
+        tried: what they were like when it was loaded last, with or without success.
     """
 
     name: str
     folder: Path
-    engine: Engine | None = None
+    now: Version | None = None
     trouble: str = ""
-    checked: str = ""
-    drift: Drift | None = None
+    seen: object = None
+    tried: object = None
+    _changing: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine in use."""
+        return self.now.engine if self.now else None
 
     @property
     def state(self) -> str:
-        """`loading`, `ready` or `failed`."""
-        return "failed" if self.trouble else "ready" if self.engine else "loading"
+        """`loading`, `ready` or `failed`; ready, too, where a newer version was refused."""
+        return "ready" if self.now else "failed" if self.trouble else "loading"
+
+    @property
+    def refused(self) -> bool:
+        """Whether another version is in use than the one in the folder, which has failed."""
+        return bool(self.now and self.trouble)
+
+    def submit(self, data: bytes, name: str, wanted: Wanted) -> tuple[Engine, Future[Scored]]:
+        """Have the version in use take one part; see `Engine.submit`.
+
+        Returns:
+            Its engine, which answers even when another version follows meanwhile; the answer.
+        """
+        with self._changing:
+            assert self.now is not None
+            return self.now.engine, self.now.engine.submit(data, name, wanted)
+
+    def use(self, version: Version) -> None:
+        """Let another version take all further parts; what the last one took is answered."""
+        with self._changing:
+            last, self.now = self.now, version
+        if last is not None:
+            last.engine.__exit__()
 
     def short(self) -> dict[str, Any]:
         """What a list of models says of it."""
-        said: dict[str, Any] = {"name": self.name, "state": self.state, "reason": self.trouble}
+        said: dict[str, Any] = {"name": self.name, "state": self.state}
+        said |= {"refused": self.refused, "reason": self.trouble}
         if self.engine is not None:
             model = self.engine.model
             said |= {"model_id": model.model_id, "model_name": model.config.name}
             said |= {"method": model.method, "unit": model.unit}
         return said
 
+    def note(self, row: Row) -> None:
+        """A part was answered: see whether parts drift."""
+        now = self.now
+        if now is None or now.drift is None or row.image_score is None or row.reason:
+            return
+        if row.model_id == now.engine.model.model_id:  # not by the version before
+            now.drift.add(row.image_score)
+
     def drifted(self) -> dict[str, Any]:
-        """Whether its parts have drifted since the service was started, and what was seen."""
-        if self.drift is None:
+        """Whether its parts have drifted since this version is in use, and what was seen."""
+        drift = self.now and self.now.drift
+        if not drift:
             return {"alarm": False, "lines": []}
-        return {"alarm": self.drift.alarm is not None, "lines": self.drift.lines()}
+        return {"alarm": drift.alarm is not None, "lines": drift.lines()}
 
     def long(self) -> dict[str, Any]:
         """All that can be asked of it: settings, thresholds, and what they were found with."""
-        said = {**self.short(), "checked": self.checked, "drift": self.drifted()}
+        checked = self.now.checked if self.now else ""
+        said = {**self.short(), "checked": checked, "drift": self.drifted()}
         if self.engine is not None:
             model, limits = self.engine.model, self.engine.model.thresholds
             said["config"] = portable(model.config)
@@ -107,7 +161,8 @@ class Served:
 class Lineup:
     """All models of the service. Used in a `with` statement, which answers what was taken.
 
-    Loading goes on in a thread of its own: the service is alive meanwhile, but not ready.
+    Loading goes on in a thread of its own: the service is alive meanwhile, but not ready. Then the
+    thread looks whether a folder's files have changed, and loads those that have.
 
     Args:
         folders: the models' folders by name.
@@ -130,9 +185,8 @@ class Lineup:
         self._recorder = recorder
         self._device = device
         self._workers, self._most_waiting = workers, most_waiting
-        self._engines = ExitStack()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._load_all, name="load models", daemon=True)
+        self._thread = threading.Thread(target=self._keep_up, name="load models", daemon=True)
 
     def __enter__(self) -> Lineup:
         self._thread.start()
@@ -141,32 +195,50 @@ class Lineup:
     def __exit__(self, *_: object) -> None:
         self._closing.set()
         self._thread.join()
-        self._engines.close()
+        for served in self.models.values():
+            if served.engine is not None:
+                served.engine.__exit__()
 
     @property
     def ready(self) -> bool:
         """Whether every model can be used."""
         return all(served.state == "ready" for served in self.models.values())
 
-    def _load_all(self) -> None:
+    def _keep_up(self) -> None:
         for served in self.models.values():
-            if self._closing.is_set():
-                return
-            try:
+            if not self._closing.is_set():
+                served.seen = served.tried = stamp_of(served.folder)
                 self._load(served)
-            except AnomalyError as error:
-                served.trouble = str(error)
-            except Exception as error:  # one model mustn't take the others with it
-                log.exception("%s can't be loaded", served.name)
-                served.trouble = f"loading it failed: {type(error).__name__}"
-            if served.trouble:
-                log.error("%s isn't served: %s", served.name, served.trouble)
+        while not self._closing.wait(_LOOK_SECONDS):
+            for served in self.models.values():
+                self._look(served)
+
+    def _look(self, served: Served) -> None:
+        stamp = stamp_of(served.folder)
+        still, served.seen = stamp == served.seen, stamp  # not while files are being written
+        if still and stamp != served.tried and not self._closing.is_set():
+            served.tried = stamp
+            self._load(served)
 
     def _load(self, served: Served) -> None:
+        try:
+            version = self._version(served)
+        except AnomalyError as error:
+            served.trouble = str(error)
+        except Exception as error:  # one model mustn't take the others with it
+            log.exception("%s can't be loaded", served.name)
+            served.trouble = f"loading it failed: {type(error).__name__}"
+        else:
+            served.use(version)
+            served.trouble = ""
+            return
+        goes_on = "; the version before goes on" if served.now else ""
+        log.error("%s isn't served: %s%s", served.name, served.trouble, goes_on)
+
+    def _version(self, served: Served) -> Version:
         model = load(served.folder, self._device)
-        served.checked = self._check(model, served.folder)
-        if model.thresholds is not None:
-            served.drift = Drift(levels_of(model.thresholds))
+        checked = check(model, served.folder, self._workers)
+        drift = None if model.thresholds is None else Drift(levels_of(model.thresholds))
         engine = Engine(
             served.name,
             model,
@@ -174,30 +246,4 @@ class Lineup:
             workers=self._workers,
             most_waiting=self._most_waiting,
         )
-        served.engine = self._engines.enter_context(engine)
-
-    def _check(self, model: AnomalyDetector, folder: Path) -> str:
-        """Score the golden parts beside a model, if there are any.
-
-        Returns:
-            What was done.
-
-        Raises:
-            ModelError: a score or a verdict isn't as it was recorded.
-        """
-        golden = folder.parent / "golden"
-        if folder.name != "model" or not (golden / GOLDEN).is_file():
-            # The first pass of a network takes longer than the others.
-            grey = Image(np.full((256, 256, 3), 128, np.uint8), 255.0, "rgb8", "array", "")
-            list(model.score_all([grey], workers=1))
-            return "every file's hash; no golden parts are recorded beside the model"
-        recorded = read_record(golden)["images"]
-        found = score_golden(model, list_images(golden), golden, self._workers)
-        moved = moved_since(recorded, found, _TOLERANCE)
-        if moved:
-            more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
-            raise ModelError(
-                f"its golden parts aren't scored as recorded in {golden}: "
-                f"{'; '.join(moved[:3])}{more}"
-            )
-        return f"every file's hash, and {len(found)} golden parts, which score as recorded"
+        return Version(engine.__enter__(), checked, drift)

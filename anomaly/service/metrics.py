@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -17,21 +18,32 @@ _QUANTILES = (0.5, 0.9, 0.99)
 _LATEST = 1000  # scores of each model that the quantiles are of
 
 
+@dataclass(frozen=True)
+class Gauge:
+    """A figure that is looked up when it is asked for.
+
+    Attributes:
+        name: in Prometheus, behind `anomaly_`.
+        text: what it is.
+        label: what its values differ in.
+        values: gives them, by that label's value.
+    """
+
+    name: str
+    text: str
+    label: str
+    values: Callable[[], Mapping[str, float]]
+
+
 class Metrics:
     """The service's figures, in a registry of their own.
 
     Args:
-        waiting: gives the parts on their way, by model.
+        gauges: what is looked up.
         bytes_held: gives the bytes of images that wait.
-        drifted: says whether parts have drifted, by model.
     """
 
-    def __init__(
-        self,
-        waiting: Callable[[], dict[str, int]],
-        bytes_held: Callable[[], int],
-        drifted: Callable[[], dict[str, bool]],
-    ) -> None:
+    def __init__(self, gauges: Sequence[Gauge], bytes_held: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
         self._scores: dict[str, deque[float]] = {}
         self.parts = Counter(
@@ -53,7 +65,7 @@ class Metrics:
             ("code",),
             registry=self._registry,
         )
-        self._registry.register(_Now(waiting, bytes_held, drifted, self._scores))
+        self._registry.register(_Now(gauges, bytes_held, self._scores))
 
     def note(self, answer: Answer) -> None:
         """Count a part that was answered."""
@@ -74,30 +86,21 @@ class _Now(Collector):
 
     def __init__(
         self,
-        waiting: Callable[[], dict[str, int]],
+        gauges: Sequence[Gauge],
         bytes_held: Callable[[], int],
-        drifted: Callable[[], dict[str, bool]],
         scores: dict[str, deque[float]],
     ) -> None:
-        self._waiting, self._bytes_held = waiting, bytes_held
-        self._drifted, self._scores = drifted, scores
+        self._gauges, self._bytes_held, self._scores = gauges, bytes_held, scores
 
     def collect(self) -> Iterator[Metric]:
-        waiting = GaugeMetricFamily(
-            "anomaly_waiting_parts", "Parts that were taken and aren't answered", labels=["model"]
-        )
-        for model, count in self._waiting().items():
-            waiting.add_metric([model], count)
-        yield waiting
+        for gauge in self._gauges:
+            family = GaugeMetricFamily(f"anomaly_{gauge.name}", gauge.text, labels=[gauge.label])
+            for name, value in gauge.values().items():
+                family.add_metric([name], value)
+            yield family
         yield GaugeMetricFamily(
             "anomaly_held_bytes", "Bytes of images that wait", value=self._bytes_held()
         )
-        drifted = GaugeMetricFamily(
-            "anomaly_drift_alarm", "1 once a model's parts have drifted", labels=["model"]
-        )
-        for model, alarm in self._drifted().items():
-            drifted.add_metric([model], alarm)
-        yield drifted
         quantiles = GaugeMetricFamily(
             "anomaly_score", f"Quantiles of the last {_LATEST} scores", labels=["model", "quantile"]
         )

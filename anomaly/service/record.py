@@ -4,6 +4,7 @@
     pictures   the file and a small heatmap of some of them, the oldest of which go when they
                take too much room
     feedback   what people say; a trigger refuses changes
+    outboxes   the last part that each receiver has confirmed
 
 Write-ahead log, each batch of answers in one transaction: what `add` has returned for is there
 after the process was killed. Imports no torch.
@@ -113,7 +114,7 @@ class Record:
             OutputError: no room; none of them is written.
         """
         held = self._held
-        with self._lock, self._transaction():
+        with self.changing():
             try:
                 numbers = [self._add(answer) for answer in answers]
                 self._make_room()
@@ -177,7 +178,7 @@ class Record:
             DataError: there is no such part, or it couldn't be read: nobody can have seen it.
             OutputError: no room.
         """
-        with self._lock, self._transaction():
+        with self.changing():
             if part is not None:
                 found = self._db.execute(
                     "SELECT sha256, status FROM parts WHERE id = ?", (part,)
@@ -213,24 +214,24 @@ class Record:
         wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict}
         given = {condition: value for condition, value in wanted.items() if value}
         where = f"WHERE {' AND '.join(given)} " if given else ""
-        rows = self._read(
+        rows = self.read(
             f"{_PARTS} {where}ORDER BY parts.id DESC LIMIT ?", (*given.values(), limit)
         )
         return [_part(*row) for row in rows]
 
     def part(self, number: int) -> dict[str, Any] | None:
         """One part, as `parts` gives it; None where there is none of this number."""
-        rows = self._read(f"{_PARTS} WHERE parts.id = ?", (number,))
+        rows = self.read(f"{_PARTS} WHERE parts.id = ?", (number,))
         return _part(*rows[0]) if rows else None
 
     def heatmap(self, number: int) -> bytes | None:
         """A part's small heatmap; None where it wasn't kept."""
-        rows = self._read("SELECT heatmap FROM pictures WHERE part = ?", (number,))
+        rows = self.read("SELECT heatmap FROM pictures WHERE part = ?", (number,))
         return (rows[0][0] or None) if rows else None
 
     def counts(self, since: str) -> dict[str, int]:
         """How many parts there were since a time (ISO 8601, UTC), by verdict; else by status."""
-        rows = self._read(
+        rows = self.read(
             "SELECT CASE WHEN status = 'ok' THEN verdict ELSE status END AS said, COUNT (*)"
             " FROM parts WHERE time >= ? GROUP BY said",
             (since,),
@@ -240,19 +241,21 @@ class Record:
     def feedback(self) -> Iterator[dict[str, Any]]:
         """All that people have said, in order."""
         names = ("part", "sha256", "who", "verdict", "defect_type", "note", "time")
-        for row in self._read(f"SELECT {', '.join(names)} FROM feedback ORDER BY id", ()):
+        for row in self.read(f"SELECT {', '.join(names)} FROM feedback ORDER BY id", ()):
             yield dict(zip(names, row, strict=True))
 
-    def _read(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def read(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """The rows that a query finds."""
         with self._lock, self._explained():
             return self._db.execute(query, values).fetchall()
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with self._explained():
+    def changing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it is written at its end, or nothing on an error."""
+        with self._lock, self._explained():
             self._db.execute("BEGIN IMMEDIATE")
             try:
-                yield
+                yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
                 if self._db.in_transaction:

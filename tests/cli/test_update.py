@@ -100,13 +100,14 @@ def test_an_update_that_lets_a_defect_pass_is_refused(
     (tmp_path / "good").mkdir()
     for i in range(6):
         write_part(tmp_path / "good" / f"{i}.png", seed=900 + i, mark=(40, 50))
-    write_part(tmp_path / "defects" / "same.png", seed=950, mark=(40, 50))
+    for i in range(4):
+        write_part(tmp_path / "defects" / f"{i}.png", seed=950 + i, mark=(40, 50))
     given = ["--good", tmp_path / "good", "--defects", tmp_path / "defects", "--include-suspects"]
-    assert verdicts(run_folder, tmp_path / "defects") == ["reject"]
+    assert verdicts(run_folder, tmp_path / "defects") == 4 * ["reject"]
     code, out, _, new = update(run_folder, *given)
     assert code == 1, out
-    assert "1 confirmed defects that were caught would pass (same.png)" in out
-    assert "same.png: reject -> good" in out
+    assert "confirmed defects that were caught would pass (" in out
+    assert ".png: reject -> good" in out
     assert not new.exists()
     with pytest.raises(AnomalyError, match="would pass"):
         load(run_folder, "cpu").update(
@@ -114,7 +115,7 @@ def test_an_update_that_lets_a_defect_pass_is_refused(
         )
     code, out, _, new = update(run_folder, *given, "--force")
     assert code == 0
-    assert verdicts(new, tmp_path / "defects") == ["good"]
+    assert "good" in verdicts(new, tmp_path / "defects")
 
 
 def test_suspects_are_left_out_unless_somebody_insists(
@@ -125,21 +126,22 @@ def test_suspects_are_left_out_unless_somebody_insists(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     shutil.copytree(lamp / "good", tmp_path / "good")
-    shutil.copy(lamp / "defects" / "001.png", tmp_path / "good" / "bad.png")
+    shutil.copy(lamp / "defects" / "001.png", tmp_path / "good" / "005b.png")
     (tmp_path / "good" / "broken.png").write_bytes(b"no picture")
     code, out, _, new = update(run_folder, "--good", tmp_path / "good")
     assert code == 3
     assert "broken.png" in caplog.text
-    assert "suspect, not learned: bad.png" in out
+    assert "suspect, not learned: 005b.png" in out
     assert "add --include-suspects" in out
     assert "no confirmed defects were given" in out
     manifest = load(new, "cpu").manifest
-    assert "bad.png" not in manifest["training_images"]
-    assert {"bad.png", "broken.png"} <= manifest["refused_images"].keys()
+    assert "005b.png" not in manifest["training_images"]
+    assert manifest["refused_images"] == {"005b.png": 18, "broken.png": 25}
     assert verdicts(new, lamp / "defects").count("good") == 0
     # Names of the images that bank vectors come from stay theirs.
     scorer = load(new, "cpu").scorer
-    assert int(scorer.tensors()["origins"][:, 0].max()) == 12 + 11 + 2  # bad and broken count
+    images = scorer.tensors()["origins"][:, 0].tolist()
+    assert (18 in images, max(images)) == (False, 24)
     only = tmp_path / "only"
     only.mkdir()
     shutil.copy(lamp / "defects" / "001.png", only / "bad.png")

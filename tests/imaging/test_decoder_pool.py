@@ -71,7 +71,7 @@ def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _map(item: Loaded) -> SourceMap:
     scores = np.random.default_rng(item.index).random((4, 4), np.float32) * 2
-    return SourceMap(scores, item.view, 1.0, None)
+    return SourceMap(scores, item.view, 1.0, 0.0, None)
 
 
 def test_the_same_as_here_in_order(folder: Path) -> None:

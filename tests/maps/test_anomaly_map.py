@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.ndimage import gaussian_filter
+from scipy.ndimage import gaussian_filter, maximum_filter
 from torch.nn import functional as F
 
 from anomaly.imaging.geometry import Sizing
-from anomaly.maps.anomaly_map import source_map
+from anomaly.maps.anomaly_map import SourceMap, source_map, without_halo
 from anomaly.model.image_score import image_scores, network_map
 
 
@@ -28,6 +28,39 @@ def test_without_smoothing_it_is_only_bilinear() -> None:
     scores = torch.rand(1, 7, 5)
     up = F.interpolate(scores[:, None], size=(56, 40), mode="bilinear", align_corners=False)[:, 0]
     torch.testing.assert_close(network_map(scores, (56, 40), 0.0), up, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("damping", [0.5, 2.0])
+def test_halo_is_damped_by_the_share_of_the_highest_of_nine(damping: float) -> None:
+    scores = np.random.default_rng(1).random((2, 7, 9), dtype=np.float32)
+    highest = maximum_filter(scores, size=(1, 3, 3), mode="nearest")
+    expected = scores * (scores / highest) ** damping
+    for given_ in (scores, torch.from_numpy(scores)):
+        np.testing.assert_allclose(without_halo(given_, damping), expected, rtol=1e-6)
+    assert without_halo(scores, 0) is scores
+
+
+def test_damping_keeps_peaks_plateaus_zeros_and_what_does_not_count() -> None:
+    scores = np.full((5, 6), 2, np.float32)
+    scores[:, 4:] = 0
+    scores[2, 0] = np.nan
+    np.testing.assert_array_equal(without_halo(scores, 0.5), scores)
+    beside = np.array([[np.nan, 4, 1, 0]], np.float32)
+    np.testing.assert_allclose(without_halo(beside, 0.5), [[np.nan, 4, 0.5, 0]])
+
+
+def test_patches_of_two_tiles_are_no_neighbours() -> None:
+    tiles = np.random.default_rng(2).random((2, 3, 4, 5), dtype=np.float32)
+    mosaic = tiles.swapaxes(1, 2).reshape(8, 15)
+    each = without_halo(tiles, 1.0).swapaxes(1, 2).reshape(8, 15)
+    np.testing.assert_array_equal(without_halo(mosaic, 1.0, (2, 3)), each)
+    tiling = Sizing(None, None, 64, 8, tile=64, overlap=16).view((112, 160))
+    rows, columns = (len(pieces) for pieces in tiling.axes)
+    scores = np.random.default_rng(3).random((rows * 8, columns * 8), dtype=np.float32)
+    shown = SourceMap(scores, tiling, 4.0, 1.0, None)
+    damped = without_halo(scores, 1.0, (rows, columns))
+    np.testing.assert_array_equal(shown(), source_map(damped, tiling, 4.0))
+    np.testing.assert_array_equal(shown(slice(20, 30)), shown()[20:30])
 
 
 def test_source_map_of_an_unresized_image_is_the_network_map() -> None:

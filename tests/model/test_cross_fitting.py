@@ -68,7 +68,8 @@ def _patches(images: int = 11, dim: int = 8) -> _Patches:
 
 def _fitted(kind: str, patches: _Patches) -> tuple[AnomalyDetector, Any]:
     score = "max" if kind == "patchcore" else "map_max"
-    config = parse_config({"model": {"kind": kind, "smoothing": 0, "image_score": score}}, "a test")
+    model = {"kind": kind, "smoothing": 0, "halo_damping": 0, "image_score": score}
+    config = parse_config({"model": model}, "a test")
     if kind == "patchcore":
         fitter: Any = MemoryBankFitter(coreset_ratio=1.0)
         scorer = fitter.fit(patches)

@@ -54,6 +54,7 @@ def test_the_papers_settings_are_recognised() -> None:
         ("model", "coreset_ratio", 0.25),
         ("model", "coreset_size", 1000),
         ("model", "smoothing", 0.0),
+        ("model", "halo_damping", 0.5),
     ],
 )
 def test_another_setting_has_no_published_figures(section: str, key: str, value: object) -> None:

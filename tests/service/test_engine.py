@@ -121,7 +121,9 @@ def test_a_model_whose_golden_parts_have_moved_is_not_let_in(
         assert not lineup.ready
         assert "spot/000.png" in lineup.models["moved"].trouble
         assert "scorer.safetensors" in lineup.models["damaged"].trouble
-        assert "6 golden parts" in lineup.models["sound"].checked
+        sound = lineup.models["sound"].now
+        assert sound is not None
+        assert "6 golden parts" in sound.checked
 
 
 def test_a_run_alone_is_found_too(run_folder: Path) -> None:

@@ -55,10 +55,13 @@ async function counts() {
 }
 
 async function alarms() {
-  const found = await json("/v1/drift");
-  const drifted = Object.keys(found).filter((name) => found[name].alarm);
-  at("alarm").hidden = !drifted.length;
-  at("alarm").textContent = `Parts have drifted: ${drifted.join(", ")}. Look at lamp, lens and product, and at: anomaly drift`;
+  const [drift, { models }] = await Promise.all([json("/v1/drift"), json("/v1/models")]);
+  const drifted = Object.keys(drift).filter((name) => drift[name].alarm);
+  const said = models.filter((model) => model.refused)
+    .map((model) => `The new version of ${model.name} is refused, the one before goes on: ${model.reason}`);
+  if (drifted.length) said.unshift(`Parts have drifted: ${drifted.join(", ")}. Look at lamp, lens and product, and at: anomaly drift`);
+  at("alarm").hidden = !said.length;
+  at("alarm").textContent = said.join(" · ");
 }
 
 function element(tag, text = "", className = "") {

@@ -1,0 +1,46 @@
+"""`anomaly deploy`: another version of a model in the place of a run's, and back to the one before.
+
+A service that runs takes it over by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from anomaly.cli import machine
+from anomaly.errors import AnomalyError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--model", type=Path, help="the new version: a run or a model folder")
+    parser.add_argument(
+        "--to", type=Path, required=True, metavar="RUN", help="the run that is to hold it"
+    )
+    parser.add_argument(
+        "--back", action="store_true", help="put the version before in use again instead"
+    )
+    machine.add_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check the new version, and put it in its place; or put the old one back."""
+    from anomaly.model.checkpoint import load
+    from anomaly.model.folder import find_model
+    from anomaly.service.versions import back, check, deploy
+
+    if options.back == (options.model is not None):
+        raise AnomalyError("give either --model, the new version, or --back")
+    if options.back:
+        print(f"{options.to} holds model {back(options.to)} again")
+    else:
+        folder = find_model(options.model)
+        device, threads = machine.device_and_threads(options)
+        model = load(folder, device)
+        print(f"checked: {check(model, folder, threads)}")
+        deploy(folder, options.to)
+        print(f"{options.to} holds model {model.model_id} now")
+        print(f"back: anomaly deploy --to {options.to} --back")
+    print("a service that runs takes it over once it has passed the checks there, too")
+    return 0

