@@ -21,12 +21,14 @@ from anomaly.sample_data import write_sample_data
 MOBILENET = REPOSITORY / "weights" / "mobilenet_v2-b0353104.pth"
 
 
-def relit(file: Path, to: Path) -> Path:
+def relit(
+    file: Path, to: Path, tint: tuple[float, ...] = (0.75, 0.9, 1.0), fall: float = 0.3
+) -> Path:
     """The same part under another lamp: warmer, and darker to the right."""
     picture = cv2.imread(str(file)).astype(np.float32)
-    fall = 1 - 0.25 * np.linspace(0, 1, picture.shape[1])[None, :, None]
+    light = 1 - fall * np.linspace(0, 1, picture.shape[1])[None, :, None]
     to.parent.mkdir(parents=True, exist_ok=True)
-    cv2.imwrite(str(to), np.rint(picture * (0.75, 0.95, 1.0) * fall).astype(np.uint8))
+    cv2.imwrite(str(to), np.rint(picture * tint * light).astype(np.uint8))
     return to
 
 
@@ -192,7 +194,10 @@ def test_thirty_confirmed_parts_bring_false_rejects_below_the_promise(tmp_path: 
     write_sample_data(tmp_path, products=["brushed_plate"], n_train=80, n_good=80, n_defect=30)
     plate = tmp_path / "brushed_plate"
     detector = anomaly.fit(plate / "train" / "good", {"backbone": {"name": "mobilenet_v2"}})
-    lit = [relit(f, tmp_path / "lamp" / f.parent.name / f.name) for f in plate.glob("test/*/*.png")]
+    lit = [
+        relit(f, tmp_path / "lamp" / f.parent.name / f.name, (0.75, 0.95, 1.0), 0.25)
+        for f in plate.glob("test/*/*.png")
+    ]
     good = sorted(file for file in lit if file.parent.name == "good")
     defects = [file for file in lit if file.parent.name != "good"]
 
