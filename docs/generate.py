@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import sys
 import tomllib
@@ -33,6 +34,10 @@ OUTSIDE = {
     "contributing.md": "CONTRIBUTING.md",
     "data.md": "data/README.md",
     "LICENSE.txt": "LICENSE",
+}
+OUTSIDE |= {
+    f"notebooks/{file.stem}.md": f"examples/notebooks/{file.name}"
+    for file in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 }
 # Pages of the menu's production part, where they are written.
 IN_PRODUCTION = {
@@ -225,6 +230,22 @@ def _below(start: str, arrows: dict[str, set[str]]) -> set[str]:
 GENERATED = {"rooms": rooms, "figures": figures}
 
 
+def notebook_page(notebook: dict[str, Any], source: str) -> str:
+    """A notebook with its outputs, as Markdown."""
+    parts = []
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            said = "".join(output.get("text") or data["text/plain"]).rstrip()
+            picture = data.get("image/jpeg")
+            shown = f'<img alt="{said}" src="data:image/jpeg;base64,{picture}">'
+            parts.append(shown if picture else f"```text\n{said}\n```")
+    parts.insert(1, f"*As a notebook: `{source}`*")
+    return "\n\n".join(parts) + "\n"
+
+
 def on_config(config: MkDocsConfig) -> None:
     """Put the pages on production that are written into the menu."""
     menu = next(part["In production"] for part in config.nav if "In production" in part)  # type: ignore[union-attr]
@@ -239,6 +260,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     for name, source in OUTSIDE.items():
         text = (ROOT / source).read_text("utf-8")
+        if source.endswith(".ipynb"):
+            text = notebook_page(json.loads(text), source)
         files.append(File.generated(config, name, content=text))
     return files
 

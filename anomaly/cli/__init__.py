@@ -9,12 +9,17 @@ import logging
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import ModuleType
 
 from anomaly import __version__
+from anomaly.cli import speech
 from anomaly.cli.stopping import Interrupted, Stopping
 from anomaly.errors import AnomalyError, nearest, needs_training
+
+log = logging.getLogger(__name__)
 
 # Command to (module, one line for the help text); modules are imported when they're asked for.
 COMMANDS = {
@@ -56,45 +61,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Numpy's products run side by side on the program's own threads, see `anomaly.runtime`; those
     # of its library beside them would only wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    logging.addLevelName(logging.WARNING, "warning")
     command = arguments[0] if arguments and arguments[0] in COMMANDS else None
     if arguments and command is None and not arguments[0].startswith("-"):
         known = nearest(arguments[0], COMMANDS)
         print(f"error: there is no command {arguments[0]!r}; {known}", file=sys.stderr)
         return 2
-    options = _parser(command).parse_args(arguments)
+    options, said = _parsed(command, arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every file name can be shown
-    try:
-        with Stopping(politely=False):
-            return _run(options)
-    except AnomalyError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except ModuleNotFoundError as error:
-        scores = options.command in (
-            "deploy",
-            "infer",
-            "evaluate",
-            "register",
-            "selfcheck",
-            "serve",
-        )
-        what = options.command + (" with a model that isn't exported" if scores else "")
-        print(f"error: {needs_training(what, error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as stop:
-        print(str(stop) or "interrupted", file=sys.stderr)
-        return stop.exit_code if isinstance(stop, Interrupted) else 130
-    except BrokenPipeError:
-        # The reader of our output went away; Python would complain again while shutting down.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except OSError as error:  # what nobody has foreseen of disks, networks and permissions
-        where = "" if error.filename is None else f"{error.filename}: "
-        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
-        return 2
+    started = time.monotonic()
+    with ExitStack() as listeners:
+        listeners.enter_context(speech.spoken(quiet=said.quiet, verbose=said.verbose))
+        try:
+            if said.log_file is not None:
+                listeners.enter_context(speech.written(said.log_file, arguments))
+            with Stopping(politely=False):
+                code = _run(options)
+        except Exception as error:
+            code = _told(error, options.command)
+        except KeyboardInterrupt as stop:
+            print(str(stop) or "interrupted", file=sys.stderr)
+            code = stop.exit_code if isinstance(stop, Interrupted) else 130
+        log.debug("exit code %d after %.1f s", code, time.monotonic() - started)
+    return code
+
+
+def _told(error: Exception, command: str) -> int:
+    """Say what a person's input, files or machine have caused; the exit code.
+
+    Raises:
+        Exception: the error itself, where it is a defect of this program.
+    """
+    match error:
+        case AnomalyError():
+            log.error("%s", error)
+            return error.exit_code
+        case ModuleNotFoundError():
+            scores = command in ("deploy", "infer", "evaluate", "register", "selfcheck", "serve")
+            what = command + (" with a model that isn't exported" if scores else "")
+            log.error("%s", needs_training(what, error))
+        case BrokenPipeError():
+            # The reader of our output went away; Python would complain again while shutting down.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        case OSError():  # what nobody has foreseen of disks, networks and permissions
+            where = "" if error.filename is None else f"{error.filename}: "
+            log.error("%s%s", where, error.strerror or error)
+        case _:
+            raise error
+    return 2
 
 
 def execute(arguments: Sequence[str]) -> int:
@@ -109,8 +124,8 @@ def execute(arguments: Sequence[str]) -> int:
     Raises:
         AnomalyError: what ends it.
     """
-    print(f"\n$ anomaly {shlex.join(arguments)}", flush=True)
-    return _run(_parser(arguments[0]).parse_args(arguments))
+    log.info("\n$ anomaly %s", shlex.join(arguments))
+    return _run(_parsed(arguments[0], arguments)[0])
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -135,6 +150,15 @@ def _check_paths(options: argparse.Namespace) -> None:
         load_config(config[0], options.overrides)
 
 
+def _parsed(
+    command: str | None, arguments: Sequence[str]
+) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """The command's own options, and those on what is said."""
+    options = _parser(command).parse_args(arguments)
+    names = ("quiet", "verbose", "log_file")
+    return options, argparse.Namespace(**{name: vars(options).pop(name, None) for name in names})
+
+
 def _parser(command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="anomaly", description="Visual inspection that learns what good looks like."
@@ -145,6 +169,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == command:
             _module(name).add_arguments(sub)
+            speech.add_arguments(sub)
     return parser
 
 
@@ -152,6 +177,7 @@ def options_of(command: str) -> list[str]:
     """The options of a command, as they are typed."""
     parser = argparse.ArgumentParser()
     _module(command).add_arguments(parser)
+    speech.add_arguments(parser)
     return [name for action in parser._actions for name in action.option_strings if name[1] == "-"]
 
 

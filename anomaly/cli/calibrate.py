@@ -80,6 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from anomaly.model.checkpoint import load
+from anomaly.model.folder import HISTORY, find_model
     from anomaly.model.threshold_files import change, replace_thresholds
 
     device, threads = machine.device_and_threads(options)
@@ -94,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
     before = model.thresholds
     done = 3 if any(images.refused for images in scored.values()) else 0
     if options.without:
-        print(
+        log.info(
             "the model itself has still learned from what was left out; where that isn't good, "
             "take it from the training images and train again"
         )
@@ -106,7 +107,8 @@ def _run(options: argparse.Namespace) -> int:
     images = {name: one.named_hashes() for name, one in scored.items()}
     record = change(asked, before, new, images, found)
     model_id = replace_thresholds(options.model, new, record)
-    print(f"model {model.model_id} is now {model_id}; the change is in its history.jsonl")
+    history = find_model(options.model) / HISTORY
+    print(f"model {model.model_id} is now {model_id}; the change is in {history}")
     return done
 
 

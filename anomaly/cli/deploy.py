@@ -6,10 +6,13 @@ A service that runs takes it over by itself.
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 from anomaly.cli import machine
 from anomaly.errors import AnomalyError
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +44,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"checked: {check(model, folder, threads)}")
         deploy(folder, options.to)
         print(f"{options.to} holds model {model.model_id} now")
-        print(f"back: anomaly deploy --to {options.to} --back")
-    print("a service that runs takes it over once it has passed the checks there, too")
+        log.info(f"back: anomaly deploy --to {options.to} --back")
+    log.info("a service that runs takes it over once it has passed the checks there, too")
     return 0

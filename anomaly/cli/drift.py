@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,10 @@ from anomaly.errors import DataError
 
 if TYPE_CHECKING:
     from anomaly.calibration import Thresholds
+
+from anomaly.cli.speech import NOTE
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         ) from None
     drift = Drift(levels, keep=True).add_all(stream.scores)
     for line in stream.notes:
-        print(f"note: {line}", file=sys.stderr)
+        log.log(NOTE, line)
     said = [
         *drift.lines(),
         f"{HORIZON} parts that are as promised raise an alarm with a chance of at most "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,7 +133,7 @@ def _attempt(
         # The pictures are in the report; only the figures are needed from here on.
         categories.append(replace(category, tiles={}))
     except AnomalyError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.error("%s", error)
         failures.append(Failure(str(source), str(error)))
 
 
@@ -173,12 +172,15 @@ def _distinct(category: Category, folder: Path, taken: set[str]) -> Category:
 
 
 def _say(categories: Sequence[Category], failures: Sequence[Failure], output: Path) -> int:
-    from anomaly.report.tables import table, undefined
+    from anomaly.report.tables import at_thresholds, table, undefined
 
     if not categories:
         return 2
     evaluations = [c.evaluation for c in categories]
     print(table(evaluations))
+    for category in categories:
+        if category.verdicts is not None:
+            print(at_thresholds(category.name, category.verdicts))
     for line in undefined(evaluations):
         print(line)
     refused = [row for e in evaluations for row in e.scored if row.image_score is None]

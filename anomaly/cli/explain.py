@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 from anomaly.cli import machine
 from anomaly.errors import AnomalyError
 
 OUTPUTS = ("explanation.json", "evidence.png", "score_gradient.png", "grad_cam.png")
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,5 +108,5 @@ def _explain(options: argparse.Namespace) -> int:
         print(f"{facts['verdict']}, score {facts['image_score']:.4g}{reason}")
     print(f"{', '.join(pictures)} and explanation.json in {options.output}")
     for note in notes:
-        print(f"not shown: {note}")
+        log.info(f"not shown: {note}")
     return 0

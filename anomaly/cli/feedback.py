@@ -68,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
             number = record.add_feedback(options.verdict, sha256=sha256, **said)
             known = "not scored here so far" if number is None else f"part {number}"
             print(f"{file} ({known}): {options.verdict}")
+        print(f"written to {options.record}")
     finally:
         record.close()
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
+from anomaly.cli.speech import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.files.own_outputs import DONE, HEATMAPS, JOURNAL
 
 if TYPE_CHECKING:
     from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +65,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="i/n",
         help="take every n-th chunk of the manifest, i from 0 to n - 1 (default: 0/1, all)",
     )
+    shards.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="share all chunks out among the workers of this Ray cluster (auto, HOST:PORT, "
+        "ray://…), or of one that is started here (local); --threads is then for each worker "
+        "(default: 1)",
+    )
+    shards.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="of --ray: at most so many (default: as many as the cluster has room for)",
+    )
     _add_outputs(parser)
     machine.add_precision(parser)
     machine.add_arguments(parser)
@@ -106,11 +122,12 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.inference.outputs import Outputs
 
     if options.manifest is not None:
-        from anomaly.cli import infer_shard
+        from anomaly.cli import infer_ray, infer_shard
 
-        return infer_shard.run(options)
-    if options.shard is not None:
-        raise DataError("--shard takes chunks of a manifest: give --manifest")
+        infer_shard.check(options)
+        return infer_shard.run(options) if options.ray is None else infer_ray.run(options)
+    if given := [f"--{n}" for n in ("shard", "ray", "workers") if getattr(options, n) is not None]:
+        raise DataError(f"{given[0]} is about chunks of a manifest: give --manifest")
     options.output = Path(options.output)
     outputs = Outputs(
         options.output,
@@ -139,7 +156,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     found = find_inputs(options.input, options.list)
     paths = found.paths
     if found.passed_over:
-        print(f"note: {say_passed_over(found.passed_over)}", file=sys.stderr)
+        log.log(NOTE, say_passed_over(found.passed_over))
     is_complete = outputs.begin(resume=options.resume, overwrite=options.overwrite)
     # The decoding processes start while this one imports torch.
     with Decoders(min(machine.wanted_threads(options), len(paths))) as decoders, Stopping() as stop:

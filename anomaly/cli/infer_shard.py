@@ -19,15 +19,26 @@ if TYPE_CHECKING:
 _OTHERS = ("input", "list", "watch", "overwrite", "regions", "parquet")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Score a shard; 0 once each of its images has a row, be it one that says what is wrong."""
-    from anomaly.datasets.image_manifest import read_manifest
+def check(options: argparse.Namespace) -> None:
+    """See that options go together with --manifest.
+
+    Raises:
+        DataError: they don't.
+    """
     from anomaly.errors import DataError
-    from anomaly.imaging.decoder_pool import Decoders
-    from anomaly.inference.parts import Shard
 
     if others := [f"--{name}" for name in _OTHERS if getattr(options, name)]:
         raise DataError(f"{', '.join(others)} can't be given with --manifest")
+    if options.workers is not None and options.ray is None:
+        raise DataError("--workers is about a Ray cluster: give --ray")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Score a shard; 0 once each of its images has a row, be it one that says what is wrong."""
+    from anomaly.datasets.image_manifest import read_manifest
+    from anomaly.imaging.decoder_pool import Decoders
+    from anomaly.inference.parts import Shard
+
     shard = Shard.of(options.shard or "0/1")
     manifest = read_manifest(options.manifest)
     with Decoders(machine.wanted_threads(options)) as decoders:

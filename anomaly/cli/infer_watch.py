@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
-import sys
 from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
+from anomaly.cli.speech import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.files.own_outputs import INFER, JOURNAL, WATCHED
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from anomaly.inference.journal import Finished
     from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
+
+log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace, outputs: Outputs) -> int:
@@ -53,7 +56,7 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
         decoders.begin(Task(model.loading, outputs.pictures(model)))
         counts: Counter[str] = Counter()
         thumbnails = None if options.no_page else Thumbnails()
-        print(f"watching {', '.join(map(str, options.input))}; Ctrl-C ends it", flush=True)
+        log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
         try:
             with journal:
 
@@ -73,7 +76,7 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
                     heatmaps=outputs.heatmaps,
                     thumbnails=thumbnails,
                     seen=seen,
-                    trouble=_warn,
+                    trouble=log.warning,
                 )
         except OutputError as error:
             told = OutputError(f"{error}; once that is mended, go on with --resume")
@@ -99,7 +102,7 @@ def _say_passed_over(options: argparse.Namespace) -> None:
 
     with suppress(DataError):  # a folder that can't be listed now is tried again
         if count := sum(passed_over(folder) for folder in options.input):
-            print(f"note: {say_passed_over(count)}", file=sys.stderr, flush=True)
+            log.log(NOTE, say_passed_over(count))
 
 
 def _line(row: Row) -> str:
@@ -113,10 +116,6 @@ def _line(row: Row) -> str:
         said += f"  {row.path}" + (f": {row.reason}" if row.reason else "")
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)
     return f"{row.time[11:19]} UTC  {shown}"
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ from anomaly.errors import AnomalyError
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +105,9 @@ def device_and_threads(
     cv2.setNumThreads(1)  # files are decoded in parallel already
     exported = [_is_exported(folder) for folder in models or _named(options)]
     if not any(exported):
-        return device_of(options.device), threads
+        device = device_of(options.device)
+        log.debug("on %s (--device %s), %d threads", device, options.device, threads)
+        return device, threads
     if options.device == "cuda":
         raise AnomalyError("an exported model computes on the CPU; leave --device out")
     return CPU if all(exported) else device_of("cpu"), threads

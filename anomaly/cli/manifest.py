@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
+
+from anomaly.cli.speech import NOTE
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     listing = Listing(options.input, options.list)
     images, doubles = write_manifest(listing, options.output, options.chunk)
     if listing.passed_over:
-        print(f"note: {say_passed_over(listing.passed_over)}", file=sys.stderr)
+        log.log(NOTE, say_passed_over(listing.passed_over))
     again = f", {doubles} named more than once" if doubles else ""
     chunks = len(read_manifest(options.output).sizes)
     print(f"{images} images{again} in {chunks} chunks: {options.output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.files.own_outputs import GOLDEN
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +71,7 @@ def _run(options: argparse.Namespace, paths: list[Path]) -> int:
         print(f"{len(found)} images recorded in {options.golden / GOLDEN}")
         return 0
     if recorded["model_id"] != model.model_id:
-        print(f"recorded with model {recorded['model_id']}, checked with {model.model_id}")
+        log.info(f"recorded with model {recorded['model_id']}, checked with {model.model_id}")
     moved = moved_since(recorded["images"], found, options.tolerance)
     for line in moved:
         print(line)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
+from anomaly.cli.speech import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.errors import AnomalyError, OutputError
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "ANOMALY_TOKEN"
 SINK_VARIABLES = ("ANOMALY_WEBHOOK", "ANOMALY_MQTT")
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
             sent = "".join(f" and sent to {sink.shown}" for sink in sinks)
             print(f"every answer is written to {record}{sent}", flush=True)
             serve(line, listener, token, lambda: stop.signal is not None)
-        print("stopped; what was taken is answered and written down")
+        log.info("stopped; what was taken is answered and written down")
     return 0
 
 
@@ -166,10 +169,10 @@ def _check_open(options: argparse.Namespace, token: str) -> None:
             f"give --token-file, or ${TOKEN_VARIABLE}"
         )
     if token and not is_loopback(options.host):
-        print(
-            "note: token and pictures travel unencrypted; put a proxy with TLS in front where "
-            "others share the network",
-            file=sys.stderr,
+        log.log(
+            NOTE,
+            "token and pictures travel unencrypted; put a proxy with TLS in front where others "
+            "share the network",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shlex
 import sys
 import webbrowser
@@ -17,6 +18,8 @@ from anomaly.errors import OutputError
 if TYPE_CHECKING:
     from anomaly.datasets.advice import Advice
     from anomaly.datasets.recognise import Recognised
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,18 +62,18 @@ def _start(options: argparse.Namespace, name: str, output: Path) -> int:
             f"{config} is there from an earlier start: `anomaly {shlex.join(train)}` takes it as "
             "it is, --overwrite writes it anew"
         )
-    print(f"{options.folder} is taken for --format {taken.layout}: {taken.reason}")
+    log.info(f"{options.folder} is taken for --format {taken.layout}: {taken.reason}")
     if taken.listing:
         listing = output.absolute() / "images.csv"
         write(listing, taken.listing)
-        print(f"they are listed in {listing}")
+        log.info(f"they are listed in {listing}")
         taken = type(taken)(taken.layout, listing, taken.reason)
     network, why = _network(options.overrides)
     advised, tested = _look(taken)
     for one in advised:
-        print(f"- {one.reason}" + (f" ({one.key}: {one.value})" if one.key else ""))
+        log.info(f"- {one.reason}" + (f" ({one.key}: {one.value})" if one.key else ""))
     write(config, config_text(name, taken, network, why, advised))
-    print(f"the settings are in {config}, with the reasons; change what you know better")
+    log.info(f"the settings are in {config}, with the reasons; change what you know better")
     return _steps(options, config, output, taken, tested, opens=talks)
 
 
@@ -88,7 +91,7 @@ def _steps(
     settings, computes = machine.passed_on(options)
     of_config = ["--config", str(config), *settings]
     if execute(["check", *of_config]) == 2:
-        print("what is wrong is said above; training goes on without what can't be used")
+        log.info("what is wrong is said above; training goes on without what can't be used")
     code = execute(["train", *of_config, "--output", str(output), *again, *computes])
     if code not in (0, 3):
         return code
@@ -98,7 +101,7 @@ def _steps(
         last = ["evaluate", *model, "--output", str(page.parent), *again, *computes]
     else:
         page = output / "results" / "results.html"
-        print(
+        log.info(
             "There are no other images to test with, so these are scored: the model knows them, "
             "and what it marks all the same is odd among them."
         )
@@ -107,7 +110,7 @@ def _steps(
     code = max(code, execute(last))
     if page.is_file():
         print(f"\nLook at {page.absolute()}")
-        print(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
+        log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
         if opens and not options.no_open:
             webbrowser.open(page.absolute().as_uri())
     return code

@@ -93,19 +93,25 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
             print(line)
         _say_raised(summary["raised_by"], thresholds.image, output)
     if images["learned"] < LEAST_IMAGES:
-        print(
-            f"{images['learned']} images don't show what is usual: it takes {LEAST_IMAGES} for "
-            "another product, a lens cap or a blurred image to be noticed as such"
+        log.info(
+            "%d images don't show what is usual: it takes %d for another product, a lens cap or a "
+            "blurred image to be noticed as such",
+            images["learned"],
+            LEAST_IMAGES,
         )
     _say_patch(summary)
     if summary["suspects"]:
-        print("look at these training images; a defect among the good ones is learned as good:")
+        log.info("look at these training images; a defect among the good ones is learned as good:")
         for suspect in summary["suspects"][:3]:
-            print(f"  {suspect['score']:.4g}  {suspect['name']}  {output / suspect['heatmap']}")
+            picture = output / suspect["heatmap"]
+            log.info("  %.4g  %s  %s", suspect["score"], suspect["name"], picture)
     if odd := summary["odd"]:
-        print(
-            f"{len(odd)} of {images['learned']} training images would be for review whatever their "
-            f"score, being so unlike the others: {_some(odd)}"
+        log.info(
+            "%d of %d training images would be for review whatever their score, being so unlike "
+            "the others: %s",
+            len(odd),
+            images["learned"],
+            _some(odd),
         )
     _say_refused(summary["refused"])
     seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9
@@ -118,13 +124,13 @@ def _say_raised(raised: Sequence[dict[str, Any]], reject: float, output: Path) -
     """Which good images put the reject threshold so high, and what to do about it."""
     for i, image in enumerate(raised):
         without = "without it" if i == 0 else f"without it and the {i} before"
-        print(
+        log.info(
             f"{image['name']} scores {image['score']:.5g} and raises the reject threshold: "
             f"{without} that would be {image['reject_without']:.5g} instead of {reject:.5g}"
         )
     if raised:
         names = " ".join(shlex.quote(image["name"]) for image in raised)
-        print(
+        log.info(
             "  look at what raises it; where it isn't good: "
             f"anomaly calibrate --model {shlex.quote(str(output))} --without {names}"
         )
@@ -138,11 +144,11 @@ def _say_patch(summary: dict[str, Any]) -> None:
     size = summary["patch_size"]
     (height, width), mm = size["pixels"] or (0.0, 0.0), size["mm"]
     real = f", {mm[0]:.3g} × {mm[1]:.3g} mm" if mm else ""
-    print(
+    log.info(
         f"one patch covers {height:.0f} × {width:.0f} original pixels{real} (height × width): "
         "smaller defects may not be seen"
     )
-    print(f"  {_remedy(summary)}")
+    log.info(f"  {_remedy(summary)}")
 
 
 def _remedy(summary: dict[str, Any]) -> str:

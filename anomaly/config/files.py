@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import yaml
 from anomaly.config.parsing import parse_config
 from anomaly.config.schema import Config
 from anomaly.errors import ConfigError, nearest, why
+
+log = logging.getLogger(__name__)
 
 # Where a bare name is looked for after the working directory: its configs/, then our own, inside
 # the package once it is installed and beside it in a checkout.
@@ -35,6 +38,8 @@ def load_config(
     file = find_config(path, folders)
     values = _read_with_base(file, seen=())
     values.setdefault("name", file.stem)
+    changed = f", changed by {', '.join(overrides)}" if overrides else ""
+    log.debug("settings from %s%s", file.absolute(), changed)
     sources = {_apply(values, override): f"--set {override}" for override in overrides}
     return parse_config(values, str(file), sources)
 

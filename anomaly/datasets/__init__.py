@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,8 @@ __all__ = [
     "open_dataset",
     "open_test_images",
 ]
+
+log = logging.getLogger(__name__)
 
 FORMATS: dict[str, Callable[[Path], Dataset]] = {**FOLDERS, "visa": open_visa, "csv": open_list}
 
@@ -70,7 +73,15 @@ def open_dataset(layout: str, root: str | Path | None, category: str | None = No
             raise DataError(f"{place} is a folder; with data.format=csv, data.root names the list")
     elif not is_folder(place):
         raise DataError(_missing(layout, root.expanduser(), category))
-    return FORMATS[layout](place)
+    found = FORMATS[layout](place)
+    log.debug(
+        "%s, read as %s: %d images to learn from, %d to test with",
+        place.absolute(),
+        layout,
+        len(found.train),
+        len(found.test),
+    )
+    return found
 
 
 def _missing(layout: str, root: Path, category: str | None) -> str:

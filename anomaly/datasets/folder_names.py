@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-_GOOD = frozenset(("good", "ok", "normal", "io", "pass", "passed"))
+_GOOD = frozenset(("good", "ok", "normal", "io", "gut", "gute", "pass", "passed", "healthy"))
 _NEGATIONS = frozenset(("no", "not", "non"))
 _NOT_GOOD = re.compile(
     "defect(s|ive)?|defekte?|fehler|fault(s|y)?|flaws?|bad|ko|ng|nok|nio|fail(ed|ures?)?|"

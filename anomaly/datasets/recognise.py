@@ -122,6 +122,13 @@ def _plain(place: Path) -> Recognised:
         return Recognised("csv", lists[0], f"a list of images, {lists[0].name}")
     if not list_images(place):
         raise DataError(f"no images in {place}; give a folder of good images")
+    unclear = [name for name in inside if list_images(place / name)]
+    if len(unclear) > 1 and not any(image.parent == place for image in list_images(place)):
+        raise DataError(
+            f"{place} has folders whose names don't say which images are good "
+            f"({', '.join(unclear[:8])}): rename that one to `good`, or say --format folder where "
+            "all of them are"
+        )
     return Recognised("folder", place, "good images alone")
 
 

@@ -107,7 +107,7 @@ class GradientMonitor:
 def limit_norm(gradient: Tensor, max_norm: float) -> Tensor:
     """A gradient (of any shape) scaled down to an L2 norm of at most `max_norm`; a tensor hook."""
     norm = torch.linalg.vector_norm(gradient.float())
-    scale: Tensor = max_norm / norm.clamp(min=max_norm)
+    scale: Tensor = (max_norm / norm).clamp(max=1)
     return gradient * scale.to(gradient.dtype)
 
 

@@ -29,9 +29,11 @@ def choose_precision(extractor: FeatureExtractor, images: Tensor) -> str:
     """
     device = images.device
     if not has_bf16(device):
+        log.debug("fp32: %s has no bf16", device)
         return "fp32"
     share = rounding_share(extractor, images)
     if max(share) <= LIMIT:
+        log.debug("bf16: rounding is %.1f %% of the feature maps' variation", 100 * max(share))
         return "bf16"
     log.warning(
         "bf16 would blur this network's feature maps (rounding is %.0f %% of their variation): "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import urllib.error
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from anomaly.errors import WeightsError, why
 from anomaly.files.writing import like, sha256_of
+
+log = logging.getLogger(__name__)
 
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")
 
@@ -153,6 +156,7 @@ def _sha256(file: Path) -> str:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
+    log.debug("weights from %s", file.absolute())
     try:
         if file.suffix == ".safetensors":
             return load_file(file)

@@ -11,12 +11,14 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from anomaly.datasets.image_manifest import ImageManifest
@@ -27,10 +29,11 @@ from anomaly.files.writing import remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.image import most_bytes
+from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.inference.journal import Finished
 from anomaly.inference.outputs import Outputs
 from anomaly.inference.parts import part_of
-from anomaly.inference.rows import Row, as_parquet
+from anomaly.inference.rows import Row, as_parquet, row_of
 from anomaly.inference.run import Inputs, infer
 from anomaly.prefetch import ahead
 from anomaly.scorers.base import Progress
@@ -52,6 +55,7 @@ def infer_shard(
     about: Mapping[str, object],
     decoders: Decoders,
     *,
+    lost: Mapping[int, str] = MappingProxyType({}),
     stopped: Callable[[], bool] = lambda: False,
     progress: Progress = lambda done, total: None,
 ) -> Counter[str]:
@@ -66,6 +70,8 @@ def infer_shard(
             which pictures are sent to `dest`.
         about: what the rows depend on.
         decoders: started.
+        lost: images of the only chunk that aren't touched, by index: their rows say `failed`, and
+            why.
         stopped: asked all the time; the chunk in hand is then given up.
         progress: called with images done, and how many there are to do.
 
@@ -87,6 +93,9 @@ def infer_shard(
         limit = most_bytes(model.loading.max_pixels)
         for chunk in chunks:
             images = _Images(manifest.chunk(chunk), Path(spool), threads, limit, stopped)
+            for i, reason in lost.items():
+                unusable = UnusableImage(i, "failed", f"{images.names[i]}: {reason}")
+                images.rows[i] = row_of(unusable, model, images.names[i], time.perf_counter())
             remove_drafts(outputs.folder / HEATMAPS / _name(chunk))
             pictures = [f"{_name(chunk)}/{i:06}.png" for i in range(len(images.names))]
             inputs = Inputs(images.paths, pictures, outputs.heatmaps, images.brought)
@@ -106,6 +115,37 @@ def infer_shard(
             counts.update(row.verdict for row in rows)
             before += len(rows)
     return counts
+
+
+def probe(
+    model: AnomalyDetector,
+    manifest: ImageManifest,
+    chunk: int,
+    wanted: Sequence[int],
+    decoders: Decoders,
+) -> None:
+    """Score some images of a chunk, and keep nothing: to see whether the process survives it.
+
+    Args:
+        model: says what is good.
+        manifest: names the images.
+        chunk: their chunk.
+        wanted: which of its images.
+        decoders: started.
+
+    Raises:
+        DataError: the storage of the images doesn't answer.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="anomaly-shard-") as spool,
+        ThreadPoolExecutor(_FETCHING, "fetch") as threads,
+    ):
+        nothing = Outputs(Path(spool), heatmaps="none")
+        decoders.begin(Task(model.loading, nothing.pictures(model)))
+        names, limit = manifest.chunk(chunk), most_bytes(model.loading.max_pixels)
+        images = _Images([names[i] for i in wanted], Path(spool), threads, limit, lambda: False)
+        pictures = [f"{i}.png" for i in wanted]
+        infer(model, Inputs(images.paths, pictures, "none", images.brought), images, decoders)
 
 
 def _name(chunk: int) -> str:
@@ -131,11 +171,8 @@ class _Images:
     Attributes:
         names: as the manifest has them.
         paths: where they are, or will be, on this machine.
-        done: of none; a chunk is scored as a whole.
         rows: by index.
     """
-
-    done: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -155,6 +192,11 @@ class _Images:
         self._stopped = stopped
         self._denied: dict[int, str] = {}
         self._fetched = ""  # one that could be had
+
+    @property
+    def done(self) -> Collection[int]:
+        """Those that have a row."""
+        return self.rows
 
     def brought(self, items: Iterator[tuple[int, Path]]) -> Iterator[tuple[int, Path]]:
         """Fetch what isn't here, a bounded number of files ahead."""

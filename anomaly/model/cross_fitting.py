@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,8 @@ from anomaly.model.image_score import image_scores, network_map
 from anomaly.model.suspects import Suspects
 from anomaly.model.training_patches import TrainingPatches
 from anomaly.scorers.base import Fitter, Fold, PatchBatch, Progress
+
+log = logging.getLogger(__name__)
 
 
 def cross_fit(
@@ -49,6 +52,7 @@ def cross_fit(
     units = len({groups.get(i, i) for i in indices})
     heeded = groups if units > 1 else {}
     divided = split(indices, heeded, folds)
+    log.debug("scoring %d images as %d held-out parts, for thresholds", len(indices), len(divided))
     found: dict[int, tuple[float, float]] = {}
     held_out = fitter.held_out(detector.scorer, patches, divided, grouped=bool(heeded))
     for images, scorer in held_out:

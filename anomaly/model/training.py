@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -29,6 +30,8 @@ from anomaly.model.saving import manifest_of
 from anomaly.model.settings import loading_of, region_of
 from anomaly.model.suspects import Suspect, Suspects
 from anomaly.model.training_patches import TrainingPatches
+
+log = logging.getLogger(__name__)
 
 TRIAL_IMAGES = 4  # that show whether bf16 is safe
 
@@ -111,6 +114,13 @@ def _train(
     config = config.model_copy(update={"precision": extractor.precision})
     fitter = fitter_of(config).prepared(sum(extractor.channels), device)
     clock.lap("backbone")
+    log.debug(
+        "%s: %s, strides %s, in %s",
+        config.backbone.name,
+        ", ".join(extractor.layers),
+        extractor.strides,
+        extractor.precision,
+    )
 
     patches = TrainingPatches(
         [s.source for s in samples],
@@ -132,6 +142,7 @@ def _train(
         )
         clock.lap("scorer")
         clock.move("scorer", "features", patches.seconds)
+        log.debug("%d patches of %d images learned", patches.count, len(patches.hashes))
         if calibrate:
             good = cross_fit(
                 detector,
@@ -148,6 +159,8 @@ def _train(
             clock.lap("calibration")
     finally:
         patches.close()
+    spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in clock.seconds.items())
+    log.debug("time: %s", spent)
     used = sorted(patches.looks)
     looks = [patches.looks[i] for i in used]
     hashes = {samples[i].name: patches.hashes[i] for i in sorted(patches.hashes)}

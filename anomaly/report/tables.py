@@ -108,6 +108,18 @@ def table(evaluations: Sequence[Evaluation]) -> str:
     return "\n".join([rows[0], "─" * len(rows[0]), *rows[1:]])
 
 
+def at_thresholds(name: str, counts: Confusion) -> str:
+    """What a model's own thresholds did to its test images, in one line."""
+    good, bad = counts.good, counts.defective
+    said = [f"of {good.total} good ones {good.reject} rejected and {good.review} to review"]
+    if bad.total:
+        said.append(
+            f"of {bad.total} defective ones {bad.reject} rejected, {bad.review} to review, "
+            f"{bad.good} taken for good"
+        )
+    return f"{name} at its thresholds: {'; '.join(said)}"
+
+
 def undefined(evaluations: Sequence[Evaluation]) -> list[str]:
     """Why figures are missing: one line for each reason of each category."""
     lines = []

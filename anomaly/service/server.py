@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 
@@ -14,7 +16,7 @@ from anomaly.service.app import make_app
 from anomaly.service.guard import Guard
 from anomaly.service.line import Line
 
-_IDLE_SECONDS = 15  # that a connection is kept without a request
+_IDLE_SECONDS = 15  # that a connection is kept without a request, or with the head of one
 _LAST_SECONDS = 6  # that requests have to be finished once the service is to stop
 _MOST_CONNECTIONS = 512
 
@@ -49,6 +51,7 @@ def serve(line: Line, listener: socket.socket, token: str, stopped: Callable[[],
     """
     config = uvicorn.Config(
         Guard(make_app(line), token),
+        http="h11",
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -63,12 +66,17 @@ def serve(line: Line, listener: socket.socket, token: str, stopped: Callable[[],
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the command, and ends what follows along first."""
+    """Leaves signals to the command, and ends what follows along first.
+
+    Connections whose client doesn't come to the end of a request's head are closed: uvicorn waits
+    for them forever, and `_MOST_CONNECTIONS` of them would keep everybody else out.
+    """
 
     def __init__(self, config: uvicorn.Config, line: Line, stopped: Callable[[], bool]) -> None:
         super().__init__(config)
         self._line = line
         self._stopped = stopped
+        self._silent: dict[Any, tuple[object, float]] = {}
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -80,4 +88,19 @@ class _Server(uvicorn.Server):
         if self._stopped():
             self._line.stop()
             return True
+        if counter % 10 == 0:
+            self._close_silent()
         return await super().on_tick(counter)
+
+    def _close_silent(self) -> None:
+        now, silent = time.monotonic(), {}
+        for connection in list(self.server_state.connections):
+            last = getattr(connection, "cycle", None)  # request and answer
+            if last is not None and not last.response_complete:
+                continue
+            before, since = self._silent.get(connection, (None, now))
+            since = since if before is last else now
+            silent[connection] = (last, since)
+            if now - since > _IDLE_SECONDS:
+                connection.transport.close()
+        self._silent = silent

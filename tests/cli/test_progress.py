@@ -6,11 +6,12 @@ import pytest
 
 from anomaly.cli import progress
 from anomaly.cli.progress import ProgressLine
+from anomaly.cli.speech import spoken
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_PLAIN_SECONDS", 0.25)
-    with ProgressLine() as line:
+    with spoken(), ProgressLine() as line:
         time.sleep(0.3)  # nothing to say yet
         line("features", 0, 8)
         time.sleep(0.3)

@@ -40,6 +40,7 @@ def test_each_layout_is_recognised_and_opens_as_such(layout: str, tmp_path: Path
     ("folders", "good", "kinds"),
     [
         (["OK", "NG"], "OK", {"NG"}),
+        (["gute Teile", "Risse"], "gute Teile", {"Risse"}),
         (["good", "scratch", "dent"], "good", {"scratch", "dent"}),
         (["ok_parts", "bad/crack", "bad/dent", "masks"], "ok_parts", {"crack", "dent"}),
     ],
@@ -87,6 +88,7 @@ def test_lists_are_recognised(tmp_path: Path) -> None:
         ([], "no images in"),
         (["bottle/train/good", "cable/train/good"], "several data sets: bottle, cable"),
         (["defect", "photos"], "none by whose name it holds good images"),
+        (["Juni", "Risse"], r"don't say which images are good \(Juni, Risse\)"),
     ],
 )
 def test_what_cannot_be_told_is_said(folders: list[str], message: str, tmp_path: Path) -> None:

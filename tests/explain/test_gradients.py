@@ -155,6 +155,7 @@ def test_limiting_keeps_the_dtype_and_leaves_small_gradients_alone(dtype: torch.
     assert limited.dtype == dtype
     torch.testing.assert_close(limited.float(), torch.full((4,), 0.5), rtol=1e-2, atol=0)
     assert torch.equal(limit_norm(torch.zeros(3), 1.0), torch.zeros(3))
+    assert torch.equal(limit_norm(large, float("inf")), large)
 
 
 def test_senseless_settings_are_refused() -> None:

@@ -85,7 +85,7 @@ def start(folder: Path, *options: str, token: str = "", path: str = str(REPOSITO
     return Served(process, int(first.split(";")[0].rpartition(":")[2]), folder, token)
 
 
-def until_ready(served: Served, seconds: float = 90.0) -> None:
+def until_ready(served: Served, seconds: float = 300.0) -> None:
     """Wait until all models can be used."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

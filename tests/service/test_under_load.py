@@ -23,6 +23,8 @@ from running import Served, serving, start, until_ready
 from anomaly.service.record import Record
 from benchmarks.service import ask
 
+TOKEN = "0123456789abcdef"
+
 
 @pytest.fixture
 def models(run_folder: Path, tmp_path: Path) -> Path:
@@ -96,7 +98,11 @@ def rows_of_infer(
 
 
 @pytest.mark.slow
-def test_every_answer_survives_a_kill(models: Path, bodies: dict[str, bytes]) -> None:
+def test_every_answer_survives_a_kill(
+    bank_export: Path, tmp_path: Path, bodies: dict[str, bytes]
+) -> None:
+    models = tmp_path / "line" / "models"
+    shutil.copytree(bank_export, models / "disc")  # starts fast
     rng = random.Random(0)
     answered: dict[str, int] = {}
     for turn in range(20):
@@ -176,7 +182,7 @@ def waiting(served: Served) -> float:
 
 @pytest.fixture
 def limited(models: Path) -> Iterator[Served]:
-    with serving(models, "--max-body", "1") as served:
+    with serving(models, "--max-body", "1", token=TOKEN) as served:
         yield served
 
 
@@ -188,6 +194,7 @@ def test_ten_thousand_connections_and_slow_clients_leave_nothing(
     slow = [socket.create_connection(("127.0.0.1", limited.port)) for _ in range(50)]
     for line in slow:
         line.sendall(b"POST /v1/models/disc/score HTTP/1.1\r\nHost: localhost\r\n"
+                     b"Authorization: Bearer " + TOKEN.encode() + b"\r\n"
                      b"Content-Length: 1000\r\n\r\nabc")  # fmt: skip
     limited.score(data)
     before = resident(limited.process.pid)

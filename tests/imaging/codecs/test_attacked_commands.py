@@ -34,7 +34,7 @@ pytestmark = [
 # A command that notes for each request to a decoding process what it computed, and on the clock.
 _COMMAND = """
 import json, sys, time
-from anomaly import guarded_process
+from anomaly.imaging import guarded_process
 from anomaly.cli import main
 asked = guarded_process.GuardedProcess.ask
 def used(process):

@@ -1,0 +1,90 @@
+"""`anomaly infer --manifest --ray`: a job shared out among the workers of a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anomaly.cli import machine
+from anomaly.cli.progress import ProgressLine
+from anomaly.cli.stopping import Stopping
+
+if TYPE_CHECKING:
+    from anomaly.datasets.image_manifest import ImageManifest
+    from anomaly.inference.ray_workers import RayWorkers
+
+
+def run(options: argparse.Namespace) -> int:
+    """Score a manifest; 0 once each image has a row, be it one that says what is wrong."""
+    from anomaly.datasets.image_manifest import read_manifest
+    from anomaly.errors import DataError
+    from anomaly.inference.ray_workers import RayJob, joined
+
+    if options.shard is not None:
+        raise DataError("--shard can't be given with --ray, which shares out all chunks")
+    if options.workers is not None and options.workers < 1:
+        raise DataError(f"--workers is {options.workers}; it must be 1 or more")
+    options.threads = machine.wanted_threads(options) if options.threads else 1
+    manifest = read_manifest(options.manifest)
+    job = RayJob(
+        model=_everywhere(str(options.model)),
+        manifest=_everywhere(options.manifest),
+        dest=_everywhere(options.output),
+        device=options.device,
+        precision=options.precision,
+        threads=options.threads,
+        heatmaps=options.heatmap,
+        side_by_side=options.side_by_side,
+        masks=options.masks,
+        maps=options.maps,
+    )
+    with Stopping() as stop, joined(options.ray, job, options.workers) as workers:
+        counts = _run(options, manifest, workers, stop)
+        if stop.signal is not None:
+            print("stopped; go on with --resume")
+            return stop.exit_code
+    from anomaly.inference.parts import say_counts
+
+    print(f"{say_counts(counts)}; parts in {options.output}")
+    return 0
+
+
+def _run(
+    options: argparse.Namespace, manifest: ImageManifest, workers: RayWorkers, stop: Stopping
+) -> Counter[str]:
+    from anomaly.errors import OutputError
+    from anomaly.inference.dispatch import dispatch
+    from anomaly.inference.parts import begin_job, chunks_done
+
+    def stopped() -> bool:
+        return stop.signal is not None
+
+    if (about := workers.about(stopped)) is None:
+        return Counter()
+    begin_job(options.output, about)
+    done = chunks_done(options.output)
+    if done and not options.resume:
+        raise OutputError(
+            f"{options.output} holds {len(done)} of {len(manifest.sizes)} chunks already; add "
+            "--resume to go on with the others, or give another --output"
+        )
+    left = (chunk for chunk in range(len(manifest.sizes)) if chunk not in done)
+    with ProgressLine() as progress:
+        return dispatch(
+            left,
+            manifest.sizes,
+            workers.hire,
+            workers.room,
+            stopped=stopped,
+            progress=lambda done, total: progress("scoring", done, total),
+        )
+
+
+def _everywhere(place: str) -> str:
+    """A local path whatever folder a worker starts in."""
+    from anomaly.files import storage
+
+    path = storage.local(place)
+    return place if path is None else str(Path(path).resolve())

@@ -1,0 +1,76 @@
+"""Send every image that a camera writes into a folder to `anomaly serve`; needs Python alone.
+
+    python examples/send_folder.py camera http://127.0.0.1:8000/v1/models/plate/score
+
+A token that the service asks for is taken from ANOMALY_TOKEN. While the service is busy or away,
+images wait; Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+
+KINDS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
+WRITTEN_SECONDS = 0.5  # after which a file that hasn't changed is whole
+PAUSE_SECONDS = 1.0
+
+
+def arriving(folder: Path) -> Iterator[Path]:
+    """Image files as they come, once each, in the order of their names."""
+    seen: set[Path] = set()
+    while True:
+        for file in sorted(folder.iterdir()):
+            whole = time.time() - file.stat().st_mtime > WRITTEN_SECONDS
+            if whole and file not in seen and file.suffix.lower() in KINDS:
+                seen.add(file)
+                yield file
+        time.sleep(0.1)
+
+
+def score(file: Path, address: str) -> dict[str, Any]:
+    """The row of an image, for which a busy service is asked again and again."""
+    request = Request(f"{address}?name={quote(file.name)}", file.read_bytes())
+    if token := os.environ.get("ANOMALY_TOKEN"):
+        request.add_header("Authorization", f"Bearer {token}")
+    told = ""
+    while True:
+        try:
+            with urlopen(request, timeout=90) as answer:
+                return dict(json.load(answer))
+        except HTTPError as refused:
+            said = json.load(refused)
+            if refused.code == 422:  # an image that can't be used has a row, too
+                return dict(said)
+            if refused.code < 500:
+                sys.exit(f"{address} refuses {file}: {refused.code}, {said['detail']}")
+            why = said["detail"]
+        except (OSError, HTTPException):
+            why = "it isn't reached"
+        if why != told:
+            print(f"{address}: {why}; trying again", file=sys.stderr)
+            told = why
+        time.sleep(PAUSE_SECONDS)
+
+
+def main(arguments: list[str]) -> None:
+    """Send, and print each verdict."""
+    folder, address = Path(arguments[0]), arguments[1]
+    for file in arriving(folder):
+        row = score(file, address)
+        print(f"{row['id']}  {file.name}  {row['verdict'] or row['status']}", flush=True)
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        main(sys.argv[1:])

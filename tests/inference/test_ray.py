@@ -1,0 +1,206 @@
+"""The same job on Ray's actors: one table, whatever is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Command, write_part
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Ray's own
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images, some of them cut short, in chunks of eight."""
+    from anomaly.cli import main
+
+    folder = tmp_path_factory.mktemp("archive")
+    for i in range(60):
+        write_part(folder / "images" / f"{i:03}.png", i, mark=(30, 50) if i % 9 == 0 else None)
+    data = (folder / "images" / "000.png").read_bytes()
+    for i in range(3):
+        (folder / "images" / f"cut{i}.png").write_bytes(data[: 300 + 100 * i])
+    file = folder / "manifest.parquet"
+    arguments = ["--input", str(folder / "images"), "--chunk", "8", "--output", str(file)]
+    assert main(["manifest", *arguments]) == 0
+    return file
+
+
+def _arguments(manifest: Path, run: Path, output: Path, *more: object) -> list[str]:
+    first = ["--model", run, "--manifest", manifest, "--output", output, "--device", "cpu"]
+    return [*map(str, first), "--threads", "1", *map(str, more)]
+
+
+@pytest.fixture(scope="module")
+def expected(manifest: Path, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The table of one process."""
+    from anomaly.cli import main
+
+    output = tmp_path_factory.mktemp("one") / "out"
+    assert main(["infer", *_arguments(manifest, run_folder, output)]) == 0
+    return _joined(manifest, output)
+
+
+def _joined(manifest: Path, output: Path) -> bytes:
+    from anomaly.cli import main
+
+    table = output.parent / "joined.csv"
+    assert main(["merge-results", str(manifest), str(output), "--output", str(table)]) == 3
+    return table.read_bytes()
+
+
+def _infer(*arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "anomaly", "infer", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_WAIT_POLICY": "passive"}
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_workers_on_this_machine_make_the_table_of_one_process(
+    manifest: Path, run_folder: Path, expected: bytes, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    more = ("--ray", "local", "--workers", 2)
+    with _infer(*_arguments(manifest, run_folder, output, *more)) as process:
+        said, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    assert "60 of 63 images scored" in said
+    assert "Traceback" not in err
+    assert _joined(manifest, output) == expected
+    with _infer(*_arguments(manifest, run_folder, output, *more)) as process:
+        _, err = process.communicate(timeout=400)
+    assert process.returncode == 2
+    assert "8 of 8 chunks already; add --resume" in err
+
+
+def test_what_does_not_go_together(
+    manifest: Path, run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    def err(*more: str) -> str:
+        code, _, said = command("infer", _arguments(manifest, run_folder, tmp_path / "o", *more))
+        assert code == 2
+        return said
+
+    assert "--shard can't be given with --ray" in err("--ray", "local", "--shard", "0/2")
+    assert "--workers is about a Ray cluster" in err("--workers", "2")
+    assert "--workers is 0" in err("--ray", "local", "--workers", "0")
+    images = manifest.parent / "images"
+    plain = ["--model", run_folder, "--input", images, "--output", tmp_path / "o"]
+    code, _, said = command("infer", [*plain, "--ray", "local"])
+    assert (code, "--ray is about chunks of a manifest" in said) == (2, True)
+
+
+@pytest.mark.slow
+def test_what_is_killed_costs_nothing(
+    manifest: Path, run_folder: Path, expected: bytes, tmp_path: Path
+) -> None:
+    """Actors and the driver by SIGKILL at random points, then --resume."""
+    import random
+
+    rng = random.Random(0)
+    for turn in range(10):
+        output = tmp_path / f"{turn}" / "out"
+        more = ("--ray", "local", "--workers", 2, "--resume")
+        with _infer(*_arguments(manifest, run_folder, output, *more)) as process:
+            _wait_for_parts(output, rng.randrange(1, 4), process)
+            if turn % 2:
+                for actor in _actors_below(process.pid)[: rng.randrange(1, 3)]:
+                    os.kill(actor, signal.SIGKILL)
+                assert process.wait(400) == 0
+            else:
+                process.kill()
+        if turn % 2 == 0:
+            with _infer(*_arguments(manifest, run_folder, output, *more)) as process:
+                _, err = process.communicate(timeout=400)
+            assert process.returncode == 0, err
+        assert _joined(manifest, output) == expected
+
+
+def _wait_for_parts(output: Path, count: int, process: "subprocess.Popen[str]") -> None:
+    end = time.monotonic() + 300
+    while len(list(output.glob("results.parts/*.parquet"))) < count:
+        assert process.poll() in (None, 0)
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _actors_below(pid: int) -> list[int]:
+    """Ray's actor processes that a driver has started, by way of its node."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True)
+    below, actors = {pid}, []
+    for line in sorted(listed.stdout.splitlines(), key=lambda line: int(line.split()[0])):
+        process, parent, args = line.split(maxsplit=2)
+        if int(parent) in below:
+            below.add(int(process))
+            if "_Scorer" in args:
+                actors.append(int(process))
+    return actors
+
+
+@pytest.mark.slow
+def test_nodes_come_and_go_and_poison_is_alone(
+    manifest: Path,
+    run_folder: Path,
+    expected: bytes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A real head and two worker nodes; one node is killed; one image kills its process."""
+    from ray.cluster_utils import Cluster
+
+    poison = manifest.parent / "images" / "017.png"
+    monkeypatch.setenv("PYTHONPATH", f"{_poisoning(tmp_path, poison)}:{REPOSITORY}")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        output = tmp_path / "out"
+        more = ("--ray", cluster.address, "--resume")
+        arguments = _arguments(manifest, run_folder, output, *more)
+        with subprocess.Popen(
+            [sys.executable, "-m", "anomaly", "infer", *arguments],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            _wait_for_parts(output, 2, process)
+            cluster.remove_node(nodes[0], allow_graceful=False)
+            said, err = process.communicate(timeout=500)
+        assert process.returncode == 0, err
+        assert "59 of 63 images scored" in said
+        assert "4 failed" in said or ("3 unreadable" in said and "1 failed" in said)
+    finally:
+        cluster.shutdown()
+    rows = {line.split(",")[0]: line for line in _joined(manifest, output).decode().splitlines()}
+    before = {line.split(",")[0]: line for line in expected.decode().splitlines()}
+    assert "took down the processes" in rows.pop(str(poison))
+    before.pop(str(poison))
+    # What shares a batch with the poison is scored in a smaller one.
+    assert rows.keys() == before.keys()
+    assert sum(rows[name] != before[name] for name in rows) <= 8
+
+
+def _poisoning(folder: Path, poison: Path) -> Path:
+    """A folder whose `sitecustomize` ends a worker as soon as it is to load one image."""
+    place = folder / "poison"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(
+        "import sys, os\n"
+        "if 'default_worker.py' in ' '.join(sys.argv) or 'ray' in ' '.join(sys.orig_argv):\n"
+        "    from anomaly.imaging import decoder_pool\n"
+        "    load = decoder_pool.Decoders.load_all\n"
+        "    def kill(self, items, *more):\n"
+        "        def each():\n"
+        "            for index, path in items:\n"
+        f"                if str(path) == {str(poison)!r}:\n"
+        "                    os.kill(os.getpid(), 9)\n"
+        "                yield index, path\n"
+        "        return load(self, each(), *more)\n"
+        "    decoder_pool.Decoders.load_all = kill\n"
+    )
+    return place
