@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from anomaly.model.checkpoint import load
-from anomaly.model.folder import HISTORY, find_model
+    from anomaly.model.folder import HISTORY, find_model
     from anomaly.model.threshold_files import change, replace_thresholds
 
     device, threads = machine.device_and_threads(options)
