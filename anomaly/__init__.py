@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from anomaly.datasets import open_dataset
     from anomaly.errors import AnomalyError, ImageError
     from anomaly.evaluation.recalibration import recalibrated as recalibrated
+    from anomaly.evaluation.updating import updated as updated
     from anomaly.explain.score import explained as explained
     from anomaly.model.checkpoint import load
     from anomaly.model.detector import AnomalyDetector
@@ -42,6 +43,7 @@ _HOME = {
 _ABOVE = {
     "explained": "explain.score",
     "recalibrated": "evaluation.recalibration",
+    "updated": "evaluation.updating",
     "write_report": "report.index",
 }
 

@@ -33,6 +33,7 @@ PLACES = {
     "/path/to/other/good/images": {".": "test/good"},
     "/path/to/new/good/images": {".": "test/good"},
     "/path/to/new/good/images/003.png": {".": "test/good/003.png"},
+    "/path/to/confirmed/good/images": {".": "test/good"},
     "/path/to/known/parts": {".": "test/scratch"},
     "/path/to/defects": {"scratch": "test/scratch", "stain": "test/stain"},
     "/path/to/my_part": {"good": "train/good", "defect": "test/scratch"},

@@ -68,6 +68,23 @@ class GoodScores:
         all_names, image, peak = zip(*kept, strict=True)
         return replace(self, names=all_names, image=image, peak=peak, left_out=out)
 
+    def joined(self, other: GoodScores, source: str) -> GoodScores:
+        """These scores and others, of other images; what was left out stays so.
+
+        Where groups are known of either, all images of the one of which none are count as one.
+        """
+        known = self.groups is not None or other.groups is not None
+        mine = len(self.names) + len(self.left_out)
+        moved = tuple((mine + i, name, score, peak) for i, name, score, peak in other.left_out)
+        return GoodScores(
+            self.names + other.names,
+            self.image + other.image,
+            self.peak + other.peak,
+            source,
+            (self.groups or 1) + (other.groups or 1) if known else None,
+            self.left_out + moved,
+        )
+
     @property
     def cautions(self) -> list[str]:
         """Why the bounds may promise too much; nothing where nothing is known against them."""
@@ -191,9 +208,22 @@ class Thresholds:
         return ScoreScale(self.good.image)
 
 
-def thresholds_from(good: GoodScores, review_rate: float, reject_rate: float) -> Thresholds:
-    """Both thresholds at false-reject rates, and the pixel threshold that goes with them."""
+def thresholds_from(
+    good: GoodScores, review_rate: float, reject_rate: float, newest: Sequence[float] = ()
+) -> Thresholds:
+    """Both thresholds at false-reject rates, and the pixel threshold that goes with them.
+
+    Args:
+        good: scores of good images.
+        review_rate: the share that may not be called good, in the mean.
+        reject_rate: the share that may be rejected.
+        newest: those of the scores that parts to come may be like: the reject threshold is to keep
+            its rate among these alone, too, and gives way upwards.
+    """
     calibration = calibrate(good.image, review_rate=review_rate, reject_rate=reject_rate)
+    if len(newest):
+        least = threshold_for_false_reject_rate(newest, reject_rate).value
+        calibration = replace(calibration, reject=calibration.reject.raised(least, good.image))
     return _with_pixels(calibration, "calibrated", good)
 
 

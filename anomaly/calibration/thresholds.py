@@ -10,7 +10,7 @@ conformal predictors", proposition 2). Ties only lower the true rate.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -57,6 +57,21 @@ class Threshold:
         told = rate.at_most if self.kept == "bound" else rate.expected
         # The slack is for a target that is just what the images support, but for rounding.
         return self.target is None or told <= self.target * (1 + _SLACK)
+
+    def raised(self, value: float, scores: ArrayLike) -> Threshold:
+        """A threshold like this one at a higher value; its bounds stay, and are kept all the more.
+
+        Args:
+            value: one that isn't higher changes nothing.
+            scores: those that this one was found with.
+        """
+        if value <= self.value:
+            return self
+        good = sorted_scores(scores, "a threshold")
+        above = int((good > value).sum())
+        expected = (above + 1) / (len(good) + 1)
+        rate = replace(self.false_rejects, count=above, expected=expected, low=0.0)
+        return replace(self, value=value, false_rejects=rate)
 
     @property
     def statement(self) -> str:

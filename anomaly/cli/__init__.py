@@ -42,6 +42,8 @@ COMMANDS = {
     "deploy": "put a new version of a model in the place of the old one, or the old one back",
     "register": "log a model in MLflow, as the next version of a registered one",
     "feedback": "write down what parts of a line really were, or list what was said",
+    "update": "let a model learn good parts that people have confirmed",
+    "merge": "join models of one setting: of two lines, or of two lots",
     "drift": "say whether parts still look like the good images behind the thresholds",
     "sample-data": "generate a small data set to try things on",
     "completion": "print what lets a shell complete commands and options",

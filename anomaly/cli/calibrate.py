@@ -79,10 +79,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from anomaly.evaluation.recalibration import change
     from anomaly.model.checkpoint import load
     from anomaly.model.folder import HISTORY, find_model
-    from anomaly.model.threshold_files import replace_thresholds
+    from anomaly.model.threshold_files import change, replace_thresholds
 
     device, threads = machine.device_and_threads(options)
     model = load(options.model, device)
@@ -105,7 +104,8 @@ def _run(options: argparse.Namespace) -> int:
         return done
     apart = ("command", "model", "good", "defects", "device", "threads")
     asked = {k: v for k, v in vars(options).items() if k not in apart and v is not None}
-    record = change(asked, before, new, scored, found)
+    images = {name: one.named_hashes() for name, one in scored.items()}
+    record = change(asked, before, new, images, found)
     model_id = replace_thresholds(options.model, new, record)
     history = find_model(options.model) / HISTORY
     print(f"model {model.model_id} is now {model_id}; the change is in {history}")

@@ -41,6 +41,10 @@ class HeldOutScores:
     repeated: int
     refused: tuple[str, ...]
 
+    def named_hashes(self) -> dict[str, str]:
+        """sha256 of each image that was scored, by its path."""
+        return dict(zip(map(str, self.paths), self.hashes, strict=True))
+
     def good_scores(self) -> GoodScores:
         """What thresholds are found with, where all of these images are good."""
         names = tuple(path.name for path in self.paths)

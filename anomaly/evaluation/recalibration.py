@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from anomaly import __version__
 from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand, thresholds_from
 from anomaly.datasets import check_good_inputs
 from anomaly.datasets.inputs import find_inputs
@@ -19,6 +16,7 @@ from anomaly.evaluation.test_split import tested_hashes
 from anomaly.imaging.given import Given, ImageLike
 from anomaly.imaging.image import Image, described
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.threshold_files import change
 
 log = logging.getLogger(__name__)
 
@@ -51,40 +49,10 @@ def recalibrated(
     else:
         limits = thresholds_from(scores, *rates(detector, review_rate, reject_rate))
     asked = {name: value for name, value in asked.items() if value is not None}
-    made = change(asked, detector.thresholds, limits, scored) | {"model_before": detector.model_id}
+    images = {name: one.named_hashes() for name, one in scored.items()}
+    made = change(asked, detector.thresholds, limits, images) | {"model_before": detector.model_id}
     changes = (*detector.changes, made)
     return replace(detector, thresholds=limits, model_id="", folder=None, changes=changes)
-
-
-def change(
-    asked: Mapping[str, Any],
-    before: Thresholds | None,
-    after: Thresholds,
-    scored: Mapping[str, HeldOutScores],
-    found: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """What a model's history says of other thresholds, but for the model's ids.
-
-    Args:
-        asked: what was asked for, by option.
-        before: the thresholds that the model had.
-        after: those that it has now.
-        scored: the images that were given for them, by what they show.
-        found: how many of the defects among them are found.
-    """
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "software_version": __version__,
-        "asked": dict(asked),
-        "before": None if before is None else before.to_json(),
-        "after": after.to_json(),
-        "images": {
-            name: dict(zip(map(str, images.paths), images.hashes, strict=True))
-            for name, images in scored.items()
-        },
-        "left_out": {name: score for _, name, score, _ in after.good.left_out},
-        "defects_found": found,
-    }
 
 
 def by_hand(good: GoodScores, reject: float, review: float | None) -> Thresholds:
@@ -139,9 +107,9 @@ def _scored(
 ) -> HeldOutScores:
     unseen = score_held_out(
         detector,
-        _sources(good, given),
+        sources(good, given),
         learned=frozenset(detector.manifest["training_images"].values()),
-        tested=_tested(detector),
+        tested=tested_of(detector),
     )
     if unseen.learned:
         log.warning("the model has learned from %d of the good images; left out", unseen.learned)
@@ -152,13 +120,27 @@ def _scored(
     return unseen
 
 
-def _sources(good: str | Path | Iterable[ImageLike], given: Given) -> list[Path | Image]:
-    if isinstance(good, str | Path):
-        paths = find_inputs([Path(good)], option="good images").paths
-        check_good_inputs([Path(good)], paths)
+def sources(
+    images: str | Path | Iterable[ImageLike], given: Given, what: str = "good images"
+) -> list[Path | Image]:
+    """Images as a program names them: a folder, or a collection.
+
+    Args:
+        images: what it names.
+        given: how arrays are to be taken.
+        what: the images are, for messages; by that it is seen whether folders are called defects.
+
+    Raises:
+        DataError: there are none.
+        ImageError: one can't be used; says which and why.
+    """
+    if isinstance(images, str | Path):
+        paths = find_inputs([Path(images)], option=what).paths
+        if what == "good images":
+            check_good_inputs([Path(images)], paths)
         return list(paths)
     found: list[Path | Image] = []
-    for index, image in enumerate(good):
+    for index, image in enumerate(images):
         try:
             found.append(given.source(image))
         except ImageError as error:
@@ -166,7 +148,7 @@ def _sources(good: str | Path | Iterable[ImageLike], given: Given) -> list[Path 
     return found
 
 
-def _tested(detector: AnomalyDetector) -> frozenset[str]:
+def tested_of(detector: AnomalyDetector) -> frozenset[str]:
     """Hashes of the test split, where the run remembers its data set and it is still there."""
     if detector.folder is None:
         return frozenset()

@@ -183,21 +183,54 @@ class AppearanceModel:
     @classmethod
     def of(cls, looks: Sequence[Appearance]) -> AppearanceModel | None:
         """Learn from training images; None where there are fewer than `LEAST_IMAGES`."""
-        if len(looks) < LEAST_IMAGES:
-            return None
+        return None if len(looks) < LEAST_IMAGES else cls.measured(looks)
+
+    @classmethod
+    def measured(cls, looks: Sequence[Appearance]) -> AppearanceModel:
+        """What images look like, however few; few don't show what is usual."""
         figures = [one.figures() for one in looks]
         values = {name: [f[name] for f in figures] for name in _LEAST_FACTOR}
         embeddings = np.stack([one.mean_embedding() for one in looks])
         mean = embeddings.mean(axis=0)
         spread = float(np.mean([one.variance() for one in looks])) ** 0.5 + 1e-12
         # The others' mean is farther away than the mean of all.
-        others = len(looks) / (len(looks) - 1)
+        others = len(looks) / max(len(looks) - 1, 1)
         return cls(
             ranges={name: _widened(name, v) for name, v in values.items()},
             seen={name: (min(v), max(v)) for name, v in values.items()},
             mean=mean,
             spread=spread,
             seen_distance=others * float(_root_mean_square(embeddings - mean).max()) / spread,
+        )
+
+    def merged(self, images: int, other: AppearanceModel, others: int) -> AppearanceModel:
+        """What the images of both look like together.
+
+        How far the farthest is from the mean isn't kept by image, so that what is said is the most
+        that it can be.
+
+        Args:
+            images: that this was learned from.
+            other: what further images look like.
+            others: how many those are.
+        """
+        count = images + others
+        mean = (self.mean * images + other.mean * others) / count
+        spread = ((images * self.spread**2 + others * other.spread**2) / count) ** 0.5
+        seen = {
+            name: (min(low, other.seen[name][0]), max(high, other.seen[name][1]))
+            for name, (low, high) in self.seen.items()
+        }
+        farthest = max(
+            one.seen_distance * one.spread * (n - 1) / n + float(_root_mean_square(one.mean - mean))
+            for one, n in ((self, images), (other, others))
+        )
+        return AppearanceModel(
+            ranges={name: _widened(name, ends) for name, ends in seen.items()},
+            seen=seen,
+            mean=mean,
+            spread=spread,
+            seen_distance=farthest / spread * count / (count - 1),
         )
 
     def deviation(self, one: Appearance) -> str:

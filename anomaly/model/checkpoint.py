@@ -8,8 +8,9 @@
       config.yaml            every setting but the place of the data
       thresholds.json        where good ends, and how that was found
       calibration.json       the scores of good images that the thresholds come from
-      manifest.json          sha256 of every file, training images, versions, seed
-      history.jsonl          when thresholds were changed, and why; only once they were
+      manifest.json          sha256 of every file, training images, versions, seed; the ids of
+                             the models that it comes from, where it was updated or merged
+      history.jsonl          when thresholds or more were changed, and why; only once they were
 
 Files but the history hold no time and no absolute path: the same training gives the same bytes.
 """

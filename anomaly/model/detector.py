@@ -214,6 +214,49 @@ class AnomalyDetector(ScoringPipeline):
             review_threshold=review_threshold,
         )
 
+    def update(
+        self,
+        good_images: str | Path | Iterable[ImageLike],
+        *,
+        defects: str | Path | Iterable[ImageLike] | None = None,
+        include_suspects: bool = False,
+        force: bool = False,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: AxisOrder | None = None,
+    ) -> AnomalyDetector:
+        """A detector that has learned further good images; this one and its folder stay.
+
+        Its thresholds are found anew, see `anomaly.model.updating.learn`.
+
+        Args:
+            good_images: a folder, or a list of images as for `predict`, that people have confirmed
+                to be good.
+            defects: images of defects, of which none that is caught may pass.
+            include_suspects: learn from images that stand out from all others, too, which may be
+                defects that were taken for good. A warning in the log names them.
+            force: take the update even where a defect that was caught would pass.
+            channels: order of an array's colours, as for `predict`.
+            full_scale: an array's value that means white, as for `predict`.
+            layout: an array's axes, as for `predict`.
+
+        Raises:
+            DataError: a defect that was caught would pass, no image can be learned from, or one
+                belongs to the test split.
+            ModelError: an exported model, or a method that can't learn more.
+            ImageError: an array can't be used as an image.
+        """
+        from anomaly import updated
+
+        return updated(
+            self,
+            good_images,
+            self._given(channels, full_scale, layout),
+            defects=defects,
+            include_suspects=include_suspects,
+            force=force,
+        )
+
     def explain(
         self,
         image: ImageLike,

@@ -30,6 +30,7 @@ _T = TypeVar("_T")
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Index = Annotated[int, Field(ge=0, lt=2**63)]
 _Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_ModelId = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Mean = Annotated[float, Field(ge=0, le=1)]  # of values in [0, 1]
 _ABSENT: Any = None  # what not every model has; where it is named, it isn't null
 _Deviation = Annotated[float, Field(ge=1e-3, le=1)]
@@ -93,6 +94,7 @@ class _Manifest(Part):
     files: _Files
     training_images: Annotated[dict[str, _Sha256], Field(min_length=1)]
     refused_images: dict[str, _Index]
+    parents: Annotated[list[_ModelId], Field(min_length=1)] = _ABSENT
 
 
 def read_json(file: Path) -> Any:

@@ -6,9 +6,11 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from anomaly import __version__
 from anomaly.calibration import GoodScores, Threshold, Thresholds
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
@@ -130,6 +132,35 @@ def read_history(folder: Path) -> bytes:
         return b""
     except OSError as error:
         raise ModelError(f"{folder / HISTORY} can't be read: {error.strerror}; {AGAIN}") from None
+
+
+def change(
+    asked: Mapping[str, Any],
+    before: Thresholds | None,
+    after: Thresholds | None,
+    images: Mapping[str, Mapping[str, str]],
+    found: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a model's history says of other thresholds, but for the model's ids.
+
+    Args:
+        asked: what was asked for, by option.
+        before: the thresholds that the model had.
+        after: those that it has now.
+        images: sha256 of the images that were given for them, by what they show and by name.
+        found: how many of the defects among them are found.
+    """
+    left_out = () if after is None else after.good.left_out
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "software_version": __version__,
+        "asked": dict(asked),
+        "before": None if before is None else before.to_json(),
+        "after": None if after is None else after.to_json(),
+        "images": {name: dict(some) for name, some in images.items()},
+        "left_out": {name: score for _, name, score, _ in left_out},
+        "defects_found": found,
+    }
 
 
 def write_history(

@@ -49,6 +49,17 @@ class TrainingPatches:
     they are aligned, which is half the size of the embeddings (coarse layers aren't up-sampled
     yet), or, with `aligned`, as embeddings, which is less once these are projected.
 
+    Args:
+        images: files, or pixels that are decoded already.
+        decoders: set to what the model's loading is.
+        embedder: the network and the alignment.
+        batch_size: images at once.
+        scratch: an existing folder for the temporary file.
+        aligned: what is written there.
+        region: what of each image counts; None for all of it.
+        first: the number of the first image.
+        progress: called with images done, and how many there are, in the first reading.
+
     Attributes:
         seconds: time spent decoding and in the network, so far.
         refused: files that couldn't be used, after the first reading.
@@ -68,9 +79,11 @@ class TrainingPatches:
         scratch: Path,
         aligned: bool,
         region: Region | None = None,
-        progress: Progress,
+        first: int = 0,
+        progress: Progress = lambda done, total: None,
     ) -> None:
         self._images = images
+        self._first = first
         self._decoders = decoders
         self._embedder = embedder
         self._batch_size = batch_size
@@ -87,7 +100,7 @@ class TrainingPatches:
         self.count = 0
 
     def __iter__(self) -> Iterator[PatchBatch]:
-        return self.read(range(len(self._images)))
+        return self.read(range(self._first, self._first + len(self._images)))
 
     def only(self, images: Container[int]) -> Part:
         """The patches of some of the images."""
@@ -125,7 +138,7 @@ class TrainingPatches:
         self.refused, self.hashes, self.looks, self.count = [], {}, {}, 0
         started = time.perf_counter()
         loaded = refuse_missed(
-            self._decoders.load_all(enumerate(self._images)),
+            self._decoders.load_all(enumerate(self._images, self._first)),
             self._embedder.grid,
             self._region,
         )
@@ -145,8 +158,9 @@ class TrainingPatches:
                 # these from being used again.
                 if sums is None:
                     sums = np.empty((len(self._images), len(one.embedding)))
-                sums[item.index] = total.embedding
-                self.looks[item.index] = replace(total, embedding=sums[item.index])
+                row = item.index - self._first
+                sums[row] = total.embedding
+                self.looks[item.index] = replace(total, embedding=sums[row])
             self.count += math.prod(embeddings.shape[:3])
             file.write(names, kept)
             if len(self.hashes) % _TRIMMED < len(batch):
@@ -158,7 +172,7 @@ class TrainingPatches:
         if not self.hashes:
             reasons = "\n  ".join(item.reason for item in self.refused[:3])
             count = len(self.refused)
-            raise DataError(f"none of the {count} training images can be used:\n  {reasons}")
+            raise DataError(f"none of the {count} images can be used:\n  {reasons}")
         self._file = file
 
     def _embed(self, batch: list[Loaded] | UnusableImage) -> _Embedded | UnusableImage:

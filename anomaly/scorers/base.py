@@ -197,6 +197,31 @@ class Fitter(Protocol[S]):
         """
         ...
 
+    def continuing(self, scorer: S, learned: int) -> Fitter[S]:
+        """A fitter whose `fit` adds to what a scorer has learned already.
+
+        Args:
+            scorer: of these settings.
+            learned: from how many images.
+
+        Raises:
+            ModelError: the method can't add to what it has learned.
+        """
+        raise ModelError("the model's method can't learn more images; train again with all of them")
+
+    def merged(self, scorers: Sequence[S], numbers: Sequence[Mapping[int, int]]) -> S:
+        """What scorers have learned apart, in one.
+
+        Args:
+            scorers: of these settings.
+            numbers: for each of them the training images it has learned from, and which numbers
+                these get; an image that several have learned from gets one.
+
+        Raises:
+            ModelError: the method can't join what it has learned, or not from these images.
+        """
+        raise ModelError("the model's method can't be merged; train one with the images of all")
+
     def held_out(
         self, scorer: S, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
     ) -> Iterator[tuple[Fold, Scorer]]:

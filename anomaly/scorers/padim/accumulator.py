@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -55,6 +56,27 @@ class GaussianAccumulator:
         if len(self._waiting) > self._shape[1]:
             self._fold()
 
+    def take(
+        self,
+        mean: Tensor,
+        whitening: CholeskyWhitening | LowRankWhitening,
+        images: int,
+        regularisation: float,
+    ) -> None:
+        """Take what Gaussians have learned: means (P, d) float64 and whitening, from N images."""
+        if isinstance(whitening, LowRankWhitening):
+            samples = torch.empty(images, *self._shape, device=self._device)
+            for block in self._blocks:
+                samples[:, block] = whitening.samples(mean[block], block).transpose(0, 1)
+            self.add(samples)
+            return
+
+        def statistics(block: slice) -> GaussianStatistics:
+            scatter = whitening.scatter(images, regularisation, block)
+            return GaussianStatistics(images, mean[block], scatter)
+
+        self._fold(statistics, images)
+
     def gaussians(
         self, regularisation: float, progress: Progress
     ) -> tuple[Tensor, CholeskyWhitening | LowRankWhitening]:
@@ -98,7 +120,10 @@ class GaussianAccumulator:
 
         return whole, fill
 
-    def _fold(self) -> None:
+    def _fold(
+        self, more: Callable[[slice], GaussianStatistics] | None = None, images: int = 0
+    ) -> None:
+        """Turn waiting samples into statistics; `more` are those of further images."""
         if self._statistics is None:
             positions, width = self._shape[0], flat_width(self._shape[1])
             in_memory = 4 * positions * width <= self._memory_limit
@@ -107,10 +132,12 @@ class GaussianAccumulator:
             store = self._statistics
 
         def fill(block: slice) -> None:
-            store[block] = self._statistics_of(block).flat()
+            parts = [self._statistics_of(block)] if self.count else []
+            parts += [more(block)] if more is not None else []
+            store[block] = reduce(GaussianStatistics.merge, parts).flat()
 
         spread(fill, self._blocks, self._device)
-        self._statistics, self._folded = store, self.count
+        self._statistics, self._folded = store, self.count + images
         self._waiting.clear()
 
     def _statistics_of(self, block: slice) -> GaussianStatistics:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anomaly.errors import ConfigError, DataError
+from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress, Scorer
 from anomaly.scorers.padim.accumulator import GaussianAccumulator
 from anomaly.scorers.padim.gaussian import PatchGaussian, projected
@@ -63,6 +63,8 @@ class GaussianFitter(Fitter[PatchGaussian]):
             the model's size.
         drawn: what the embeddings went through already; None where they have D
             channels and are projected when they are fitted.
+        base: the Gaussians that `fit` adds to; None where it makes new ones.
+        learned: from how many images those were learned.
     """
 
     dimensions: int
@@ -71,6 +73,8 @@ class GaussianFitter(Fitter[PatchGaussian]):
     seed: int = 0
     memory_limit: int = 512 * 1024**2
     drawn: Projection | None = None
+    base: PatchGaussian | None = None
+    learned: int = 0
     compact = True
 
     @property
@@ -112,6 +116,9 @@ class GaussianFitter(Fitter[PatchGaussian]):
                 f"model.regularisation is {self.regularisation:g}; it must be above 0"
             )
         fitted: GaussianAccumulator | None = None
+        if self.base is not None:
+            grid, applied = self.base.grid, self.base.projection
+            fitted = self._resumed([(self.base, self.learned)])
         for batch in batches:
             embeddings = batch.embeddings
             if fitted is None:
@@ -128,6 +135,52 @@ class GaussianFitter(Fitter[PatchGaussian]):
                 f"{fitted.count if fitted else 0} training images: a covariance needs at least "
                 "2, and a good one some 50; add images, or use model.kind=patchcore"
             )
+        return self._gaussian(fitted, applied, grid, progress)
+
+    def continuing(self, scorer: PatchGaussian, learned: int) -> GaussianFitter:
+        """A fitter whose `fit` adds to the sums that Gaussians come from.
+
+        It gives what a fit on all images would, but for the 16 bits that these are kept in.
+        """
+        return replace(self, drawn=scorer.projection, base=scorer, learned=learned)
+
+    def merged(
+        self, scorers: Sequence[PatchGaussian], numbers: Sequence[Mapping[int, int]]
+    ) -> PatchGaussian:
+        """The Gaussians of all images together."""
+        learned = [len(known) for known in numbers]
+        several = sum(learned) - len({image for known in numbers for image in known.values()})
+        if several:
+            raise ModelError(
+                f"{several} training images were learned from more than once, and would count so; "
+                "merge models that share no images"
+            )
+        first = scorers[0]
+        for scorer in scorers[1:]:
+            if scorer.grid != first.grid:
+                raise ModelError(
+                    f"one learned {first.grid[0]}×{first.grid[1]} patches of each image, another "
+                    f"{scorer.grid[0]}×{scorer.grid[1]}; merge models of one image shape"
+                )
+        fitted = self._resumed(list(zip(scorers, learned, strict=True)))
+        return self._gaussian(fitted, first.projection, first.grid)
+
+    def _resumed(self, parts: Sequence[tuple[PatchGaussian, int]]) -> GaussianAccumulator:
+        """What was learned from so many images each, ready for more."""
+        mean = parts[0][0].mean
+        fitted = GaussianAccumulator(mean.shape[1], mean.shape[2], mean.device, self.memory_limit)
+        for scorer, images in parts:
+            exact = scorer.mean.double().sum(0)
+            fitted.take(exact, scorer.whitening, images, self.regularisation)
+        return fitted
+
+    def _gaussian(
+        self,
+        fitted: GaussianAccumulator,
+        applied: Projection,
+        grid: tuple[int, int],
+        progress: Progress | None = None,
+    ) -> PatchGaussian:
         mean, whitening = fitted.gaussians(self.regularisation, progress or (lambda *_: None))
         leading = mean.float()
         split_mean = torch.stack([leading, (mean - leading).float()])
@@ -141,7 +194,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
             yield from super().held_out(scorer, patches, folds, grouped=True)
         else:
             everything = tuple(image for fold in folds for image in fold)
-            yield everything, LeaveOneOut(scorer, len(everything))
+            yield everything, LeaveOneOut(scorer, self.learned + len(everything))
 
     def draw(self, channels: int) -> Projection:
         """The projection of embeddings with D = `channels`, by the seed alone.

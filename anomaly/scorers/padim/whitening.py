@@ -92,6 +92,23 @@ class CholeskyWhitening:
         count = sum(name.startswith("factor.") for name in tensors)
         return cls(tuple(tensors[f"factor.{i}"] for i in range(count)), tensors["scale"])
 
+    def scatter(self, images: int, regularisation: float, positions: slice) -> Triangle:
+        """The samples' summed outer products that this comes from, but for its 16 bits.
+
+        Args:
+            images: N.
+            regularisation: ε.
+            positions: whose.
+        """
+        whole = (panel[positions] for panel in self.factor)
+        factor = unpack_triangle(tuple(panel.float() for panel in whole))
+        factor *= self.scale[positions, :, None]
+        identity = torch.eye(factor.shape[1], device=factor.device).expand_as(factor)
+        lower = torch.linalg.solve_triangular(factor, identity, upper=False)
+        covariance = lower @ lower.mT
+        covariance.diagonal(dim1=1, dim2=2).sub_(regularisation)
+        return pack_triangle(covariance.mul_(images - 1))
+
     def squared_distances(self, residuals: Tensor, positions: slice) -> Tensor:
         """Squared Mahalanobis norms (p, B) of residuals (p, B, d) at a slice of the positions."""
         squared = residuals.new_zeros(residuals.shape[:2])
@@ -181,6 +198,23 @@ class LowRankWhitening:
         """The way back from `tensors`."""
         regularisation = float(tensors["regularisation"])
         return cls(tensors["basis"], tensors["scale"], tensors["precision"], regularisation)
+
+    def samples(self, mean: Tensor, positions: slice) -> Tensor:
+        """N samples (p, N, d) with the mean (p, d) and the covariance that this comes from.
+
+        They stand for the real ones, but for the basis's 16 bits: whatever a Gaussian learns from
+        these and others it would learn from the real ones and others.
+        """
+        scale = (self.scale[positions].square() / self.precision[positions]).sqrt()
+        degrees = scale.shape[1]
+        directions = self.basis[positions].float() * (scale * degrees**0.5)[..., None]
+        # Helmert's matrix (N, N − 1): orthonormal columns that sum to 0.
+        k = torch.arange(1, degrees + 1, device=scale.device, dtype=torch.float32)
+        rows = torch.arange(degrees + 1, device=scale.device)[:, None]
+        helmert = torch.where(rows < k, 1.0, torch.where(rows == k, -k, 0.0))
+        helmert /= (k * (k + 1)).sqrt()
+        samples: Tensor = mean[:, None] + helmert @ directions
+        return samples.float()
 
     def squared_distances(self, residuals: Tensor, positions: slice) -> Tensor:
         """Squared Mahalanobis norms (p, B) of residuals (p, B, d) at a slice of the positions."""

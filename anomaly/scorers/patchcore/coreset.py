@@ -94,13 +94,41 @@ def greedy_k_center(
             new = _pick_from_pool(points, cover.bounds, size - len(picks))
 
 
-def _pick_from_pool(points: Tensor, bounds: Tensor, wanted: int) -> Tensor:
+def pick_beyond(points: Tensor, bounds: Tensor, radius: float) -> Tensor:
+    """Pick points, each the farthest from all centres and picks, until none is beyond a radius.
+
+    Args:
+        points: (N, d) float32; N may be 0.
+        bounds: (N,) float32, squared distances to centres that were chosen before, elsewhere.
+        radius: the distance to its nearest centre or pick that a point may have.
+
+    Returns:
+        (n,) int64, indices in the order of the picks.
+
+    Raises:
+        DataError: a point is NaN or infinite.
+    """
+    picks = torch.empty(0, dtype=torch.int64, device=points.device)
+    if not len(points):
+        return picks
+    with spreading(points.device) as spread:
+        cover = Cover(points, spread)
+        cover.bounds.copy_(bounds)
+        while len(new := _pick_from_pool(points, cover.bounds, len(points), radius**2)):
+            picks = torch.cat([picks, new])
+            cover.add(points.index_select(0, new))
+            cover.bounds[picks] = -1.0
+    return picks
+
+
+def _pick_from_pool(points: Tensor, bounds: Tensor, wanted: int, covered: float = -1.0) -> Tensor:
     """The next picks: as many as are certain without looking outside the pool.
 
     Args:
         points: (N, d).
         bounds: (N,) squared distance to the nearest pick, up to date; -1 for picks.
         wanted: the most picks to return.
+        covered: a point up to this squared distance isn't picked.
     """
     values, members = bounds.topk(min(_POOL + 1, len(bounds)))
     # Picks have -1, so that an exhausted pool ends the loop below as well.
@@ -117,12 +145,12 @@ def _pick_from_pool(points: Tensor, bounds: Tensor, wanted: int) -> Tensor:
     picked: list[int] = []
     while len(picked) < wanted:
         best = int(left.argmax())
-        if left[best] < floor:
+        if left[best] < floor or left[best] <= covered:
             break
         picked.append(best)
         np.minimum(left, rows[best], out=left)
         left[best] = -1.0
-    return members[torch.tensor(picked, device=members.device)]
+    return members[torch.tensor(picked, dtype=torch.int64, device=members.device)]
 
 
 def distances_to_nearest(points: Tensor, centres: Tensor) -> Tensor:

@@ -13,6 +13,12 @@ from torch import Tensor
 from anomaly.errors import DataError
 from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress
 from anomaly.scorers.patchcore.coreset import coreset_size, random_projection
+from anomaly.scorers.patchcore.extension import (
+    extended,
+    extended_without,
+    joined,
+    projected,
+)
 from anomaly.scorers.patchcore.held_out import banks_without
 from anomaly.scorers.patchcore.memory_bank import ALIGNERS, MemoryBank, gather
 from anomaly.scorers.patchcore.streamed_coreset import select_streamed
@@ -76,6 +82,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
             as good, see `select_streamed`, and reads the batches a third time.
         embedding: how feature maps become embeddings, see `MemoryBank`.
         reweighting: of the bank's image scores, see `MemoryBank`.
+        base: the bank that `fit` adds to; None where it makes one.
     """
 
     coreset_ratio: float | None = 0.1
@@ -85,6 +92,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
     memory_limit: int = 256 * 1024**2
     embedding: str = "concat"
     reweighting: int = 3
+    base: MemoryBank | None = None
 
     @property
     def align(self) -> Align:
@@ -102,6 +110,10 @@ class MemoryBankFitter(Fitter[MemoryBank]):
             ConfigError: the coreset's ratio or size can't be had.
             DataError: no patches, or some that hold NaN or infinite values.
         """
+        if self.base is not None:
+            projection = self._projection_of(self.base)
+            limit = self.memory_limit
+            return extended(self.base, batches, projection=projection, memory_limit=limit)
         generator = torch.Generator().manual_seed(self.seed)
         # Batches that are made in inference mode switch it on between them, but not at the end;
         # what is written to all along has to live in one mode.
@@ -126,16 +138,38 @@ class MemoryBankFitter(Fitter[MemoryBank]):
     def held_out(
         self, scorer: MemoryBank, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
     ) -> Iterator[tuple[Fold, MemoryBank]]:
-        """Banks without the images of one fold after another, each repaired, never fitted anew."""
-        projection = self.projection(scorer.dimensions).to(scorer.vectors.device)
+        """Banks without the images of one fold after another, each repaired, never fitted anew.
+
+        One that was extended is repaired from the patches that it was extended by.
+        """
+        projection = self._projection_of(scorer)
+        if self.base is not None:
+            known = len(self.base.vectors)
+            learned = patches.only(frozenset(image for fold in folds for image in fold))
+            banks = extended_without(scorer, known, learned, folds, projection=projection)
+            yield from zip(folds, banks, strict=True)
+            return
         share = self.memory_limit / (4 * projection.shape[1] * patches.count)
         banks = banks_without(scorer, patches, folds, projection=projection, share=share)
         yield from zip(folds, banks, strict=True)
+
+    def continuing(self, scorer: MemoryBank, learned: int) -> MemoryBankFitter:
+        """A fitter whose `fit` adds vectors to a bank, see `MemoryBankFitter.base`."""
+        return replace(self, base=scorer)
+
+    def merged(
+        self, scorers: Sequence[MemoryBank], numbers: Sequence[Mapping[int, int]]
+    ) -> MemoryBank:
+        """All vectors of several banks; a patch that more than one has kept, once."""
+        return joined(scorers, numbers)
 
     def projection(self, channels: int) -> Tensor:
         """(D, d), what embeddings with D = `channels` are multiplied by for the selection."""
         generator = torch.Generator().manual_seed(self.seed)
         return random_projection(channels, self.projection_dim, generator=generator)
+
+    def _projection_of(self, bank: MemoryBank) -> Tensor:
+        return self.projection(bank.dimensions).to(bank.vectors.device)
 
     def _size(self, patches: int) -> int:
         if patches == 0:
@@ -158,8 +192,4 @@ class _Projected:
                 channels = batch.embeddings.shape[3]
                 matrix = random_projection(channels, self._dim, generator=self._generator)
                 self._matrix = matrix.to(batch.embeddings.device)
-            # One image at a time: a product's rounding depends on its shape, and which images
-            # share a batch must not change the bank.
-            for i, image in enumerate(batch.embeddings.flatten(1, 2)):
-                counted = image if batch.inside is None else image[batch.inside[i].flatten()]
-                yield counted @ self._matrix
+            yield from projected([batch], self._matrix)

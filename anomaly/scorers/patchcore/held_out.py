@@ -91,7 +91,7 @@ def _orphans(
     generator = torch.Generator().manual_seed(0)
     start = 0
     for points, own in _projected(batches, fold_of, projection):
-        squared = _squared_to_parts(points, parts)
+        squared = squared_to_parts(points, parts)
         nearest = squared.argmin(1)
         staying = squared.scatter_(1, nearest[:, None], torch.inf).amin(1)
         kept = torch.rand(len(points), generator=generator).to(own.device) < share
@@ -106,7 +106,7 @@ def _orphans(
         yield points, bounds, places
 
 
-def _squared_to_parts(points: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def squared_to_parts(points: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """Squared distance (N, K) of points (N, d) to the nearest of K sets of centres (c, d).
 
     Infinite for an empty set. Each of the sets needs a product of its own, without which the rest

@@ -1,0 +1,45 @@
+"""`anomaly merge`: models of one setting that become one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from anomaly.cli import machine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "models", type=Path, nargs="+", metavar="MODEL", help="two or more runs or model folders"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="the new run's folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run there")
+    machine.add_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Join models."""
+    from anomaly.files.output_lock import locked
+    from anomaly.files.own_outputs import TRAIN
+    from anomaly.files.writing import claim
+    from anomaly.model.checkpoint import load
+    from anomaly.model.folder import find_model
+    from anomaly.model.merging import merge
+
+    for folder in options.models:
+        find_model(folder, exported=False)
+    with locked(options.output):
+        claim(options.output, () if options.overwrite else TRAIN, overwrite=False)
+        device, _ = machine.device_and_threads(options, options.models)
+        models = [load(folder, device) for folder in options.models]
+        merged = merge(models, [str(folder) for folder in options.models])
+        model_id = merged.save(options.output / "model", overwrite=options.overwrite)
+    if merged.thresholds is None:
+        print("no thresholds, as one of the models has none; `anomaly calibrate --good` finds some")
+    else:
+        print("\n".join(merged.thresholds.lines()))
+    counts = " + ".join(str(len(model.manifest["training_images"])) for model in models)
+    learned = len(merged.manifest["training_images"])
+    print(f"model {model_id}, of {learned} images ({counts}), is in {options.output / 'model'}")
+    return 0

@@ -1,0 +1,196 @@
+"""`anomaly update`: a model that learns good parts which people have confirmed."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anomaly.cli import machine
+from anomaly.cli.progress import ProgressLine
+from anomaly.errors import AnomalyError, DataError, OutputError
+
+if TYPE_CHECKING:
+    from anomaly.datasets import Sample
+    from anomaly.evaluation.updating import Update
+    from anomaly.model.detector import AnomalyDetector
+
+log = logging.getLogger(__name__)
+
+_LISTED = 5  # refused images
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add(
+        "--model", type=Path, required=True, help="the run, or its model/ folder; it stays as it is"
+    )
+    add(
+        "--good",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="images that a person has looked at and found good",
+    )
+    add(
+        "--feedback",
+        type=Path,
+        metavar="FILE",
+        help="the record of serve: parts that people have called good, and defects",
+    )
+    add(
+        "--defects",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="images of defects; none that is caught may pass",
+    )
+    add("--output", type=Path, required=True, help="the new run's folder")
+    add("--overwrite", action="store_true", help="replace an earlier run there")
+    add(
+        "--include-suspects",
+        action="store_true",
+        help="learn from images that stand out from all others, too: they were looked at again",
+    )
+    add("--force", action="store_true", help="even where a defect that was caught would pass")
+    machine.add_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Learn, compare, and keep what came of it.
+
+    Returns:
+        0 done, 3 done without some images that can't be used, 1 a defect that was caught would
+        pass, and nothing was written.
+    """
+    from anomaly.files.output_lock import locked
+    from anomaly.files.own_outputs import TRAIN
+    from anomaly.files.writing import claim
+    from anomaly.model.folder import find_model
+
+    if not options.good and options.feedback is None:
+        raise AnomalyError("give what is to be learned: --good, --feedback, or both")
+    folder = find_model(options.model, exported=False)
+    output: Path = options.output
+    if output.resolve() in (folder.resolve(), folder.resolve().parent):
+        raise OutputError(
+            f"{output} is the model that is updated, which stays; name another folder"
+        )
+    with locked(output):
+        claim(output, () if options.overwrite else (*TRAIN, "golden"), overwrite=False)
+        with tempfile.TemporaryDirectory(prefix=".update-", dir=output) as scratch:
+            return _run(options, folder, Path(scratch))
+
+
+def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
+    from anomaly.evaluation.recalibration import tested_of
+    from anomaly.evaluation.updating import DEFECTS, refusal, update
+    from anomaly.model.checkpoint import load
+
+    device, threads = machine.device_and_threads(options)
+    model = load(folder, device)
+    good, compare = _images(options, model, folder, scratch)
+    with ProgressLine() as progress:
+        made = update(
+            model,
+            good,
+            compare=compare,
+            tested=tested_of(model),
+            include_suspects=options.include_suspects,
+            workers=threads,
+            scratch=scratch,
+            progress=progress,
+        )
+    refused = list(made.learned.refused.values())
+    for reason in refused[:_LISTED]:
+        log.warning("skipped: %s", reason)
+    if len(refused) > _LISTED:
+        log.warning("skipped %d more images", len(refused) - _LISTED)
+    print("\n".join(made.lines()))
+    if made.learned.suspects:
+        print("look at the suspects again; where they are good, add --include-suspects")
+    if not compare[DEFECTS]:
+        print("no confirmed defects were given, so nothing says whether one would pass now")
+    if made.escapes and not options.force:
+        print(f"{refusal(made.escapes)} (--force)")
+        return 1
+    _keep(options, made, folder)
+    return 3 if refused else 0
+
+
+def _images(
+    options: argparse.Namespace, model: AnomalyDetector, folder: Path, scratch: Path
+) -> tuple[list[Sample], dict[str, list[Sample]]]:
+    """The good images, and what verdicts are compared on."""
+    from anomaly.datasets import Sample, check_good_inputs
+    from anomaly.datasets.inputs import find_inputs
+    from anomaly.evaluation.updating import DEFECTS
+    from anomaly.imaging.listing import list_images
+    from anomaly.model.updating import lineage
+    from anomaly.service.confirmed import Confirmed, confirmed_parts
+
+    def named(option: str) -> list[Sample]:
+        given = getattr(options, option)
+        paths = find_inputs(given, option=f"--{option}").paths if given else []
+        if option == "good":
+            check_good_inputs(given or (), paths)
+        return [Sample(path, path.name) for path in paths]
+
+    said = Confirmed()
+    if options.feedback is not None:
+        said = confirmed_parts(options.feedback, lineage(model), scratch)
+    if said.lost:
+        log.warning(
+            "%d parts that people have judged have no picture in the record (--keep-good, "
+            "--keep-pictures of serve); they are left out",
+            said.lost,
+        )
+    good, golden = [*said.good, *named("good")], _golden(folder)
+    if not good:
+        raise DataError(f"{options.feedback} has no part with a picture that was called good")
+    parts = list_images(golden) if golden else []
+    return good, {
+        "golden parts": [Sample(p, p.relative_to(golden or p).as_posix()) for p in parts],
+        "past parts": said.past,
+        DEFECTS: [*said.defects, *named("defects")],
+    }
+
+
+def _golden(folder: Path) -> Path | None:
+    """Where the golden parts of a run are recorded."""
+    from anomaly.files.own_outputs import GOLDEN
+
+    golden = folder.parent / "golden"
+    return golden if folder.name == "model" and (golden / GOLDEN).is_file() else None
+
+
+def _keep(options: argparse.Namespace, made: Update, folder: Path) -> None:
+    """Write the new run: model, where its data set is, and golden parts with today's scores."""
+    from anomaly.files.writing import as_json, write
+    from anomaly.inference.golden import write_record
+    from anomaly.model.run_folder import training_record
+
+    output: Path = options.output
+    golden = _golden(folder)
+    if golden is not None:
+        shutil.rmtree(output / "golden", ignore_errors=True)
+        shutil.copytree(golden, output / "golden")
+        found = {
+            one.name: {"image_score": one.scores[1], "verdict": one.after}
+            for one in made.compared.get("golden parts", ())
+        }
+    model_id = made.detector.save(output / "model", overwrite=options.overwrite)
+    if golden is not None:
+        write_record(output / "golden", model_id, found)
+    record = training_record(options.model)
+    kept = {name: record[name] for name in ("name", "data_folder") if name in record}
+    learned = len(made.detector.manifest["training_images"])
+    write(
+        output / "train.json",
+        as_json({**kept, "model_id": model_id, "images": {"learned": learned}}),
+    )
+    print(f"model {model_id}, from {folder}, is in {output / 'model'}")

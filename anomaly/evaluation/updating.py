@@ -1,0 +1,313 @@
+"""Good images that people have confirmed -> an updated detector, and what it changes."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from anomaly.calibration.rates import percent, supported_rate
+from anomaly.datasets import Sample
+from anomaly.errors import DataError
+from anomaly.evaluation.recalibration import sources, tested_of
+from anomaly.files.writing import sha256_of
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.given import Given, ImageLike
+from anomaly.imaging.image import Image, described
+from anomaly.model.cross_fitting import scores_of
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.threshold_files import change
+from anomaly.model.training import StageProgress
+from anomaly.model.training_patches import TrainingPatches
+from anomaly.model.updating import Learned, learn
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 64  # images whose features are kept in a temporary file
+_LISTED = 10  # changed verdicts of a kind
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What two detectors say of one image.
+
+    Attributes:
+        name: of the image.
+        before: the verdict of the one.
+        after: of the other.
+        scores: of both.
+    """
+
+    name: str
+    before: str
+    after: str
+    scores: tuple[float, float]
+
+    @property
+    def escapes(self) -> bool:
+        """It was caught, and would pass."""
+        return self.before != "good" and self.after == "good"
+
+    def __str__(self) -> str:
+        before, after = self.scores
+        return f"{self.name}: {self.before} -> {self.after} ({before:.4g} -> {after:.4g})"
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """An updated detector, not saved yet, and what it changes.
+
+    Attributes:
+        detector: has learned the new images.
+        learned: how it came to be.
+        known: images left out because it has learned from them already, and copies.
+        before: how the thresholds were found so far.
+        compared: what both detectors say, by what the images are: `confirmed defects`, say.
+    """
+
+    detector: AnomalyDetector
+    learned: Learned
+    known: int
+    before: str
+    compared: Mapping[str, tuple[Compared, ...]]
+
+    @property
+    def escapes(self) -> list[str]:
+        """The confirmed defects that were caught, and would pass."""
+        return [one.name for one in self.compared.get(DEFECTS, ()) if one.escapes]
+
+    def lines(self) -> list[str]:
+        """What was learned and what it changes, for people."""
+        return [*self._learned(), *self._changed()]
+
+    def _learned(self) -> Iterator[str]:
+        new, limits = self.learned.good, self.detector.thresholds
+        assert limits is not None
+        if self.known:
+            yield f"{self.known} images are known already, or copies of others; left out"
+        for name, score in self.learned.suspects.items():
+            yield f"suspect, not learned: {name} (score {score:.4g})"
+        verdicts = [limits.verdict(score) for score in new.image]
+        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("good", "review", "reject"))
+        yield f"learned {len(new.names)} good images; each scored without itself: {counts}"
+        if self.before != "calibrated":
+            yield f"the thresholds were found {self.before} so far, and are found by rates now"
+        yield from limits.lines()
+        yield (
+            f"the {len(new.names)} new ones alone can vouch for no less than "
+            f"{percent(supported_rate(len(new.names)))} of parts like them"
+        )
+
+    def _changed(self) -> Iterator[str]:
+        for kind, images in self.compared.items():
+            changed = [one for one in images if one.before != one.after]
+            yield f"{kind}: {len(changed)} of {len(images)} verdicts change"
+            # What passes first.
+            changed.sort(key=lambda one: (not one.escapes, one.name))
+            yield from (f"  {one}" for one in changed[:_LISTED])
+            if len(changed) > _LISTED:
+                yield f"  and {len(changed) - _LISTED} more"
+
+
+DEFECTS = "confirmed defects"
+
+
+def update(
+    detector: AnomalyDetector,
+    good: Sequence[Sample],
+    *,
+    compare: Mapping[str, Sequence[Sample]],
+    tested: Collection[str] = frozenset(),
+    include_suspects: bool = False,
+    workers: int = 2,
+    scratch: Path | None = None,
+    progress: StageProgress = lambda stage, done, total: None,
+) -> Update:
+    """Learn from good images, and compare verdicts before and after.
+
+    Args:
+        detector: trained; it stays as it is.
+        good: images that people have confirmed to be good.
+        compare: further images by what they are; those called `DEFECTS` must stay caught.
+        tested: sha256 of the test split's images, which nothing may be learned from.
+        include_suspects: learn from images that may be defects, too, see `learn`.
+        workers: decoding processes.
+        scratch: where temporary files go.
+        progress: called with (stage, done, total).
+
+    Raises:
+        ModelError: an exported model, or a method that can't learn more.
+        DataError: an image is given as good and as a defect, or belongs to the test split; or
+            nothing is left to learn from.
+    """
+    kept = _fresh(detector, good, compare.get(DEFECTS, ()), tested)
+    with tempfile.TemporaryDirectory(prefix=".update-", dir=scratch) as folder:
+        learned = learn(
+            detector,
+            kept,
+            scratch=Path(folder),
+            workers=workers,
+            include_suspects=include_suspects,
+            progress=progress,
+        )
+        both = detector, learned.detector
+        compared = {
+            kind: tuple(_compare(both, images, Path(folder), workers, partial(progress, kind)))
+            for kind, images in compare.items()
+            if images
+        }
+    found = [one.after != "good" for one in compared.get(DEFECTS, ())]
+    made = change(
+        {"updated": {"include_suspects": include_suspects}},
+        detector.thresholds,
+        learned.detector.thresholds,
+        {"learned": learned.hashes},
+        {"not called good": sum(found), "images": len(found)} if found else None,
+    )
+    changes = (*detector.changes, made | {"model_before": detector.model_id})
+    return Update(
+        replace(learned.detector, changes=changes),
+        learned,
+        len(good) - len(kept),
+        detector.thresholds.label if detector.thresholds else "",
+        compared,
+    )
+
+
+def _fresh(
+    detector: AnomalyDetector,
+    good: Sequence[Sample],
+    defects: Sequence[Sample],
+    tested: Collection[str],
+) -> list[Sample]:
+    """The good images that aren't known yet, each once; those that can't be read stay, to be told.
+
+    Raises:
+        DataError: one is a defect, or of the test split; or none is left.
+    """
+    met = set(detector.manifest["training_images"].values())
+    bad = {_hash(sample) for sample in defects} - {""}
+    kept = []
+    for sample in good:
+        sha256 = _hash(sample)
+        if sha256 in bad:
+            raise DataError(f"{sample.path} is given as good and as a defect; give it once")
+        if sha256 in tested:
+            raise DataError(
+                f"{sample.path} belongs to the test split that the model is evaluated on, which "
+                "nothing may be learned from; give other images"
+            )
+        if sha256 not in met:
+            kept.append(sample)
+        met |= {sha256} - {""}
+    if not kept:
+        raise DataError(
+            f"there is nothing to learn: the model knows all of the {len(good)} good images"
+        )
+    return kept
+
+
+def _hash(sample: Sample) -> str:
+    with suppress(OSError):
+        return sample.image.sha256 if sample.image else sha256_of(sample.path)
+    return ""
+
+
+def _compare(
+    both: tuple[AnomalyDetector, AnomalyDetector],
+    samples: Sequence[Sample],
+    scratch: Path,
+    workers: int,
+    progress: partial[None],
+) -> Iterator[Compared]:
+    """What two detectors that share their network say; images that can't be used are left out."""
+    before = both[0]
+    with Decoders(min(workers, len(samples)), Task(before.loading)) as decoders:
+        for start in range(0, len(samples), _AT_ONCE):
+            some = samples[start : start + _AT_ONCE]
+            patches = TrainingPatches(
+                [sample.source for sample in some],
+                decoders,
+                before.embedder,
+                batch_size=before.config.batch_size,
+                scratch=scratch,
+                aligned=False,
+                region=before.region,
+            )
+            found: tuple[dict[int, float], ...] = {}, {}
+            try:
+                for batch in patches:
+                    for detector, scores in zip(both, found, strict=True):
+                        for i, (score, _) in scores_of(detector, [batch], patches.views).items():
+                            scores[i] = max(score, scores.get(i, score))
+            except DataError:
+                if patches.hashes:
+                    raise
+            finally:
+                patches.close()
+            for i in sorted(found[0]):
+                pair = found[0][i], found[1][i]
+                verdicts = [_verdict(d, s, patches, i) for d, s in zip(both, pair, strict=True)]
+                yield Compared(some[i].name, verdicts[0], verdicts[1], pair)
+            for refused in patches.refused:
+                log.warning("skipped: %s", refused.reason)
+            progress(start + len(some), len(samples))
+
+
+def _verdict(detector: AnomalyDetector, score: float, patches: TrainingPatches, i: int) -> str:
+    """As `Prediction.verdict`."""
+    look = patches.looks[i]
+    if look.blank or (detector.appearance and detector.appearance.deviation(look)):
+        return "review"
+    return detector.thresholds.verdict(score) if detector.thresholds else ""
+
+
+def updated(
+    detector: AnomalyDetector,
+    good: str | Path | Iterable[ImageLike],
+    given: Given,
+    *,
+    defects: str | Path | Iterable[ImageLike] | None,
+    include_suspects: bool,
+    force: bool,
+) -> AnomalyDetector:
+    """A detector that has learned more; see `AnomalyDetector.update`."""
+    bad = {} if defects is None else {DEFECTS: _samples(sources(defects, given, "defects"))}
+    made = update(
+        detector,
+        _samples(sources(good, given)),
+        compare=bad,
+        tested=tested_of(detector),
+        include_suspects=include_suspects,
+    )
+    for reason in made.learned.refused.values():
+        log.warning("skipped: %s", reason)
+    for line in made.lines():
+        log.info(line)
+    if made.learned.suspects:
+        log.warning("suspects, not learned: %s", ", ".join(made.learned.suspects))
+    if made.escapes and not force:
+        raise DataError(refusal(made.escapes))
+    return made.detector
+
+
+def refusal(escapes: Sequence[str]) -> str:
+    """Why an update isn't taken."""
+    return (
+        f"{len(escapes)} confirmed defects that were caught would pass ({', '.join(escapes[:5])}), "
+        "so the update isn't taken; look at what was confirmed as good, or force it"
+    )
+
+
+def _samples(images: Iterable[Path | Image]) -> list[Sample]:
+    return [
+        Sample(one, one.name)
+        if isinstance(one, Path)
+        else Sample(Path(described(i)), described(i), image=one)
+        for i, one in enumerate(images)
+    ]

@@ -1,0 +1,210 @@
+"""A model learns confirmed good parts of another lamp; it refuses what would let defects pass."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from conftest import REPOSITORY, Command, write_part
+
+import anomaly
+from anomaly.errors import AnomalyError
+from anomaly.files.writing import sha256_of
+from anomaly.model.checkpoint import load
+from anomaly.sample_data import write_sample_data
+
+MOBILENET = REPOSITORY / "weights" / "mobilenet_v2-b0353104.pth"
+
+
+def relit(
+    file: Path, to: Path, tint: tuple[float, ...] = (0.75, 0.9, 1.0), fall: float = 0.3
+) -> Path:
+    """The same part under another lamp: warmer, and darker to the right."""
+    picture = cv2.imread(str(file)).astype(np.float32)
+    light = 1 - fall * np.linspace(0, 1, picture.shape[1])[None, :, None]
+    to.parent.mkdir(parents=True, exist_ok=True)
+    cv2.imwrite(str(to), np.rint(picture * tint * light).astype(np.uint8))
+    return to
+
+
+@pytest.fixture(scope="module")
+def lamp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Parts under the other lamp: `good` to learn, `other` good ones, `defects`; read only."""
+    folder = tmp_path_factory.mktemp("lamp")
+    for kind, count, seed in (("good", 12, 500), ("other", 10, 600), ("defects", 4, 700)):
+        for i in range(count):
+            mark = (30, 30 + 10 * i) if kind == "defects" else None
+            write_part(folder / "plain.png", seed + i, mark)
+            relit(folder / "plain.png", folder / kind / f"{i:03}.png")
+    return folder
+
+
+def verdicts(model: Path, folder: Path) -> list[str]:
+    return [p.verdict for p in load(model, "cpu").predict(sorted(folder.glob("*.png")))]
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    text = (run / "model" / "history.jsonl").read_text("utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture
+def update(command: Command, tmp_path: Path) -> Any:
+    def run(model: Path, *options: object, output: str = "new") -> tuple[int, str, str, Path]:
+        to = tmp_path / output
+        said = command("update", ["--model", model, "--output", to, *options, "--device", "cpu"])
+        return *said, to
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["run_folder", "padim_folder"])
+def test_good_parts_under_another_lamp_are_learned(
+    kind: str, request: pytest.FixtureRequest, lamp: Path, update: Any, command: Command
+) -> None:
+    run: Path = request.getfixturevalue(kind)
+    before = {f.name: sha256_of(f) for f in (run / "model").iterdir()}
+    assert "good" not in verdicts(run, lamp / "other")  # too dark, whatever the score
+    given = ["--good", lamp / "good", "--defects", lamp / "defects"]
+    code, out, err, new = update(run, *given)
+    assert code == 0, err
+    assert "learned 12 good images" in out
+    assert "confirmed defects: 4 of 4 verdicts change" in out  # no more for review, but reject
+    assert out.count(": review -> reject (") == 4
+    # 12 images vouch for at most 22 %.
+    assert verdicts(new, lamp / "other").count("good") >= 8
+    assert "good" not in verdicts(new, lamp / "defects")
+    assert {f.name: sha256_of(f) for f in (run / "model").iterdir()} == before
+    parent, child = load(run, "cpu"), load(new, "cpu")
+    assert child.manifest["parents"] == [parent.model_id]
+    assert len(child.manifest["training_images"]) == 24
+    assert child.thresholds is not None
+    assert child.thresholds.images == 24
+    (line,) = history(new)
+    assert (line["model_before"], line["model_after"]) == (parent.model_id, child.model_id)
+    assert sorted(line["images"]["learned"]) == [f"{i:03}.png" for i in range(12)]
+    # What can be done with a trained model can be done with it: its data set is known, too.
+    assert command("evaluate", ["--model", new, "--output", new / "figures"])[0] == 0
+    # All of it is known now.
+    code, _, err, _ = update(new, *given, output="newer")
+    assert (code, "the model knows all of the 12 good images" in err) == (2, True)
+
+
+def test_an_update_that_lets_a_defect_pass_is_refused(
+    run_folder: Path, lamp: Path, tmp_path: Path, update: Any
+) -> None:
+    """People call defects good until the model does, too."""
+    (tmp_path / "good").mkdir()
+    for i in range(6):
+        write_part(tmp_path / "good" / f"{i}.png", seed=900 + i, mark=(40, 50))
+    for i in range(4):
+        write_part(tmp_path / "defects" / f"{i}.png", seed=950 + i, mark=(40, 50))
+    given = ["--good", tmp_path / "good", "--defects", tmp_path / "defects", "--include-suspects"]
+    assert verdicts(run_folder, tmp_path / "defects") == 4 * ["reject"]
+    code, out, _, new = update(run_folder, *given)
+    assert code == 1, out
+    assert "confirmed defects that were caught would pass (" in out
+    assert ".png: reject -> good" in out
+    assert not new.exists()
+    with pytest.raises(AnomalyError, match="would pass"):
+        load(run_folder, "cpu").update(
+            tmp_path / "good", defects=tmp_path / "defects", include_suspects=True
+        )
+    code, out, _, new = update(run_folder, *given, "--force")
+    assert code == 0
+    assert "good" in verdicts(new, tmp_path / "defects")
+
+
+def test_suspects_are_left_out_unless_somebody_insists(
+    run_folder: Path,
+    lamp: Path,
+    tmp_path: Path,
+    update: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shutil.copytree(lamp / "good", tmp_path / "good")
+    shutil.copy(lamp / "defects" / "001.png", tmp_path / "good" / "005b.png")
+    (tmp_path / "good" / "broken.png").write_bytes(b"no picture")
+    code, out, _, new = update(run_folder, "--good", tmp_path / "good")
+    assert code == 3
+    assert "broken.png" in caplog.text
+    assert "suspect, not learned: 005b.png" in out
+    assert "add --include-suspects" in out
+    assert "no confirmed defects were given" in out
+    manifest = load(new, "cpu").manifest
+    assert "005b.png" not in manifest["training_images"]
+    assert manifest["refused_images"] == {"005b.png": 18, "broken.png": 25}
+    assert verdicts(new, lamp / "defects").count("good") == 0
+    # Names of the images that bank vectors come from stay theirs.
+    scorer = load(new, "cpu").scorer
+    images = scorer.tensors()["origins"][:, 0].tolist()
+    assert (18 in images, max(images)) == (False, 24)
+    only = tmp_path / "only"
+    only.mkdir()
+    shutil.copy(lamp / "defects" / "001.png", only / "bad.png")
+    code, _, err, other = update(run_folder, "--good", only, output="other")
+    assert (code, "it may be a defect" in err, other.exists()) == (2, True, False)
+    code, out, _, _ = update(run_folder, "--good", only, "--include-suspects", output="other")
+    assert code == 0
+    assert "learned 1 good images" in out
+
+
+def test_what_may_not_be_learned(
+    run_folder: Path, product: Path, lamp: Path, tmp_path: Path, update: Any
+) -> None:
+    def refused(*options: object, model: Path = run_folder) -> str:
+        code, _, err, new = update(model, *options)
+        assert code == 2
+        assert not new.exists()
+        return str(err)
+
+    assert "--good, --feedback, or both" in refused()
+    assert "the test split" in refused("--good", product / "test" / "good")
+    twice = ["--good", lamp / "good", "--defects", lamp / "good" / "000.png"]
+    assert "as good and as a defect" in refused(*twice)
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    (run / "model" / "thresholds.json").write_text("null\n")
+    assert "than when it was written" in refused("--good", lamp / "good", model=run)
+    code, _, err, _ = update(run, "--good", lamp / "good", output="run")
+    assert (code, "is the model that is updated" in err) == (2, True)
+
+
+def test_golden_parts_go_along(run_folder: Path, lamp: Path, update: Any, command: Command,
+                               tmp_path: Path) -> None:  # fmt: skip
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    shutil.copytree(lamp / "other", run / "golden")
+    assert command("selfcheck", ["--model", run, "--golden", run / "golden", "--record"])[0] == 0
+    code, out, _, new = update(run, "--good", lamp / "good")
+    assert code == 0
+    changed = next(line for line in out.splitlines() if line.startswith("golden parts"))
+    assert int(changed.split()[2]) >= 8
+    code, out, _ = command("selfcheck", ["--model", new, "--golden", new / "golden"])
+    assert (code, "10 of 10 images as recorded" in out) == (0, True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MOBILENET.is_file(), reason=f"needs {MOBILENET.name}; `make test` gets it")
+def test_thirty_confirmed_parts_bring_false_rejects_below_the_promise(tmp_path: Path) -> None:
+    """The sample set's plate under another lamp; no defect that was caught passes."""
+    write_sample_data(tmp_path, products=["brushed_plate"], n_train=80, n_good=80, n_defect=30)
+    plate = tmp_path / "brushed_plate"
+    detector = anomaly.fit(plate / "train" / "good", {"backbone": {"name": "mobilenet_v2"}})
+    lit = [
+        relit(f, tmp_path / "lamp" / f.parent.name / f.name, (0.75, 0.95, 1.0), 0.25)
+        for f in plate.glob("test/*/*.png")
+    ]
+    good = sorted(file for file in lit if file.parent.name == "good")
+    defects = [file for file in lit if file.parent.name != "good"]
+
+    def rejected(model: anomaly.AnomalyDetector) -> float:
+        return float(np.mean([p.verdict == "reject" for p in model.predict(good[30:])]))
+
+    assert rejected(detector) > 0.5
+    updated = detector.update(good[:30], defects=defects)  # refuses where one would pass
+    assert updated.thresholds is not None
+    assert rejected(updated) <= updated.thresholds.calibration.reject.false_rejects.at_most

@@ -1,0 +1,95 @@
+"""Models of two halves that become one; models of two settings that don't."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Command, train_arguments
+from sklearn.metrics import roc_auc_score
+
+import anomaly
+from anomaly.model.checkpoint import load
+from anomaly.model.merging import merge
+from anomaly.sample_data import write_sample_data
+
+_WEIGHTS = REPOSITORY / "weights" / "mobilenet_v2-b0353104.pth"
+
+
+def _config(kind: str, **more: object) -> dict[str, object]:
+    return {
+        "backbone": {"name": "mobilenet_v2", "weights": str(_WEIGHTS)},
+        "image": {"area": 192},
+        "model": {"kind": kind, "dimensions": 30},
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def plates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("plates")
+    few = {"n_train": 24, "n_good": 12, "n_defect": 15, "size": 192}
+    write_sample_data(root, products=["brushed_plate"], **few)  # type: ignore[arg-type]
+    return root / "brushed_plate"
+
+
+@pytest.mark.skipif(not _WEIGHTS.exists(), reason="no weights: make demo brings them")
+@pytest.mark.parametrize("kind", ["patchcore", "padim"])
+def test_models_of_two_halves_score_like_one_of_all(
+    kind: str, plates: Path, tmp_path: Path, command: Command
+) -> None:
+    files = sorted((plates / "train" / "good").glob("*.png"))
+    for name, some in {"all": files, "a": files[::2], "b": files[1::2]}.items():
+        detector = anomaly.fit(some, _config(kind, name=name), device="cpu")
+        detector.save(tmp_path / name / "model")
+    both = [tmp_path / "a", tmp_path / "b"]
+    code, out, err = command("merge", [*both, "--output", tmp_path / "one", "--device", "cpu"])
+    assert code == 0, err
+    assert "of 24 images (12 + 12)" in out
+    assert "thresholds calibrated on 24 good images" in out
+    merged, whole = load(tmp_path / "one", "cpu"), load(tmp_path / "all", "cpu")
+    parents = [load(folder, "cpu").model_id for folder in both]
+    assert merged.manifest["parents"] == parents
+    assert sorted(merged.manifest["training_images"].values()) == sorted(
+        whole.manifest["training_images"].values()
+    )
+    line = json.loads((tmp_path / "one" / "model" / "history.jsonl").read_text())
+    assert (line["model_before"].split(), line["model_after"]) == (parents, merged.model_id)
+    tested = sorted((plates / "test").rglob("*.png"))
+    defective = [file.parent.name != "good" for file in tested]
+    found = [
+        roc_auc_score(defective, [p.score for p in detector.predict(tested)])
+        for detector in (merged, whole)
+    ]
+    assert found[0] > found[1] - 0.01
+    if kind == "padim":
+        first = tested[0]
+        scores = [detector.predict(first).score for detector in (merged, whole)]
+        assert scores[0] == pytest.approx(scores[1], rel=2e-3)
+
+
+def test_models_of_other_settings_are_refused_by_key(
+    run_folder: Path, padim_folder: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    other = tmp_path / "other"
+    assert command("train", train_arguments(product, other, "image.area=96"))[0] == 0
+    for model, key in ((other, "image.area (64 and 96)"), (padim_folder, "model.kind")):
+        to = tmp_path / "one"
+        code, _, err = command("merge", [run_folder, model, "--output", to, "--device", "cpu"])
+        assert (code, key in err, to.exists()) == (2, True, False), err
+    code, _, err = command("merge", [run_folder, "--output", tmp_path / "one"])
+    assert (code, "one model is no two" in err) == (2, True)
+
+
+def test_images_that_both_have_learned_count_once(run_folder: Path, padim_folder: Path) -> None:
+    bank = load(run_folder, "cpu")
+    merged = merge([bank, bank], ["a", "a"])
+    assert merged.thresholds is not None
+    assert bank.thresholds is not None
+    assert merged.thresholds.good.image == bank.thresholds.good.image
+    assert len(merged.manifest["training_images"]) == 12
+    assert merged.scorer.tensors()["vectors"].shape == bank.scorer.tensors()["vectors"].shape
+    gaussian = load(padim_folder, "cpu")
+    with pytest.raises(anomaly.AnomalyError, match="12 training images were learned from more"):
+        merge([gaussian, gaussian], ["a", "a"])
