@@ -10,10 +10,11 @@ figures; where a variant leads on one set alone, it leads by chance.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -60,6 +61,7 @@ class Variant:
         weight: what the coarsest layer is multiplied by.
         finest: the layer whose grid the embeddings have; finer maps are averaged down to it. 0 for
             the finest of those joined.
+        shots: training images of PatchCore, drawn by the seed; 0 for all.
     """
 
     kind: str = "patchcore"
@@ -74,6 +76,7 @@ class Variant:
     halo: float = 0.5
     weight: float = 1.0
     finest: int = 0
+    shots: int = 0
 
     @property
     def distances(self) -> Variant:
@@ -156,18 +159,18 @@ def _basis(images: SeenSet, variant: Variant) -> Tensor:
 class _Patches:
     """The training patches, image by image; re-iterable."""
 
-    images: SeenSet
+    images: Sequence[Seen]
     embed: Embedded
 
     def __iter__(self) -> Iterator[PatchBatch]:
-        for i, one in enumerate(self.images.train):
+        for i, one in enumerate(self.images):
             yield PatchBatch(self.embed.of(one)[None], (i,))
 
 
 @lru_cache(maxsize=1)
 def _subspace(images: SeenSet, variant: Variant) -> PatchSubspace:
     """Its sums are those of any share of the variance."""
-    return SubspaceFitter().fit(_Patches(images, Embedded(images, variant)))
+    return SubspaceFitter().fit(_Patches(images.train, Embedded(images, variant)))
 
 
 def patch_scores(images: SeenSet, variant: Variant, seed: int) -> tuple[list[Tensor], float]:
@@ -184,14 +187,16 @@ def patch_scores(images: SeenSet, variant: Variant, seed: int) -> tuple[list[Ten
         ]
         return joined, sum(seconds for _, seconds in parts)
     started = time.perf_counter()
-    embed = Embedded(images, variant)
+    embed, train = Embedded(images, variant), images.train
+    if variant.shots:
+        train = random.Random(seed).sample(train, min(variant.shots, len(train)))
 
     if variant.kind == "subspace":
         subspace = _subspace(images, replace(variant, share=Variant().share))
         subspace = replace(subspace, basis=subspace.statistics.axes(variant.share, None))
         found = [subspace.score(embed.of(one)[None]).scores[0] for one in images.test]
         return found, time.perf_counter() - started
-    bank = MemoryBankFitter(variant.ratio, seed=seed).fit(_Patches(images, embed))
+    bank = MemoryBankFitter(variant.ratio, seed=seed).fit(_Patches(train, embed))
     found = []
     with torch.inference_mode():
         for one in images.test:

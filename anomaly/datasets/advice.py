@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from anomaly.datasets.faults import DataReport
 
+_HANDFUL = 8  # images of which each patch may be the only one of its kind
 _FEW = 50  # images whose coreset is small at any ratio
 _LARGE = 2048  # original pixels of the shorter side from which small defects vanish at 256
 _TILE = 1024
@@ -40,7 +41,13 @@ def advice(report: DataReport) -> tuple[Advice, ...]:
 
 def _bank(report: DataReport) -> Iterator[Advice]:
     usable = report.splits["train"].usable if "train" in report.splits else 0
-    if usable < _FEW:
+    if 0 < usable <= _HANDFUL:
+        reason = (
+            f"{usable} images to learn from are a handful: all of their patches are kept; "
+            "thresholds can promise little before there are 50"
+        )
+        yield Advice("model.coreset_ratio", "1.0", reason)
+    elif usable < _FEW:
         reason = (
             f"{usable} images to learn from are few: a tenth of their patches is kept, so that "
             "rare ones are; thresholds can promise little before there are 50"

@@ -129,6 +129,7 @@ def _report(
     ("report", "settings", "word"),
     [
         (_report("900×900"), {"model.coreset_ratio": "0.01"}, "one patch in a hundred"),
+        (_report("900×900", images=4), {"model.coreset_ratio": "1.0"}, "a handful"),
         (_report("900×900", images=12), {"model.coreset_ratio": "0.1"}, "12 images"),
         (_report("500×1254"), {"model.coreset_ratio": "0.01"}, "images are tall"),
         (_report("4096×3000"), {"model.coreset_ratio": "0.01", "image.tile": "1024"}, "12 times"),
