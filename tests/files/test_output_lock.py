@@ -148,10 +148,13 @@ def test_every_command_that_writes_minds_the_lock(
     export = ["--model", model, "--to", "onnx", "--golden", golden, "--output", out]
     serve = ["--models", model, "--record", out / "record.db", "--port", 0]
     lines = _commands(product, model, golden, out)
+    update = ["--model", model, "--good", golden, "--output", out]
     lines += [("export", export, out), ("serve", serve, out)]
-    # These write one file that appears whole, add to a record, or run others; shards share their
-    # folder.
+    lines += [("update", update, out), ("merge", [model, model, "--output", out], out)]
+    # These write one file that appears whole, add to a record or a store, or run others; shards
+    # share their folder. `deploy` has a lock of its own.
     single = {"manifest", "merge-results", "drift", "region", "feedback", "demo"}
+    single |= {"deploy", "register"}
     nothing = {"check", "layers", "completion"}
     assert {name for name, _, _ in lines} == COMMANDS.keys() - nothing - single
     for name, arguments, folder in lines:
