@@ -15,7 +15,7 @@ class PatchStatistics:
     Attributes:
         count: N.
         mean: (D,) float64.
-        scatter: (D, D) float64, the summed outer products of the centred patches.
+        scatter: (D, D) float64, symmetric: the summed outer products of the centred patches.
     """
 
     count: int
@@ -30,7 +30,9 @@ class PatchStatistics:
         """
         mean = patches.double().mean(0)
         centred = patches - mean.float()
-        return cls(len(patches), mean, (centred.T @ centred).double())
+        # Not every processor's product of a matrix with itself is symmetric to the last bit.
+        products = (centred.T @ centred).tril()
+        return cls(len(patches), mean, (products + products.tril(-1).T).double())
 
     def merge(self, other: PatchStatistics) -> PatchStatistics:
         """Statistics of both sets together (Chan, Golub & LeVeque 1979, eq. 2.1)."""
