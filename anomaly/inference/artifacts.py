@@ -98,13 +98,10 @@ class Pictures:
         """
         if not (shown.heatmap or self.masks or self.regions or self.maps):
             return Drawn()
-        small = None
         anomaly_map = _held(found, image.size)
         limit = float(np.nanmax(found.scores)) if self.limit is None else self.limit
-        if shown.heatmap:
-            picture = self._heatmap(image, anomaly_map, limit, shown)
-            write(self.output / HEATMAPS / name, encode_png(picture))
-            small = thumbnail(picture, shown.small) if shown.small else None
+        # In a method of its own: of a large image the picture is gone before the map is encoded.
+        small = self._write_heatmap(image, anomaly_map, limit, name, shown)
         if self.maps == "uint16":
             write(self.output / MAPS / name, encode_uint16(anomaly_map, image.size, limit))
         elif self.maps == "float32":
@@ -116,6 +113,15 @@ class Pictures:
         if self.masks:
             write(self.output / MASKS / name, encode_png(mask))
         return Drawn(marked_regions(mask, anomaly_map) if self.regions else (), small)
+
+    def _write_heatmap(
+        self, image: Image, anomaly_map: AnomalyMap, limit: float, name: str, shown: Shown
+    ) -> Thumbnail | None:
+        if not shown.heatmap:
+            return None
+        picture = self._heatmap(image, anomaly_map, limit, shown)
+        write(self.output / HEATMAPS / name, encode_png(picture))
+        return thumbnail(picture, shown.small) if shown.small else None
 
     def _heatmap(
         self, image: Image, anomaly_map: AnomalyMap, limit: float, shown: Shown
