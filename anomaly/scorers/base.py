@@ -40,6 +40,15 @@ class PatchBatch:
     corners: tuple[tuple[int, int], ...] | None = None
     inside: Tensor | None = None
 
+    def counted(self) -> Iterator[Tensor]:
+        """The patches (n, D) that count, of one image after the other.
+
+        A sum's or product's rounding depends on its shape. What is computed image by image doesn't
+        depend on which of them share a batch.
+        """
+        for i, patches in enumerate(self.embeddings.flatten(1, 2)):
+            yield patches if self.inside is None else patches[self.inside[i].flatten()]
+
 
 class PatchSet(Protocol):
     """The patches of all training images; re-iterable, the same each time."""

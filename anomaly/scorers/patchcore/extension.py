@@ -11,7 +11,7 @@ from torch import Tensor
 from anomaly.errors import DataError
 from anomaly.scorers.base import Fold, PatchBatch
 from anomaly.scorers.patchcore.coreset import pick_beyond
-from anomaly.scorers.patchcore.held_out import squared_to_parts
+from anomaly.scorers.patchcore.held_out import orphans, squared_to_parts, together
 from anomaly.scorers.patchcore.memory_bank import MemoryBank, gather
 
 
@@ -71,9 +71,14 @@ def extended_without(
     with torch.inference_mode():
         centres = bank.vectors @ projection
         parts = [centres[owners == k] for k in range(len(folds))]
-        orphans = _orphans(bank, parts, batches, fold_of, projection)
+        covered = bank.covering_radius**2
+
+        def uncovered(least: Tensor, others: Tensor) -> Tensor:
+            return (least <= covered) & (others > covered)
+
         picks = []
-        for points, bounds, places in orphans:
+        lost = orphans(batches, fold_of, parts, projection, uncovered)
+        for points, bounds, places in lost:
             bounds = torch.minimum(bounds, squared_to_parts(points, [centres[:known]])[:, 0])
             picks.append(places[pick_beyond(points, bounds, bank.covering_radius)])
         for k, chosen in enumerate(picks):
@@ -111,64 +116,19 @@ def _uncovered(
     held: list[tuple[Tensor, Tensor, Tensor]] = []
     start = size = 0
     for batch in batches:
-        points = torch.cat(list(projected([batch], projection)))
+        points = torch.cat([patches @ projection for patches in batch.counted()])
         bounds = squared_to_parts(points, [centres])[:, 0]
         # A NaN is kept, to be told of.
         far = (~(bounds <= bank.covering_radius**2)).nonzero()[:, 0]
         held.append((points[far], bounds[far], far + start))
         start, size = start + len(points), size + points[far].nbytes
         if size > memory_limit:
-            yield _together(held)
+            yield together(held)
             held, size = [], 0
     if not start:
         raise DataError("no training patches; check the training images")
     if held:
-        yield _together(held)
-
-
-def _orphans(
-    bank: MemoryBank,
-    parts: Sequence[Tensor],
-    batches: Iterable[PatchBatch],
-    fold_of: Mapping[int, int],
-    projection: Tensor,
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each fold the patches of others that of all vectors added only its own cover.
-
-    Yields:
-        Projected points (n, d), their squared distances (n,) to the nearest vector of another
-        fold, and their places (n,) among all patches.
-    """
-    none = (
-        parts[0][:0],
-        parts[0][:0, 0],
-        torch.empty(0, dtype=torch.int64, device=parts[0].device),
-    )
-    found = [[none] for _ in parts]
-    covered, start = bank.covering_radius**2, 0
-    for batch in batches:
-        every = list(projected([batch], projection))
-        points = torch.cat(every)
-        own = torch.cat(
-            [
-                torch.full((len(p),), fold_of[image], device=points.device)
-                for p, image in zip(every, batch.images, strict=True)
-            ]
-        )
-        squared = squared_to_parts(points, parts)
-        least, nearest = squared.min(1)
-        others = squared.scatter_(1, nearest[:, None], torch.inf).amin(1)
-        lost = (nearest != own) & (least <= covered) & (others > covered)
-        for k, those in enumerate(found):
-            rows = (lost & (nearest == k)).nonzero()[:, 0]
-            those.append((points[rows], others[rows], rows + start))
-        start += len(points)
-    yield from map(_together, found)
-
-
-def _together(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    points, bounds, places = (torch.cat(each) for each in zip(*parts, strict=True))
-    return points, bounds, places
+        yield together(held)
 
 
 def joined(banks: Sequence[MemoryBank], numbers: Sequence[Mapping[int, int]]) -> MemoryBank:
@@ -188,13 +148,3 @@ def joined(banks: Sequence[MemoryBank], numbers: Sequence[Mapping[int, int]]) ->
     origins = torch.tensor(list(places), dtype=torch.int32, device=vectors.device)
     radius = max(bank.covering_radius for bank in banks)
     return replace(banks[0], vectors=vectors, origins=origins, covering_radius=radius, exact=False)
-
-
-def projected(batches: Iterable[PatchBatch], projection: Tensor) -> Iterator[Tensor]:
-    """The patches (n, d) of each image in turn that count, projected."""
-    for batch in batches:
-        # One image at a time: a product's rounding depends on its shape, and which images share a
-        # batch must not change the bank.
-        for i, image in enumerate(batch.embeddings.flatten(1, 2)):
-            counted = image if batch.inside is None else image[batch.inside[i].flatten()]
-            yield counted @ projection

@@ -17,7 +17,6 @@ from anomaly.scorers.patchcore.extension import (
     extended,
     extended_without,
     joined,
-    projected,
 )
 from anomaly.scorers.patchcore.held_out import banks_without
 from anomaly.scorers.patchcore.memory_bank import ALIGNERS, MemoryBank, gather
@@ -192,4 +191,4 @@ class _Projected:
                 channels = batch.embeddings.shape[3]
                 matrix = random_projection(channels, self._dim, generator=self._generator)
                 self._matrix = matrix.to(batch.embeddings.device)
-            yield from projected([batch], self._matrix)
+            yield from (patches @ self._matrix for patches in batch.counted())

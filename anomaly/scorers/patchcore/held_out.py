@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -52,17 +52,23 @@ def banks_without(
     fold_of = {image: k for k, fold in enumerate(folds) for image in fold}
     owners = torch.tensor([fold_of[i] for i in bank.origins[:, 0].tolist()]).to(bank.vectors.device)
     centres = bank.vectors @ projection
-    orphans = _orphans(batches, fold_of, owners, centres, projection, share)
+    parts = [centres[owners == k] for k in range(len(folds))]
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(least: Tensor, others: Tensor) -> Tensor:
+        return (torch.rand(len(least), generator=generator) < share).to(least.device)
+
     picks: list[Tensor] = []
-    for k, (points, bounds, places) in enumerate(orphans):
+    lost = orphans(batches, fold_of, parts, projection, drawn)
+    for k, (points, bounds, places) in enumerate(lost):
         wanted = min(int((owners == k).sum()), len(points))
         picks.append(places[_farthest(points, wanted, bounds)])
     chosen = torch.cat(picks)
     vectors, origins = bank.vectors[:0], bank.origins[:0]
     if len(chosen):
         vectors, origins = gather(batches, chosen)
-    parts = [len(p) for p in picks]
-    renewed = zip(torch.split(vectors, parts), torch.split(origins, parts), strict=True)
+    sizes = [len(p) for p in picks]
+    renewed = zip(torch.split(vectors, sizes), torch.split(origins, sizes), strict=True)
     for k, (new_vectors, new_origins) in enumerate(renewed):
         stay = owners != k
         vectors = torch.cat([bank.vectors[stay], new_vectors])
@@ -70,40 +76,54 @@ def banks_without(
         yield replace(bank, vectors=vectors, origins=origins, exact=False)
 
 
-def _orphans(
+def orphans(
     batches: Iterable[PatchBatch],
-    fold_of: dict[int, int],
-    owners: Tensor,
-    centres: Tensor,
+    fold_of: Mapping[int, int],
+    parts: Sequence[Tensor],
     projection: Tensor,
-    share: float,
+    counts: Callable[[Tensor, Tensor], Tensor],
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each fold the patches of others whose nearest vector it owns.
+    """For each fold the patches of others that are nearest to a vector which it owns.
+
+    Args:
+        batches: the training patches.
+        fold_of: the fold of each of their images, from 0.
+        parts: the projected vectors (c, d) that each fold owns.
+        projection: (D, d), of the embeddings to what vectors are selected on.
+        counts: says of some patches which of them to give (n,) bool, from their squared distances
+            (n,) to the nearest vector, and to the nearest of another fold.
 
     Yields:
         Projected points (n, d), their squared distances (n,) to the nearest vector of another
         fold, and their places (n,) among all patches.
     """
-    count = max(fold_of.values()) + 1
-    parts = [centres[owners == k] for k in range(count)]
-    none = (centres[:0], centres[:0, 0], owners[:0])
-    found = [[none] for _ in range(count)]
-    generator = torch.Generator().manual_seed(0)
+    centres = parts[0][:0]
+    none = (centres, centres[:, 0], torch.empty(0, dtype=torch.int64, device=centres.device))
+    found = [[none] for _ in parts]
     start = 0
-    for points, own in _projected(batches, fold_of, projection):
+    for batch in batches:
+        images = [patches @ projection for patches in batch.counted()]
+        own = torch.tensor([fold_of[i] for i in batch.images]).repeat_interleave(
+            torch.tensor([len(patches) for patches in images])
+        )
+        points = torch.cat(images)
         squared = squared_to_parts(points, parts)
-        nearest = squared.argmin(1)
-        staying = squared.scatter_(1, nearest[:, None], torch.inf).amin(1)
-        kept = torch.rand(len(points), generator=generator).to(own.device) < share
-        lost = kept & (nearest != own)
+        least, nearest = squared.min(1)
+        others = squared.scatter_(1, nearest[:, None], torch.inf).amin(1)
+        lost = counts(least, others) & (nearest != own.to(nearest.device))
         for k, those in enumerate(found):
             rows = (lost & (nearest == k)).nonzero()[:, 0]
-            those.append((points[rows], staying[rows], rows + start))
+            those.append((points[rows], others[rows], rows + start))
         start += len(points)
     for those in found:
-        points, bounds, places = (torch.cat(each) for each in zip(*those, strict=True))
+        yield together(those)
         those.clear()  # all folds' together are as large as the patches of a whole training
-        yield points, bounds, places
+
+
+def together(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Portions of points, distances and places in one."""
+    points, bounds, places = (torch.cat(each) for each in zip(*parts, strict=True))
+    return points, bounds, places
 
 
 def squared_to_parts(points: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -127,19 +147,6 @@ def squared_to_parts(points: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
     blocks = torch.split(points, _ROWS[points.device.type])
     return torch.cat(spread(measure, blocks, points.device))
-
-
-def _projected(
-    batches: Iterable[PatchBatch], fold_of: dict[int, int], projection: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The projected patches (n, d) of each batch with the fold (n,) that each belongs to."""
-    for batch in batches:
-        images, height, width, _ = batch.embeddings.shape
-        own = torch.tensor([fold_of[i] for i in batch.images], device=projection.device)
-        own = own[:, None, None].expand(images, height, width)
-        counted = slice(None) if batch.inside is None else batch.inside
-        points = (batch.embeddings @ projection)[counted]
-        yield points.reshape(-1, projection.shape[1]), own[counted].reshape(-1)
 
 
 def _farthest(points: Tensor, wanted: int, bounds: Tensor) -> Tensor:

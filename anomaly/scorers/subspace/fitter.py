@@ -178,16 +178,12 @@ class SubspaceFitter(Fitter[PatchSubspace]):
 
 
 def _sums(batches: Iterable[PatchBatch]) -> PatchStatistics:
-    """Statistics of the patches that count, image by image, in the order of the batches.
-
-    Which images share a batch must not change a sum's rounding.
-    """
+    """Statistics of the patches that count, image by image, in the order of the batches."""
     total: PatchStatistics | None = None
     for batch in batches:
-        for i, image in enumerate(batch.embeddings.flatten(1, 2)):
-            counted = image if batch.inside is None else image[batch.inside[i].flatten()]
-            if len(counted):
-                part = PatchStatistics.of(counted)
+        for patches in batch.counted():
+            if len(patches):
+                part = PatchStatistics.of(patches)
                 total = part if total is None else total.merge(part)
     if total is None:
         raise DataError("no training patches; check the training images")
