@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from anomaly.calibration.drift import HORIZON, Drift, levels_of
-from anomaly.calibration.model_thresholds import GoodScores, thresholds_from
+from anomaly.calibration.good_scores import GoodScores
+from anomaly.calibration.model_thresholds import thresholds_from
 
 SIGMA = 0.2
 REPEATS = 100

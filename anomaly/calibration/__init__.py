@@ -4,8 +4,8 @@ Pure statistics of scores; nothing here knows a model or sees a test split.
 """
 
 from anomaly.calibration.costs import Choice, Costs, cheapest_threshold, recall_at
+from anomaly.calibration.good_scores import GoodScores
 from anomaly.calibration.model_thresholds import (
-    GoodScores,
     Thresholds,
     thresholds_by_cost,
     thresholds_by_hand,

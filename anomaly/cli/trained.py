@@ -80,7 +80,7 @@ def trained_run(
 
 
 def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -> None:
-    from anomaly.model.appearance import LEAST_IMAGES
+    from anomaly.model.appearance_model import LEAST_IMAGES
 
     images, vectors = summary["images"], summary["bank_vectors"]
     learned = f"{images['learned']} images, {summary['patches']:,} patches"

@@ -14,48 +14,18 @@ from anomaly.calibration.rates import percent, supported_rate
 from anomaly.datasets import Sample
 from anomaly.errors import DataError
 from anomaly.evaluation.recalibration import sources, tested_of
+from anomaly.evaluation.verdict_changes import Compared, verdict_changes
 from anomaly.files.writing import sha256_of
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.given import Given, ImageLike
 from anomaly.imaging.image import Image, described
-from anomaly.model.cross_fitting import scores_of
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.threshold_files import change
 from anomaly.model.training import StageProgress
-from anomaly.model.training_patches import TrainingPatches
 from anomaly.model.updating import Learned, learn
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 64  # images whose features are kept in a temporary file
 _LISTED = 10  # changed verdicts of a kind
-
-
-@dataclass(frozen=True)
-class Compared:
-    """What two detectors say of one image.
-
-    Attributes:
-        name: of the image.
-        before: the verdict of the one.
-        after: of the other.
-        scores: of both.
-    """
-
-    name: str
-    before: str
-    after: str
-    scores: tuple[float, float]
-
-    @property
-    def escapes(self) -> bool:
-        """It was caught, and would pass."""
-        return self.before != "good" and self.after == "good"
-
-    def __str__(self) -> str:
-        before, after = self.scores
-        return f"{self.name}: {self.before} -> {self.after} ({before:.4g} -> {after:.4g})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +127,9 @@ def update(
         )
         both = detector, learned.detector
         compared = {
-            kind: tuple(_compare(both, images, Path(folder), workers, partial(progress, kind)))
+            kind: tuple(
+                verdict_changes(both, images, Path(folder), workers, partial(progress, kind))
+            )
             for kind, images in compare.items()
             if images
         }
@@ -216,55 +188,6 @@ def _hash(sample: Sample) -> str:
     with suppress(OSError):
         return sample.image.sha256 if sample.image else sha256_of(sample.path)
     return ""
-
-
-def _compare(
-    both: tuple[AnomalyDetector, AnomalyDetector],
-    samples: Sequence[Sample],
-    scratch: Path,
-    workers: int,
-    progress: partial[None],
-) -> Iterator[Compared]:
-    """What two detectors that share their network say; images that can't be used are left out."""
-    before = both[0]
-    with Decoders(min(workers, len(samples)), Task(before.loading)) as decoders:
-        for start in range(0, len(samples), _AT_ONCE):
-            some = samples[start : start + _AT_ONCE]
-            patches = TrainingPatches(
-                [sample.source for sample in some],
-                decoders,
-                before.embedder,
-                batch_size=before.config.batch_size,
-                scratch=scratch,
-                aligned=False,
-                region=before.region,
-            )
-            found: tuple[dict[int, float], ...] = {}, {}
-            try:
-                for batch in patches:
-                    for detector, scores in zip(both, found, strict=True):
-                        for i, (score, _) in scores_of(detector, [batch], patches.views).items():
-                            scores[i] = max(score, scores.get(i, score))
-            except DataError:
-                if patches.hashes:
-                    raise
-            finally:
-                patches.close()
-            for i in sorted(found[0]):
-                pair = found[0][i], found[1][i]
-                verdicts = [_verdict(d, s, patches, i) for d, s in zip(both, pair, strict=True)]
-                yield Compared(some[i].name, verdicts[0], verdicts[1], pair)
-            for refused in patches.refused:
-                log.warning("skipped: %s", refused.reason)
-            progress(start + len(some), len(samples))
-
-
-def _verdict(detector: AnomalyDetector, score: float, patches: TrainingPatches, i: int) -> str:
-    """As `Prediction.verdict`."""
-    look = patches.looks[i]
-    if look.blank or (detector.appearance and detector.appearance.deviation(look)):
-        return "review"
-    return detector.thresholds.verdict(score) if detector.thresholds else ""
 
 
 def updated(

@@ -14,7 +14,8 @@ from anomaly.explain.explanation import Explained, read_one
 from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
 from anomaly.explain.patches import marked
 from anomaly.explain.tiles import RgbImage, beside, glowing, signed, stacked
-from anomaly.features.backbones import build, full_network, normalisation, official_weights
+from anomaly.features.backbone_weights import full_network
+from anomaly.features.backbones import build, normalisation, official_weights
 from anomaly.features.layer_table import last_map, layer_table, side_multiple, stages, token_layer
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import Sizing

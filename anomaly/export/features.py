@@ -14,14 +14,8 @@ from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, ModelError, OutputError
 from anomaly.export.feature_files import FeatureWriter
-from anomaly.features.backbones import (
-    Normalisation,
-    build,
-    default_layers,
-    load_state,
-    normalisation,
-    read_weights,
-)
+from anomaly.features.backbone_weights import load_state, read_weights
+from anomaly.features.backbones import Normalisation, build, default_layers, normalisation
 from anomaly.features.extractor import truncate_in_place
 from anomaly.features.layer_table import side_multiple
 from anomaly.files.writing import sha256_of

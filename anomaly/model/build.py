@@ -27,7 +27,8 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
     Raises:
         AnomalyError: the weights or layers can't be used as configured.
     """
-    from anomaly.features.backbones import build, default_layers, load_state, read_weights
+    from anomaly.features.backbone_weights import load_state, read_weights
+    from anomaly.features.backbones import build, default_layers
     from anomaly.features.extractor import truncate
     from anomaly.features.tokens import check_side
 

@@ -31,7 +31,7 @@ from anomaly.config.schema import Config
 from anomaly.errors import AnomalyError, ModelError, needs_training
 from anomaly.features.exported import ExportedNetwork
 from anomaly.imaging.shared_decoders import read_mask
-from anomaly.model.appearance import AppearanceModel
+from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import scorer_of
 from anomaly.model.consistency import agree, check_together
 from anomaly.model.detector import AnomalyDetector
@@ -143,7 +143,8 @@ def _computed_stages(
     """A detector's stages in torch: the truncated network with its weights, and the scorer."""
     from safetensors.torch import load_file
 
-    from anomaly.features.backbones import Normalisation, build, load_state
+    from anomaly.features.backbone_weights import load_state
+    from anomaly.features.backbones import Normalisation, build
     from anomaly.features.extractor import truncate
 
     backbone = manifest["backbone"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.errors import ModelError
-from anomaly.model.appearance import AppearanceModel
+from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.manifest import AGAIN
 from anomaly.scorers.base import ArrayScorer
 

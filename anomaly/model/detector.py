@@ -34,8 +34,7 @@ class AnomalyDetector(ScoringPipeline):
         model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
             for one that hasn't been saved.
         folder: the model folder that it was loaded from; None where there is none.
-        history: lines of JSON, as that folder's history.jsonl has them: earlier changes of
-            thresholds.
+        history: earlier changes of thresholds, in lines of JSON: that folder's history.jsonl.
         changes: of thresholds since; `save` adds them to the history.
     """
 
@@ -233,8 +232,8 @@ class AnomalyDetector(ScoringPipeline):
             good_images: a folder, or a list of images as for `predict`, that people have confirmed
                 to be good.
             defects: images of defects, of which none that is caught may pass.
-            include_suspects: learn from images that stand out from all others, too, which may be
-                defects that were taken for good. A warning in the log names them.
+            include_suspects: learn from images that stand out, too, which may be defects taken for
+                good; a warning in the log names them.
             force: take the update even where a defect that was caught would pass.
             channels: order of an array's colours, as for `predict`.
             full_scale: an array's value that means white, as for `predict`.
@@ -270,8 +269,8 @@ class AnomalyDetector(ScoringPipeline):
 
         Args:
             image: as for `predict`.
-            good: the folder of the training images, to show the ones that were compared with; by
-                default where they were, where a run remembers that.
+            good: the training images' folder, to show what was compared with; by default where a
+                run remembers that they were.
             channels: order of an array's colours, as for `predict`.
             full_scale: an array's value that means white, as for `predict`.
             layout: an array's axes, as for `predict`.

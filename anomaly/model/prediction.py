@@ -75,9 +75,7 @@ class Prediction:
 
         Empty where there are no thresholds and nothing is said against the image.
         """
-        if self.reason:
-            return "review"
-        return "" if self.thresholds is None else self.thresholds.verdict(self.score)
+        return verdict(self.score, self.thresholds, self.reason)
 
     @property
     def calibrated_score(self) -> float | None:
@@ -163,3 +161,13 @@ class Prediction:
         if item.sha256 != self.sha256:
             raise ImageError(f"{self.path} was changed since it was scored; predict it again")
         return item.decoded
+
+
+def verdict(score: float, thresholds: Thresholds | None, reason: str) -> str:
+    """`good`, `review` or `reject` for a score; `review` where there is a reason to look.
+
+    Empty where there is neither a reason nor a threshold.
+    """
+    if reason:
+        return "review"
+    return "" if thresholds is None else thresholds.verdict(score)

@@ -32,7 +32,8 @@ from anomaly.imaging.preprocessing import (
     refuse_missed,
 )
 from anomaly.imaging.region import Region
-from anomaly.model.appearance import Appearance, AppearanceModel, appearances_of
+from anomaly.model.appearance import Appearance, appearances_of
+from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.image_score import image_scores, network_map
 from anomaly.model.prediction import Prediction
 from anomaly.model.settings import loading_of
@@ -221,9 +222,12 @@ class ScoringPipeline:
             halo_damping=self.config.model.halo_damping,
             loading=self.loading,
             thresholds=self.thresholds,
-            reason=look.blank
-            or ("" if self.appearance is None else self.appearance.deviation(look)),
+            reason=self.reason_to_look(look),
         )
+
+    def reason_to_look(self, look: Appearance) -> str:
+        """Why a person has to look at an image, whatever its score; empty where none does."""
+        return look.blank or ("" if self.appearance is None else self.appearance.deviation(look))
 
     def score_patches(
         self, embeddings: Array, size: tuple[int, int], inside: Array | None = None

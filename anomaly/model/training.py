@@ -22,7 +22,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, size_of
 from anomaly.imaging.shared_decoders import read_mask
-from anomaly.model.appearance import AppearanceModel, odd_among
+from anomaly.model.appearance_model import AppearanceModel, odd_among
 from anomaly.model.build import backbone, fitter_of
 from anomaly.model.cross_fitting import cross_fit
 from anomaly.model.detector import AnomalyDetector

@@ -21,7 +21,7 @@ from anomaly.errors import DataError, ModelError
 from anomaly.features.exported import ExportedNetwork
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.model.appearance import AppearanceModel
+from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of
 from anomaly.model.detector import AnomalyDetector

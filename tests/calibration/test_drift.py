@@ -14,7 +14,8 @@ from conftest import Command
 
 import anomaly
 from anomaly.calibration.drift import HORIZON, Drift, Level, _gains, _limit, levels_of
-from anomaly.calibration.model_thresholds import GoodScores, Thresholds, thresholds_from
+from anomaly.calibration.good_scores import GoodScores
+from anomaly.calibration.model_thresholds import Thresholds, thresholds_from
 from anomaly.errors import DataError
 from anomaly.inference.rows import Row, as_csv, as_jsonl
 from anomaly.inference.stream_rows import read_scores

@@ -29,7 +29,8 @@ from anomaly.export import models
 from anomaly.export.equality import compare, golden_images
 from anomaly.export.graph import write_graph
 from anomaly.features import engine as engine_module
-from anomaly.features.backbones import build, default_layers, load_state, read_weights
+from anomaly.features.backbone_weights import load_state, read_weights
+from anomaly.features.backbones import build, default_layers
 from anomaly.features.engine import Graph
 from anomaly.features.extractor import truncate
 from anomaly.files.writing import as_json, sha256_of

@@ -8,7 +8,7 @@ import torchvision
 from families import FAMILIES
 
 from anomaly.errors import ConfigError, WeightsError
-from anomaly.features import backbones
+from anomaly.features import backbone_weights, backbones
 from anomaly.features.extractor import truncate
 
 
@@ -39,7 +39,7 @@ def test_official_weights_are_the_papers() -> None:
     assert official.url.endswith("wide_resnet50_2-95faca4d.pth")
     assert backbones.official_weights("resnet50_v1") is None
     with pytest.raises(WeightsError, match="publishes no weights for resnet50_v1"):
-        backbones.read_weights("resnet50_v1", "imagenet", 0)
+        backbone_weights.read_weights("resnet50_v1", "imagenet", 0)
 
 
 def test_normalisation_is_torchvisions() -> None:
@@ -57,9 +57,9 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 
 
 def test_random_weights_are_seeded_and_warn(caplog: pytest.LogCaptureFixture) -> None:
-    first, sha256 = backbones.read_weights("resnet18", "random", 3)
-    second, _ = backbones.read_weights("resnet18", "random", 3)
-    other, _ = backbones.read_weights("resnet18", "random", 4)
+    first, sha256 = backbone_weights.read_weights("resnet18", "random", 3)
+    second, _ = backbone_weights.read_weights("resnet18", "random", 3)
+    other, _ = backbone_weights.read_weights("resnet18", "random", 4)
     assert sha256 is None
     assert "NOTHING" in caplog.text
     assert all(torch.equal(first[k], second[k]) for k in first)
@@ -67,9 +67,9 @@ def test_random_weights_are_seeded_and_warn(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_filled_networks_compute_what_torchvision_computes() -> None:
-    state, _ = backbones.read_weights("resnet18", "random", 0)
+    state, _ = backbone_weights.read_weights("resnet18", "random", 0)
     truncated = truncate(backbones.build("resnet18"), ["layer1", "layer2"])
-    backbones.load_state(truncated.network, state, backbones.build("resnet18"), "random")
+    backbone_weights.load_state(truncated.network, state, backbones.build("resnet18"), "random")
     reference = torchvision.models.resnet18()
     reference.load_state_dict(state)
     reference.eval()
@@ -85,22 +85,24 @@ def test_filled_networks_compute_what_torchvision_computes() -> None:
 
 def test_weights_of_another_network_are_refused() -> None:
     full = backbones.build("resnet50")
-    state, _ = backbones.read_weights("resnet18", "random", 0)
+    state, _ = backbone_weights.read_weights("resnet18", "random", 0)
     truncated = truncate(backbones.build("resnet50"), ["layer1"])
     with pytest.raises(WeightsError, match="belongs to another network than ResNet: without"):
-        backbones.load_state(truncated.network, state, full, "that file")
+        backbone_weights.load_state(truncated.network, state, full, "that file")
 
 
 def test_layers_behind_the_last_one_may_be_absent_and_half_precision_is_widened() -> None:
     full = backbones.build("resnet18")
-    state, _ = backbones.read_weights("resnet18", "random", 0)
+    state, _ = backbone_weights.read_weights("resnet18", "random", 0)
     short = {
         k: v.half() if v.is_floating_point() else v
         for k, v in state.items()
         if not k.startswith(("layer3", "layer4", "fc"))
     }
     truncated = truncate(backbones.build("resnet18"), ["layer2"])
-    backbones.load_state(truncated.network, short, full, "that file")
+    backbone_weights.load_state(truncated.network, short, full, "that file")
     assert all(p.dtype == torch.float32 for p in truncated.network.parameters())
     with pytest.raises(WeightsError, match="unknown extra"):
-        backbones.load_state(truncated.network, short | {"extra": torch.ones(1)}, full, "that file")
+        backbone_weights.load_state(
+            truncated.network, short | {"extra": torch.ones(1)}, full, "that file"
+        )

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
-from anomaly.features.backbones import build, load_state, read_weights
+from anomaly.features.backbone_weights import load_state, read_weights
+from anomaly.features.backbones import build
 from anomaly.features.extractor import truncate
 from anomaly.hooks import live_hooks
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anomaly.features.backbones import build, default_layers, load_state, read_weights
+from anomaly.features.backbone_weights import load_state, read_weights
+from anomaly.features.backbones import build, default_layers
 from anomaly.features.extractor import FeatureExtractor, truncate
 from anomaly.features.folding import foldable, folded
 

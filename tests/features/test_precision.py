@@ -9,7 +9,8 @@ import torch
 from anomaly.config.parsing import parse_config
 from anomaly.datasets import open_dataset
 from anomaly.features import precision
-from anomaly.features.backbones import build, load_state, read_weights
+from anomaly.features.backbone_weights import load_state, read_weights
+from anomaly.features.backbones import build
 from anomaly.features.extractor import FeatureExtractor, truncate
 from anomaly.model import checkpoint
 from anomaly.model.checkpoint import load

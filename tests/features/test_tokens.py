@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, LayerError
-from anomaly.features.backbones import build, load_state, read_weights
+from anomaly.features.backbone_weights import load_state, read_weights
+from anomaly.features.backbones import build
 from anomaly.features.extractor import FeatureExtractor, truncate
 from anomaly.features.tokens import Layout, check_side, layout_of, token_stride
 

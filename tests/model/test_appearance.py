@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from conftest import Command, train_arguments, write_part, write_product
 
-from anomaly.model.appearance import LEAST_IMAGES, Appearance, AppearanceModel, look, odd_among
+from anomaly.model.appearance import Appearance, look
+from anomaly.model.appearance_model import LEAST_IMAGES, AppearanceModel, odd_among
 
 
 def _look(

@@ -79,7 +79,7 @@ def test_a_model_needs_nothing_from_elsewhere(tmp_path: Path, command: Command) 
     """Weights file, config and data set are gone; the folder has moved."""
     from safetensors.torch import save_file
 
-    from anomaly.features.backbones import read_weights
+    from anomaly.features.backbone_weights import read_weights
 
     product = write_product(tmp_path / "disc")
     save_file(read_weights("resnet18", "random", 0)[0], tmp_path / "own.safetensors")

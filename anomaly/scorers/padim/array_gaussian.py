@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.runtime import CPU, spread
-from anomaly.scorers.base import ArrayScorer, PatchScores, check_fits
+from anomaly.scorers.base import ArrayScorer, PatchScores
 from anomaly.scorers.padim.layout import check_gaussians, check_grid, panel_rows, position_blocks
+from anomaly.scorers.saved_tensors import check_fits
 
 Floats = NDArray[np.float32]
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.runtime import spread
-from anomaly.scorers.base import Align, PatchScores, Scorer, check_fits
+from anomaly.scorers.base import Align, PatchScores, Scorer
 from anomaly.scorers.padim.layout import check_gaussians, check_grid, position_blocks
 from anomaly.scorers.padim.projection import Projection
 from anomaly.scorers.padim.whitening import CholeskyWhitening, LowRankWhitening
+from anomaly.scorers.saved_tensors import check_fits
 
 # Numbers that one block of positions works on. They should stay in a CPU's cache between two
 # products; a GPU wants few launches.

@@ -10,7 +10,7 @@ import numpy as np
 
 from anomaly.arrays import Array, as_numpy
 from anomaly.errors import DataError, ModelError
-from anomaly.scorers.base import check_tensors, leading
+from anomaly.scorers.saved_tensors import check_tensors, leading
 
 # Rows of a band: few enough to save nearly half, enough for matrix products to be quick.
 _PANEL = 64

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from anomaly.arrays import Array, module_of
 from anomaly.errors import ConfigError, DataError, ModelError
-from anomaly.scorers.base import ArrayScorer, PatchScores, check_fits, check_tensors, leading
+from anomaly.scorers.base import ArrayScorer, PatchScores
+from anomaly.scorers.saved_tensors import check_fits, check_tensors, leading
 
 ADAPTIVE_DIMENSIONS = 1024  # of embeddings, with `model.embedding: adaptive`
 

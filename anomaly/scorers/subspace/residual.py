@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from anomaly.arrays import Array, module_of
 from anomaly.errors import DataError, ModelError
-from anomaly.scorers.base import ArrayScorer, PatchScores, check_fits, check_tensors, leading
+from anomaly.scorers.base import ArrayScorer, PatchScores
+from anomaly.scorers.saved_tensors import check_fits, check_tensors, leading
 
 
 class Subspace(ArrayScorer):

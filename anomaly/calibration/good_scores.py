@@ -1,0 +1,103 @@
+"""What good images score under a model: what thresholds are found with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from anomaly.calibration.rates import percent, supported_rate
+from anomaly.errors import DataError
+
+
+@dataclass(frozen=True)
+class GoodScores:
+    """What good images score under a model that hasn't learned from them.
+
+    Attributes:
+        names: of the n images.
+        image: their image scores.
+        peak: the highest value of each one's anomaly map.
+        source: how they were had, for people.
+        groups: from how many groups (lots, or parts seen more than once) the images come; None
+            where none are known.
+        left_out: images that somebody has taken out, as (place among all, name, score, peak).
+    """
+
+    names: tuple[str, ...]
+    image: tuple[float, ...]
+    peak: tuple[float, ...]
+    source: str
+    groups: int | None = None
+    left_out: tuple[tuple[int, str, float, float], ...] = ()
+
+    def without(self, names: Sequence[str]) -> GoodScores:
+        """These scores without some images, which are kept apart; all others count (again).
+
+        Args:
+            names: of images, or the ends of their paths where only one image has that end.
+
+        Raises:
+            DataError: no image, or more than one, has such a name, or none would be left.
+        """
+        rows = list(zip(self.names, self.image, self.peak, strict=True))
+        for place, name, score, highest in self.left_out:
+            rows.insert(place, (name, score, highest))
+        places = {_place(name, [row[0] for row in rows]) for name in names}
+        if len(places) == len(rows):
+            raise DataError("all good images would be left out; a threshold needs some of them")
+        kept = [row for i, row in enumerate(rows) if i not in places]
+        out = tuple((i, *rows[i]) for i in sorted(places))
+        all_names, image, peak = zip(*kept, strict=True)
+        return replace(self, names=all_names, image=image, peak=peak, left_out=out)
+
+    def joined(self, other: GoodScores, source: str) -> GoodScores:
+        """These scores and others, of other images; what was left out stays so.
+
+        Where groups are known of either, all images of the one of which none are count as one.
+        """
+        known = self.groups is not None or other.groups is not None
+        mine = len(self.names) + len(self.left_out)
+        moved = tuple((mine + i, name, score, peak) for i, name, score, peak in other.left_out)
+        return GoodScores(
+            self.names + other.names,
+            self.image + other.image,
+            self.peak + other.peak,
+            source,
+            (self.groups or 1) + (other.groups or 1) if known else None,
+            self.left_out + moved,
+        )
+
+    @property
+    def cautions(self) -> list[str]:
+        """Why the bounds may promise too much; nothing where nothing is known against them."""
+        said = [] if self.groups is None else [self._caution_of_groups(self.groups)]
+        if self.left_out:
+            names = ", ".join(name for _, name, _, _ in self.left_out)
+            said.append(
+                f"{len(self.left_out)} more left out by hand: {names}. Rates and bounds are for "
+                "parts like the images that stayed; where parts like those left out are good, and "
+                "come again, more good parts will be flagged than is said"
+            )
+        return said
+
+    def _caution_of_groups(self, groups: int) -> str:
+        held = "one group" if groups == 1 else f"{groups} groups"
+        least = supported_rate(groups)
+        return (
+            f"the images come from {held}: as far as those of a group are alike, the bounds "
+            f"promise too much, and {held} can vouch for no less than {percent(least)}"
+        )
+
+
+def _place(wanted: str, names: Sequence[str]) -> int:
+    """Which of the images is meant: by its name, the end of it, or a path that ends with it."""
+    path = "/" + wanted.replace("\\", "/")
+    found = [i for i, name in enumerate(names) if name == wanted] or [
+        i for i, name in enumerate(names) if f"/{name}".endswith(path) or path.endswith(f"/{name}")
+    ]
+    if len(found) != 1:
+        what = f"{len(found)} good images are" if found else "no good image is"
+        raise DataError(
+            f"{what} called {wanted}; calibration.json in the model's folder lists their names"
+        )
+    return found[0]

@@ -1,0 +1,103 @@
+"""What two detectors say of the same images."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from anomaly.datasets import Sample
+from anomaly.errors import DataError
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.model.cross_fitting import scores_of
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.prediction import verdict
+from anomaly.model.training_patches import TrainingPatches
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 64  # images whose features are kept in a temporary file
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What two detectors say of one image.
+
+    Attributes:
+        name: of the image.
+        before: the verdict of the one.
+        after: of the other.
+        scores: of both.
+    """
+
+    name: str
+    before: str
+    after: str
+    scores: tuple[float, float]
+
+    @property
+    def escapes(self) -> bool:
+        """It was caught, and would pass."""
+        return self.before != "good" and self.after == "good"
+
+    def __str__(self) -> str:
+        before, after = self.scores
+        return f"{self.name}: {self.before} -> {self.after} ({before:.4g} -> {after:.4g})"
+
+
+def verdict_changes(
+    both: tuple[AnomalyDetector, AnomalyDetector],
+    samples: Sequence[Sample],
+    scratch: Path,
+    workers: int,
+    progress: partial[None],
+) -> Iterator[Compared]:
+    """What two detectors that share their network say of images.
+
+    Args:
+        both: the detectors.
+        samples: the images.
+        scratch: where temporary files go.
+        workers: decoding processes.
+        progress: called with (done, total).
+
+    Yields:
+        One for each image that can be used; of the others a warning in the log says why.
+    """
+    before = both[0]
+    with Decoders(min(workers, len(samples)), Task(before.loading)) as decoders:
+        for start in range(0, len(samples), _AT_ONCE):
+            some = samples[start : start + _AT_ONCE]
+            patches = TrainingPatches(
+                [sample.source for sample in some],
+                decoders,
+                before.embedder,
+                batch_size=before.config.batch_size,
+                scratch=scratch,
+                aligned=False,
+                region=before.region,
+            )
+            found: tuple[dict[int, float], ...] = {}, {}
+            try:
+                for batch in patches:
+                    for detector, scores in zip(both, found, strict=True):
+                        for i, (score, _) in scores_of(detector, [batch], patches.views).items():
+                            scores[i] = max(score, scores.get(i, score))
+            except DataError:
+                if patches.hashes:
+                    raise
+            finally:
+                patches.close()
+            for i in sorted(found[0]):
+                pair = found[0][i], found[1][i]
+                first, second = (
+                    verdict(score, detector.thresholds, detector.reason_to_look(patches.looks[i]))
+                    for detector, score in zip(both, pair, strict=True)
+                )
+                yield Compared(some[i].name, first, second, pair)
+            for refused in patches.refused:
+                log.warning("skipped: %s", refused.reason)
+            progress(start + len(some), len(samples))

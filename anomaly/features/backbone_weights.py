@@ -1,0 +1,137 @@
+"""Weights of a network by its name, checked and put into it."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from anomaly.errors import WeightsError
+from anomaly.features import timm_networks
+from anomaly.features.backbones import build, official_weights, torchvision_name
+from anomaly.features.timm_networks import is_timm
+from anomaly.features.weights import file_state, official_state, read_state
+
+log = logging.getLogger(__name__)
+
+
+def read_weights(name: str, weights: str, seed: int) -> tuple[dict[str, Tensor], str | None]:
+    """A network's tensors by name, and the sha256 of the file that they came from.
+
+    Args:
+        name: the network.
+        weights: `imagenet` for the official ones, `random`, or the path of a `.safetensors` or
+            `.pth` file. Official ones of timm are those in the user's Hugging Face cache.
+        seed: for random weights, which have no file.
+
+    Raises:
+        WeightsError: see `anomaly.features.weights`.
+    """
+    if weights == "random":
+        return _random_state(name, seed), None
+    if is_timm(name):
+        if weights == "imagenet":
+            state, sha256 = read_state(timm_networks.cached_file(name))
+        else:
+            state, sha256 = file_state(Path(weights))
+        return timm_networks.renamed(state, build(name)), sha256
+    if weights != "imagenet":
+        return file_state(Path(weights))
+    official = official_weights(name)
+    if official is None:
+        raise WeightsError(
+            f"torchvision publishes no weights for {name}; give a file: "
+            "--set backbone.weights=/path/to/file.safetensors"
+        )
+    return official_state(official.url)
+
+
+def full_network(name: str, weights: str) -> nn.Module:
+    """A network with all of its weights, nothing cut away; `random` ones are of seed 0."""
+    network = build(name)
+    state, _ = read_weights(name, weights, seed=0)
+    load_state(network, state, build(name), f"the weights file for {name}")
+    return network
+
+
+def load_state(
+    network: nn.Module, state: Mapping[str, Tensor], full: nn.Module, where: str
+) -> None:
+    """Give a truncated network its weights, in place.
+
+    Args:
+        network: what is left of `full` after truncation, on the meta device.
+        state: tensors by torchvision's key names; those of dropped layers may be there or not.
+            Half-precision values are widened to the network's own type.
+        full: the whole network, which says which keys belong to it.
+        where: the source of `state`, for error messages.
+
+    Raises:
+        WeightsError: keys are missing or foreign, shapes differ, or values can't be weights.
+    """
+    wanted, whole = network.state_dict(), full.state_dict()
+    missing = [k for k in wanted if k not in state and not k.endswith("num_batches_tracked")]
+    foreign = [k for k in state if k not in whole]
+    shapes = [
+        f"{k} is {tuple(state[k].shape)} instead of {tuple(v.shape)}"
+        for k, v in wanted.items()
+        if k in state and state[k].shape != v.shape
+    ]
+    if missing or foreign or shapes:
+        problems = _some("without", missing) + _some("with unknown", foreign) + shapes[:3]
+        raise WeightsError(
+            f"{where} belongs to another network than {type(full).__name__}: "
+            f"{'; '.join(problems)}. Check backbone.name against the file"
+        )
+    for key in wanted:
+        if key in state and not _is_usable(key, state[key]):
+            raise WeightsError(
+                f"{where}: {key} holds NaN, infinite or impossible values; get the file again"
+            )
+    filled = {
+        k: state[k].to(v.dtype).contiguous() if k in state else torch.zeros((), dtype=v.dtype)
+        for k, v in wanted.items()
+    }
+    # Some networks (MNASNet) ask which version of their keys this is.
+    versioned = OrderedDict(filled)
+    versioned._metadata = wanted._metadata  # type: ignore[attr-defined]
+    network.load_state_dict(versioned, assign=True)
+    timm_networks.fill_buffers(network)
+
+
+def _is_usable(key: str, values: Tensor) -> bool:
+    if not values.is_floating_point():
+        return not values.is_complex()  # counters, and indices of windows
+    if not values.numel():
+        return True
+    low, high = values.aminmax()
+    # A variance below 0 makes NaN of every image.
+    return bool(low.isfinite() and high.isfinite()) and not (
+        key.endswith("running_var") and low < 0
+    )
+
+
+def _some(label: str, keys: list[str]) -> list[str]:
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return [f"{label} {', '.join(keys[:3])}{more}"] if keys else []
+
+
+def _random_state(name: str, seed: int) -> dict[str, Tensor]:
+    """Seeded random weights. Warns: a network that was never trained sees nothing."""
+    log.warning(
+        "backbone.weights is 'random': %s has never seen an image, scores mean NOTHING. "
+        "Use this to try out speed and plumbing only.",
+        name,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if is_timm(name):
+            return dict(timm_networks.build(name).state_dict())
+        extra = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
+        network = torchvision.models.get_model(torchvision_name(name), weights=None, **extra)
+    return dict(network.state_dict())
