@@ -167,7 +167,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
 
         device, _ = machine.device_and_threads(options)
         model = load(options.model, device, options.precision)
-        about = {"list of images": found.sha256} | outputs.about(model, device)
+        about = outputs.about(model, found.sha256)
         if is_complete:
             code = exit_code_of(options.output / DONE, about)
             print(f"the run in {options.output} is complete; there is nothing to resume")

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import machine
+from anomaly.cli import infer_shard, machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.stopping import Stopping
 
@@ -35,10 +35,7 @@ def run(options: argparse.Namespace) -> int:
         device=options.device,
         precision=options.precision,
         threads=options.threads,
-        heatmaps=options.heatmap,
-        side_by_side=options.side_by_side,
-        masks=options.masks,
-        maps=options.maps,
+        pictures=infer_shard.pictures(options),
     )
     with Stopping() as stop, joined(options.ray, job, options.workers) as workers:
         counts = _run(options, manifest, workers, stop)

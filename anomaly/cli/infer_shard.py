@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from anomaly.datasets.image_manifest import ImageManifest
     from anomaly.imaging.decoder_pool import Decoders
     from anomaly.inference.parts import Shard
+    from anomaly.inference.shards import ShardPictures
 
 _OTHERS = ("input", "list", "watch", "overwrite", "regions", "parquet")
 
@@ -33,6 +34,13 @@ def check(options: argparse.Namespace) -> None:
         raise DataError("--workers is about a Ray cluster: give --ray")
 
 
+def pictures(options: argparse.Namespace) -> ShardPictures:
+    """Which pictures the options ask for."""
+    from anomaly.inference.shards import ShardPictures
+
+    return ShardPictures(options.heatmap, options.side_by_side, options.masks, options.maps)
+
+
 def run(options: argparse.Namespace) -> int:
     """Score a shard; 0 once each of its images has a row, be it one that says what is wrong."""
     from anomaly.datasets.image_manifest import read_manifest
@@ -49,8 +57,6 @@ def _run(
     options: argparse.Namespace, shard: Shard, manifest: ImageManifest, decoders: Decoders
 ) -> int:
     from anomaly.errors import OutputError
-    from anomaly.files import storage
-    from anomaly.inference.outputs import Outputs
     from anomaly.inference.parts import begin_job, chunks_done, say_counts, total_of
     from anomaly.inference.shards import infer_shard
     from anomaly.model.checkpoint import load
@@ -59,14 +65,8 @@ def _run(
     with Stopping() as stop, tempfile.TemporaryDirectory(prefix="anomaly-out-") as folder:
         device, _ = machine.device_and_threads(options)
         model = load(options.model, device, options.precision)
-        outputs = Outputs(
-            storage.local(dest) or Path(folder),
-            heatmaps=options.heatmap or ("none" if model.thresholds is None else "reject"),
-            side_by_side=options.side_by_side,
-            masks=options.masks,
-            maps=options.maps,
-        )
-        about = {"list of images": manifest.id} | outputs.about(model, device)
+        outputs = pictures(options).outputs(model, dest, Path(folder))
+        about = outputs.about(model, manifest.id)
         begin_job(dest, about)
         mine, done = shard.chunks(manifest), chunks_done(dest)
         left = [chunk for chunk in mine if chunk not in done]

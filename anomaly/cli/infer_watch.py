@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
 
         device, _ = machine.device_and_threads(options)
         model = load(options.model, device, options.precision)
-        about = outputs.about(model, device)
+        about = outputs.about(model)
         about["folders"] = sorted(str(folder.absolute()) for folder in options.input)
         journal = WatchJournal(
             options.output,

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from anomaly import __version__
 from anomaly.datasets.inputs import Found, picture_names
@@ -32,9 +32,11 @@ from anomaly.maps.heatmap import encode_png
 from anomaly.maps.thumbnails import Thumbnails
 
 if TYPE_CHECKING:
-    import torch
-
     from anomaly.model.detector import AnomalyDetector
+
+
+Heatmaps: TypeAlias = Literal["none", "reject", "all"]
+MapFiles: TypeAlias = Literal["float32", "uint16"]
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,11 @@ class Outputs:
     """
 
     folder: Path
-    heatmaps: Literal["none", "reject", "all"] = "all"
+    heatmaps: Heatmaps = "all"
     side_by_side: bool = False
     masks: bool = False
     regions: bool = False
-    maps: Literal["float32", "uint16"] | None = None
+    maps: MapFiles | None = None
     parquet: bool = False
     page: bool = True
 
@@ -90,13 +92,19 @@ class Outputs:
         remove_drafts(self.folder)
         return complete
 
-    def about(self, model: AnomalyDetector, device: torch.device) -> dict[str, object]:
-        """What the rows of a run depend on, but for the images."""
+    def about(self, model: AnomalyDetector, images: str | None = None) -> dict[str, object]:
+        """What the rows of a run depend on.
+
+        Args:
+            model: says what is good.
+            images: names the list of images; None where there is none.
+        """
         names = [n for n in ("side_by_side", "masks", "regions", "parquet") if getattr(self, n)]
-        return {
+        listed = {} if images is None else {"list of images": images}
+        return listed | {
             "model": model.model_id,
             "software version": __version__,
-            "device": str(device),
+            "device": str(model.device),
             "engine": model.extractor.engine,
             "precision": model.extractor.precision,
             "set of outputs": [self.heatmaps, *names, *([self.maps] if self.maps else [])],

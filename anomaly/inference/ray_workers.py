@@ -14,15 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from anomaly.datasets.image_manifest import read_manifest
 from anomaly.errors import AnomalyError, DataError
-from anomaly.files import storage
 from anomaly.inference.dispatch import Worker, WorkerDied
+from anomaly.inference.shards import ShardPictures, infer_shard, probe
 from anomaly.runtime import cores
 
 _LOCAL = "local"
@@ -39,10 +39,7 @@ class RayJob:
         device: as `--device`.
         precision: instead of the model's own; None for that.
         threads: of each worker.
-        heatmaps: which images have one; None for those not called good, or none without thresholds.
-        side_by_side: see `Outputs`, like those that follow.
-        masks: what is marked, as PNG.
-        maps: how to write anomaly maps, if at all.
+        pictures: which to write.
     """
 
     model: str
@@ -51,10 +48,7 @@ class RayJob:
     device: str = "auto"
     precision: str | None = None
     threads: int = 1
-    heatmaps: str | None = None
-    side_by_side: bool = False
-    masks: bool = False
-    maps: str | None = None
+    pictures: ShardPictures = field(default_factory=ShardPictures)
 
 
 class _Scorer:
@@ -75,8 +69,6 @@ class _Scorer:
         Raises:
             DataError: its model, version or device isn't that of the job.
         """
-        from anomaly.inference.shards import infer_shard
-
         self._begin()
         if other := [key for key in about if self._about.get(key) != about[key]]:
             raise DataError(
@@ -89,8 +81,6 @@ class _Scorer:
 
     def probe(self, chunk: int, images: Sequence[int]) -> Counter[str]:
         """Score some images of a chunk and keep nothing."""
-        from anomaly.inference.shards import probe
-
         self._begin()
         probe(self._model, self._manifest, chunk, images, self._decoders)
         return Counter()
@@ -101,7 +91,6 @@ class _Scorer:
         import cv2
 
         from anomaly.imaging.decoder_pool import Decoders
-        from anomaly.inference.outputs import Outputs
         from anomaly.model.checkpoint import load
         from anomaly.runtime import use_threads
 
@@ -111,15 +100,9 @@ class _Scorer:
         self._manifest = read_manifest(job.manifest)
         self._model = load(job.model, job.device, job.precision)
         self._folder = tempfile.TemporaryDirectory(prefix="anomaly-out-")
-        self._outputs = Outputs(
-            storage.local(job.dest) or Path(self._folder.name),
-            heatmaps=job.heatmaps or ("none" if self._model.thresholds is None else "reject"),  # type: ignore[arg-type]
-            side_by_side=job.side_by_side,
-            masks=job.masks,
-            maps=job.maps,  # type: ignore[arg-type]
-        )
-        about = self._outputs.about(self._model, self._model.device)
-        self._about = {"list of images": self._manifest.id} | about
+        folder = Path(self._folder.name)
+        self._outputs = job.pictures.outputs(self._model, job.dest, folder)
+        self._about = self._outputs.about(self._model, self._manifest.id)
         self._decoders = Decoders(job.threads).__enter__()
         self._begun = True
 
