@@ -9,6 +9,7 @@ from typing import Any
 from anomaly.calibration import Thresholds, rate_of
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics import Confusion
+from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
 from anomaly.files.csv_files import csv_text
 from anomaly.files.writing import as_json
 
@@ -127,9 +128,11 @@ def undefined(evaluations: Sequence[Evaluation]) -> list[str]:
         by_reason: dict[str, list[str]] = {}
         for key, reason in e.metrics.reasons.items():
             by_reason.setdefault(reason, []).append(key)
-        lines += [
-            f"{e.name}: {', '.join(keys)} undefined: {why}" for why, keys in by_reason.items()
-        ]
+        for why, keys in by_reason.items():
+            missing = f"{', '.join(keys)} undefined"
+            if why in (NO_MASKS, NO_DEFECT_MASKS):
+                missing = "no pixel figures"
+            lines.append(f"{e.name}: {missing}: {why}")
     return lines
 
 

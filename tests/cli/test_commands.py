@@ -314,6 +314,8 @@ def test_a_split_that_leaves_figures_undefined_says_why(tmp_path: Path, command:
     assert figures["pixel_auroc"] is None
     assert "defect" in figures["undefined"]["image_auroc"]
     assert "undefined" in out
+    assert "disc: no pixel figures: no defective image with a ground-truth mask" in out
+    assert "pixel_auroc, " not in out
     shutil.move(tmp_path / "spot", product / "test" / "spot")
     shutil.rmtree(product / "test" / "good")
     assert command("evaluate", ["--model", output, "--output", tmp_path / "no_good"])[0] == 0
