@@ -196,7 +196,9 @@ def test_a_list_names_the_image_that_is_wrong_and_a_stream_goes_on(
     told: list[tuple[object, anomaly.ImageError]] = []
     found = list(detector.stream(images, on_error=lambda *what: told.append(what)))
     assert sorted(one.index for one in found) == [0, 3]
-    assert [one.score for one in found] == [p.score for p in detector.predict([part(1), part(2)])]
+    # What shares a batch may move a last digit.
+    expected = [p.score for p in detector.predict([part(1), part(2)])]
+    assert [one.score for one in found] == pytest.approx(expected, rel=1e-6)
     (first, why), (second, shape) = told
     assert first is broken
     assert second is images[2]
@@ -299,8 +301,10 @@ def test_what_is_learned_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     arrays = [cv2.imread(str(path)) for path in paths]
     of_arrays = anomaly.fit(arrays, TINY, channels="bgr", **options)  # type: ignore[arg-type]
     image = part(46)
-    scores = {one.predict(image).score for one in (of_folder, of_paths, of_arrays)}
-    assert len(scores) == 1
+    assert of_paths.predict(image).score == of_arrays.predict(image).score
+    # With a broken file among them, images share other batches, which may move a last digit.
+    score = of_folder.predict(image).score
+    assert score == pytest.approx(of_paths.predict(image).score, rel=1e-6)
     assert of_paths.predict(image).verdict == ""
 
 

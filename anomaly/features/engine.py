@@ -40,8 +40,8 @@ class Graph:
         version: the engine's.
 
     Raises:
-        ModelError: the engine isn't installed, or lacks the precision; when it is first run, also
-            where the engine can't read the graph.
+        ModelError: the engine isn't installed, or lacks the precision; when it is run, also where
+            the engine can't read the graph, or can't compute it on this processor.
     """
 
     def __init__(self, file: Path, engine: str, precision: str, threads: int) -> None:
@@ -62,7 +62,16 @@ class Graph:
                 computes alone; else all threads share one call.
         """
         images = np.ascontiguousarray(images, np.float32)
-        return self._for(self._threads if together else 1)(images)
+        run = self._for(self._threads if together else 1)
+        try:
+            return run(images)
+        except Exception:  # each engine has its own family of errors
+            height, width = images.shape[2:]
+            raise ModelError(
+                f"{self.file} can't be computed by {ENGINES[self.engine][0]} {self.version} on "
+                f"this machine for {len(images)} images of {height} × {width}; try smaller images "
+                "or a smaller batch_size, or export the model for another engine"
+            ) from None
 
     def _for(self, streams: int) -> Run:
         """The graph, compiled for so many calls at once."""

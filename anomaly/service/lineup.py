@@ -116,16 +116,18 @@ class Served:
     def use(self, version: Version) -> None:
         """Let another version take all further parts; what the last one took is answered."""
         with self._changing:
-            last, self.now = self.now, version
+            last, self.now, self.trouble = self.now, version, ""
         if last is not None:
             last.engine.__exit__()
 
     def short(self) -> dict[str, Any]:
         """What a list of models says of it."""
-        said: dict[str, Any] = {"name": self.name, "state": self.state}
-        said |= {"refused": self.refused, "reason": self.trouble}
-        if self.engine is not None:
-            model = self.engine.model
+        with self._changing:
+            said: dict[str, Any] = {"name": self.name, "state": self.state}
+            said |= {"refused": self.refused, "reason": self.trouble}
+            engine = self.engine
+        if engine is not None:
+            model = engine.model
             said |= {"model_id": model.model_id, "model_name": model.config.name}
             said |= {"method": model.method, "unit": model.unit}
         return said
@@ -230,7 +232,6 @@ class Lineup:
             served.trouble = f"loading it failed: {type(error).__name__}"
         else:
             served.use(version)
-            served.trouble = ""
             return
         goes_on = "; the version before goes on" if served.now else ""
         log.error("%s isn't served: %s%s", served.name, served.trouble, goes_on)

@@ -300,6 +300,21 @@ def test_damaged_and_half_copied_folders(copied: Path) -> None:
     assert "Protobuf" not in str(caught.value)
 
 
+def test_a_graph_that_the_engine_cannot_compute_here_ends_in_one_line(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenVINO has no bilinear resizing on processors below AVX2, and says so at the first run."""
+
+    def run(images: object) -> list[object]:
+        raise RuntimeError("[CPU] Interpolate node with name 'x' bad combination")
+
+    detector = load(copied)
+    monkeypatch.setattr("anomaly.features.engine._onnx", lambda *_: run)
+    with pytest.raises(ModelError, match="can't be computed by ONNX Runtime") as caught:
+        detector.predict(np.zeros((64, 64, 3), np.uint8))
+    assert "Interpolate" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("engine", "module"), [("onnx", "onnxruntime"), ("openvino",) * 2])
 def test_an_engine_that_is_not_installed_names_its_extra(
     engine: str, module: str, copied: Path, monkeypatch: pytest.MonkeyPatch

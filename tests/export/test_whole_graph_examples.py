@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,8 @@ def test_in_cpp(bank_export: Path, run_folder: Path, picture: Path) -> None:
     libraries = sorted((folder / "libs").glob("libopenvino.so*"))
     if compiler is None or not libraries or not (folder / "include").is_dir():
         pytest.skip("needs g++, and OpenVINO's headers and library")
+    if os.environ.get("ONEDNN_MAX_CPU_ISA") == "SSE41":
+        pytest.skip("OpenVINO can't resize between layers on processors below AVX2")
     program = picture.parent / "patch_scores"
     subprocess.run(
         [compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", EXAMPLES / "patch_scores.cpp",
@@ -58,7 +61,8 @@ def test_in_cpp(bank_export: Path, run_folder: Path, picture: Path) -> None:
          program], check=True,
     )  # fmt: skip
     command = [program, bank_export / "model" / "whole.onnx", picture]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     check(done.stdout, run_folder, picture)
     wrong = subprocess.run([program, command[1], __file__], capture_output=True, text=True)
     assert wrong.returncode == 1

@@ -52,6 +52,17 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
         running.join()
 
 
+def test_a_version_is_no_longer_refused_once_the_next_is_in_use(tmp_path: Path) -> None:
+    """Even while the one before still answers what it took."""
+    said: list[dict[str, Any]] = []
+    model = SimpleNamespace(config=SimpleNamespace(name="disc"), method="", unit="", model_id="2")
+    leaving = SimpleNamespace(model=model, __exit__=lambda: said.append(served.short()))
+    served = Served("disc", tmp_path, cast(Any, SimpleNamespace(engine=leaving)), "it was bad")
+    assert served.short()["refused"]
+    served.use(cast(Any, SimpleNamespace(engine=SimpleNamespace(model=model))))
+    assert [(one["refused"], one["reason"]) for one in said] == [(False, "")]
+
+
 def status(address: tuple[str, int]) -> int:
     with socket.create_connection(address, timeout=20) as line:
         line.sendall(ASKED)
