@@ -15,13 +15,13 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import torch
 
 from anomaly.config.parsing import parse_config
 from anomaly.datasets import Sample
 from anomaly.evaluation.updating import update
 from anomaly.imaging.listing import list_images
 from anomaly.model.training import train
-from anomaly.runtime import CPU
 
 
 def relit(file: Path, to: Path) -> Path:
@@ -51,7 +51,7 @@ def main() -> None:
 
         def timed(samples: list[Sample]) -> tuple[object, float, float]:
             wall, cpu = time.perf_counter(), time.process_time()
-            made = train(config, samples, device=CPU, scratch=Path(folder))
+            made = train(config, samples, device=torch.device("cpu"), scratch=Path(folder))
             return made.detector, time.perf_counter() - wall, time.process_time() - cpu
 
         detector, *_ = timed(old)
