@@ -130,7 +130,8 @@ def _values(field: dict[str, Any]) -> str:
         return ", ".join(_code(value) for value in kind["enum"])
     if "$ref" in kind:
         return "[a region](#a-region)"
-    words = {"integer": "whole number", "number": "number", "string": "text", "array": "list"}
+    words = {"integer": "whole number", "number": "number", "string": "text", "array": "list",
+             "boolean": "`true`, `false`"}  # fmt: skip
     limits = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}",
               "exclusiveMaximum": "below {}"}  # fmt: skip
     text = "path" if kind.get("format") == "path" else words[kind["type"]]
@@ -142,6 +143,8 @@ def _number(value: float) -> str:
 
 
 def _code(value: object) -> str:
+    if isinstance(value, bool):
+        return f"`{value}`".lower()
     return f"`{value}`" if isinstance(value, str) else _number(value)  # type: ignore[arg-type]
 
 

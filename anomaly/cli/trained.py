@@ -101,10 +101,13 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
         )
     _say_patch(summary)
     if summary["suspects"]:
-        log.info("look at these training images; a defect among the good ones is learned as good:")
+        learned = "" if summary["left_out"] else "; a defect among the good ones is learned as good"
+        log.info("look at these training images%s:", learned)
         for suspect in summary["suspects"][:3]:
             picture = output / suspect["heatmap"]
             log.info("  %.4g  %s  %s", suspect["score"], suspect["name"], picture)
+    if stand_out := summary["stand_out"]:
+        _say_stand_out(stand_out, summary["left_out"])
     if odd := summary["odd"]:
         log.info(
             "%d of %d training images would be for review whatever their score, being so unlike "
@@ -118,6 +121,23 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
     print(
         f"{seconds:.1f} s, {peak:.2f} GB at most; model {summary['model_id']} in {output / 'model'}"
     )
+
+
+def _say_stand_out(images: dict[str, float], left_out: bool) -> None:
+    """Which training images stand out from all others, and what becomes of them."""
+    if left_out:
+        log.info(
+            "nothing was learned from %d images that stand out from all others: %s; where they are "
+            "good, --set model.leave_out_suspects=false learns them",
+            len(images),
+            _some([*images]),
+        )
+    else:
+        log.info(
+            "%d of them stand out from all others; where they aren't good, take them away, or "
+            "--set model.leave_out_suspects=true learns nothing from such images",
+            len(images),
+        )
 
 
 def _say_raised(raised: Sequence[dict[str, Any]], reject: float, output: Path) -> None:

@@ -186,6 +186,12 @@ class ModelConfig(_Section):
 
     0 for none. The image score is that of the map before.
     """
+    leave_out_suspects: bool = False
+    """Learn nothing from training images that stand out from all others, as defects among them do.
+
+    What stands out has a score whose logarithm lies five robust standard deviations above the
+    median; `train` says how many do in any case.
+    """
 
     coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
     """PatchCore: the share of the patches that the memory bank keeps."""

@@ -14,7 +14,7 @@ from anomaly.maps.anomaly_map import without_halo
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.image_score import image_scores, network_map
 from anomaly.model.suspects import Suspects
-from anomaly.model.training_patches import TrainingPatches
+from anomaly.model.training_patches import Part, TrainingPatches
 from anomaly.scorers.base import Fitter, Fold, PatchBatch, Progress
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 def cross_fit(
     detector: AnomalyDetector,
-    patches: TrainingPatches,
+    patches: TrainingPatches | Part,
     fitter: Fitter[Any],
     names: Mapping[int, str],
     *,

@@ -172,6 +172,8 @@ def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
             for name, score, value in (thresholds.raised_by() if thresholds else ())
         ],
         "odd": list(training.odd),
+        "stand_out": dict(training.stand_out),
+        "left_out": training.left_out,
         "refused": training.refused,
         "model_bytes": sum(f.stat().st_size for f in model.iterdir()),
         "peak_memory_bytes": peak_memory(),

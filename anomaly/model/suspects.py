@@ -1,4 +1,4 @@
-"""The training images that look least like the others: perhaps a defect among the good ones."""
+"""Training images that look least like the others, or stand out: perhaps defects among them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anomaly.calibration import GoodScores
 from anomaly.imaging.geometry import AnyView
 from anomaly.scorers.base import PatchBatch
 
 COUNT = 5
+# Robust standard deviations of log scores by which an image stands out, and their least: images
+# that are all but equal differ by less.
+_FAR = 5.0
+_LEAST = 0.02
 
 
 @dataclass(eq=False)
@@ -70,3 +75,20 @@ class Suspects:
         mosaic = np.full((rows * height, columns * width), np.nan, np.float32)
         self._kept[image] = Suspect(image, -np.inf, mosaic)
         return self._kept[image]
+
+
+def standing_out(good: GoodScores) -> dict[str, float]:
+    """The images that stand out from all the others, the worst first, and their scores.
+
+    The logarithm of each one's score lies five robust standard deviations (1.4826 · the median
+    absolute deviation) above the median, both of which a fifth of defects among them hardly moves.
+
+    Args:
+        good: scores of images by models that haven't learned from them.
+    """
+    scores = np.array(good.image)
+    logarithms = np.log(np.maximum(scores, np.finfo(np.float32).tiny))
+    away = logarithms - np.median(logarithms)
+    spread = 1.4826 * float(np.median(np.abs(away)))
+    order = np.argsort(-scores, kind="stable").tolist()
+    return {good.names[i]: good.image[i] for i in order if away[i] > _FAR * max(spread, _LEAST)}

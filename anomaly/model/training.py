@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from anomaly.calibration import thresholds_from
+from anomaly.calibration import GoodScores, thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.features.backbones import Normalisation, normalisation
@@ -28,8 +28,8 @@ from anomaly.model.cross_fitting import cross_fit
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.saving import manifest_of
 from anomaly.model.settings import loading_of, region_of
-from anomaly.model.suspects import Suspect, Suspects
-from anomaly.model.training_patches import TrainingPatches
+from anomaly.model.suspects import Suspect, Suspects, standing_out
+from anomaly.model.training_patches import Part, TrainingPatches
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,9 @@ class Training:
             learned from, by name.
         suspects: training images that look least like the others, the worst first; found on the
             way to the thresholds.
+        stand_out: scores of those that stand out from all others, the worst first; see
+            `anomaly.model.suspects.standing_out`.
+        left_out: whether nothing was learned from these.
     """
 
     detector: AnomalyDetector
@@ -63,6 +66,8 @@ class Training:
     patch_pixels: tuple[float, float]
     odd: tuple[str, ...]
     suspects: tuple[Suspect, ...]
+    stand_out: Mapping[str, float]
+    left_out: bool
 
 
 def train(
@@ -134,8 +139,24 @@ def _train(
         progress=lambda done, total: progress("features", done, total),
     )
 
-    thresholds = None
+    thresholds, stand_out = None, dict[str, float]()
     suspects = Suspects(patches.views)
+
+    def scored(detector: AnomalyDetector, some: TrainingPatches | Part) -> GoodScores:
+        names = {i: samples[i].name for i in patches.hashes if samples[i].name not in left_out}
+        return cross_fit(
+            detector,
+            some,
+            fitter,
+            names,
+            folds=config.calibration.folds,
+            groups=_groups(samples, names),
+            suspects=None if left_out else suspects,
+            progress=lambda i, n: progress("calibration", i, n),
+        )
+
+    leave_out = config.model.leave_out_suspects
+    left_out: Mapping[str, float] = {}
     try:
         scorer = fitter.fit(patches, lambda i, n: progress("scorer", i, n))
         detector = AnomalyDetector(
@@ -144,40 +165,41 @@ def _train(
         clock.lap("scorer")
         clock.move("scorer", "features", patches.seconds)
         log.debug("%d patches of %d images learned", patches.count, len(patches.hashes))
-        if calibrate:
-            good = cross_fit(
-                detector,
-                patches,
-                fitter,
-                {i: samples[i].name for i in patches.hashes},
-                folds=config.calibration.folds,
-                groups=_groups(samples, patches.hashes),
-                suspects=suspects,
-                progress=lambda i, n: progress("calibration", i, n),
-            )
-            rates = config.calibration
-            thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
+        used = [*patches.hashes]
+        if calibrate or leave_out:
+            rates, good = config.calibration, scored(detector, patches)
+            stand_out = standing_out(good)
+            if leave_out and stand_out:
+                left_out = stand_out
+                used = [i for i in used if samples[i].name not in left_out]
+                rest = patches.only(frozenset(used))
+                detector = replace(detector, scorer=fitter.fit(rest))
+                good = scored(detector, rest)
+            if calibrate:
+                thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
             clock.lap("calibration")
     finally:
         patches.close()
     spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in clock.seconds.items())
     log.debug("time: %s", spent)
-    used = sorted(patches.looks)
+    used.sort()
     looks = [patches.looks[i] for i in used]
-    hashes = {samples[i].name: patches.hashes[i] for i in sorted(patches.hashes)}
-    refused_at = {samples[i].name: i for i in sorted(r.index for r in patches.refused)}
-    manifest = manifest_of(detector, weights_sha256, hashes, refused_at)
+    hashes = {samples[i].name: patches.hashes[i] for i in used}
+    unused = {samples[i].name: i for i in range(len(samples)) if i not in used}
+    manifest = manifest_of(detector, weights_sha256, hashes, unused)
     return Training(
         detector=replace(
             detector, thresholds=thresholds, appearance=AppearanceModel.of(looks), manifest=manifest
         ),
         learned=len(hashes),
         refused={samples[r.index].name: r.reason for r in patches.refused},
-        patches=patches.count,
+        patches=patches.count_of(used),
         seconds=clock.seconds,
         patch_pixels=_patch_pixels(patches, min(extractor.strides)),
         odd=tuple(samples[used[place]].name for place in odd_among(looks)),
         suspects=suspects.worst(),
+        stand_out=stand_out,
+        left_out=bool(left_out),
     )
 
 

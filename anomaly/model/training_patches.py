@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.errors import DataError, OutputError
+from anomaly.errors import DataError
 from anomaly.features.embedder import Embedder
 from anomaly.features.inside import inside, inside_of
 from anomaly.imaging.decoder_pool import Decoders
@@ -30,6 +29,7 @@ from anomaly.imaging.preprocessing import (
 )
 from anomaly.imaging.region import Region
 from anomaly.model.appearance import Appearance, appearances_of
+from anomaly.model.tensor_file import Piece, TensorFile
 from anomaly.runtime import in_parallel, release_memory
 from anomaly.scorers.base import PatchBatch, Progress
 
@@ -66,7 +66,6 @@ class TrainingPatches:
         hashes: sha256 of each file used, by its index, after the first reading.
         views: how each file used was turned into the network's input, after the first reading.
         looks: what each file used looks like as a whole, after the first reading.
-        count: how many patches all images have, after the first reading.
     """
 
     def __init__(
@@ -91,13 +90,22 @@ class TrainingPatches:
         self._aligned = aligned
         self._region = region
         self._progress = progress
-        self._file: _TensorFile | None = None
+        self._file: TensorFile | None = None
         self.seconds = 0.0
         self.refused: list[UnusableImage] = []
         self.hashes: dict[int, str] = {}
         self.views: dict[int, AnyView] = {}
         self.looks: dict[int, Appearance] = {}
-        self.count = 0
+        self._counts: dict[int, int] = {}
+
+    @property
+    def count(self) -> int:
+        """How many patches all images have, after the first reading."""
+        return self.count_of(self._counts)
+
+    def count_of(self, images: Container[int]) -> int:
+        """How many patches some of the images have."""
+        return sum(count for image, count in self._counts.items() if image in images)
 
     def __iter__(self) -> Iterator[PatchBatch]:
         return self.read(range(self._first, self._first + len(self._images)))
@@ -122,7 +130,7 @@ class TrainingPatches:
             self._file.close()
             self._file = None
 
-    def _batch(self, embeddings: Tensor, names: Sequence[_Piece]) -> PatchBatch:
+    def _batch(self, embeddings: Tensor, names: Sequence[Piece]) -> PatchBatch:
         height, width = embeddings.shape[1:3]
         pieces = [(self.views[name.image], (name.row, name.column)) for name in names]
         return PatchBatch(
@@ -132,10 +140,10 @@ class TrainingPatches:
             inside(pieces, embeddings, self._region),
         )
 
-    def _compute(self) -> Iterator[tuple[tuple[_Piece, ...], Tensor]]:
-        file = _TensorFile(self._scratch)
+    def _compute(self) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
+        file = TensorFile(self._scratch)
         sums: NDArray[np.float64] | None = None
-        self.refused, self.hashes, self.looks, self.count = [], {}, {}, 0
+        self.refused, self.hashes, self.looks, self._counts = [], {}, {}, {}
         started = time.perf_counter()
         loaded = refuse_missed(
             self._decoders.load_all(enumerate(self._images, self._first)),
@@ -148,7 +156,7 @@ class TrainingPatches:
                 self.refused.append(done)
                 continue
             batch, kept, embeddings, looks = done
-            names = tuple(_Piece(item.index, *item.tile) for item in batch)
+            names = tuple(Piece(item.index, *item.tile) for item in batch)
             self.hashes.update((item.index, item.sha256) for item in batch)
             self.views.update((item.index, item.layout) for item in batch)
             for item, one in zip(batch, looks, strict=True):
@@ -161,7 +169,9 @@ class TrainingPatches:
                 row = item.index - self._first
                 sums[row] = total.embedding
                 self.looks[item.index] = replace(total, embedding=sums[row])
-            self.count += math.prod(embeddings.shape[:3])
+            each = math.prod(embeddings.shape[1:3])
+            for item in batch:
+                self._counts[item.index] = self._counts.get(item.index, 0) + each
             file.write(names, kept)
             if len(self.hashes) % _TRIMMED < len(batch):
                 release_memory()
@@ -186,7 +196,7 @@ class TrainingPatches:
             looks = appearances_of(batch, embeddings, inside)
         return batch, [embeddings] if self._aligned else maps, embeddings, looks
 
-    def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[_Piece, ...], Tensor]]:
+    def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
         assert self._file is not None
         for names, kept in self._file.read(images):
             rows = [row for row, name in enumerate(names) if name.image in images]
@@ -197,7 +207,12 @@ class TrainingPatches:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some of the training images' patches; re-iterable."""
+    """Some of the training images' patches; re-iterable.
+
+    Attributes:
+        patches: of all.
+        images: the numbers of those.
+    """
 
     patches: TrainingPatches
     images: Container[int]
@@ -205,79 +220,16 @@ class Part:
     def __iter__(self) -> Iterator[PatchBatch]:
         return self.patches.read(self.images)
 
+    @property
+    def count(self) -> int:
+        """How many patches they have."""
+        return self.patches.count_of(self.images)
 
-class _Piece(NamedTuple):
-    """A training image, or one tile of it."""
+    @property
+    def views(self) -> dict[int, AnyView]:
+        """See `TrainingPatches`."""
+        return self.patches.views
 
-    image: int
-    row: int
-    column: int
-
-
-class _TensorFile:
-    """Batches of tensors in a file without a name, gone with this object or the process.
-
-    Args:
-        folder: on the disk that the file is to be on.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
-        self._written: list[tuple[tuple[_Piece, ...], int, list[_InFile]]] = []
-
-    def write(self, names: tuple[_Piece, ...], tensors: Sequence[Tensor]) -> None:
-        """Append one batch.
-
-        Args:
-            names: its pieces.
-            tensors: (B, …) each, in the order of the names.
-
-        Raises:
-            OutputError: no room.
-        """
-        layouts = []
-        offset = self._file.tell()
-        try:
-            for t in tensors:
-                layout = _InFile.of(t)
-                self._file.write(t.permute(layout.order).cpu().view(torch.uint8).numpy().data)
-                layouts.append(layout)
-        except OSError as error:
-            raise OutputError(
-                f"no room for temporary feature maps in {self._folder} ({error.strerror}); free "
-                "some disk space or write to another disk with --output"
-            ) from None
-        self._written.append((names, offset, layouts))
-
-    def read(self, images: Container[int]) -> Iterator[tuple[tuple[_Piece, ...], list[Tensor]]]:
-        """Give the batches again that hold any of some images, whole and as they were."""
-        for names, offset, layouts in self._written:
-            if any(name.image in images for name in names):
-                self._file.seek(offset)
-                yield names, [layout.read(self._file) for layout in layouts]
-
-    def close(self) -> None:
-        """Delete the file."""
-        self._file.close()
-
-
-@dataclass(frozen=True)
-class _InFile:
-    """How a tensor lies in the file: in the order of its strides, so that nothing is copied."""
-
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, t: Tensor) -> _InFile:
-        strides = t.stride()
-        order = tuple(sorted(range(t.ndim), key=strides.__getitem__, reverse=True))
-        return cls(tuple(t.shape[axis] for axis in order), order, t.dtype, t.device)
-
-    def read(self, file: IO[bytes]) -> Tensor:
-        flat = np.fromfile(file, np.uint8, math.prod(self.shape) * self.dtype.itemsize)
-        values = torch.from_numpy(flat).view(self.dtype).view(self.shape).to(self.device)
-        return values.permute(tuple(int(i) for i in np.argsort(self.order)))
+    def only(self, images: Container[int]) -> Part:
+        """The patches of some of them."""
+        return self.patches.only(images)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from conftest import Command, train_arguments, write_part, write_product
 
+from anomaly.calibration import GoodScores
 from anomaly.imaging.geometry import Sizing
-from anomaly.model.suspects import COUNT, Suspects
+from anomaly.model.checkpoint import load
+from anomaly.model.suspects import COUNT, Suspects, standing_out
 from anomaly.scorers.base import PatchBatch
 
 
@@ -68,3 +70,56 @@ def test_the_worst_are_kept_whole_however_batches_cut_them() -> None:
     for suspect in found:
         np.testing.assert_array_equal(suspect.patch_scores, scores[suspect.image])
         assert suspect.score == scores[suspect.image].max()
+
+
+@pytest.mark.parametrize("kind", ["patchcore", "padim"])
+def test_defects_among_the_training_images_are_left_out_on_request(
+    kind: str, tmp_path: Path, command: Command
+) -> None:
+    product = write_product(tmp_path / "disc")
+    clean = tmp_path / "clean"
+    assert command("train", train_arguments(product, clean, f"model.kind={kind}"))[0] == 0
+    dirty = ["train/good/zz0.png", "train/good/zz1.png"]
+    for i, name in enumerate(dirty):
+        write_part(product / name, seed=50 + i, mark=(30, 40 + 20 * i))
+    told = tmp_path / "told"
+    code, out, _ = command("train", train_arguments(product, told, f"model.kind={kind}"))
+    assert (code, "2 of them stand out from all others" in out) == (0, True)
+    output = tmp_path / "run"
+    settings = f"model.kind={kind}", "model.leave_out_suspects=true"
+    code, out, _ = command("train", train_arguments(product, output, *settings))
+    assert (code, "nothing was learned from 2 images that stand out" in out) == (0, True)
+    said = json.loads((output / "train.json").read_text())
+    assert (sorted(said["stand_out"]), said["left_out"], said["images"]["learned"]) == (
+        dirty,
+        True,
+        12,
+    )
+    manifest = json.loads((output / "model" / "manifest.json").read_text())
+    assert len(manifest["training_images"]) == 12
+    assert manifest["refused_images"] == {dirty[0]: 12, dirty[1]: 13}
+    found, expected, learned = (load(run, "cpu").thresholds for run in (output, clean, told))
+    assert found is not None
+    assert expected is not None
+    assert learned is not None
+    assert found.good.names == expected.good.names
+    assert found.good.image == pytest.approx(expected.good.image, rel=1e-3)
+    assert learned.image > 2 * found.image
+
+
+def test_what_stands_out() -> None:
+    def among(*scores: float) -> list[str]:
+        names = tuple(f"{score:.3g}" for score in scores)
+        return list(standing_out(GoodScores(names, scores, scores, "")))
+
+    usual = np.exp(np.random.default_rng(0).normal(0, 0.1, 200)).tolist()
+    assert among(*usual) == []
+    assert among(*usual, 1.5, 2.1, 1.9) == ["2.1", "1.9"]
+    # Whatever the unit.
+    assert among(*(1e-4 * s for s in usual), 2e-4) == ["0.0002"]
+    # Many that are alike stand out as well as one.
+    assert among(*usual, *[2.2 + i / 100 for i in range(30)])[-1] == "2.2"
+    assert among(*[1.0] * 20, 1.05) == []
+    assert among(*[1.0] * 20, 1.2) == ["1.2"]
+    assert among(1.0, 5.0) == []
+    assert among(0.0, 0.0, 0.0, 0.0) == []

@@ -1,0 +1,93 @@
+"""A temporary file of batches of tensors, each of images or tiles of images."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anomaly.errors import OutputError
+
+
+class Piece(NamedTuple):
+    """A training image, or one tile of it."""
+
+    image: int
+    row: int
+    column: int
+
+
+class TensorFile:
+    """Batches of tensors in a file without a name, gone with this object or the process.
+
+    Args:
+        folder: on the disk that the file is to be on.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
+        self._written: list[tuple[tuple[Piece, ...], int, list[_InFile]]] = []
+
+    def write(self, names: tuple[Piece, ...], tensors: Sequence[Tensor]) -> None:
+        """Append one batch.
+
+        Args:
+            names: its pieces.
+            tensors: (B, …) each, in the order of the names.
+
+        Raises:
+            OutputError: no room.
+        """
+        layouts = []
+        offset = self._file.tell()
+        try:
+            for t in tensors:
+                layout = _InFile.of(t)
+                self._file.write(t.permute(layout.order).cpu().view(torch.uint8).numpy().data)
+                layouts.append(layout)
+        except OSError as error:
+            raise OutputError(
+                f"no room for temporary feature maps in {self._folder} ({error.strerror}); free "
+                "some disk space or write to another disk with --output"
+            ) from None
+        self._written.append((names, offset, layouts))
+
+    def read(self, images: Container[int]) -> Iterator[tuple[tuple[Piece, ...], list[Tensor]]]:
+        """Give the batches again that hold any of some images, whole and as they were."""
+        for names, offset, layouts in self._written:
+            if any(name.image in images for name in names):
+                self._file.seek(offset)
+                yield names, [layout.read(self._file) for layout in layouts]
+
+    def close(self) -> None:
+        """Delete the file."""
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class _InFile:
+    """How a tensor lies in the file: in the order of its strides, so that nothing is copied."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, t: Tensor) -> _InFile:
+        strides = t.stride()
+        order = tuple(sorted(range(t.ndim), key=strides.__getitem__, reverse=True))
+        return cls(tuple(t.shape[axis] for axis in order), order, t.dtype, t.device)
+
+    def read(self, file: IO[bytes]) -> Tensor:
+        flat = np.fromfile(file, np.uint8, math.prod(self.shape) * self.dtype.itemsize)
+        values = torch.from_numpy(flat).view(self.dtype).view(self.shape).to(self.device)
+        return values.permute(tuple(int(i) for i in np.argsort(self.order)))
