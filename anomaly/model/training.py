@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from anomaly.calibration import GoodScores, thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.features.backbones import Normalisation, normalisation
@@ -24,12 +23,13 @@ from anomaly.imaging.preprocessing import Loaded, size_of
 from anomaly.imaging.shared_decoders import read_mask
 from anomaly.model.appearance_model import AppearanceModel, odd_among
 from anomaly.model.build import backbone, fitter_of
-from anomaly.model.cross_fitting import cross_fit
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.learning import learn
 from anomaly.model.saving import manifest_of
 from anomaly.model.settings import loading_of, region_of
-from anomaly.model.suspects import Suspect, Suspects, standing_out
-from anomaly.model.training_patches import Part, TrainingPatches
+from anomaly.model.suspects import Suspect
+from anomaly.model.training_patches import TrainingPatches
+from anomaly.scorers.base import Scorer
 
 log = logging.getLogger(__name__)
 
@@ -139,67 +139,46 @@ def _train(
         progress=lambda done, total: progress("features", done, total),
     )
 
-    thresholds, stand_out = None, dict[str, float]()
-    suspects = Suspects(patches.views)
+    def detector_of(scorer: Scorer) -> AnomalyDetector:
+        return AnomalyDetector(config, extractor, normalise, scorer, None, device, region, aspect)
 
-    def scored(detector: AnomalyDetector, some: TrainingPatches | Part) -> GoodScores:
-        names = {i: samples[i].name for i in patches.hashes if samples[i].name not in left_out}
-        return cross_fit(
-            detector,
-            some,
-            fitter,
-            names,
-            folds=config.calibration.folds,
-            groups=_groups(samples, names),
-            suspects=None if left_out else suspects,
-            progress=lambda i, n: progress("calibration", i, n),
-        )
-
-    leave_out = config.model.leave_out_suspects
-    left_out: Mapping[str, float] = {}
-    try:
-        scorer = fitter.fit(patches, lambda i, n: progress("scorer", i, n))
-        detector = AnomalyDetector(
-            config, extractor, normalise, scorer, None, device, region, aspect
-        )
+    def fitted() -> None:
         clock.lap("scorer")
         clock.move("scorer", "features", patches.seconds)
-        log.debug("%d patches of %d images learned", patches.count, len(patches.hashes))
-        used = [*patches.hashes]
-        if calibrate or leave_out:
-            rates, good = config.calibration, scored(detector, patches)
-            stand_out = standing_out(good)
-            if leave_out and stand_out:
-                left_out = stand_out
-                used = [i for i in used if samples[i].name not in left_out]
-                rest = patches.only(frozenset(used))
-                detector = replace(detector, scorer=fitter.fit(rest))
-                good = scored(detector, rest)
-            if calibrate:
-                thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
+
+    try:
+        learned = learn(
+            detector_of,
+            patches,
+            fitter,
+            samples,
+            calibrate=calibrate,
+            fitted=fitted,
+            selecting=lambda done, total: progress("scorer", done, total),
+            calibrating=lambda done, total: progress("calibration", done, total),
+        )
+        if learned.detector.thresholds is not None:
             clock.lap("calibration")
     finally:
         patches.close()
     spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in clock.seconds.items())
     log.debug("time: %s", spent)
-    used.sort()
+    used, detector = learned.images, learned.detector
     looks = [patches.looks[i] for i in used]
     hashes = {samples[i].name: patches.hashes[i] for i in used}
-    unused = {samples[i].name: i for i in range(len(samples)) if i not in used}
+    unused = {samples[i].name: i for i in sorted({*range(len(samples))} - {*used})}
     manifest = manifest_of(detector, weights_sha256, hashes, unused)
     return Training(
-        detector=replace(
-            detector, thresholds=thresholds, appearance=AppearanceModel.of(looks), manifest=manifest
-        ),
-        learned=len(hashes),
+        detector=replace(detector, appearance=AppearanceModel.of(looks), manifest=manifest),
+        learned=len(used),
         refused={samples[r.index].name: r.reason for r in patches.refused},
-        patches=patches.count_of(used),
+        patches=patches.count_of(frozenset(used)),
         seconds=clock.seconds,
         patch_pixels=_patch_pixels(patches, min(extractor.strides)),
         odd=tuple(samples[used[place]].name for place in odd_among(looks)),
-        suspects=suspects.worst(),
-        stand_out=stand_out,
-        left_out=bool(left_out),
+        suspects=learned.suspects,
+        stand_out=learned.stand_out,
+        left_out=len(used) + len(patches.refused) < len(samples),
     )
 
 
@@ -221,12 +200,6 @@ def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> fl
     sizes = [size for size in found if isinstance(size, tuple)]
     sizes += [s.image.size for s in samples if s.image is not None]
     return statistics.median(height / width for height, width in sizes) if sizes else None
-
-
-def _groups(samples: Sequence[Sample], used: Collection[int]) -> dict[int, str]:
-    """The group of each image used that has one."""
-    groups = {i: samples[i].group for i in sorted(used)}
-    return {i: group for i, group in groups.items() if group}
 
 
 def _in_chosen_precision(

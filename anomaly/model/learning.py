@@ -1,0 +1,96 @@
+"""Patches of good images -> a detector and its thresholds, without those that stand out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from anomaly.calibration import GoodScores, thresholds_from
+from anomaly.datasets import Sample
+from anomaly.model.cross_fitting import cross_fit
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.suspects import Suspect, Suspects, standing_out
+from anomaly.model.training_patches import Part, TrainingPatches
+from anomaly.scorers.base import Fitter, Progress, Scorer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What came of the patches.
+
+    Attributes:
+        detector: with thresholds, where they were wanted.
+        images: the indices of those learned from, ascending.
+        suspects: those that look least like the others, the worst first.
+        stand_out: scores of those that stand out, by name, the worst first.
+    """
+
+    detector: AnomalyDetector
+    images: tuple[int, ...]
+    suspects: tuple[Suspect, ...]
+    stand_out: dict[str, float]
+
+
+def learn(
+    detector_of: Callable[[Scorer], AnomalyDetector],
+    patches: TrainingPatches,
+    fitter: Fitter[Any],
+    samples: Sequence[Sample],
+    *,
+    calibrate: bool,
+    fitted: Callable[[], None],
+    selecting: Progress,
+    calibrating: Progress,
+) -> Learned:
+    """Fit a scorer, find the thresholds, and look for images that stand out from all others.
+
+    Where `model.leave_out_suspects` says so, what stands out is left out, and both are done again.
+
+    Args:
+        detector_of: makes a detector without thresholds of a scorer.
+        patches: of all samples.
+        fitter: of the scorer.
+        samples: good images.
+        calibrate: whether to find thresholds.
+        fitted: called once the first scorer is there.
+        selecting: called with (done, total) while the scorer is fitted.
+        calibrating: called with (images scored, all of them).
+    """
+    detector = detector_of(fitter.fit(patches, selecting))
+    fitted()
+    images, suspects = tuple(sorted(patches.hashes)), Suspects(patches.views)
+    log.debug("%d patches of %d images learned", patches.count, len(images))
+    leave_out = detector.config.model.leave_out_suspects
+    if not (calibrate or leave_out):
+        return Learned(detector, images, (), {})
+
+    def scored(
+        some: TrainingPatches | Part, used: Collection[int], suspects: Suspects | None
+    ) -> GoodScores:
+        return cross_fit(
+            detector,
+            some,
+            fitter,
+            {i: samples[i].name for i in used},
+            folds=detector.config.calibration.folds,
+            groups={i: group for i in used if (group := samples[i].group)},
+            suspects=suspects,
+            progress=calibrating,
+        )
+
+    good = scored(patches, images, suspects)
+    stand_out = standing_out(good)
+    if leave_out and stand_out:
+        images = tuple(i for i in images if samples[i].name not in stand_out)
+        rest = patches.only(frozenset(images))
+        detector = detector_of(fitter.fit(rest, selecting))
+        good = scored(rest, images, None)
+    if calibrate:
+        rates = detector.config.calibration
+        thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
+        detector = replace(detector, thresholds=thresholds)
+    return Learned(detector, images, suspects.worst(), stand_out)
