@@ -124,7 +124,7 @@ def inferred_seconds(run: Path, files: Sequence[Path], images: int) -> float:
     from anomaly.imaging.decoder_pool import Decoders
     from anomaly.imaging.decoder_worker import Task
     from anomaly.inference.artifacts import Pictures
-    from anomaly.inference.journal import Journal
+    from anomaly.inference.journal import RunJournal
     from anomaly.inference.run import Inputs, infer
     from anomaly.model.checkpoint import load
 
@@ -138,7 +138,7 @@ def inferred_seconds(run: Path, files: Sequence[Path], images: int) -> float:
         for count in (32, images):
             paths = list(itertools.islice(itertools.cycle(files), count))
             inputs = Inputs(paths, [f"{i}.png" for i in range(count)])
-            with Journal(Path(folder) / f"{count}.jsonl", {}) as journal:
+            with RunJournal(Path(folder) / f"{count}.jsonl", {}) as journal:
                 begun = time.perf_counter()
                 infer(model, inputs, journal, decoders)
                 seconds = time.perf_counter() - begun

@@ -127,16 +127,15 @@ def _say_stand_out(images: dict[str, float], left_out: bool) -> None:
     """Which training images stand out from all others, and what becomes of them."""
     if left_out:
         log.info(
-            "nothing was learned from %d images that stand out from all others: %s; where they are "
-            "good, --set model.leave_out_suspects=false learns them",
-            len(images),
+            "nothing was learned from what stands out from all others: %s; where it is good, "
+            "--set model.leave_out_suspects=false learns it",
             _some([*images]),
         )
     else:
         log.info(
-            "%d of them stand out from all others; where they aren't good, take them away, or "
-            "--set model.leave_out_suspects=true learns nothing from such images",
-            len(images),
+            "standing out from all others: %s; where that isn't good, take it away, or train with "
+            "--set model.leave_out_suspects=true, which learns nothing from what stands out",
+            _some([*images]),
         )
 
 

@@ -191,10 +191,12 @@ def _leading_axes(vectors: Tensor, count: int) -> Tensor:
     """About the `count` leading principal axes (D, count) of centred vectors, orthonormal.
 
     By subspace iteration (Halko et al. 2011): how close they come decides the screen's speed,
-    never its result.
+    never its result. One thread alone makes them orthonormal: that takes thousands of small steps,
+    after each of which several would wait for each other, for a second where a core is busy.
     """
     generator = torch.Generator().manual_seed(0)
     axes = torch.randn(vectors.shape[1], count, generator=generator)
     for _ in range(_ITERATIONS):
-        axes = torch.linalg.qr(vectors.T @ (vectors @ axes)).Q
+        products = [vectors.T @ (vectors @ axes)]
+        (axes,) = spread(lambda one: torch.linalg.qr(one).Q, products, vectors.device)
     return axes
