@@ -56,6 +56,8 @@ _WANTED = {
     "float": "must be a number",
     "finite_number": "must be a finite number",
     "string_type": "must be text (put it in quotes)",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
     "string_pattern_mismatch": "must be a name, without / and \\",
     "string_too_long": "must have at most {max_length} characters",
     "too_short": "needs at least {min_length} entries",
