@@ -162,15 +162,16 @@ function chart() {
   const value = (part) => Math.min(part.threshold ? part.image_score / part.threshold : part.image_score, high);
   const y = (level) => height - 8 - (level / high) * (height - 16);
   const x = (index) => 8 + (KEPT - scored.length + index) * ((width - 40) / (KEPT - 1));
-  const line = (level, name, label) => {
+  const line = (level, name, below) => {
     svg.append(shape("line", { x1: 0, x2: width, y1: y(level), y2: y(level), class: `limit ${name}` }));
-    const text = shape("text", { x: width - 2, y: y(level) - 3, "text-anchor": "end" });
-    text.textContent = label;
+    const text = shape("text", { x: width - 2, y: y(level) + below, "text-anchor": "end" });
+    text.textContent = name;
     svg.append(text);
   };
   if (limits.threshold) {
-    line(1, "reject", "reject");
-    if (limits.review_threshold < 0.97 * limits.threshold) line(limits.review_threshold / limits.threshold, "review", "review");
+    // Thresholds may lie close to each other: one label above its line, the other below.
+    line(1, "reject", -3);
+    if (limits.review_threshold < 0.97 * limits.threshold) line(limits.review_threshold / limits.threshold, "review", 12);
   }
   scored.forEach((part, index) => {
     const dot = shape("circle", { cx: x(index), cy: y(value(part)), r: part.id === chosen ? 5.5 : 3.5, class: kind(part) });
