@@ -14,8 +14,8 @@ from anomaly.cli.stopping import Stopping
 if TYPE_CHECKING:
     from anomaly.datasets.image_manifest import ImageManifest
     from anomaly.imaging.decoder_pool import Decoders
+    from anomaly.inference.outputs import ShardPictures
     from anomaly.inference.parts import Shard
-    from anomaly.inference.shards import ShardPictures
 
 _OTHERS = ("input", "list", "watch", "overwrite", "regions", "parquet")
 
@@ -36,7 +36,7 @@ def check(options: argparse.Namespace) -> None:
 
 def pictures(options: argparse.Namespace) -> ShardPictures:
     """Which pictures the options ask for."""
-    from anomaly.inference.shards import ShardPictures
+    from anomaly.inference.outputs import ShardPictures
 
     return ShardPictures(options.heatmap, options.side_by_side, options.masks, options.maps)
 

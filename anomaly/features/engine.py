@@ -69,8 +69,8 @@ class Graph:
             height, width = images.shape[2:]
             raise ModelError(
                 f"{self.file} can't be computed by {ENGINES[self.engine][0]} {self.version} on "
-                f"this machine for {len(images)} images of {height} × {width}; try smaller images "
-                "or a smaller batch_size, or export the model for another engine"
+                f"this machine for a batch of {len(images)} × {height} × {width}; try smaller "
+                "images or a smaller batch_size, or export the model for another engine"
             ) from None
 
     def _for(self, streams: int) -> Run:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from anomaly import __version__
 from anomaly.datasets.inputs import Found, picture_names
 from anomaly.errors import OutputError
+from anomaly.files import storage
 from anomaly.files.own_outputs import INFER, JOURNAL, SCALE, WATCHED
 from anomaly.files.writing import claim, remove_drafts, write
 from anomaly.imaging.decoder_pool import Decoders
@@ -179,6 +180,40 @@ class Outputs:
             write(self.folder / "regions.csv", as_csv(found, RegionRow))
         if groups:
             write(self.folder / "parts.csv", as_csv(judge_parts(rows, groups), Part))
+
+
+@dataclass(frozen=True)
+class ShardPictures:
+    """Which pictures a job's processes write; each of them loads the model itself.
+
+    Attributes:
+        heatmaps: which images have one; None for those not called good, or none where the model
+            has no thresholds.
+        side_by_side: see `Outputs`, like those that follow.
+        masks: what is marked, as PNG.
+        maps: how to write anomaly maps, if at all.
+    """
+
+    heatmaps: Heatmaps | None = None
+    side_by_side: bool = False
+    masks: bool = False
+    maps: MapFiles | None = None
+
+    def outputs(self, model: AnomalyDetector, dest: str, folder: Path) -> Outputs:
+        """What a process writes.
+
+        Args:
+            model: says what is good.
+            dest: where the job's results go.
+            folder: a temporary one, for pictures on their way to object storage.
+        """
+        return Outputs(
+            storage.local(dest) or folder,
+            heatmaps=self.heatmaps or ("none" if model.thresholds is None else "reject"),
+            side_by_side=self.side_by_side,
+            masks=self.masks,
+            maps=self.maps,
+        )
 
 
 def infer_files(

@@ -22,7 +22,8 @@ from typing import Any
 from anomaly.datasets.image_manifest import read_manifest
 from anomaly.errors import AnomalyError, DataError
 from anomaly.inference.dispatch import Worker, WorkerDied
-from anomaly.inference.shards import ShardPictures, infer_shard, probe
+from anomaly.inference.outputs import ShardPictures
+from anomaly.inference.shards import infer_shard, probe
 from anomaly.runtime import cores
 
 _LOCAL = "local"

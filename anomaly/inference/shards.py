@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.image import most_bytes
 from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.inference.journal import Finished
-from anomaly.inference.outputs import Heatmaps, MapFiles, Outputs
+from anomaly.inference.outputs import Outputs
 from anomaly.inference.parts import part_of
 from anomaly.inference.rows import Row, as_parquet, row_of
 from anomaly.inference.run import Inputs, infer
@@ -44,40 +44,6 @@ if TYPE_CHECKING:
 _FETCHING = 16  # objects on their way at once
 _FETCHED = 48  # that may be ahead of the decoding processes
 _SAMPLE = 20  # a chunk of so many images none of which can be had: that isn't the images' fault
-
-
-@dataclass(frozen=True)
-class ShardPictures:
-    """Which pictures a job's processes write; each of them loads the model itself.
-
-    Attributes:
-        heatmaps: which images have one; None for those not called good, or none where the model
-            has no thresholds.
-        side_by_side: see `Outputs`, like those that follow.
-        masks: what is marked, as PNG.
-        maps: how to write anomaly maps, if at all.
-    """
-
-    heatmaps: Heatmaps | None = None
-    side_by_side: bool = False
-    masks: bool = False
-    maps: MapFiles | None = None
-
-    def outputs(self, model: AnomalyDetector, dest: str, folder: Path) -> Outputs:
-        """What a process writes.
-
-        Args:
-            model: says what is good.
-            dest: where the job's results go.
-            folder: a temporary one, for pictures on their way to object storage.
-        """
-        return Outputs(
-            storage.local(dest) or folder,
-            heatmaps=self.heatmaps or ("none" if model.thresholds is None else "reject"),
-            side_by_side=self.side_by_side,
-            masks=self.masks,
-            maps=self.maps,
-        )
 
 
 def infer_shard(

@@ -39,7 +39,7 @@ from anomaly.model.exported import exported_stages, files_of, open_network, read
 from anomaly.model.folder import EXPORT, check_files, find_model, model_id
 from anomaly.model.manifest import AGAIN, read_manifest
 from anomaly.model.saving import BACKBONE, SCORER, USUAL
-from anomaly.model.settings import region_of
+from anomaly.model.settings import as_of_today, region_of
 from anomaly.model.threshold_files import read_history, read_thresholds
 from anomaly.runtime import CPU, device_of, has_bf16
 
@@ -166,7 +166,7 @@ def _config(folder: Path, manifest: dict[str, Any]) -> Config:
     """The settings in a model folder, which repeat some of what its manifest says."""
     file = folder / "config.yaml"
     try:
-        config = parse_config(_settings(yaml.safe_load(file.read_text("utf-8"))), str(file))
+        config = parse_config(as_of_today(yaml.safe_load(file.read_text("utf-8"))), str(file))
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ModelError(f"{file} isn't YAML as this program writes it; {AGAIN}") from None
     except (OSError, AnomalyError) as error:
@@ -181,18 +181,6 @@ def _config(folder: Path, manifest: dict[str, Any]) -> Config:
     one_aspect = manifest["aspect"] is not None
     agree(folder, "one aspect for all images", one_aspect, config.one_aspect)
     return config
-
-
-def _settings(values: Any) -> Any:
-    """Saved settings as they are written today."""
-    model = values.get("model") if isinstance(values, dict) else None
-    if not isinstance(model, dict):
-        return values
-    # What there wasn't yet, or could be left open, meant this.
-    model = {"halo_damping": 0.0, **model}
-    if model.get("image_score", "") is None:
-        model["image_score"] = "map_max"
-    return {**values, "model": model}
 
 
 def _unreadable(folder: Path, manifest: dict[str, Any], error: Exception) -> ModelError:

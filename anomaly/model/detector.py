@@ -229,8 +229,7 @@ class AnomalyDetector(ScoringPipeline):
         Its thresholds are found anew, see `anomaly.model.updating.learn`.
 
         Args:
-            good_images: a folder, or a list of images as for `predict`, that people have confirmed
-                to be good.
+            good_images: a folder, or images as for `predict`, that people have confirmed.
             defects: images of defects, of which none that is caught may pass.
             include_suspects: learn from images that stand out, too, which may be defects taken for
                 good; a warning in the log names them.

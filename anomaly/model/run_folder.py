@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from anomaly.config.parsing import parse_config
 from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.errors import ConfigError, DataError, why
@@ -22,7 +23,7 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
-from anomaly.model.settings import differences, flat, portable
+from anomaly.model.settings import as_of_today, differences, flat, portable
 from anomaly.runtime import peak_memory
 
 if TYPE_CHECKING:
@@ -126,9 +127,10 @@ def check_same(run: Path, config: Config) -> None:
     """
     file, summary = run / "model" / "config.yaml", run / "train.json"
     try:
-        before = dict(flat(yaml.safe_load(file.read_text("utf-8"))))
+        settings = as_of_today(yaml.safe_load(file.read_text("utf-8")))
+        before = dict(flat(portable(parse_config(settings, str(file)))))
         before["data folder"] = json.loads(summary.read_text("utf-8"))["data_folder"]
-    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError, ConfigError) as error:
         raise ConfigError(
             f"what {run} was trained with can't be read ({why(error)}); train it again, or "
             f"evaluate it as it is with --model {run}"
@@ -173,7 +175,7 @@ def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
         ],
         "odd": list(training.odd),
         "stand_out": dict(training.stand_out),
-        "left_out": training.left_out,
+        "left_out": training.detector.config.model.leave_out_suspects and bool(training.stand_out),
         "refused": training.refused,
         "model_bytes": sum(f.stat().st_size for f in model.iterdir()),
         "peak_memory_bytes": peak_memory(),

@@ -136,3 +136,15 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
         for key in sorted(there.keys() | here.keys())
         if there.get(key) != here.get(key)
     )
+
+
+def as_of_today(values: Any) -> Any:
+    """Saved settings as they are written today."""
+    model = values.get("model") if isinstance(values, dict) else None
+    if not isinstance(model, dict):
+        return values
+    # What there wasn't yet, or could be left open, meant this.
+    model = {"halo_damping": 0.0, **model}
+    if model.get("image_score", "") is None:
+        model["image_score"] = "map_max"
+    return {**values, "model": model}

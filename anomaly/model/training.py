@@ -24,7 +24,7 @@ from anomaly.imaging.shared_decoders import read_mask
 from anomaly.model.appearance_model import AppearanceModel, odd_among
 from anomaly.model.build import backbone, fitter_of
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.learning import learn
+from anomaly.model.detector_fit import fit_detector
 from anomaly.model.saving import manifest_of
 from anomaly.model.settings import loading_of, region_of
 from anomaly.model.suspects import Suspect
@@ -54,8 +54,8 @@ class Training:
         suspects: training images that look least like the others, the worst first; found on the
             way to the thresholds.
         stand_out: scores of those that stand out from all others, the worst first; see
-            `anomaly.model.suspects.standing_out`.
-        left_out: whether nothing was learned from these.
+            `anomaly.model.suspects.standing_out`. With `model.leave_out_suspects` nothing was
+            learned from them.
     """
 
     detector: AnomalyDetector
@@ -67,7 +67,6 @@ class Training:
     odd: tuple[str, ...]
     suspects: tuple[Suspect, ...]
     stand_out: Mapping[str, float]
-    left_out: bool
 
 
 def train(
@@ -147,7 +146,7 @@ def _train(
         clock.move("scorer", "features", patches.seconds)
 
     try:
-        learned = learn(
+        fit = fit_detector(
             detector_of,
             patches,
             fitter,
@@ -157,13 +156,13 @@ def _train(
             selecting=lambda done, total: progress("scorer", done, total),
             calibrating=lambda done, total: progress("calibration", done, total),
         )
-        if learned.detector.thresholds is not None:
+        if fit.suspects:
             clock.lap("calibration")
     finally:
         patches.close()
     spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in clock.seconds.items())
     log.debug("time: %s", spent)
-    used, detector = learned.images, learned.detector
+    used, detector = fit.images, fit.detector
     looks = [patches.looks[i] for i in used]
     hashes = {samples[i].name: patches.hashes[i] for i in used}
     unused = {samples[i].name: i for i in sorted({*range(len(samples))} - {*used})}
@@ -176,9 +175,8 @@ def _train(
         seconds=clock.seconds,
         patch_pixels=_patch_pixels(patches, min(extractor.strides)),
         odd=tuple(samples[used[place]].name for place in odd_among(looks)),
-        suspects=learned.suspects,
-        stand_out=learned.stand_out,
-        left_out=len(used) + len(patches.refused) < len(samples),
+        suspects=fit.suspects,
+        stand_out=fit.stand_out,
     )
 
 

@@ -72,6 +72,13 @@ def test_configs_are_trained_once(tmp_path: Path, command: Command) -> None:
     code, _, err = command("evaluate", other)
     assert code == 2
     assert "model.coreset_ratio is 0.1 there and 0.2 here" in err
+    saved = tmp_path / "runs" / "one" / "model" / "config.yaml"
+    lines = saved.read_text().splitlines(keepends=True)
+    saved.write_text("".join(li for li in lines if "leave_out_suspects" not in li))
+    assert saved.read_text().count("\n") == len(lines) - 1
+    code, _, err = command("evaluate", other)  # a run of before there was the setting
+    assert (code, "coreset_ratio" in err, "leave_out" in err) == (2, True, False)
+    saved.write_text("".join(lines))
     elsewhere = write_product(tmp_path / "other")
     moved = [*arguments, "--set", f"data.root={elsewhere}", "--output", tmp_path / "fourth"]
     code, _, err = command("evaluate", moved)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Learned:
+class DetectorFit:
     """What came of the patches.
 
     Attributes:
@@ -35,7 +35,7 @@ class Learned:
     stand_out: dict[str, float]
 
 
-def learn(
+def fit_detector(
     detector_of: Callable[[Scorer], AnomalyDetector],
     patches: TrainingPatches,
     fitter: Fitter[Any],
@@ -45,7 +45,7 @@ def learn(
     fitted: Callable[[], None],
     selecting: Progress,
     calibrating: Progress,
-) -> Learned:
+) -> DetectorFit:
     """Fit a scorer, find the thresholds, and look for images that stand out from all others.
 
     Where `model.leave_out_suspects` says so, what stands out is left out, and both are done again.
@@ -66,7 +66,7 @@ def learn(
     log.debug("%d patches of %d images learned", patches.count, len(images))
     leave_out = detector.config.model.leave_out_suspects
     if not (calibrate or leave_out):
-        return Learned(detector, images, (), {})
+        return DetectorFit(detector, images, (), {})
 
     def scored(
         some: TrainingPatches | Part, used: Collection[int], suspects: Suspects | None
@@ -93,4 +93,4 @@ def learn(
         rates = detector.config.calibration
         thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
         detector = replace(detector, thresholds=thresholds)
-    return Learned(detector, images, suspects.worst(), stand_out)
+    return DetectorFit(detector, images, suspects.worst(), stand_out)
