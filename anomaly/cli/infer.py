@@ -65,19 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="i/n",
         help="take every n-th chunk of the manifest, i from 0 to n - 1 (default: 0/1, all)",
     )
-    shards.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        help="share all chunks out among the workers of this Ray cluster (auto, HOST:PORT, "
-        "ray://…), or of one that is started here (local); --threads is then for each worker "
-        "(default: 1)",
-    )
-    shards.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="of --ray: at most so many (default: as many as the cluster has room for)",
-    )
+    machine.add_cluster(shards, "share all chunks out among the workers of this Ray cluster")
     _add_outputs(parser)
     machine.add_precision(parser)
     machine.add_arguments(parser)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,25 +21,23 @@ def run(options: argparse.Namespace) -> int:
     """Score a manifest; 0 once each image has a row, be it one that says what is wrong."""
     from anomaly.datasets.image_manifest import read_manifest
     from anomaly.errors import DataError
-    from anomaly.inference.ray_workers import RayJob, joined
+    from anomaly.inference.ray_workers import RayJob, RayWorkers
 
     if options.shard is not None:
         raise DataError("--shard can't be given with --ray, which shares out all chunks")
-    if options.workers is not None and options.workers < 1:
-        raise DataError(f"--workers is {options.workers}; it must be 1 or more")
-    options.threads = machine.wanted_threads(options) if options.threads else 1
     manifest = read_manifest(options.manifest)
-    job = RayJob(
-        model=_everywhere(str(options.model)),
-        manifest=_everywhere(options.manifest),
-        dest=_everywhere(options.output),
-        device=options.device,
-        precision=options.precision,
-        threads=options.threads,
-        pictures=infer_shard.pictures(options),
-    )
-    with Stopping() as stop, joined(options.ray, job, options.workers) as workers:
-        counts = _run(options, manifest, workers, stop)
+    with Stopping() as stop, machine.cluster(options) as cluster:
+        assert cluster is not None  # without --ray there is another command
+        job = RayJob(
+            model=_everywhere(str(options.model)),
+            manifest=_everywhere(options.manifest),
+            dest=_everywhere(options.output),
+            device=options.device,
+            precision=options.precision,
+            threads=cluster.threads,
+            pictures=infer_shard.pictures(options),
+        )
+        counts = _run(options, manifest, RayWorkers(cluster, job), cluster.room, stop)
         if stop.signal is not None:
             print("stopped; go on with --resume")
             return stop.exit_code
@@ -49,10 +48,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(
-    options: argparse.Namespace, manifest: ImageManifest, workers: RayWorkers, stop: Stopping
+    options: argparse.Namespace,
+    manifest: ImageManifest,
+    workers: RayWorkers,
+    room: Callable[[], int],
+    stop: Stopping,
 ) -> Counter[str]:
+    from anomaly.cluster.dispatch import dispatch
     from anomaly.errors import OutputError
-    from anomaly.inference.dispatch import dispatch
     from anomaly.inference.parts import begin_job, chunks_done
 
     def stopped() -> bool:
@@ -73,7 +76,7 @@ def _run(
             left,
             manifest.sizes,
             workers.hire,
-            workers.room,
+            room,
             stopped=stopped,
             progress=lambda done, total: progress("scoring", done, total),
         )

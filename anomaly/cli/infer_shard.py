@@ -30,8 +30,7 @@ def check(options: argparse.Namespace) -> None:
 
     if others := [f"--{name}" for name in _OTHERS if getattr(options, name)]:
         raise DataError(f"{', '.join(others)} can't be given with --manifest")
-    if options.workers is not None and options.ray is None:
-        raise DataError("--workers is about a Ray cluster: give --ray")
+    machine.check_cluster(options)
 
 
 def pictures(options: argparse.Namespace) -> ShardPictures:

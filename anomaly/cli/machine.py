@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from anomaly.errors import AnomalyError
 
 if TYPE_CHECKING:
     import torch
+
+    from anomaly.cluster.actors import Cluster
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,52 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
         choices=("fp32", "bf16"),
         help="compute in this number format instead of the model's own",
     )
+
+
+def add_cluster(parser: argparse._ActionsContainer, told: str) -> None:
+    """The options of commands that a Ray cluster can share; `told` is what it does."""
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help=f"{told} (auto, HOST:PORT, ray://…), or of one that is started here (local); "
+        "--threads is then for each worker (default: 1)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="of --ray: at most so many (default: as many as the cluster has room for)",
+    )
+
+
+@contextmanager
+def cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
+    """The Ray cluster that is asked for, while the block lasts; None without --ray.
+
+    Raises:
+        AnomalyError: an impossible number of workers or threads, or no cluster answers.
+    """
+    check_cluster(options)
+    if options.ray is None:
+        yield None
+        return
+    from anomaly.cluster.actors import joined
+
+    threads = wanted_threads(options) if options.threads else 1
+    with joined(options.ray, threads, options.workers, options.device) as found:
+        yield found
+
+
+def check_cluster(options: argparse.Namespace) -> None:
+    """See that --workers goes with --ray.
+
+    Raises:
+        AnomalyError: it doesn't.
+    """
+    if options.workers is not None and options.ray is None:
+        raise AnomalyError("--workers is about a Ray cluster: give --ray")
+    if options.workers is not None and options.workers < 1:
+        raise AnomalyError(f"--workers is {options.workers}; it must be 1 or more")
 
 
 def passed_on(options: argparse.Namespace) -> tuple[list[str], list[str]]:

@@ -1,32 +1,23 @@
-"""Ray actors that score chunks: each loads the model once and writes its parts itself.
-
-Ray Core alone: an actor is hired again where one has died, by `anomaly.inference.dispatch`, and
-Ray itself neither restarts nor retries anything.
-"""
+"""Ray actors that score chunks: each loads the model once and writes its parts itself."""
 
 from __future__ import annotations
 
-import logging
-import os
 import socket
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from anomaly.cluster.actors import Actor, Cluster
+from anomaly.cluster.dispatch import Worker, WorkerDied
 from anomaly.datasets.image_manifest import read_manifest
 from anomaly.errors import AnomalyError, DataError
-from anomaly.inference.dispatch import Worker, WorkerDied
 from anomaly.inference.outputs import ShardPictures
 from anomaly.inference.shards import infer_shard, probe
-from anomaly.runtime import cores
-
-_LOCAL = "local"
 
 
 @dataclass(frozen=True)
@@ -109,21 +100,18 @@ class _Scorer:
 
 
 class RayWorkers:
-    """The workers of a job on a Ray cluster; `joined` makes one.
+    """The workers of a job on a Ray cluster.
 
     Args:
+        cluster: where they run.
         job: what each of them has to know.
-        most: how many there may be; None for as many as the cluster has room for.
     """
 
-    def __init__(self, job: RayJob, most: int | None) -> None:
+    def __init__(self, cluster: Cluster, job: RayJob) -> None:
+        self._cluster = cluster
         self._job = job
-        self._most = most
-        gpus = int(job.device == "cuda")
-        options = {"num_cpus": job.threads, "num_gpus": gpus, "max_restarts": 0}
-        self._actor = _ray().remote(**options)(_Scorer)
         self._about: dict[str, Any] = {}
-        self._first: _RayWorker | None = None
+        self._first: Actor | None = None
 
     def about(self, stopped: Callable[[], bool]) -> dict[str, Any] | None:
         """What the rows depend on, as the first worker says; None if it is stopped before.
@@ -131,8 +119,8 @@ class RayWorkers:
         Raises:
             AnomalyError: it has met it, or has died.
         """
-        self._first = _RayWorker(self._actor.remote(self._job), self._about)
-        asked = self._first.ask_about()
+        self._first = self._cluster.start(_Scorer, self._job)
+        asked = self._first.ask("about")
         while not stopped():
             with suppress(TimeoutError):
                 try:
@@ -145,107 +133,22 @@ class RayWorkers:
                 return self._about
         return None
 
-    def room(self) -> int:
-        """How many workers the cluster has room for now."""
-        there = int(_ray().cluster_resources().get("CPU", 0)) // self._job.threads
-        return there if self._most is None else min(there, self._most)
-
     def hire(self) -> Worker:
         """A worker; it waits for its place."""
         first, self._first = self._first, None
-        return first or _RayWorker(self._actor.remote(self._job), self._about)
+        return _RayWorker(first or self._cluster.start(_Scorer, self._job), self._about)
 
 
 class _RayWorker:
-    def __init__(self, actor: Any, about: Mapping[str, Any]) -> None:
+    def __init__(self, actor: Actor, about: Mapping[str, Any]) -> None:
         self._actor = actor
         self._about = about
-
-    def ask_about(self) -> Future[dict[str, Any]]:
-        """What its rows depend on."""
-        return _told(self._actor.about.remote())
+        self.stop = actor.stop
 
     def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
         """See `Worker`."""
-        return _told(self._actor.score.remote(chunk, self._about, lost))
+        return self._actor.ask("score", chunk, self._about, lost)
 
     def probe(self, chunk: int, images: Sequence[int]) -> Future[Counter[str]]:
         """See `Worker`."""
-        return _told(self._actor.probe.remote(chunk, images))
-
-    def stop(self) -> None:
-        """See `Worker`."""
-        import ray
-
-        with suppress(ray.exceptions.RayError):
-            ray.kill(self._actor)
-
-
-def _ray() -> Any:
-    """Ray, whose decorators and functions have no types that hold."""
-    import ray
-
-    return ray
-
-
-def _told(reference: Any) -> Future[Any]:
-    """A Ray result as a future that raises what `Worker` promises."""
-    told: Future[Any] = Future()
-    reference.future().add_done_callback(partial(_tell, told))
-    return told
-
-
-def _tell(told: Future[Any], found: Future[Any]) -> None:
-    import ray
-
-    error = found.exception()
-    if error is None:
-        told.set_result(found.result())
-    elif isinstance(error, ray.exceptions.RayTaskError):
-        cause = error.cause
-        if isinstance(cause, ModuleNotFoundError):
-            cause = DataError(
-                f"a machine of the cluster lacks {cause.name}; install anomaly there as it is here"
-            )
-        told.set_exception(cause)
-    elif "No module named 'anomaly" in str(error):
-        told.set_exception(
-            DataError("a machine of the cluster lacks anomaly; install it there as it is here")
-        )
-    else:
-        told.set_exception(WorkerDied(type(error).__name__))
-
-
-@contextmanager
-def joined(address: str, job: RayJob, most: int | None) -> Iterator[RayWorkers]:
-    """Join a Ray cluster, or start one on this machine that ends with the block.
-
-    Args:
-        address: `local`, or that of a cluster: `auto`, `HOST:PORT`, `ray://HOST:PORT`.
-        job: what the workers have to know.
-        most: how many there may be; None for as many as there is room for.
-
-    Raises:
-        AnomalyError: Ray isn't installed, or no cluster answers there.
-    """
-    try:
-        import ray
-    except ImportError:
-        raise AnomalyError("--ray needs Ray: pip install 'anomaly[ray]'") from None
-    # Workers' own lines would break into the progress line; a job sends nobody statistics.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address == _LOCAL:
-        count = most or max(1, cores() // job.threads)
-        options |= {"num_cpus": count * job.threads, "include_dashboard": False}
-    try:
-        ray.init(address, **options)
-    except (ConnectionError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
-        raise AnomalyError(
-            f"no Ray cluster answers at {address} ({type(error).__name__}); start one with "
-            "'ray start --head', or give --ray local"
-        ) from None
-    try:
-        yield RayWorkers(job, most)
-    finally:
-        ray.shutdown()
+        return self._actor.ask("probe", chunk, images)

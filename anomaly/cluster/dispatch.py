@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from anomaly.errors import OutputError
-from anomaly.scorers.base import Progress
 
 _DEATHS = 2  # of workers at one chunk; then it is looked into
 _FRUITLESS = 3  # times that a chunk was looked into, and no image was found
@@ -50,6 +49,7 @@ class _Chunk:
 
     Attributes:
         number: of the manifest.
+        remedy: what to do once it is mended that workers die.
         lost: its images that kill workers, by index, and what their rows say.
         deaths: of workers that scored it, since the last image was found.
         suspects: images among which one is looked for; None if none is.
@@ -58,6 +58,7 @@ class _Chunk:
     """
 
     number: int
+    remedy: str
     lost: dict[int, str] = field(default_factory=dict)
     deaths: int = 0
     suspects: Sequence[int] | None = None
@@ -80,7 +81,7 @@ class _Chunk:
         elif not self.probed:
             raise OutputError(
                 f"workers die at chunk {self.number} even without its images; see why in their "
-                "logs (out of memory?), then go on with --resume"
+                f"logs (out of memory?), then {self.remedy}"
             )
         elif len(self.probed) == 1:
             self.lost[self.probed[0]] = (
@@ -104,7 +105,7 @@ class _Chunk:
         if self.fruitless == _FRUITLESS:
             raise OutputError(
                 f"chunk {self.number} took down {_FRUITLESS * _DEATHS} workers, and no single "
-                "image of it does; see why in their logs (out of memory?), then go on with --resume"
+                f"image of it does; see why in their logs (out of memory?), then {self.remedy}"
             )
 
     def _halve(self) -> None:
@@ -119,7 +120,8 @@ def dispatch(
     room: Callable[[], int],
     *,
     stopped: Callable[[], bool] = lambda: False,
-    progress: Progress = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    remedy: str = "go on with --resume",
 ) -> Counter[str]:
     """Have chunks scored by as many workers as there is room for.
 
@@ -130,6 +132,7 @@ def dispatch(
         room: how many workers there may be now, which may change all the time.
         stopped: asked all the time; what is in hand is then given up.
         progress: called with images done, and how many there are to do.
+        remedy: what to do once it is mended that workers die.
 
     Returns:
         Counts of statuses and verdicts of the chunks that were finished.
@@ -138,7 +141,7 @@ def dispatch(
         AnomalyError: a worker has met it, or workers die whatever they are given; the parts that
             exist remain.
     """
-    waiting = deque(map(_Chunk, chunks))
+    waiting = deque(_Chunk(chunk, remedy) for chunk in chunks)
     total, done = sum(sizes[chunk.number] for chunk in waiting), 0
     idle: list[Worker] = []
     busy: dict[Future[Counter[str]], tuple[Worker, _Chunk]] = {}

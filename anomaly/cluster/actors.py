@@ -1,0 +1,139 @@
+"""Ray actors: processes on the machines of a cluster.
+
+Ray Core alone, and it neither restarts nor retries anything: an actor that has died is replaced by
+`anomaly.cluster.dispatch`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from anomaly.cluster.dispatch import WorkerDied
+from anomaly.errors import AnomalyError, DataError
+from anomaly.runtime import cores
+
+_LOCAL = "local"
+
+
+class Cluster:
+    """A Ray cluster; `joined` makes one.
+
+    Attributes:
+        threads: processors of each actor.
+    """
+
+    def __init__(self, threads: int, most: int | None, device: str) -> None:
+        self.threads = threads
+        self._most = most
+        self._options = {
+            "num_cpus": threads,
+            "num_gpus": int(device == "cuda"),
+            "max_restarts": 0,
+        }
+
+    def room(self) -> int:
+        """How many actors there may be now."""
+        there = int(_ray().cluster_resources().get("CPU", 0)) // self.threads
+        return there if self._most is None else min(there, self._most)
+
+    def put(self, value: Any) -> Any:
+        """What stands for a large value among the arguments of many actors."""
+        return _ray().put(value)
+
+    def start(self, kind: type, *arguments: Any) -> Actor:
+        """Start an actor; it waits for its place.
+
+        Args:
+            kind: a class on the module level.
+            arguments: of its constructor. That should only keep them: what it raises says nothing
+                of where it was.
+        """
+        return Actor(_ray().remote(**self._options)(kind).remote(*arguments))
+
+
+class Actor:
+    """An actor of a cluster."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def ask(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method; the future raises `WorkerDied`, or what the method has raised."""
+        told: Future[Any] = Future()
+        reference = getattr(self._handle, method).remote(*arguments)
+        reference.future().add_done_callback(partial(_tell, told))
+        return told
+
+    def stop(self) -> None:
+        """End it."""
+        ray = _ray()
+        with suppress(ray.exceptions.RayError):
+            ray.kill(self._handle)
+
+
+def _tell(told: Future[Any], found: Future[Any]) -> None:
+    ray, error = _ray(), found.exception()
+    if error is None:
+        told.set_result(found.result())
+    elif isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause
+        if isinstance(cause, ModuleNotFoundError):
+            cause = DataError(
+                f"a machine of the cluster lacks {cause.name}; install anomaly there as it is here"
+            )
+        told.set_exception(cause)
+    elif "No module named 'anomaly" in str(error):
+        told.set_exception(
+            DataError("a machine of the cluster lacks anomaly; install it there as it is here")
+        )
+    else:
+        told.set_exception(WorkerDied(type(error).__name__))
+
+
+def _ray() -> Any:
+    """Ray, whose decorators and functions have no types that hold."""
+    import ray
+
+    return ray
+
+
+@contextmanager
+def joined(address: str, threads: int, most: int | None, device: str) -> Iterator[Cluster]:
+    """Join a Ray cluster, or start one on this machine that ends with the block.
+
+    Args:
+        address: `local`, or that of a cluster: `auto`, `HOST:PORT`, `ray://HOST:PORT`.
+        threads: processors of each actor.
+        most: how many actors there may be; None for as many as there is room for.
+        device: as `--device`; with `cuda` each actor has a GPU.
+
+    Raises:
+        AnomalyError: Ray isn't installed, or no cluster answers there.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise AnomalyError("--ray needs Ray: pip install 'anomaly[ray]'") from None
+    # Workers' own lines would break into the progress line; a job sends nobody statistics.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == _LOCAL:
+        count = most or max(1, cores() // threads)
+        options |= {"num_cpus": count * threads, "include_dashboard": False}
+    try:
+        ray.init(address, **options)
+    except (ConnectionError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
+        raise AnomalyError(
+            f"no Ray cluster answers at {address} ({type(error).__name__}); start one with "
+            "'ray start --head', or give --ray local"
+        ) from None
+    try:
+        yield Cluster(threads, most, device)
+    finally:
+        ray.shutdown()
