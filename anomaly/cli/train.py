@@ -17,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-calibrate", action="store_true", help="find no thresholds; results have no verdicts"
     )
+    machine.add_cluster(
+        parser, "compute features and scores on the workers of this Ray cluster (docs/scale.md)"
+    )
     machine.add_arguments(parser)
 
 
@@ -32,12 +35,14 @@ def run(options: argparse.Namespace) -> int:
         # Before torch is imported, which takes seconds.
         dataset = open_dataset(config.data.format, config.data.root, config.data.category)
         device, threads = machine.device_and_threads(options)
-        return train_and_say(
-            config,
-            dataset,
-            output,
-            device=device,
-            threads=threads,
-            calibrate=not options.no_calibrate,
-            overwrite=options.overwrite,
-        )
+        with machine.cluster(options) as cluster:
+            return train_and_say(
+                config,
+                dataset,
+                output,
+                device=device,
+                threads=threads,
+                calibrate=not options.no_calibrate,
+                overwrite=options.overwrite,
+                cluster=cluster,
+            )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from anomaly.calibration import Thresholds
+    from anomaly.cluster.actors import Cluster
     from anomaly.config.schema import Config
     from anomaly.datasets import Dataset
 
@@ -31,6 +32,7 @@ def train_and_say(
     threads: int,
     calibrate: bool = True,
     overwrite: bool = False,
+    cluster: Cluster | None = None,
 ) -> int:
     """Train one model, and print what came of it.
 
@@ -48,6 +50,7 @@ def train_and_say(
             workers=threads,
             calibrate=calibrate,
             overwrite=overwrite,
+            cluster=cluster,
             progress=progress,
         )
     _say(summary, output, training.detector.thresholds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from anomaly.calibration import GoodScores
 from anomaly.errors import DataError
@@ -19,6 +19,9 @@ from anomaly.scorers.base import Fitter, Fold, PatchBatch, Progress
 
 log = logging.getLogger(__name__)
 
+Scoring: TypeAlias = Callable[..., dict[int, tuple[float, float]]]
+"""Called as `scores_of`, with the patches of whole images."""
+
 
 def cross_fit(
     detector: AnomalyDetector,
@@ -29,6 +32,7 @@ def cross_fit(
     folds: int,
     groups: Mapping[int, str],
     suspects: Suspects | None = None,
+    score: Scoring | None = None,
     progress: Progress = lambda done, total: None,
 ) -> GoodScores:
     """Score each training image by a model that hasn't learned from it.
@@ -43,6 +47,7 @@ def cross_fit(
         folds: into how many parts to split them, at most.
         groups: the group of each image that has one; it is never parted, unless it is the only one.
         suspects: sees all the scores.
+        score: scores some of the patches, elsewhere perhaps; `scores_of` by default.
         progress: called with (images scored, all of them).
 
     Raises:
@@ -58,14 +63,15 @@ def cross_fit(
     for images, scorer in held_out:
         stand_in = replace(detector, scorer=scorer)
         some = patches.only(frozenset(images))
-        scored = scores_of(
-            stand_in,
-            some,
-            patches.views,
-            suspects=suspects,
-            progress=lambda done: progress(len(found) + done, len(indices)),
+        found.update(
+            (score or scores_of)(
+                stand_in,
+                some,
+                patches.views,
+                suspects=suspects,
+                progress=lambda done: progress(len(found) + done, len(indices)),
+            )
         )
-        found.update(scored)
     return GoodScores(
         names=tuple(names[i] for i in indices),
         image=tuple(found[i][0] for i in indices),

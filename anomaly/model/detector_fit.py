@@ -9,7 +9,7 @@ from typing import Any
 
 from anomaly.calibration import GoodScores, thresholds_from
 from anomaly.datasets import Sample
-from anomaly.model.cross_fitting import cross_fit
+from anomaly.model.cross_fitting import Scoring, cross_fit
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.suspects import Suspect, Suspects, standing_out
 from anomaly.model.training_patches import Part, TrainingPatches
@@ -42,6 +42,7 @@ def fit_detector(
     samples: Sequence[Sample],
     *,
     calibrate: bool,
+    score: Scoring | None = None,
     fitted: Callable[[], None],
     selecting: Progress,
     calibrating: Progress,
@@ -56,6 +57,7 @@ def fit_detector(
         fitter: of the scorer.
         samples: good images.
         calibrate: whether to find thresholds.
+        score: see `cross_fit`.
         fitted: called once the first scorer is there.
         selecting: called with (done, total) while the scorer is fitted.
         calibrating: called with (images scored, all of them).
@@ -79,6 +81,7 @@ def fit_detector(
             folds=detector.config.calibration.folds,
             groups={i: group for i in used if (group := samples[i].group)},
             suspects=suspects,
+            score=score,
             progress=calibrating,
         )
 

@@ -63,6 +63,7 @@ class _MadeWith(Part):
     threads: _Count
     batch_size: _Count
     precision: Literal["fp32", "bf16"]
+    shard_images: _Count = _ABSENT  # trained on a cluster, by shards of so many
 
 
 class Recorded(Part):

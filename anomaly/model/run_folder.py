@@ -29,6 +29,7 @@ from anomaly.runtime import peak_memory
 if TYPE_CHECKING:
     import torch
 
+    from anomaly.cluster.actors import Cluster
     from anomaly.model.training import StageProgress, Training
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def train_run(
     workers: int,
     calibrate: bool = True,
     overwrite: bool = False,
+    cluster: Cluster | None = None,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> tuple[Training, dict[str, Any]]:
     """Train a model into a run's folder.
@@ -55,6 +57,7 @@ def train_run(
         workers: decoding processes.
         calibrate: whether to find thresholds.
         overwrite: replace an earlier run there, once the new model is trained.
+        cluster: whose workers compute features and scores; all its machines see the run's folder.
         progress: called with (stage, done, total).
 
     Returns:
@@ -75,6 +78,7 @@ def train_run(
         scratch=output,
         workers=workers,
         calibrate=calibrate,
+        cluster=cluster,
         progress=progress,
     )
     before = time.perf_counter()

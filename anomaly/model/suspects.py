@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,11 @@ class Suspects:
         # The last image may have more tiles to come.
         going_on = {image: self._kept[image] for image in batch.images[-1:]}
         self._kept = {s.image: s for s in self.worst()} | going_on
+
+    def take(self, others: Iterable[Suspect]) -> None:
+        """Take note of whole images that another process has seen."""
+        self._kept |= {s.image: s for s in others}
+        self._kept = {s.image: s for s in self.worst()}
 
     def worst(self) -> tuple[Suspect, ...]:
         """The most suspicious images, the worst first."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Container, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,11 +32,19 @@ class TensorFile:
 
     Args:
         folder: on the disk that the file is to be on.
+        shared: give it a name, and leave it in the folder: other processes that see the folder can
+            read it through a pickled copy of this object.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, shared: bool = False) -> None:
         self._folder = folder
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
+        self._path: Path | None = None
+        self._file: IO[bytes]
+        if shared:
+            descriptor, name = tempfile.mkstemp(dir=folder)
+            self._path, self._file = Path(name), os.fdopen(descriptor, "wb")
+        else:
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
         self._written: list[tuple[tuple[Piece, ...], int, list[_InFile]]] = []
 
     def write(self, names: tuple[Piece, ...], tensors: Sequence[Tensor]) -> None:
@@ -53,6 +64,7 @@ class TensorFile:
                 layout = _InFile.of(t)
                 self._file.write(t.permute(layout.order).cpu().view(torch.uint8).numpy().data)
                 layouts.append(layout)
+            self._file.flush()
         except OSError as error:
             raise OutputError(
                 f"no room for temporary feature maps in {self._folder} ({error.strerror}); free "
@@ -62,14 +74,18 @@ class TensorFile:
 
     def read(self, images: Container[int]) -> Iterator[tuple[tuple[Piece, ...], list[Tensor]]]:
         """Give the batches again that hold any of some images, whole and as they were."""
-        for names, offset, layouts in self._written:
-            if any(name.image in images for name in names):
-                self._file.seek(offset)
-                yield names, [layout.read(self._file) for layout in layouts]
+        with nullcontext(self._file) if self._path is None else self._path.open("rb") as file:
+            for names, offset, layouts in self._written:
+                if any(name.image in images for name in names):
+                    file.seek(offset)
+                    yield names, [layout.read(file) for layout in layouts]
 
     def close(self) -> None:
-        """Delete the file."""
+        """Delete the file, unless it is shared."""
         self._file.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": BytesIO()}  # a copy only reads
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from anomaly.cluster.actors import Cluster
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.features.backbones import Normalisation, normalisation
@@ -23,10 +25,12 @@ from anomaly.imaging.preprocessing import Loaded, size_of
 from anomaly.imaging.shared_decoders import read_mask
 from anomaly.model.appearance_model import AppearanceModel, odd_among
 from anomaly.model.build import backbone, fitter_of
+from anomaly.model.cluster_patches import ClusterPatches
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.detector_fit import fit_detector
 from anomaly.model.saving import manifest_of
 from anomaly.model.settings import loading_of, region_of
+from anomaly.model.shard_worker import ShardJob
 from anomaly.model.suspects import Suspect
 from anomaly.model.training_patches import TrainingPatches
 from anomaly.scorers.base import Scorer
@@ -77,6 +81,7 @@ def train(
     scratch: Path,
     workers: int = 2,
     calibrate: bool = True,
+    cluster: Cluster | None = None,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> Training:
     """Learn what good looks like.
@@ -91,13 +96,14 @@ def train(
         scratch: an existing folder for temporary files.
         workers: decoding processes.
         calibrate: whether to find thresholds.
+        cluster: whose workers compute features and scores; all its machines see `scratch`.
         progress: called with (stage, done, total).
 
     Raises:
         AnomalyError: weights, layers or images can't be used as configured.
     """
     with Decoders(min(workers, len(samples))) as decoders:
-        return _train(config, samples, decoders, device, scratch, calibrate, progress)
+        return _train(config, samples, decoders, device, scratch, calibrate, cluster, progress)
 
 
 def _train(
@@ -107,6 +113,7 @@ def _train(
     device: torch.device,
     scratch: Path,
     calibrate: bool,
+    cluster: Cluster | None,
     progress: StageProgress,
 ) -> Training:
     clock = _Clock()
@@ -127,16 +134,21 @@ def _train(
         extractor.precision,
     )
 
-    patches = TrainingPatches(
-        [s.source for s in samples],
-        decoders,
-        Embedder(extractor, normalise, fitter.align, device),
-        batch_size=config.batch_size,
-        scratch=scratch,
-        aligned=fitter.compact,
-        region=region,
-        progress=lambda done, total: progress("features", done, total),
-    )
+    made_of: dict[str, Any] = {
+        "images": {i: s.source for i, s in enumerate(samples)},
+        "decoders": decoders,
+        "embedder": Embedder(extractor, normalise, fitter.align, device),
+        "batch_size": config.batch_size,
+        "scratch": scratch,
+        "aligned": fitter.compact,
+        "region": region,
+        "progress": lambda done, total: progress("features", done, total),
+    }
+    shared: ClusterPatches | None = None
+    if cluster is not None:
+        job = ShardJob(config, extractor, normalise, fitter, region, aspect, device.type)
+        shared = ClusterPatches(cluster, job, **made_of)
+    patches = shared or TrainingPatches(**made_of)
 
     def detector_of(scorer: Scorer) -> AnomalyDetector:
         return AnomalyDetector(config, extractor, normalise, scorer, None, device, region, aspect)
@@ -146,16 +158,22 @@ def _train(
         clock.move("scorer", "features", patches.seconds)
 
     try:
+        if shared is not None:
+            fitter = shared.compute(fitter)
         fit = fit_detector(
             detector_of,
             patches,
             fitter,
             samples,
             calibrate=calibrate,
+            score=None if shared is None else shared.score,
             fitted=fitted,
             selecting=lambda done, total: progress("scorer", done, total),
             calibrating=lambda done, total: progress("calibration", done, total),
         )
+        if shared is not None:
+            scorer = shared.covered(fitter, fit.detector.scorer, frozenset(fit.images))
+            fit = replace(fit, detector=replace(fit.detector, scorer=scorer))
         if fit.suspects:
             clock.lap("calibration")
     finally:
@@ -167,11 +185,13 @@ def _train(
     hashes = {samples[i].name: patches.hashes[i] for i in used}
     unused = {samples[i].name: i for i in sorted({*range(len(samples))} - {*used})}
     manifest = manifest_of(detector, weights_sha256, hashes, unused)
+    if shared is not None:
+        manifest["made_with"]["shard_images"] = shared.shard
     return Training(
         detector=replace(detector, appearance=AppearanceModel.of(looks), manifest=manifest),
         learned=len(used),
         refused={samples[r.index].name: r.reason for r in patches.refused},
-        patches=patches.count_of(frozenset(used)),
+        patches=patches.learned_of(frozenset(used)),
         seconds=clock.seconds,
         patch_pixels=_patch_pixels(patches, min(extractor.strides)),
         odd=tuple(samples[used[place]].name for place in odd_among(looks)),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -39,6 +40,27 @@ _TRIMMED = 128
 _Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor, list[Appearance]]
 
 
+@dataclass(frozen=True)
+class FirstReading:
+    """What the first reading of images has found; see `TrainingPatches`.
+
+    Attributes:
+        file: their features.
+        refused: files that couldn't be used.
+        hashes: sha256 of each file used.
+        views: how each file used was turned into the network's input.
+        looks: what each file used looks like as a whole.
+        counts: how many patches each has.
+    """
+
+    file: TensorFile
+    refused: list[UnusableImage]
+    hashes: dict[int, str]
+    views: dict[int, AnyView]
+    looks: dict[int, Appearance]
+    counts: dict[int, int]
+
+
 class TrainingPatches:
     """The patch embeddings of the training images, batch by batch, as often as wanted.
 
@@ -50,14 +72,14 @@ class TrainingPatches:
     yet), or, with `aligned`, as embeddings, which is less once these are projected.
 
     Args:
-        images: files, or pixels that are decoded already.
+        images: files, or pixels that are decoded already, by number.
         decoders: set to what the model's loading is.
         embedder: the network and the alignment.
         batch_size: images at once.
         scratch: an existing folder for the temporary file.
         aligned: what is written there.
         region: what of each image counts; None for all of it.
-        first: the number of the first image.
+        shared: whether another process is to go on with what the first reading finds.
         progress: called with images done, and how many there are, in the first reading.
 
     Attributes:
@@ -70,7 +92,7 @@ class TrainingPatches:
 
     def __init__(
         self,
-        images: Sequence[Path | Image],
+        images: Mapping[int, Path | Image],
         decoders: Decoders,
         embedder: Embedder,
         *,
@@ -78,11 +100,10 @@ class TrainingPatches:
         scratch: Path,
         aligned: bool,
         region: Region | None = None,
-        first: int = 0,
+        shared: bool = False,
         progress: Progress = lambda done, total: None,
     ) -> None:
         self._images = images
-        self._first = first
         self._decoders = decoders
         self._embedder = embedder
         self._batch_size = batch_size
@@ -90,7 +111,8 @@ class TrainingPatches:
         self._aligned = aligned
         self._region = region
         self._progress = progress
-        self._file: TensorFile | None = None
+        self._shared = shared
+        self._files: list[TensorFile] = []
         self.seconds = 0.0
         self.refused: list[UnusableImage] = []
         self.hashes: dict[int, str] = {}
@@ -104,11 +126,15 @@ class TrainingPatches:
         return self.count_of(self._counts)
 
     def count_of(self, images: Container[int]) -> int:
+        """How many patches there are to read of some of the images."""
+        return self.learned_of(images)
+
+    def learned_of(self, images: Container[int]) -> int:
         """How many patches some of the images have."""
         return sum(count for image, count in self._counts.items() if image in images)
 
     def __iter__(self) -> Iterator[PatchBatch]:
-        return self.read(range(self._first, self._first + len(self._images)))
+        return self.read(self._images)
 
     def only(self, images: Container[int]) -> Part:
         """The patches of some of the images."""
@@ -117,7 +143,7 @@ class TrainingPatches:
     def read(self, images: Container[int]) -> Iterator[PatchBatch]:
         """Read the patches of some of the images once."""
         with torch.inference_mode():
-            source = self._compute() if self._file is None else self._reread(images)
+            source = self._compute() if not self._files else self._reread(images)
             for names, embeddings in source:
                 rows = [row for row, name in enumerate(names) if name.image in images]
                 if rows:
@@ -126,9 +152,29 @@ class TrainingPatches:
 
     def close(self) -> None:
         """Delete the temporary file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    def found(self) -> FirstReading:
+        """What the first reading has found, for `take` in another process."""
+        here = self.refused, self.hashes, self.views, self.looks, self._counts
+        return FirstReading(self._files[0], *here)
+
+    def take(self, readings: Iterable[FirstReading]) -> None:
+        """Go on with what other processes have found in some of the images each.
+
+        Raises:
+            DataError: no image can be used.
+        """
+        for one in readings:
+            self._files.append(one.file)
+            self.refused += one.refused
+            self.hashes |= one.hashes
+            self.views |= one.views
+            self.looks |= one.looks
+            self._counts |= one.counts
+        self._check_usable()
 
     def _batch(self, embeddings: Tensor, names: Sequence[Piece]) -> PatchBatch:
         height, width = embeddings.shape[1:3]
@@ -141,12 +187,13 @@ class TrainingPatches:
         )
 
     def _compute(self) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
-        file = TensorFile(self._scratch)
+        file = TensorFile(self._scratch, shared=self._shared)
         sums: NDArray[np.float64] | None = None
+        rows = {index: row for row, index in enumerate(self._images)}
         self.refused, self.hashes, self.looks, self._counts = [], {}, {}, {}
         started = time.perf_counter()
         loaded = refuse_missed(
-            self._decoders.load_all(enumerate(self._images, self._first)),
+            self._decoders.load_all(self._images.items()),
             self._embedder.grid,
             self._region,
         )
@@ -166,7 +213,7 @@ class TrainingPatches:
                 # these from being used again.
                 if sums is None:
                     sums = np.empty((len(self._images), len(one.embedding)))
-                row = item.index - self._first
+                row = rows[item.index]
                 sums[row] = total.embedding
                 self.looks[item.index] = replace(total, embedding=sums[row])
             each = math.prod(embeddings.shape[1:3])
@@ -179,11 +226,15 @@ class TrainingPatches:
             self.seconds += time.perf_counter() - started
             yield names, embeddings
             started = time.perf_counter()
+        if not self._shared:
+            self._check_usable()
+        self._files = [file]
+
+    def _check_usable(self) -> None:
         if not self.hashes:
             reasons = "\n  ".join(item.reason for item in self.refused[:3])
             count = len(self.refused)
             raise DataError(f"none of the {count} images can be used:\n  {reasons}")
-        self._file = file
 
     def _embed(self, batch: list[Loaded] | UnusableImage) -> _Embedded | UnusableImage:
         """What is kept of a batch on disk, and its embeddings."""
@@ -197,8 +248,7 @@ class TrainingPatches:
         return batch, [embeddings] if self._aligned else maps, embeddings, looks
 
     def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
-        assert self._file is not None
-        for names, kept in self._file.read(images):
+        for names, kept in chain.from_iterable(file.read(images) for file in self._files):
             rows = [row for row, name in enumerate(names) if name.image in images]
             some = kept if len(rows) == len(names) else [t[rows] for t in kept]
             embeddings = some[0] if self._aligned else self._embedder.align(some)

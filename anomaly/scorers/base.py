@@ -31,12 +31,15 @@ class PatchBatch:
         images: the B training-image indices.
         corners: row and column of each grid's first patch in its image; (0, 0) but in tiles.
         inside: (B, h, w) bool, which patches count; None for all.
+        places: (B, h, w, 2) int32, row and column of each patch in its image, where the patches are
+            some of an image's and not its grid; None for a grid.
     """
 
     embeddings: Tensor
     images: tuple[int, ...]
     corners: tuple[tuple[int, int], ...] | None = None
     inside: Tensor | None = None
+    places: Tensor | None = None
 
     def counted(self) -> Iterator[Tensor]:
         """The patches (n, D) that count, of one image after the other.
@@ -228,6 +231,33 @@ class Fitter(Protocol[S]):
             ModelError: the method can't join what it has learned, or not from these images.
         """
         raise ModelError("the model's method can't be merged; train one with the images of all")
+
+    def digest(
+        self, patches: Iterable[PatchBatch], count: int, share: float
+    ) -> list[PatchBatch] | None:
+        """Of some of the training images, the patches that a fit on all of them can do with.
+
+        Args:
+            patches: of these images; re-iterable.
+            count: how many of them count.
+            share: of all training images that these are.
+
+        Returns:
+            The patches, each batch of one image; None for a method that needs all of them.
+        """
+        return None
+
+    def of_digests(self, kept: int, count: int) -> Fitter[S]:
+        """The fitter for what `digest` has kept: so many patches, of so many."""
+        return self
+
+    def farthest(self, scorer: S, batches: Iterable[PatchBatch]) -> float:
+        """How far the farthest of some patches is from what a scorer knows, where it asks."""
+        return 0.0
+
+    def covering(self, scorer: S, distance: float) -> S:
+        """A scorer made of digests, once it is known how far its farthest training patch is."""
+        return scorer
 
     def held_out(
         self, scorer: S, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool

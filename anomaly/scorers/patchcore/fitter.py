@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from anomaly.errors import DataError
 from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress
-from anomaly.scorers.patchcore.coreset import coreset_size, random_projection
+from anomaly.scorers.patchcore.coreset import coreset_size, covering_radius, random_projection
 from anomaly.scorers.patchcore.extension import (
     extended,
     extended_without,
@@ -21,6 +22,9 @@ from anomaly.scorers.patchcore.extension import (
 from anomaly.scorers.patchcore.held_out import banks_without
 from anomaly.scorers.patchcore.memory_bank import ALIGNERS, MemoryBank, gather
 from anomaly.scorers.patchcore.streamed_coreset import select_streamed
+
+# A shard's digest has so many times the vectors that the bank will have of it.
+_DENSER = 4
 
 
 def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> MemoryBankFitter:
@@ -166,6 +170,45 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         """(D, d), what embeddings with D = `channels` are multiplied by for the selection."""
         generator = torch.Generator().manual_seed(self.seed)
         return random_projection(channels, self.projection_dim, generator=generator)
+
+    def digest(self, patches: Iterable[PatchBatch], count: int, share: float) -> list[PatchBatch]:
+        """The coreset of some images, several times as dense as the bank will be."""
+        if not count:
+            return []
+        whole = self.coreset_size
+        wanted = count * (self.coreset_ratio or 0) if whole is None else whole * share
+        size = min(count, math.ceil(_DENSER * wanted))
+        some = replace(self, coreset_ratio=None, coreset_size=size).fit(patches)
+        kept = []
+        for image in sorted(set(some.origins[:, 0].tolist())):
+            rows = (some.origins[:, 0] == image).nonzero()[:, 0]
+            places = some.origins[rows, 1:][None, None]
+            kept.append(PatchBatch(some.vectors[rows][None, None], (image,), places=places))
+        return kept
+
+    def of_digests(self, kept: int, count: int) -> MemoryBankFitter:
+        """The fitter whose ratio is of all patches, of which a share is kept."""
+        ratio = self.coreset_ratio
+        return self if ratio is None else replace(self, coreset_ratio=ratio * count / kept)
+
+    def farthest(self, scorer: MemoryBank, batches: Iterable[PatchBatch]) -> float:
+        """The covering radius of some patches, among projected embeddings."""
+        projection = self._projection_of(scorer)
+        with torch.inference_mode():
+            centres = scorer.vectors @ projection
+            return max(
+                (
+                    covering_radius(patches @ projection, centres)
+                    for batch in batches
+                    for patches in batch.counted()
+                    if len(patches)
+                ),
+                default=0.0,
+            )
+
+    def covering(self, scorer: MemoryBank, distance: float) -> MemoryBank:
+        """A bank with its covering radius."""
+        return replace(scorer, covering_radius=distance, exact=False)
 
     def _projection_of(self, bank: MemoryBank) -> Tensor:
         return self.projection(bank.dimensions).to(bank.vectors.device)

@@ -144,7 +144,10 @@ def gather(batches: Iterable[PatchBatch], picks: Tensor) -> tuple[Tensor, Tensor
         corners = batch.corners or ((0, 0),) * images
         starts = [(name, *corner) for name, corner in zip(batch.images, corners, strict=True)]
         grid, cell = offsets // (height * width), offsets % (height * width)
-        inner = torch.stack([torch.zeros_like(cell), cell // width, cell % width], 1)
+        inside = torch.stack([cell // width, cell % width], 1)
+        if batch.places is not None:
+            inside = batch.places.reshape(-1, 2)[offsets].to(inside)
+        inner = torch.cat([torch.zeros_like(cell)[:, None], inside], 1)
         origins[to] = (torch.tensor(starts, device=picks.device)[grid] + inner).int()
         start = stop
     if vectors is None or start <= int(ascending[-1]):

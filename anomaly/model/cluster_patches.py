@@ -1,0 +1,248 @@
+"""Training patches on a cluster: workers compute and keep features, and score them.
+
+Images are cut into shards of a fixed number, whatever the workers. A worker leaves a shard's
+feature maps in the run's folder, which all machines see, so that it doesn't matter which one goes
+on with them, or whether it lives. Of a method that has digests, only these come here (PatchCore in
+two rounds: each shard's coreset, and from all of them the bank); of the others, the features are
+read from the folder in the order of the images, so that their sums are those of one machine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from anomaly.cluster.actors import Actor, Cluster
+from anomaly.cluster.dispatch import Worker, dispatch
+from anomaly.errors import AnomalyError
+from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.image import Image
+from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.shard_worker import ShardJob, ShardWorker
+from anomaly.model.suspects import Suspects
+from anomaly.model.training_patches import Part, TrainingPatches
+from anomaly.scorers.base import Fitter, PatchBatch, Progress, Scorer
+
+_SHARD = 64  # images, or as few whole batches as hold them: so batches are as one machine's
+_SCORED = 16  # images at once
+_Ask = Callable[[Actor, int, Any], "Future[Any]"]
+
+
+class ClusterPatches(TrainingPatches):
+    """The patches of the training images, or of those the digests, once `compute` is through.
+
+    Args:
+        cluster: where the workers are.
+        job: what they have to know, but for images and places.
+        images: as for `TrainingPatches`.
+        batch_size: as for `TrainingPatches`.
+        scratch: an existing folder that all machines see.
+        more: as for `TrainingPatches`.
+
+    Attributes:
+        shard: how many images make one.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: ShardJob,
+        *,
+        images: Mapping[int, Path | Image],
+        batch_size: int,
+        scratch: Path,
+        **more: Any,
+    ) -> None:
+        super().__init__(images=images, batch_size=batch_size, scratch=scratch, **more)
+        self.shard = -(-_SHARD // batch_size) * batch_size
+        self._cluster = cluster
+        self._folder = tempfile.TemporaryDirectory(prefix="features-", dir=scratch.absolute())
+        place, threads = Path(self._folder.name), cluster.threads
+        self._job = replace(job, images=images, shard=self.shard, threads=threads, scratch=place)
+        self._shards = self._job.shards()
+        self._sent = cluster.put(self._job)
+        self._idle: list[Actor] = []
+        self._found: list[Any] = []
+        self._digests: list[PatchBatch] | None = None
+
+    def compute(self, fitter: Fitter[Any]) -> Fitter[Any]:
+        """Have all features computed.
+
+        Returns:
+            The fitter for what there is to read then.
+
+        Raises:
+            AnomalyError: a worker has met it, or workers die whatever they are given.
+            DataError: no image can be used.
+        """
+        killed: dict[int, Mapping[int, str]] = {}
+
+        def ask(actor: Actor, chunk: int, lost: Mapping[int, str]) -> Future[Any]:
+            killed[chunk] = lost
+            return actor.ask("learn", chunk, lost)
+
+        def attempt(actor: Actor, chunk: int, places: Sequence[int]) -> Future[Any]:
+            return actor.ask("try_images", chunk, places)
+
+        started = time.perf_counter()
+        results = self._pass([len(shard) for shard in self._shards], ask, attempt, self._progress)
+        self.seconds = time.perf_counter() - started
+        for chunk, lost in killed.items():
+            for place, reason in lost.items():
+                i = self._shards[chunk][place]
+                self.refused.append(UnusableImage(i, "failed", f"{self._images[i]}: {reason}"))
+        self._found = [self._cluster.put(found) for found, _, _ in results]
+        digests = [digest for _, digest, _ in results]
+        self.take([found for found, _, _ in results])
+        self.refused.sort(key=lambda one: one.index)
+        if any(digest is None for digest in digests):
+            return fitter
+        self._digests = [batch for digest in digests for batch in digest]
+        return fitter.of_digests(self.count, sum(count for _, _, count in results))
+
+    def count_of(self, images: Container[int]) -> int:
+        """How many patches there are to read of some of the images."""
+        if self._digests is None:
+            return super().count_of(images)
+        return sum(b.embeddings.shape[2] for b in self._digests if b.images[0] in images)
+
+    def read(self, images: Container[int]) -> Iterator[PatchBatch]:
+        """Read the patches of some of the images, or what is kept of them."""
+        if self._digests is None:
+            yield from super().read(images)
+        else:
+            yield from (batch for batch in self._digests if batch.images[0] in images)
+
+    def score(
+        self,
+        detector: AnomalyDetector,
+        part: Part,
+        views: Mapping[int, AnyView],
+        *,
+        suspects: Suspects | None = None,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> dict[int, tuple[float, float]]:
+        """Have all patches of some images scored; see `cross_fitting.scores_of`."""
+        units = [
+            some[i : i + _SCORED]
+            for some in self._used(part.images)
+            for i in range(0, len(some), _SCORED)
+        ]
+        found: dict[int, tuple[float, float]] = {}
+        told = self._scorer_pass("score", units, detector.scorer, lambda done, _: progress(done))
+        for scores, worst in told:
+            found |= scores
+            if suspects is not None:
+                suspects.take(worst)
+        return found
+
+    def covered(self, fitter: Fitter[Any], scorer: Scorer, images: Container[int]) -> Scorer:
+        """A scorer made of digests of some images, completed by a look at all their patches."""
+        if self._digests is None:
+            return scorer
+        units = list(self._used(images))
+        distances = self._scorer_pass("farthest", units, scorer, lambda done, total: None)
+        return cast(Scorer, fitter.covering(scorer, max(distances)))
+
+    def close(self) -> None:
+        """End the workers and delete the features."""
+        super().close()
+        while self._idle:
+            self._idle.pop().stop()
+        self._folder.cleanup()
+
+    def _used(self, images: Container[int]) -> Iterator[list[int]]:
+        """Those of some images that have patches, shard by shard."""
+        for shard in self._shards:
+            mine = [i for i in shard if i in images and i in self.hashes]
+            if mine:
+                yield mine
+
+    def _scorer_pass(
+        self, method: str, units: Sequence[Sequence[int]], scorer: Scorer, progress: Progress
+    ) -> list[Any]:
+        """What a worker's method says of images with a scorer."""
+        sent = self._cluster.put(scorer.to("cpu"))  # and without what it has derived
+
+        def ask(actor: Actor, unit: int, lost: Mapping[int, str]) -> Future[Any]:
+            images = units[unit]
+            if lost:
+                name, why = self._images[images[min(lost)]], lost[min(lost)]
+                raise AnomalyError(f"{name}: {why}; train without it")
+            return on(actor, images)
+
+        def attempt(actor: Actor, unit: int, places: Sequence[int]) -> Future[Any]:
+            return on(actor, [units[unit][place] for place in places])
+
+        def on(actor: Actor, images: Sequence[int]) -> Future[Any]:
+            found = self._found[images[0] // self.shard if images else 0]
+            return actor.ask(method, found, images, sent)
+
+        return self._pass([len(images) for images in units], ask, attempt, progress)
+
+    def _pass(
+        self, sizes: Sequence[int], ask: _Ask, attempt: _Ask, progress: Progress
+    ) -> list[Any]:
+        """What workers say of each of several units of work."""
+        results: dict[int, Any] = {}
+
+        def hire() -> Worker:
+            start = self._cluster.start
+            actor = self._idle.pop() if self._idle else start(ShardWorker, self._sent)
+            return _ShardWorker(actor, ask, attempt, results, self._idle)
+
+        units, room = range(len(sizes)), self._cluster.room
+        dispatch(units, sizes, hire, room, progress=progress, remedy="train again")
+        return [results[unit] for unit in units]
+
+
+class _ShardWorker:
+    """A worker of one pass, whose actor outlives it."""
+
+    def __init__(
+        self, actor: Actor, ask: _Ask, attempt: _Ask, results: dict[int, Any], idle: list[Actor]
+    ) -> None:
+        self._actor = actor
+        self._ask = ask
+        self._attempt = attempt
+        self._results = results
+        self._idle = idle
+        self._last: Future[Any] = Future()
+
+    def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
+        """See `Worker`."""
+        return self._told(self._ask(self._actor, chunk, lost), lambda of: {chunk: of})
+
+    def probe(self, chunk: int, images: Sequence[int]) -> Future[Counter[str]]:
+        """See `Worker`."""
+        return self._told(self._attempt(self._actor, chunk, images), lambda of: {})
+
+    def stop(self) -> None:
+        """Leave the actor to the next pass, unless it has died or is busy."""
+        if self._last.done() and self._last.exception() is None:
+            self._idle.append(self._actor)
+        else:
+            self._actor.stop()
+
+    def _told(
+        self, asked: Future[Any], kept: Callable[[Any], dict[int, Any]]
+    ) -> Future[Counter[str]]:
+        told: Future[Counter[str]] = Future()
+
+        def tell(found: Future[Any]) -> None:
+            if error := found.exception():
+                told.set_exception(error)
+                return
+            self._results.update(kept(found.result()))
+            told.set_result(Counter())
+
+        self._last = told
+        asked.add_done_callback(tell)
+        return told

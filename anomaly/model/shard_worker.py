@@ -1,0 +1,176 @@
+"""What a worker of a cluster does for a training: features, digests and scores of a few images."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from anomaly.config.schema import Config
+from anomaly.errors import DataError
+from anomaly.features.backbones import Normalisation
+from anomaly.features.embedder import Embedder
+from anomaly.features.extractor import FeatureExtractor
+from anomaly.imaging.image import Image
+from anomaly.imaging.region import Region
+from anomaly.model.cross_fitting import scores_of
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.settings import loading_of
+from anomaly.model.suspects import Suspect, Suspects
+from anomaly.model.training_patches import FirstReading, Part, TrainingPatches
+from anomaly.scorers.base import Fitter, PatchBatch, Scorer
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """What every worker of a training has to know.
+
+    Attributes:
+        config: all settings, with the precision chosen.
+        extractor: the network.
+        normalise: what it expects of its input.
+        fitter: of the scorer, prepared.
+        region: what of each image counts.
+        aspect: H/W that images have to have; None for any.
+        device: where to compute.
+        images: all training images, by number.
+        shard: how many of them make a shard.
+        threads: of each worker.
+        scratch: a folder for feature maps that all machines see.
+        folder: the working folder, where relative paths begin.
+    """
+
+    config: Config
+    extractor: FeatureExtractor
+    normalise: Normalisation
+    fitter: Fitter[Any]
+    region: Region | None
+    aspect: float | None
+    device: str
+    images: Mapping[int, Path | Image] = field(default_factory=dict)
+    shard: int = 1
+    threads: int = 1
+    scratch: Path = Path()
+    folder: Path = field(default_factory=Path.cwd)
+
+    def shards(self) -> list[range]:
+        """The numbers of each shard's images."""
+        count = len(self.images)
+        return [range(i, min(i + self.shard, count)) for i in range(0, count, self.shard)]
+
+
+class ShardWorker:
+    """The actor. Nothing is made before the first call, so that errors come back as they are."""
+
+    def __init__(self, job: ShardJob) -> None:
+        self._job = job
+        self._decoders: Any = None
+
+    def learn(
+        self, chunk: int, lost: Mapping[int, str]
+    ) -> tuple[FirstReading, list[PatchBatch] | None, int]:
+        """Compute and keep a shard's features, and choose what a fit on all shards needs of them.
+
+        Args:
+            chunk: which shard.
+            lost: its images that aren't touched, by place.
+
+        Returns:
+            What was found, the digest, and how many patches count.
+
+        Raises:
+            DataError: none of the images is there.
+        """
+        mine = self._job.shards()[chunk]
+        patches = self._patches([i for place, i in enumerate(mine) if place not in lost])
+        self._check_there(mine)
+        count = sum(len(some) for batch in patches for some in batch.counted())
+        digest = self._job.fitter.digest(patches, count, len(mine) / len(self._job.images))
+        found = patches.found()
+        patches.close()
+        return found, digest, count
+
+    def _check_there(self, mine: Sequence[int]) -> None:
+        """See that this machine has the images' disk."""
+        files = [file for i in mine if isinstance(file := self._job.images[i], Path)]
+        if files and not any(file.exists() for file in files):
+            raise DataError(
+                f"the worker on {socket.gethostname()} sees no {files[0]}, nor any of "
+                f"{len(files)} images; with --ray, all machines need the same paths"
+            )
+
+    def try_images(self, chunk: int, places: Sequence[int]) -> None:
+        """Compute features of some of a shard's images, and keep nothing."""
+        mine = self._job.shards()[chunk]
+        for _ in self._patches([mine[place] for place in places]):
+            pass
+
+    def score(
+        self, found: FirstReading, images: Container[int], scorer: Scorer
+    ) -> tuple[dict[int, tuple[float, float]], tuple[Suspect, ...]]:
+        """Scores of some images by a scorer that hasn't seen them; see `scores_of`."""
+        job, some = self._job, self._read(found, images)
+        detector = AnomalyDetector(
+            job.config,
+            job.extractor,
+            job.normalise,
+            scorer.to(self._device),
+            None,
+            self._device,
+            job.region,
+            job.aspect,
+        )
+        suspects = Suspects(found.views)
+        return scores_of(detector, some, found.views, suspects=suspects), suspects.worst()
+
+    def farthest(self, found: FirstReading, images: Container[int], scorer: Scorer) -> float:
+        """See `Fitter.farthest`."""
+        some = self._read(found, images)
+        return self._job.fitter.farthest(scorer.to(self._device), some)
+
+    def _read(self, found: FirstReading, images: Container[int]) -> Part:
+        patches = self._patches(())
+        patches.take([found])
+        return patches.only(images)
+
+    def _patches(self, images: Sequence[int]) -> TrainingPatches:
+        self._begin()
+        job = self._job
+        return TrainingPatches(
+            {i: job.images[i] for i in images},
+            self._decoders,
+            Embedder(job.extractor, job.normalise, job.fitter.align, self._device),
+            batch_size=job.config.batch_size,
+            scratch=job.scratch,
+            aligned=job.fitter.compact,
+            region=job.region,
+            shared=True,
+        )
+
+    def _begin(self) -> None:
+        if self._decoders is not None:
+            return
+        import cv2
+
+        from anomaly.imaging.decoder_pool import Decoders
+        from anomaly.imaging.decoder_worker import Task
+        from anomaly.runtime import device_of, use_threads
+
+        job = self._job
+        if not job.scratch.is_dir():
+            raise DataError(
+                f"the worker on {socket.gethostname()} sees no {job.scratch.parent}; with --ray, "
+                "the run's folder has to be on a disk that all machines share (--output)"
+            )
+        with suppress(OSError):
+            os.chdir(job.folder)
+        use_threads(job.threads)
+        cv2.setNumThreads(1)
+        self._device = device_of(job.device)
+        stride, patch = job.extractor.coarsest_stride, job.extractor.patch
+        loading = loading_of(job.config, stride, job.region, job.aspect, patch)
+        self._decoders = Decoders(job.threads, Task(loading)).__enter__()
