@@ -13,10 +13,9 @@ from anomaly.cli.progress import ProgressLine
 from anomaly.errors import AnomalyError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from anomaly.report.category import Category, Failure
-    from anomaly.report.index import EvaluationFolder
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --defects: their masks, named like them (scratch/1.png for scratch/1.jpg)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace earlier reports there")
+    machine.add_cluster(
+        parser, "train and evaluate models side by side on the workers of this Ray cluster"
+    )
     machine.add_arguments(parser)
 
 
@@ -93,15 +95,34 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from anomaly.cli import evaluate_ray
+    from anomaly.report.category import Failure
     from anomaly.report.index import EvaluationFolder
 
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)
-    device, threads = machine.device_and_threads(options)
     categories: list[Category] = []
     failures: list[Failure] = []
+
+    def take(source: Path | str, outcome: Category | AnomalyError) -> None:
+        """Add what came of a model to the report; if that is an error, the others go on."""
+        try:
+            if isinstance(outcome, AnomalyError):
+                raise outcome
+            category = _distinct(outcome, Path(outcome.model), {c.name for c in categories})
+            report = folder.add(category)
+            print(f"{category.name}: {report}")
+            # The pictures are in the report; only the figures are needed from here on.
+            categories.append(replace(category, tiles={}))
+        except AnomalyError as error:
+            log.error("%s", error)
+            failures.append(Failure(str(source), str(error)))
+
     try:
-        for source in options.model or options.config:
-            _attempt(source, options, device, threads, folder, categories, failures)
+        with machine.cluster(options) as cluster:
+            if cluster is None:
+                _one_by_one(options, take)
+            else:
+                evaluate_ray.run(options, cluster, take)
     finally:
         # Whatever stopped the run, what was evaluated has its index.
         if categories:
@@ -109,32 +130,30 @@ def _run(options: argparse.Namespace) -> int:
     return _say(categories, failures, options.output)
 
 
-def _attempt(
-    source: Path | str,
-    options: argparse.Namespace,
-    device: Any,
-    threads: int,
-    folder: EvaluationFolder,
-    categories: list[Category],
-    failures: list[Failure],
+def _one_by_one(
+    options: argparse.Namespace, take: Callable[[Path | str, Category | AnomalyError], None]
 ) -> None:
-    """Evaluate one model; what goes wrong with it is noted, and the others go on."""
-    from anomaly.cli.trained import trained_run
-    from anomaly.report.category import Failure
+    device, threads = machine.device_and_threads(options)
+    for source in options.model or options.config:
+        try:
+            outcome: Category | AnomalyError = made(source, options, device, threads)
+        except AnomalyError as error:
+            outcome = error
+        take(source, outcome)
 
-    try:
-        run_folder = Path(source)
-        if options.config:
-            run_folder = trained_run(str(source), options.overrides, options.runs, device, threads)
-        category = _evaluate(run_folder, options, device, threads)
-        category = _distinct(category, run_folder, {c.name for c in categories})
-        report = folder.add(category)
-        print(f"{category.name}: {report}")
-        # The pictures are in the report; only the figures are needed from here on.
-        categories.append(replace(category, tiles={}))
-    except AnomalyError as error:
-        log.error("%s", error)
-        failures.append(Failure(str(source), str(error)))
+
+def made(source: Path | str, options: argparse.Namespace, device: Any, threads: int) -> Category:
+    """Evaluate one model, which is trained first where the options name configs.
+
+    Raises:
+        AnomalyError: it can't be trained or evaluated.
+    """
+    from anomaly.cli.trained import trained_run
+
+    folder = Path(source)
+    if options.config:
+        folder = trained_run(str(source), options.overrides, options.runs, device, threads)
+    return _evaluate(folder, options, device, threads)
 
 
 def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: int) -> Category:

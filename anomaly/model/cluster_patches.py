@@ -30,7 +30,10 @@ from anomaly.model.suspects import Suspects
 from anomaly.model.training_patches import Part, TrainingPatches
 from anomaly.scorers.base import Fitter, PatchBatch, Progress, Scorer
 
-_SHARD = 64  # images, or as few whole batches as hold them: so batches are as one machine's
+# Images of a shard, in whole batches, so that these are as one machine's. Digests keep one of many
+# patches that are alike; for what one fold leaves out there have to be those of other shards.
+_MOST = 64
+_LEAST_SHARDS = 10
 _SCORED = 16  # images at once
 _Ask = Callable[[Actor, int, Any], "Future[Any]"]
 
@@ -61,7 +64,8 @@ class ClusterPatches(TrainingPatches):
         **more: Any,
     ) -> None:
         super().__init__(images=images, batch_size=batch_size, scratch=scratch, **more)
-        self.shard = -(-_SHARD // batch_size) * batch_size
+        wanted = min(_MOST, -(-len(images) // _LEAST_SHARDS))
+        self.shard = -(-wanted // batch_size) * batch_size
         self._cluster = cluster
         self._folder = tempfile.TemporaryDirectory(prefix="features-", dir=scratch.absolute())
         place, threads = Path(self._folder.name), cluster.threads

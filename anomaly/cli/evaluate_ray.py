@@ -1,0 +1,133 @@
+"""`anomaly evaluate --ray`: models trained and evaluated side by side on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anomaly.cli.progress import ProgressLine
+from anomaly.cli.speech import spoken
+from anomaly.errors import AnomalyError
+
+if TYPE_CHECKING:
+    from anomaly.cluster.actors import Actor, Cluster
+    from anomaly.report.category import Category
+
+    Outcome = Category | AnomalyError
+    Said = tuple[str, str]  # on stdout and stderr
+
+
+def run(
+    options: argparse.Namespace, cluster: Cluster, take: Callable[[str | Path, Outcome], None]
+) -> None:
+    """Evaluate every model that the options name.
+
+    Args:
+        options: of `anomaly evaluate`.
+        cluster: where the workers are.
+        take: called with each model, in order, and with what came of it.
+    """
+    from anomaly.cluster.dispatch import dispatch
+
+    sources: Sequence[str | Path] = options.model or options.config
+    outcomes: dict[int, tuple[Outcome, Said]] = {}
+    taken = 0
+    options.threads = cluster.threads
+    options.folder = Path.cwd()
+
+    def hire() -> _Worker:
+        return _Worker(cluster.start(_Evaluator, options), sources, outcomes)
+
+    with ProgressLine() as progress:
+
+        def done(count: int, total: int) -> None:
+            nonlocal taken
+            progress("evaluating", count, total)
+            while taken in outcomes:
+                outcome, (out, err) = outcomes.pop(taken)
+                print(out, end="")
+                print(err, end="", file=sys.stderr)
+                take(sources[taken], outcome)
+                taken += 1
+
+        remedy = "start it again: what is trained is kept"
+        each = [1] * len(sources)
+        dispatch(range(len(sources)), each, hire, cluster.room, progress=done, remedy=remedy)
+
+
+class _Evaluator:
+    """The actor."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+
+    def evaluate(self, source: str | Path | None) -> tuple[Outcome, Said] | None:
+        """Train and evaluate a model; without one, nothing."""
+        if source is None:
+            return None
+        from anomaly.cli import evaluate, machine
+
+        with suppress(OSError):
+            os.chdir(self._options.folder)
+        logging.getLogger("anomaly.cli.progress").setLevel(logging.WARNING)
+        quiet, verbose = self._options.quiet, self._options.verbose
+        outcome: Outcome
+        with (
+            redirect_stdout(io.StringIO()) as out,
+            redirect_stderr(io.StringIO()) as err,
+            spoken(quiet=quiet, verbose=verbose),
+        ):
+            device, threads = machine.device_and_threads(self._options)
+            try:
+                outcome = evaluate.made(source, self._options, device, threads)
+            except AnomalyError as error:
+                outcome = AnomalyError(str(error))
+        return outcome, (out.getvalue(), err.getvalue())
+
+
+class _Worker:
+    def __init__(
+        self,
+        actor: Actor,
+        sources: Sequence[str | Path],
+        outcomes: dict[int, tuple[Outcome, Said]],
+    ) -> None:
+        self._actor = actor
+        self._sources = sources
+        self._outcomes = outcomes
+        self.stop = actor.stop
+
+    def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
+        """See `Worker`; a model that takes down its workers is lost."""
+        told: Future[Counter[str]] = Future()
+        if lost:
+            error = AnomalyError(
+                f"{self._sources[chunk]}: training or evaluating it took down the processes that "
+                "did, whichever they were (out of memory?)"
+            )
+            self._outcomes[chunk] = error, ("", "")
+            told.set_result(Counter())
+            return told
+
+        def tell(found: Future[tuple[Outcome, Said]]) -> None:
+            if error := found.exception():
+                told.set_exception(error)
+                return
+            self._outcomes[chunk] = found.result()
+            told.set_result(Counter())
+
+        self._actor.ask("evaluate", self._sources[chunk]).add_done_callback(tell)
+        return told
+
+    def probe(self, chunk: int, images: Sequence[int]) -> Future[Counter[str]]:
+        """See `Worker`."""
+        return self._actor.ask("evaluate", self._sources[chunk] if images else None)

@@ -1,0 +1,237 @@
+"""Training by shards: workers in threads here, on Ray in tests/cluster."""
+
+import json
+import pickle
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAST, REPOSITORY, write_part, write_product
+
+from anomaly.cluster.dispatch import WorkerDied
+from anomaly.config.files import load_config
+from anomaly.datasets import open_dataset
+from anomaly.errors import DataError, OutputError
+from anomaly.model.cluster_patches import ClusterPatches
+from anomaly.model.run_folder import train_run
+from anomaly.model.training import Training
+
+_CPU = torch.device("cpu")
+_Dies = Callable[[str, tuple[Any, ...]], bool]
+
+
+class _Threads:
+    """A cluster whose actors are threads; what goes to them and comes back is copied."""
+
+    threads = 1
+
+    def __init__(self, workers: int, dies: _Dies = lambda method, arguments: False) -> None:
+        self._workers = workers
+        self._pool = ThreadPoolExecutor(workers)
+        self._dies = dies
+        self.started = self.stopped = 0
+
+    def room(self) -> int:
+        return self._workers
+
+    def put(self, value: Any) -> Any:
+        return _copied(value)
+
+    def start(self, kind: type, *arguments: Any) -> "_Actor":
+        self.started += 1
+        return _Actor(self, kind(*arguments))
+
+
+class _Actor:
+    def __init__(self, cluster: _Threads, served: Any) -> None:
+        self._cluster = cluster
+        self._served = served
+
+    def ask(self, method: str, *arguments: Any) -> Future[Any]:
+        def act() -> Any:
+            if self._cluster._dies(method, arguments):
+                raise WorkerDied
+            return _copied(getattr(self._served, method)(*_copied(arguments)))
+
+        return self._cluster._pool.submit(act)
+
+    def stop(self) -> None:
+        self._cluster.stopped += 1
+        if decoders := self._served._decoders:
+            decoders.__exit__(None, None, None)
+
+
+class _Once:
+    """The n-th call of some methods kills its worker."""
+
+    def __init__(self, *pairs: Any) -> None:
+        self._left = dict(zip(pairs[::2], pairs[1::2], strict=True))
+
+    def __call__(self, method: str, arguments: tuple[Any, ...]) -> bool:
+        left = self._left.get(method)
+        if left is None:
+            return False
+        self._left[method] = left - 1
+        return left == 0
+
+
+def _copied(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.fixture(scope="module")
+def product(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty images, one cut short."""
+    root = write_product(tmp_path_factory.mktemp("data") / "disc", n_train=36)
+    file = root / "train" / "good" / "017.png"
+    file.write_bytes(file.read_bytes()[:300])
+    return root
+
+
+def _trained(
+    product: Path, output: Path, *overrides: str, cluster: Any = None, calibrate: bool = True
+) -> tuple[Training, dict[str, Any]]:
+    where = [f"data.root={product.parent}", f"data.category={product.name}", "data.format=mvtec"]
+    config = load_config(str(REPOSITORY / "configs" / "folder.yaml"), [*where, *FAST, *overrides])
+    data = open_dataset(config.data.format, config.data.root, config.data.category)
+    output.mkdir()
+    more: dict[str, Any] = {"cluster": cluster, "calibrate": calibrate}
+    return train_run(config, data, output, device=_CPU, workers=1, **more)
+
+
+def _same(one: Training, other: Training) -> bool:
+    here, there = one.detector.scorer.tensors(), other.detector.scorer.tensors()
+    return all(torch.equal(here[name], there[name]) for name in here)
+
+
+def test_a_bank_of_two_rounds_covers_all_patches_whatever_the_workers(
+    product: Path, tmp_path: Path
+) -> None:
+    one, summary = _trained(product, tmp_path / "one")
+    clusters = [_Threads(1), _Threads(3, _Once("learn", 1, "score", 2, "farthest", 0))]
+    (alone, _), (several, said) = (
+        _trained(product, tmp_path / f"{i}", cluster=cluster) for i, cluster in enumerate(clusters)
+    )
+    assert _same(alone, several)
+    assert alone.detector.thresholds == several.detector.thresholds
+    assert clusters[1].started == 3 + 3  # one more for each that died
+    assert all(cluster.stopped == cluster.started for cluster in clusters)
+    assert list(tmp_path.glob("*/features*")) == []
+    # It is of the size that it has on one machine, covers nearly as well, and is told the same.
+    bank, reference = several.detector.scorer.tensors(), one.detector.scorer.tensors()
+    assert bank["vectors"].shape == reference["vectors"].shape
+    radius = float(bank["covering_radius"])
+    assert 1.0 <= radius / float(reference["covering_radius"]) < 1.3
+    assert not bank["exact"]
+    alike = ("patches", "images", "refused", "odd", "stand_out", "patch_size")
+    assert {key: said[key] for key in alike} == {key: summary[key] for key in alike}
+    for which in ("review", "image"):
+        of = [getattr(t.detector.thresholds, which) for t in (one, several)]
+        assert of[0] == pytest.approx(of[1], rel=0.1)
+    recorded = json.loads((tmp_path / "1" / "model" / "manifest.json").read_text())
+    assert recorded["made_with"]["shard_images"] == 8
+    assert recorded["training_images"] == one.detector.manifest["training_images"]
+
+
+def test_the_covering_radius_is_that_of_all_patches(
+    product: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids: dict[int, torch.Tensor] = {}
+    fitters = []
+    covered = ClusterPatches.covered
+
+    def watched(self: ClusterPatches, fitter: Any, scorer: Any, images: Any) -> Any:
+        digests, self._digests = self._digests, None
+        for batch in self:
+            grids.update(zip(batch.images, batch.embeddings, strict=True))
+        self._digests = digests
+        fitters.append(fitter)
+        return covered(self, fitter, scorer, images)
+
+    monkeypatch.setattr(ClusterPatches, "covered", watched)
+    training, _ = _trained(product, tmp_path / "run", cluster=_Threads(2), calibrate=False)
+    bank = training.detector.scorer.tensors()
+    patches = torch.cat([grid.flatten(0, 1) for grid in grids.values()])
+    projection = fitters[0].projection(patches.shape[1])
+    apart = torch.cdist((patches @ projection).double(), (bank["vectors"] @ projection).double())
+    assert float(apart.amin(1).max()) == pytest.approx(float(bank["covering_radius"]), rel=1e-4)
+    # A vector's origin is where it came from.
+    for vector, (image, row, column) in zip(bank["vectors"], bank["origins"].tolist(), strict=True):
+        assert torch.equal(grids[image][row, column], vector)
+
+
+def test_a_digest_of_everything_gives_the_bank_of_one_machine(
+    tmp_path: Path,
+) -> None:
+    product = write_product(tmp_path / "disc", n_train=20)
+    ratio = "model.coreset_ratio=0.3"
+    one, _ = _trained(product, tmp_path / "one", ratio, calibrate=False)
+    more, _ = _trained(product, tmp_path / "more", ratio, cluster=_Threads(2), calibrate=False)
+    here, there = one.detector.scorer.tensors(), more.detector.scorer.tensors()
+    assert torch.equal(here["vectors"], there["vectors"])
+    assert torch.equal(here["origins"], there["origins"])
+    assert float(here["covering_radius"]) == pytest.approx(
+        float(there["covering_radius"]), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", ["padim", "subspace"])
+def test_sums_are_those_of_one_machine(kind: str, tmp_path: Path) -> None:
+    product = write_product(tmp_path / "disc", n_train=24)
+    one, summary = _trained(product, tmp_path / "one", f"model.kind={kind}")
+    more, said = _trained(product, tmp_path / "more", f"model.kind={kind}", cluster=_Threads(2))
+    here, there = one.detector.scorer.tensors(), more.detector.scorer.tensors()
+    for name in here:
+        assert torch.allclose(here[name].double(), there[name].double(), rtol=0, atol=1e-10), name
+    assert one.detector.thresholds is not None
+    assert more.detector.thresholds is not None
+    for name in ("image", "review", "pixel"):
+        of = [getattr(t.detector.thresholds, name) for t in (one, more)]
+        assert of[0] == pytest.approx(of[1], rel=1e-6)
+    names = [[suspect["name"] for suspect in s["suspects"]] for s in (summary, said)]
+    assert names[0] == names[1]
+
+
+def test_suspects_are_left_out_as_on_one_machine(tmp_path: Path) -> None:
+    root = write_product(tmp_path / "disc", n_train=30)
+    write_part(root / "train" / "good" / "007.png", 7, mark=(30, 50))
+    leave_out = "model.leave_out_suspects=true"
+    one, _ = _trained(root, tmp_path / "one", leave_out)
+    more, _ = _trained(root, tmp_path / "more", leave_out, cluster=_Threads(2))
+    assert list(one.stand_out) == list(more.stand_out) == ["train/good/007.png"]
+    assert one.learned == more.learned == 29
+    assert 7 not in set(more.detector.scorer.tensors()["origins"][:, 0].tolist())
+
+
+def test_an_image_that_kills_workers_is_refused(product: Path, tmp_path: Path) -> None:
+    poison = 13  # the sixth image of the second shard
+
+    def dies(method: str, arguments: tuple[Any, ...]) -> bool:
+        if method == "learn" and arguments[0] == 1:
+            return 5 not in arguments[1]
+        return method == "try_images" and arguments[0] == 1 and 5 in arguments[1]
+
+    training, _ = _trained(product, tmp_path / "run", cluster=_Threads(2, dies), calibrate=False)
+    assert training.learned == 34
+    assert "took down the processes" in training.refused[f"train/good/{poison:03}.png"]
+    refused = training.detector.manifest["refused_images"]
+    assert refused == {"train/good/017.png": 17, f"train/good/{poison:03}.png": poison}
+
+
+def test_what_ends_a_training(product: Path, tmp_path: Path) -> None:
+    always = _Threads(2, lambda method, arguments: True)
+    with pytest.raises(OutputError, match=r"even without its images.*then train again"):
+        _trained(product, tmp_path / "a", cluster=always)
+    assert always.stopped == always.started
+
+    class Elsewhere(_Threads):
+        def put(self, value: Any) -> Any:
+            place = getattr(value, "scratch", None)
+            return value if place is None else replace(value, scratch=place / "no")
+
+    with pytest.raises(DataError, match=r"sees no .*has to be on a disk that all machines share"):
+        _trained(product, tmp_path / "b", cluster=Elsewhere(1))
