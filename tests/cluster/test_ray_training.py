@@ -99,7 +99,7 @@ def test_categories_side_by_side_make_the_report_of_one_by_one(tmp_path: Path) -
         options = ["--config", *configs, "--output", where, "--runs", tmp_path / f"runs{len(more)}"]
         options += ["--device", "cpu", "--threads", 1]
         said.append(_said(_anomaly("evaluate", [*options, *more]), 3))
-        figures.append((where / "metrics.csv").read_text())
+        figures.append((where / "scores.csv").read_text())
         assert "none of the 16 images can be used" in said[-1]
     assert figures[0] == figures[1]
     for name in ("ring", "disc"):
