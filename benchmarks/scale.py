@@ -1,6 +1,11 @@
-"""Training on more and more images: seconds and peak memory, and how near the coreset comes.
+"""More and more images: training, and the process that shares a job out among workers.
 
 python -m benchmarks.scale --weights FILE.safetensors [--counts 500 2000 5000]
+python -m benchmarks.scale --lines 10000 10000000
+
+The first trains: seconds and peak memory, and how near the coreset comes. The second lists images
+that don't exist, and has workers that do nothing finish all chunks but those of every other part,
+which is there already: the memory of `manifest`, and of `infer --ray` beside its workers.
 """
 
 from __future__ import annotations
@@ -8,6 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import cv2
@@ -30,14 +38,73 @@ def generate(folder: Path, count: int) -> None:
         cv2.imwrite(str(folder / f"{i:05d}.png"), np.clip(image, 0, 255).astype(np.uint8))
 
 
+def list_images(folder: Path, lines: int) -> None:
+    """A manifest of so many names, and a part for every other chunk."""
+    from anomaly.datasets.image_manifest import write_manifest
+
+    names = (f"s3://archive/line-{i % 40:02}/2026/{i:010}.png" for i in range(lines))
+    write_manifest(names, str(folder / "m.parquet"))
+    (folder / "out" / "results.parts").mkdir(parents=True)
+    for chunk in range(0, -(-lines // 1000), 2):
+        (folder / "out" / "results.parts" / f"{chunk:09}.parquet").touch()
+
+
+def share_out(folder: Path) -> None:
+    """What `infer --ray --resume` does beside its workers."""
+    from anomaly.cluster.dispatch import dispatch
+    from anomaly.datasets.image_manifest import read_manifest
+    from anomaly.inference.parts import begin_job, chunks_done
+
+    manifest, dest = read_manifest(str(folder / "m.parquet")), str(folder / "out")
+    begin_job(str(folder / "job"), {"list of images": manifest.id})
+    done = chunks_done(dest)
+    left = (chunk for chunk in range(len(manifest.sizes)) if chunk not in done)
+    dispatch(left, manifest.sizes, _Idler, lambda: 64)
+
+
+class _Idler:
+    """A worker that has always finished."""
+
+    def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
+        told: Future[Counter[str]] = Future()
+        told.set_result(Counter(ok=1000, good=1000))
+        return told
+
+    probe = score
+
+    def stop(self) -> None:
+        pass
+
+
+def memory(lines: Sequence[int]) -> None:
+    """Peak memory of both, each in a process of its own."""
+    print("| lines | manifest | its peak memory | sharing out | its peak memory |")
+    print("|---|---|---|---|---|")
+    for count in lines:
+        cells = []
+        with tempfile.TemporaryDirectory() as folder:
+            for call in (f"list_images(Path({folder!r}), {count})", f"share_out(Path({folder!r}))"):
+                code = f"from pathlib import Path; from benchmarks.scale import *; {call}"
+                outcome = run([sys.executable, "-c", code])
+                failed = outcome.failed and f"failed: {outcome.failed[-120:]!r}"
+                cells += [failed or f"{outcome.seconds:.1f} s", f"{outcome.peak / 1e6:.0f} MB"]
+        print(f"| {count:,} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--weights", type=Path, required=True, help="ResNet-50, .safetensors")
+    parser.add_argument("--weights", type=Path, help="ResNet-50, .safetensors")
+    parser.add_argument("--lines", type=int, nargs="+", help="of manifests to share out")
     parser.add_argument("--counts", type=int, nargs="+", default=[500, 2000, 5000])
     parser.add_argument("--limits", type=int, nargs="+", default=[256, 16_000], help="MiB")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     print(machine() + "\n")
+    if args.lines:
+        memory(args.lines)
+        return
+    if args.weights is None:
+        parser.error("give --weights, or --lines")
     print("| images | memory_limit | fit | peak memory | covering radius | exact |")
     print("|---|---|---|---|---|---|")
     for count in args.counts:

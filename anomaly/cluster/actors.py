@@ -128,9 +128,15 @@ def joined(address: str, threads: int, most: int | None, device: str) -> Iterato
         options |= {"num_cpus": count * threads, "include_dashboard": False}
     try:
         ray.init(address, **options)
-    except (ConnectionError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises any kind, where it doesn't start in time that very one
+        name = type(error).__name__
+        if address == _LOCAL:
+            raise AnomalyError(
+                f"Ray doesn't start on this machine ({name}); see why in its logs (too much to do, "
+                "too little memory?), and try again"
+            ) from None
         raise AnomalyError(
-            f"no Ray cluster answers at {address} ({type(error).__name__}); start one with "
+            f"no Ray cluster answers at {address} ({name}); start one with "
             "'ray start --head', or give --ray local"
         ) from None
     try:

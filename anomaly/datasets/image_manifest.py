@@ -92,6 +92,13 @@ def read_manifest(place: str) -> ImageManifest:
         AnomalyError: pyarrow is missing.
     """
     check_parquet("a manifest")
+    try:
+        return storage.again(place, partial(_opened, place))
+    except OSError as error:
+        raise DataError(f"{place} can't be read: {storage.said(error)}") from None
+
+
+def _opened(place: str) -> ImageManifest:
     import pyarrow
     import pyarrow.parquet
 

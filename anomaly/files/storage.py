@@ -90,7 +90,7 @@ def put(place: str, content: bytes | Path) -> None:
         try:
             _asked(place, send, OutputError)
         except _ANSWERS as error:
-            raise OutputError(f"{place} can't be written: {_said(error)}") from None
+            raise OutputError(f"{place} can't be written: {said(error)}") from None
     else:
         write(path, content if isinstance(content, bytes) else content.read_bytes())
 
@@ -110,7 +110,7 @@ def names(place: str) -> set[str]:
     except FileNotFoundError:
         return set()
     except OSError as error:
-        raise OutputError(f"{place} can't be listed: {_said(error)}") from None
+        raise OutputError(f"{place} can't be listed: {said(error)}") from None
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def appearing(place: str) -> Iterator[Path]:
         yield draft
         draft.replace(path)
     except OSError as error:
-        raise OutputError(f"{path} can't be written: {_said(error)}") from None
+        raise OutputError(f"{path} can't be written: {said(error)}") from None
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
@@ -164,7 +164,7 @@ def opened(place: str) -> IO[bytes]:
         stream: IO[bytes] = _asked(place, lambda fs, name: fs.open(name, "rb"))
         return stream
     except OSError as error:
-        raise DataError(f"{place} can't be read: {_said(error)}") from None
+        raise DataError(f"{place} can't be read: {said(error)}") from None
 
 
 def again(place: str, act: Callable[[], Result], kind: type[AnomalyError] = DataError) -> Result:
@@ -188,7 +188,7 @@ def again(place: str, act: Callable[[], Result], kind: type[AnomalyError] = Data
             if pause is None:
                 raise kind(
                     f"{place}: the storage doesn't answer, after {len(_PAUSES) + 1} attempts "
-                    f"({_said(error)})"
+                    f"({said(error)})"
                 ) from None
             time.sleep(pause)
     raise AssertionError
@@ -214,7 +214,7 @@ def each_file(place: str) -> Iterator[str]:
         else:
             yield from map(fs.unstrip_protocol, _walk(place, fs, name))
     except OSError as error:
-        raise DataError(f"{place} can't be listed: {_said(error)}") from None
+        raise DataError(f"{place} can't be listed: {said(error)}") from None
 
 
 def _walk(place: str, fs: Any, folder: str) -> Iterator[str]:
@@ -258,11 +258,12 @@ def _filesystem(place: str, kind: type[AnomalyError] = DataError) -> tuple[Any, 
     except ValueError:
         raise kind(f"{place}: {protocol}:// isn't known; see fsspec's list of storage") from None
     except Exception as error:
-        raise kind(f"{place} can't be reached ({_said(error)})") from None
+        raise kind(f"{place} can't be reached ({said(error)})") from None
     return fs, str(name)
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """What storage has answered, in our words where these are known."""
     if isinstance(error, FileNotFoundError):
         return "it doesn't exist"
     if isinstance(error, PermissionError):

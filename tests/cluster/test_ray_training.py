@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # warning
 def _anomaly(command: str, arguments: Sequence[object]) -> "subprocess.Popen[str]":
     line = [sys.executable, "-m", "anomaly", command, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_WAIT_POLICY": "passive"}
+    environment["RAY_raylet_start_wait_time_s"] = "200"  # of a machine that has much to do
     return subprocess.Popen(
         line, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
