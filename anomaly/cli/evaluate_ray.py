@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli.progress import ProgressLine
-from anomaly.cli.speech import spoken
+from anomaly.cli.speech import is_quiet, spoken
 from anomaly.errors import AnomalyError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def run(
     outcomes: dict[int, tuple[Outcome, Said]] = {}
     taken = 0
     options.threads = cluster.threads
-    options.folder = Path.cwd()
+    options.folder, options.quiet = Path.cwd(), is_quiet()
 
     def hire() -> _Worker:
         return _Worker(cluster.start(_Evaluator, options), sources, outcomes)
@@ -79,12 +79,11 @@ class _Evaluator:
         with suppress(OSError):
             os.chdir(self._options.folder)
         logging.getLogger("anomaly.cli.progress").setLevel(logging.WARNING)
-        quiet, verbose = self._options.quiet, self._options.verbose
         outcome: Outcome
         with (
             redirect_stdout(io.StringIO()) as out,
             redirect_stderr(io.StringIO()) as err,
-            spoken(quiet=quiet, verbose=verbose),
+            spoken(quiet=self._options.quiet),
         ):
             device, threads = machine.device_and_threads(self._options)
             try:

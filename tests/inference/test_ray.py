@@ -190,7 +190,7 @@ def test_nodes_come_and_go_and_poison_is_alone(
 def test_twenty_thousand_images_on_two_nodes(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One in a hundred is damaged, three kill their process: each has its row, as on one machine."""
+    """One in a hundred is damaged, three kill their process: each has its row as before."""
     from ray.cluster_utils import Cluster
 
     from anomaly.cli import main
