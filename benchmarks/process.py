@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 import time
@@ -20,12 +21,14 @@ class Outcome:
         result: its `RESULT {json}` line; empty without one.
         seconds: of the whole process.
         peak: bytes, all its processes together, shared pages counted once.
+        cpu: seconds of processor time, of all its processes.
         failed: the end of its output where it didn't exit with 0.
     """
 
     result: dict[str, Any]
     seconds: float
     peak: int
+    cpu: float
     failed: str
 
 
@@ -40,13 +43,15 @@ def run(command: Sequence[object], cwd: Path | None = None) -> Outcome:
         errors="replace",
         cwd=cwd,
     )
-    peak = 0
+    peak, cpu = 0, dict[int, float]()
     done = threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not done.wait(0.05):
-            peak = max(peak, sum(_proportional(pid) for pid in _tree(process.pid)))
+            tree = _tree(process.pid)
+            peak = max(peak, sum(map(_proportional, tree)))
+            cpu.update((pid, max(_cpu(pid), cpu.get(pid, 0.0))) for pid in tree)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -56,7 +61,7 @@ def run(command: Sequence[object], cwd: Path | None = None) -> Outcome:
     lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
     result = json.loads(lines[-1].removeprefix("RESULT ")) if lines else {}
     failed = "" if process.returncode == 0 else output[-500:]
-    return Outcome(result, time.perf_counter() - start, peak, failed)
+    return Outcome(result, time.perf_counter() - start, peak, sum(cpu.values()), failed)
 
 
 def _tree(pid: int) -> list[int]:
@@ -78,3 +83,12 @@ def _proportional(pid: int) -> int:
     except OSError:
         pass
     return 0
+
+
+def _cpu(pid: int) -> float:
+    """Seconds of processor time so far, 0 of a process that has just ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

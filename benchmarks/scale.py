@@ -2,10 +2,13 @@
 
 python -m benchmarks.scale --weights FILE.safetensors [--counts 500 2000 5000]
 python -m benchmarks.scale --lines 10000 10000000
+python -m benchmarks.scale --overhead runs/my_part /path/to/images
 
 The first trains: seconds and peak memory, and how near the coreset comes. The second lists images
 that don't exist, and has workers that do nothing finish all chunks but those of every other part,
-which is there already: the memory of `manifest`, and of `infer --ray` beside its workers.
+which is there already: the memory of `manifest`, and of `infer --ray` beside its workers. The third
+scores images in one process with two threads, and with two workers of one: seconds of all, images
+a second from the first part on (without what starting takes), and processor time.
 """
 
 from __future__ import annotations
@@ -18,15 +21,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-import cv2
-import numpy as np
-
-from benchmarks.inputs import machine
 from benchmarks.process import run
 
 
 def generate(folder: Path, count: int) -> None:
     """Images of one textured part in ever other places and light."""
+    import cv2
+    import numpy as np
+
     folder.mkdir()
     for i in range(count):
         rng = np.random.default_rng(i)
@@ -91,20 +93,55 @@ def memory(lines: Sequence[int]) -> None:
         print(f"| {count:,} | {' | '.join(cells)} |", flush=True)
 
 
+def overhead(model: Path, images: Path) -> None:
+    """The same job in one process and in two workers, each twice, in turn."""
+    ways = {"one process": ["--threads", 2], "two workers": ["--ray", "local", "--workers", 2]}
+    print("| | all | from the first part on | processor time |")
+    print("|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        anomaly = [sys.executable, "-m", "anomaly"]
+        manifest = Path(folder) / "m.parquet"
+        run([*anomaly, "manifest", "--input", images, "--chunk", 16, "--output", manifest])
+        for turn in range(2):
+            for name, more in ways.items():
+                output = Path(folder) / f"{name} {turn}"
+                job = ["--model", model, "--manifest", manifest, "--output", output]
+                outcome = run([*anomaly, "infer", *job, "--device", "cpu", *more])
+                parts = sorted(f.stat().st_mtime for f in output.glob("results.parts/*"))
+                rate = 16 * (len(parts) - 1) / (parts[-1] - parts[0])
+                print(
+                    f"| {name} | {outcome.seconds:.0f} s | {rate:.1f} a second | "
+                    f"{outcome.cpu:.0f} s |{outcome.failed}",
+                    flush=True,
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--weights", type=Path, help="ResNet-50, .safetensors")
+    parser.add_argument(
+        "--overhead",
+        type=Path,
+        nargs=2,
+        metavar=("MODEL", "IMAGES"),
+        help="infer with and without --ray, on two cores",
+    )
     parser.add_argument("--lines", type=int, nargs="+", help="of manifests to share out")
     parser.add_argument("--counts", type=int, nargs="+", default=[500, 2000, 5000])
     parser.add_argument("--limits", type=int, nargs="+", default=[256, 16_000], help="MiB")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    from benchmarks.inputs import machine  # torch would be in the others' memory
+
     print(machine() + "\n")
+    if args.overhead:
+        overhead(*args.overhead)
+        return
     if args.lines:
         memory(args.lines)
         return
     if args.weights is None:
-        parser.error("give --weights, or --lines")
+        parser.error("give --weights, --lines or --overhead")
     print("| images | memory_limit | fit | peak memory | covering radius | exact |")
     print("|---|---|---|---|---|---|")
     for count in args.counts:
