@@ -185,6 +185,11 @@ def again(place: str, act: Callable[[], Result], kind: type[AnomalyError] = Data
         except (*_ANSWERS, AnomalyError):
             raise
         except Exception as error:  # each kind of storage has errors of its own
+            if "Credentials" in type(error).__name__:
+                raise kind(
+                    f"{place}: nothing says how to sign in; see the documentation of fsspec's "
+                    "package for this storage (environment variables, a profile, a role)"
+                ) from None
             if pause is None:
                 raise kind(
                     f"{place}: the storage doesn't answer, after {len(_PAUSES) + 1} attempts "

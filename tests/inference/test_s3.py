@@ -195,6 +195,16 @@ def test_storage_that_is_gone_or_refuses_is_named(
     where = ["--output", "s3://archive/out", "--device", "cpu", "--threads", 1]
     shard = ["--model", run_folder, "--manifest", manifest, *where]
 
+    with monkeypatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.delenv(name)
+        for name in ("AWS_EC2_METADATA_DISABLED", "AWS_SHARED_CREDENTIALS_FILE"):
+            patch.setenv(name, "true")
+        s3fs.S3FileSystem.clear_instance_cache()
+        code, said = _run(command, "infer", *shard)
+        s3fs.S3FileSystem.clear_instance_cache()
+        assert code == 2
+        assert "s3://archive/list.parquet: nothing says how to sign in" in said
     server.denied = b"GET /archive/images/"
     code, said = _run(command, "infer", *shard)
     server.denied = b""
