@@ -108,12 +108,12 @@ def overhead(model: Path, images: Path) -> None:
                 job = ["--model", model, "--manifest", manifest, "--output", output]
                 outcome = run([*anomaly, "infer", *job, "--device", "cpu", *more])
                 parts = sorted(f.stat().st_mtime for f in output.glob("results.parts/*"))
+                if outcome.failed:
+                    print(f"| {name} | failed: {outcome.failed[-120:]!r} | | |", flush=True)
+                    continue
                 rate = 16 * (len(parts) - 1) / (parts[-1] - parts[0])
-                print(
-                    f"| {name} | {outcome.seconds:.0f} s | {rate:.1f} a second | "
-                    f"{outcome.cpu:.0f} s |{outcome.failed}",
-                    flush=True,
-                )
+                cells = f"{outcome.seconds:.0f} s | {rate:.1f} a second | {outcome.cpu:.0f} s"
+                print(f"| {name} | {cells} |", flush=True)
 
 
 def main() -> None:
