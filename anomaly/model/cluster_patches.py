@@ -9,6 +9,7 @@ read from the folder in the order of the images, so that their sums are those of
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -34,6 +35,7 @@ from anomaly.scorers.base import Fitter, PatchBatch, Progress, Scorer
 # patches that are alike; for what one fold leaves out there have to be those of other shards.
 _MOST = 64
 _LEAST_SHARDS = 10
+_FOLDER = "features-"
 _SCORED = 16  # images at once
 _Ask = Callable[[Actor, int, Any], "Future[Any]"]
 
@@ -67,7 +69,9 @@ class ClusterPatches(TrainingPatches):
         wanted = min(_MOST, -(-len(images) // _LEAST_SHARDS))
         self.shard = -(-wanted // batch_size) * batch_size
         self._cluster = cluster
-        self._folder = tempfile.TemporaryDirectory(prefix="features-", dir=scratch.absolute())
+        for left in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER, dir=scratch.absolute())
         place, threads = Path(self._folder.name), cluster.threads
         self._job = replace(job, images=images, shard=self.shard, threads=threads, scratch=place)
         self._shards = self._job.shards()
