@@ -71,7 +71,7 @@ def test_two_models_take_turns_where_one_has_room(
             wanted = expected[name, file]
             assert (status, row["verdict"]) == (200, wanted.verdict)
             assert row["model_id"] == model_id(line / name / "model")
-            return bool(row["image_score"] == pytest.approx(wanted.image_score, rel=1e-4))
+            return bool(row["image_score"] == pytest.approx(wanted.score, rel=1e-4))
 
         for name in NAMES:  # in turn
             assert right(name, images[0])
