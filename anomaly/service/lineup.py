@@ -101,6 +101,7 @@ class Lineup:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
         self._closing.set()
         self._awake.set()
         self._thread.join()
