@@ -72,7 +72,7 @@ def verdict_changes(
         for start in range(0, len(samples), _AT_ONCE):
             some = samples[start : start + _AT_ONCE]
             patches = TrainingPatches(
-                [sample.source for sample in some],
+                dict(enumerate(sample.source for sample in some)),
                 decoders,
                 before.embedder,
                 batch_size=before.config.batch_size,

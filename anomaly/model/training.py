@@ -128,7 +128,7 @@ def _train(
     )
 
     patches = TrainingPatches(
-        [s.source for s in samples],
+        dict(enumerate(s.source for s in samples)),
         decoders,
         Embedder(extractor, normalise, fitter.align, device),
         batch_size=config.batch_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -50,14 +50,13 @@ class TrainingPatches:
     yet), or, with `aligned`, as embeddings, which is less once these are projected.
 
     Args:
-        images: files, or pixels that are decoded already.
+        images: files, or pixels that are decoded already, by their numbers, ascending.
         decoders: set to what the model's loading is.
         embedder: the network and the alignment.
         batch_size: images at once.
         scratch: an existing folder for the temporary file.
         aligned: what is written there.
         region: what of each image counts; None for all of it.
-        first: the number of the first image.
         progress: called with images done, and how many there are, in the first reading.
 
     Attributes:
@@ -70,7 +69,7 @@ class TrainingPatches:
 
     def __init__(
         self,
-        images: Sequence[Path | Image],
+        images: Mapping[int, Path | Image],
         decoders: Decoders,
         embedder: Embedder,
         *,
@@ -78,11 +77,9 @@ class TrainingPatches:
         scratch: Path,
         aligned: bool,
         region: Region | None = None,
-        first: int = 0,
         progress: Progress = lambda done, total: None,
     ) -> None:
         self._images = images
-        self._first = first
         self._decoders = decoders
         self._embedder = embedder
         self._batch_size = batch_size
@@ -108,7 +105,7 @@ class TrainingPatches:
         return sum(count for image, count in self._counts.items() if image in images)
 
     def __iter__(self) -> Iterator[PatchBatch]:
-        return self.read(range(self._first, self._first + len(self._images)))
+        return self.read(self._images)
 
     def only(self, images: Container[int]) -> Part:
         """The patches of some of the images."""
@@ -143,10 +140,11 @@ class TrainingPatches:
     def _compute(self) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
         file = TensorFile(self._scratch)
         sums: NDArray[np.float64] | None = None
+        rows = {number: row for row, number in enumerate(self._images)}
         self.refused, self.hashes, self.looks, self._counts = [], {}, {}, {}
         started = time.perf_counter()
         loaded = refuse_missed(
-            self._decoders.load_all(enumerate(self._images, self._first)),
+            self._decoders.load_all(self._images.items()),
             self._embedder.grid,
             self._region,
         )
@@ -166,9 +164,9 @@ class TrainingPatches:
                 # these from being used again.
                 if sums is None:
                     sums = np.empty((len(self._images), len(one.embedding)))
-                row = item.index - self._first
-                sums[row] = total.embedding
-                self.looks[item.index] = replace(total, embedding=sums[row])
+                mine = sums[rows[item.index]]
+                mine[:] = total.embedding
+                self.looks[item.index] = replace(total, embedding=mine)
             each = math.prod(embeddings.shape[1:3])
             for item in batch:
                 self._counts[item.index] = self._counts.get(item.index, 0) + each

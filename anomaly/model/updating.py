@@ -143,14 +143,13 @@ def _reading(
     names = dict(enumerate(unique_names([s.name for s in samples], known), len(known)))
     with Decoders(min(workers, len(samples)), Task(detector.loading)) as decoders:
         patches = TrainingPatches(
-            [sample.source for sample in samples],
+            dict(enumerate((sample.source for sample in samples), len(known))),
             decoders,
             detector.embedder,
             batch_size=detector.config.batch_size,
             scratch=scratch,
             aligned=fitter_of(detector.config).compact,
             region=detector.region,
-            first=len(known),
             progress=lambda done, total: progress("features", done, total),
         )
         try:
