@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _say(said: dict[str, Any], folder: Path) -> None:
     """What export.json says, for people."""
-    equal, quantised = said["equality"], said["quantised"]
+    equal, quantised = said["equality"], said.get("quantised")
     by = f"{said['engine']} {said['engine_version']} in {said['precision']}"
     print(f"model {said['model_id']} for {by}: {folder}")
     if quantised is None:
@@ -108,4 +108,6 @@ def _say(said: dict[str, Any], folder: Path) -> None:
         before, after = one["scores"]
         what = f"{one['before']} -> {one['after']} ({before:.4g} -> {after:.4g})"
         print(f"  {one['image']}: {what}")
-    print("`anomaly evaluate` of both, and --compare of these, shows what changed on the test split")
+    print(
+        "`anomaly evaluate` of both, and --compare of these, shows what changed on the test split"
+    )

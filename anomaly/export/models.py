@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,13 +87,7 @@ def export_model(
     paths = golden_images(own, source, golden)
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)
-        values: dict[str, Any] = {
-            "software_version": __version__,
-            "source_model_id": parent.model_id,
-            "engine": engine,
-            "opset": OPSET,
-            "precision": precision,
-        }
+        values: dict[str, Any] = {"source_model_id": parent.model_id, "precision": precision}
         if precision == "int8":
             own, values["network"], inputs = quantised(
                 parent, samples, draft, engine, workers=workers, progress=progress
@@ -106,46 +100,66 @@ def export_model(
                 reference = load(folder, "cpu", precision)
         values["whole"] = write_graph(own, draft, engine, whole=True) if whole else None
         graphs = [*draft.glob("network.*"), *draft.glob("whole.*")]
-        values["files"] = {file.name: file_entry(file) for file in sorted(graphs)}
+        values |= {
+            "software_version": __version__,
+            "engine": engine,
+            "opset": OPSET,
+            "files": {file.name: file_entry(file) for file in sorted(graphs)},
+        }
         progress("writing graphs", 1, 1)
         network = open_network(draft, own.manifest, values)
         exported = replace(own, **exported_stages(network, draft, own.config))
-        largest = compare(
-            reference,
-            own,
-            exported,
-            paths,
-            workers=workers,
-            progress=lambda done: progress("comparing", done, len(paths)),
-        )
-        patches = None
-        if whole:
-            graph = Graph(draft / values["whole"]["file"], engine, precision, workers)
-            patches = compare_patches(reference, graph, paths, workers=workers)
         values["engine_version"] = network.version
-        values["equality"] = {
-            "compared_with": f"torch {torch.__version__}, {precision}",
-            "images": [path.name for path in paths],
-            "tolerance": TOLERANCE[precision],
-            "largest_difference": largest.share,
-            "largest_difference_at": largest.name,
-            "largest_patch_difference": patches,
-            "verdicts_changed": 0,
-        }
+        both = reference, own
+        values["equality"] = _equality(both, exported, draft, values, paths, workers, progress)
         if own is not parent:
-            values["quantised"] = {
-                "calibrated_on": inputs,
-                **differences(parent, exported, paths, workers=workers),
-            }
+            found = differences(parent, exported, paths, workers=workers)
+            values["quantised"] = {"calibrated_on": inputs, **found}
         write_export(draft, values)
         new_id = model_id(draft)
     record = training_record(source)
     if own is not parent:
         kept = {name: record[name] for name in ("name", "data_folder") if name in record}
-        record = {**kept, "model_id": new_id, "images": {"learned": len(samples)}}
+        record = kept | {"model_id": new_id, "images": {"learned": len(samples)}}
     if record:  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
     return values | {"model_id": new_id}
+
+
+def _equality(
+    both: tuple[AnomalyDetector, AnomalyDetector],
+    exported: AnomalyDetector,
+    draft: Path,
+    values: Mapping[str, Any],
+    paths: Sequence[Path],
+    workers: int,
+    progress: StageProgress,
+) -> dict[str, Any]:
+    """How equal an export is to a model, in its number format and in the model's own.
+
+    Raises:
+        ModelError: not enough.
+    """
+    largest = compare(
+        *both,
+        exported,
+        paths,
+        workers=workers,
+        progress=lambda done: progress("comparing", done, len(paths)),
+    )
+    patches, precision = None, values["precision"]
+    if values["whole"]:
+        graph = Graph(draft / values["whole"]["file"], values["engine"], precision, workers)
+        patches = compare_patches(both[0], graph, paths, workers=workers)
+    return {
+        "compared_with": f"torch {torch.__version__}, {precision}",
+        "images": [path.name for path in paths],
+        "tolerance": TOLERANCE[precision],
+        "largest_difference": largest.share,
+        "largest_difference_at": largest.name,
+        "largest_patch_difference": patches,
+        "verdicts_changed": 0,
+    }
 
 
 def _copy_rest(folder: Path, model: AnomalyDetector, draft: Path) -> None:

@@ -32,6 +32,7 @@ from anomaly.runtime import CPU, get_threads
 
 FORMAT = "anomaly-export/1"
 _REPLACED = "backbone.safetensors"
+_ABSENT: Any = None  # what only int8 has
 
 
 class _Tensor(Part):
@@ -83,7 +84,7 @@ class _Export(Part):
     network: _Graph
     whole: _Graph | None
     equality: _Equality
-    quantised: _Quantised | None = None  # only in int8
+    quantised: _Quantised = _ABSENT
     files: dict[str, Recorded]
 
 
