@@ -45,24 +45,30 @@ class Largest:
     name: str = ""
 
 
-def golden_images(detector: AnomalyDetector, folder: Path, golden: Path | None) -> list[Path]:
+def golden_images(
+    detector: AnomalyDetector, folder: Path, golden: Path | None, known: Sequence[Path] = ()
+) -> list[Path]:
     """The images to compare with: those of a folder, or some training images, drawn by the seed.
 
     Args:
         detector: was trained on them.
         folder: the run, or the model folder, that it was loaded from.
         golden: a folder of images; None for training images.
+        known: all training images, where somebody has found them already.
 
     Raises:
         DataError: there are none.
     """
     if golden is not None:
         return find_inputs([golden], option="--golden").paths
+    draw = random.Random(detector.config.seed)
+    if known:
+        return sorted(draw.sample(known, min(len(known), COUNT)))
     present: list[Path] = []
     with suppress(DataError):
         root = trained_on(folder)
         hashes = detector.manifest["training_images"]
-        names = random.Random(detector.config.seed).sample(sorted(hashes), len(hashes))
+        names = draw.sample(sorted(hashes), len(hashes))
         for name in names:
             with suppress(OSError):
                 if sha256_of(root / name) == hashes[name]:

@@ -84,7 +84,7 @@ def export_model(
     check_precision(engine, precision, f"--precision {precision} was asked for")
     parent = own = reference = load(folder, "cpu")
     samples = training_images(own, source, data_root, further) if precision == "int8" else {}
-    paths = golden_images(own, source, golden)
+    paths = golden_images(own, source, golden, [one.path for one in samples.values()])
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)
         values: dict[str, Any] = {"source_model_id": parent.model_id, "precision": precision}
