@@ -131,7 +131,7 @@ def test_weights_have_7_bits_and_no_place_of_this_machine_is_in_the_graph(int8: 
     assert b"/tmp/" not in file.read_bytes()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["onnx", pytest.param("openvino", marks=pytest.mark.slow)])
 def test_defects_are_found_with_both_engines(
     engine: str, int8: Path, run_folder: Path, product: Path, tmp_path: Path
 ) -> None:
@@ -283,7 +283,7 @@ def test_a_bank_again_has_its_patches_and_a_true_covering_radius() -> None:
             for i in (0, 3)
         )  # fmt: skip
 
-    fitter = MemoryBankFitter(coreset_size=9)
+    fitter = MemoryBankFitter(None, 9)
     bank = fitter.fit(patches(1))
     again = fitter.again(bank, patches(1))
     assert torch.equal(again.vectors, bank.vectors)
