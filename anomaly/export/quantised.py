@@ -58,7 +58,8 @@ def training_images(
 ) -> dict[int, Sample]:
     """The images that a model was learned from, as they were, by their numbers.
 
-    They are known by their content: those of the data set, and what is in further folders.
+    They are known by their content, whichever split of the data set or further folder they are
+    in: a split that was drawn may have been drawn anew since.
 
     Args:
         detector: was learned from them.
@@ -69,20 +70,24 @@ def training_images(
     Raises:
         DataError: some of them aren't there any more.
     """
-    given: Sequence[Sample] = ()
+    given: list[Sample] = []
     try:
-        given = dataset_of(detector, folder, data_root).train
+        for split in dataset_of(detector, folder, data_root).splits.values():
+            given += split
     except DataError:
         if not further:
             raise
     if further:
         paths = find_inputs(further, option="--training-images").paths
-        given = [*given, *(Sample(path, path.name) for path in paths)]
-    found: dict[str, Sample] = {}
-    for sample in given:
-        with suppress(OSError):
-            found.setdefault(sha256_of(sample.path), sample)
+        given += [Sample(path, path.name) for path in paths]
     wanted, unused = (detector.manifest[f"{one}_images"] for one in ("training", "refused"))
+    hashes, found = {*wanted.values()}, dict[str, Sample]()
+    for sample in given:
+        if len(found) == len(hashes):
+            break
+        with suppress(OSError):
+            if (sha256 := sha256_of(sample.path)) in hashes:
+                found.setdefault(sha256, sample)
     if missing := [name for name, sha256 in wanted.items() if sha256 not in found]:
         there = {sample.name for sample in given}
         changed = sum(name in there for name in missing)
@@ -191,7 +196,8 @@ def _quantise(file: Path, inputs: Iterable[NDArray[np.float32]]) -> None:
     types = {node.op_type for node in graph.node}
     if "Conv" not in types or "LayerNormalization" in types:
         raise ModelError(
-            "int8 is for networks of convolutions, and this one isn't; use --precision fp32"
+            "int8 is for convolutions, and this network multiplies matrices, as transformers and "
+            "ConvNeXt do; use --precision fp32"
         )
     ours = [n.name for n in graph.node if n.op_type == "Conv" and "network." not in n.input[1]]
 

@@ -226,7 +226,7 @@ def test_training_images_that_are_gone_or_changed(
 def test_numbers_leave_out_what_was_refused(product: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bank's origins count the images that couldn't be used at training, too."""
     paths = sorted((product / "train" / "good").iterdir())[:2]
-    given = SimpleNamespace(train=[Sample(p, p.name) for p in paths])
+    given = SimpleNamespace(splits={"train": [Sample(p, p.name) for p in paths]})
     monkeypatch.setattr(quantised, "dataset_of", lambda *_: given)
     manifest = {
         "training_images": {p.name: sha256_of(p) for p in paths},
@@ -263,7 +263,7 @@ def test_a_network_without_convolutions_is_refused(tmp_path: Path) -> None:
     out = onnx.helper.make_tensor_value_info("embeddings", onnx.TensorProto.FLOAT, [1, 3])
     node = onnx.helper.make_node("LayerNormalization", ["images", "images"], ["embeddings"])
     onnx.save(onnx.helper.make_model(onnx.helper.make_graph([node], "g", [value], [out])), file)
-    with pytest.raises(ModelError, match="int8 is for networks of convolutions"):
+    with pytest.raises(ModelError, match="int8 is for convolutions"):
         quantised._quantise(file, [])
 
 
