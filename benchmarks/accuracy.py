@@ -31,7 +31,7 @@ from anomaly.evaluation.metrics import (
     recall_at_false_reject_rates,
 )
 from anomaly.maps.anomaly_map import without_halo
-from anomaly.model.image_score import network_map
+from anomaly.model.image_score import network_map, with_border_damped
 from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.patchcore.aligner import patchcore_concat
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
@@ -58,6 +58,7 @@ class Variant:
             P % of the patch scores) or `maptopP` (likewise of the blurred map).
         smoothing: σ in network pixels.
         halo: γ of the damped halo, of the map that pixel figures are of; 0 for none.
+        border: δ of the damped border, of the patch scores that image scores are of; 0 for none.
         weight: what the coarsest layer is multiplied by.
         finest: the layer whose grid the embeddings have; finer maps are averaged down to it. 0 for
             the finest of those joined.
@@ -74,6 +75,7 @@ class Variant:
     score: str = "maptop1"
     smoothing: float = 4.0
     halo: float = 0.5
+    border: float = 0.35
     weight: float = 1.0
     finest: int = 0
     shots: int = 0
@@ -81,7 +83,14 @@ class Variant:
     @property
     def distances(self) -> Variant:
         """What distances depend on."""
-        return replace(self, score="maptop1", smoothing=4.0, halo=0.5)
+        others = Variant()
+        return replace(
+            self,
+            score=others.score,
+            smoothing=others.smoothing,
+            halo=others.halo,
+            border=others.border,
+        )
 
 
 FIGURES = (
@@ -115,7 +124,7 @@ class Embedded:
 
 @lru_cache(maxsize=1)
 def _all_joined(images: SeenSet, layers: str, finest: int, weight: float) -> dict[str, Tensor]:
-    variant = Variant(layers, finest=finest, weight=weight)
+    variant = Variant(layers=layers, finest=finest, weight=weight)
     return {one.name: _joined(one, variant) for one in [*images.train, *images.test]}
 
 
@@ -149,7 +158,7 @@ def _spectrum(images: SeenSet, variant: Variant) -> tuple[Tensor, Tensor]:
 
 def _basis(images: SeenSet, variant: Variant) -> Tensor:
     values, vectors = _spectrum(
-        images, Variant(variant.layers, weight=variant.weight, finest=variant.finest)
+        images, Variant(layers=variant.layers, weight=variant.weight, finest=variant.finest)
     )
     scale = values[: variant.dims].sqrt() ** -variant.power
     return (vectors[:, : variant.dims] * (scale / scale[0])).float()
@@ -222,8 +231,9 @@ def figures(
     """What a variant is worth on one set."""
     accumulator, found, labels = PixelAccumulator(), [], []
     for one, patch in zip(images.test, scores, strict=True):
-        blurred = network_map(patch[None], one.size, variant.smoothing)[0]
-        found.append(image_score(patch, blurred, variant.score))
+        counted = with_border_damped(patch[None], one.size, variant.border)
+        blurred = network_map(counted, one.size, variant.smoothing)[0]
+        found.append(image_score(counted[0], blurred, variant.score))
         labels.append(one.defect != "good")
         if pixels:
             assert one.mask is not None

@@ -186,6 +186,12 @@ class ModelConfig(_Section):
 
     0 for none. The image score is that of the map before.
     """
+    border_damping: Annotated[float, Field(ge=0, le=1)] = 0.35
+    """How much a patch at the image's border counts less for the image score, from 0 to 1.
+
+    It fades over 24 network pixels: what a network makes of the border comes in part from its
+    padding. Maps and outlines don't depend on it, nor do images in tiles.
+    """
     leave_out_suspects: bool = False
     """Learn nothing from training images that stand out from all others, as defects among them do.
 

@@ -34,7 +34,7 @@ from anomaly.imaging.preprocessing import (
 from anomaly.imaging.region import Region
 from anomaly.model.appearance import Appearance, appearances_of
 from anomaly.model.appearance_model import AppearanceModel
-from anomaly.model.image_score import image_scores, network_map
+from anomaly.model.image_score import image_scores, network_map, with_border_damped
 from anomaly.model.prediction import Prediction
 from anomaly.model.settings import loading_of
 from anomaly.runtime import in_parallel, take_threads
@@ -247,17 +247,19 @@ class ScoringPipeline:
         model, xp = self.config.model, module_of(embeddings)
         how = self.config.image_score_in_force
         patches = self.scorer.score(embeddings)
-        shown, broken = patches, ~xp.isfinite(patches.scores)
+        shown, broken, values = patches, ~xp.isfinite(patches.scores), patches.scores
+        if self.config.image.tile is None:  # the borders of tiles lie amid the image
+            values = with_border_damped(values, size, model.border_damping)
         if inside is not None:
             shown = replace(patches, scores=xp.where(inside, patches.scores, math.nan))
             broken &= inside
         if how in METHODS[model.kind].image_scores:
-            if inside is not None:
-                patches = replace(patches, scores=xp.where(inside, patches.scores, -math.inf))
-            scores = self.scorer.image_scores(embeddings, patches)
+            counted = values if inside is None else xp.where(inside, values, -math.inf)
+            scores = self.scorer.image_scores(embeddings, replace(patches, scores=counted))
         else:
-            maps = network_map(patches.scores, size, model.smoothing, inside)
-            scores = image_scores(shown.scores, maps, how)
+            maps = network_map(values, size, model.smoothing, inside)
+            counted = values if inside is None else xp.where(inside, values, math.nan)
+            scores = image_scores(counted, maps, how)
         return shown, xp.where(broken.reshape(len(broken), -1).any(1), math.nan, scores)
 
 

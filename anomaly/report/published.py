@@ -115,7 +115,9 @@ def published(settings: Mapping[str, Any], layers: list[str]) -> Published | Non
     preparation = (image.get("resize"), image.get("crop"), backbone.get("weights"))
     if preparation != (256, 224, "imagenet"):
         return None
-    if model.get("smoothing") != 4 or model.get("halo_damping", 0) != 0:
+    if model.get("smoothing") != 4 or any(
+        model.get(key, 0) != 0 for key in ("halo_damping", "border_damping")
+    ):
         return None
     if data.get("format") != "mvtec" or image.get("region") or image.get("ignore"):
         return None
