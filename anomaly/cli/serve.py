@@ -62,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--queue", type=int, default=64, metavar="N", help="parts of a model that may wait (64)"
     )
     more.add_argument(
+        "--memory",
+        type=float,
+        metavar="MB",
+        help="room for models in memory; the one asked for longest ago leaves when another needs "
+        "it, and comes back when it is asked for (all stay)",
+    )
+    more.add_argument(
         "--keep-good",
         type=float,
         default=0.02,
@@ -104,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
             keeping=Keeping(options.keep_good, options.keep_pictures),
             limits=Limits(body_bytes=round(options.max_body * 1e6)),
             most_waiting=options.queue,
+            memory=None if options.memory is None else round(options.memory * 1e6),
             sinks=sinks,
         )
         with line:
@@ -128,6 +136,7 @@ def _check(options: argparse.Namespace) -> None:
         ("--port", options.port, 0, 65535),
         ("--max-body", options.max_body, 0.001, 4000),
         ("--queue", options.queue, 1, 10000),
+        ("--memory", 1 if options.memory is None else options.memory, 1, 10**7),
         ("--keep-good", options.keep_good, 0, 1),
         ("--keep-pictures", options.keep_pictures, 0, 10**7),
     ):

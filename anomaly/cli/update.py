@@ -145,8 +145,8 @@ def _images(
         said = confirmed_parts(options.feedback, lineage(model), scratch)
     if said.lost:
         log.warning(
-            "%d parts that people have judged have no picture in the record (--keep-good, "
-            "--keep-pictures of serve); they are left out",
+            "left out, as the record keeps no picture of them (--keep-good, --keep-pictures of "
+            "serve): %d of the parts that people have judged",
             said.lost,
         )
     good, golden = [*said.good, *named("good")], _golden(folder)

@@ -61,6 +61,11 @@ class Decoders:
         for process in self._processes:
             process.close()
 
+    @property
+    def resident(self) -> int:
+        """Bytes that the processes hold; 0 where the system doesn't say."""
+        return sum(process.resident for process in self._processes)
+
     def begin(self, task: Task) -> None:
         """Say what the task is, before images are loaded."""
         self._task = task

@@ -92,6 +92,12 @@ class GuardedProcess:
         """How much it has still to do."""
         return self._asked - self._answered
 
+    @property
+    def resident(self) -> int:
+        """Bytes that it holds; 0 where the system doesn't say."""
+        child = self._child
+        return (usage(child.pid) or (0.0, 0))[1] if child else 0
+
     def submit(self, job: Callable[..., Any], *arguments: object) -> Future[Any]:
         """Do something in the process's thread once everything before it is done."""
         self._asked += 1
@@ -164,7 +170,7 @@ class GuardedProcess:
     ) -> None:
         with self._lock:
             assert self._child is not None
-            seconds, resident = _usage(self._child.pid) or (0.0, 0)
+            seconds, resident = usage(self._child.pid) or (0.0, 0)
             share = patience * _share(pixels)
             self._request = _Request(share, begun, spent, seconds - spent, resident, droppable)
 
@@ -216,7 +222,7 @@ def _over(request: _Request, pid: int) -> str:
     share = request.share
     if time.monotonic() - request.begun > CLOCK_SECONDS * share:
         return f"took more than {CLOCK_SECONDS * share:.0f} s, the limit for an image of its size"
-    used = _usage(pid)
+    used = usage(pid)
     if used is None:
         return ""
     seconds, resident = used
@@ -234,7 +240,7 @@ def _over(request: _Request, pid: int) -> str:
     return ""
 
 
-def _usage(pid: int) -> tuple[float, int] | None:
+def usage(pid: int) -> tuple[float, int] | None:
     """Seconds that a process has computed and bytes that it holds; None where nothing says so."""
     try:
         # proc(5): utime, stime and rss are fields 14, 15 and 24; the second one may hold spaces.

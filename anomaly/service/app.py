@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
@@ -20,12 +21,12 @@ from anomaly import __version__
 from anomaly.errors import AnomalyError, DataError, nearest
 from anomaly.inference.rows import region_rows
 from anomaly.service.bodies import shown_name
-from anomaly.service.engine import BusyError, Engine, Scored
+from anomaly.service.engine import BusyError, Scored
 from anomaly.service.examples import LISTED, REFUSED, SCORE_BODY, SCORED, SERVED, described
 from anomaly.service.guard import credentials
 from anomaly.service.line import Line
-from anomaly.service.lineup import Served
 from anomaly.service.pictures import Wanted
+from anomaly.service.served import Served
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -123,39 +124,35 @@ def _score_routes(app: FastAPI, line: Line) -> None:
             tuple[Include, ...], Query(description="what to answer beside the row")
         ] = (),
     ) -> JSONResponse:
-        served, engine = _ready(line, name)
+        served = _taking(line, name)
         wanted = Wanted("heatmap" in include, "mask" in include, "regions" in include)
-        if engine.model.thresholds is None and (wanted.mask or wanted.regions):
+        if not (served.now and served.now.marks) and (wanted.mask or wanted.regions):
             raise HTTPException(400, f"{name} has no thresholds, so nothing says what is marked")
         with line.bodies.holding() as body:
             data, called = await body.image(request)
-            try:
-                engine, future = served.submit(data, called, wanted)
-            except BusyError as error:
-                headers = {"Retry-After": str(error.seconds)}
-                raise HTTPException(503, str(error), headers) from None
-            scored = await _answered(line, future)
+            scored = await _answered(line, partial(served.submit, data, called, wanted))
         return JSONResponse(
-            _answer(scored, wanted, engine), 200 if scored.answer.row.status == "ok" else 422
+            _answer(scored, wanted), 200 if scored.answer.row.status == "ok" else 422
         )
 
 
-async def _answered(line: Line, future: Any) -> Scored:
+async def _answered(line: Line, submit: Callable[[], Future[Scored]]) -> Scored:
     try:
         async with asyncio.timeout(line.limits.answer_seconds):
-            scored: Scored = await asyncio.shield(asyncio.wrap_future(future))
-            return scored
+            return await asyncio.shield(asyncio.wrap_future(submit()))
     except TimeoutError:
         raise HTTPException(
             504,
             f"there is no answer after {line.limits.answer_seconds:g} s; once there is, it is "
             "written down",
         ) from None
+    except BusyError as error:
+        raise HTTPException(503, str(error), {"Retry-After": str(error.seconds)}) from None
     except AnomalyError as error:  # nothing is answered that isn't written down
         raise HTTPException(503, str(error), {"Retry-After": "10"}) from None
 
 
-def _answer(scored: Scored, wanted: Wanted, engine: Engine) -> dict[str, Any]:
+def _answer(scored: Scored, wanted: Wanted) -> dict[str, Any]:
     row, drawn = scored.answer.row, scored.drawn
     answer: dict[str, Any] = {**asdict(row), "id": scored.number}
     if drawn is not None:
@@ -164,19 +161,16 @@ def _answer(scored: Scored, wanted: Wanted, engine: Engine) -> dict[str, Any]:
         if wanted.mask:
             answer["mask_png"] = base64.b64encode(drawn.mask).decode()
         if drawn.regions is not None:
-            mm = engine.model.config.image.mm_per_pixel
-            answer["regions"] = [asdict(one) for one in region_rows(row.path, drawn.regions, mm)]
+            regions = region_rows(row.path, drawn.regions, scored.mm_per_pixel)
+            answer["regions"] = [asdict(one) for one in regions]
     return answer
 
 
-def _ready(line: Line, name: str) -> tuple[Served, Engine]:
+def _taking(line: Line, name: str) -> Served:
     served = _served(line, name)
-    if line.stopping:
-        raise HTTPException(503, "the service is stopping", {"Retry-After": "5"})
-    if served.engine is None:
-        said = served.trouble or "it is still being loaded"
-        raise HTTPException(503, f"{name} can't be used: {said}", {"Retry-After": "5"})
-    return served, served.engine
+    if said := "the service is stopping" if line.stopping else served.unusable:
+        raise HTTPException(503, said, {"Retry-After": "5"})
+    return served
 
 
 def _served(line: Line, name: str) -> Served:
@@ -205,7 +199,7 @@ def _model_routes(app: FastAPI, line: Line) -> None:
 
     @app.get(
         "/v2/health/ready",
-        summary="Whether all models are loaded and score their golden parts as recorded",
+        summary="Whether all models can be used, and score their golden parts as recorded",
     )
     def ready() -> JSONResponse:
         ready = line.lineup.ready and not line.stopping

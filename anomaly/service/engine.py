@@ -52,11 +52,13 @@ class Scored:
         number: in the record.
         answer: as it was written down.
         drawn: its pictures; None for a part that couldn't be scored.
+        mm_per_pixel: the model's; None where it has none.
     """
 
     number: int
     answer: Answer
     drawn: Drawn | None = None
+    mm_per_pixel: float | None = None
 
 
 @dataclass(eq=False)
@@ -67,8 +69,8 @@ class _Part:
     data: bytes
     name: str
     wanted: Wanted
+    done: Future[Scored]
     begun: float = field(default_factory=time.perf_counter)
-    done: Future[Scored] = field(default_factory=Future)
 
 
 class Engine:
@@ -93,7 +95,7 @@ class Engine:
     ) -> None:
         self.name, self.model = name, model
         self._recorder = recorder
-        self._most = most_waiting
+        self._most, self._workers = most_waiting, workers
         self._numbers = itertools.count()
         self._parts: dict[int, _Part] = {}
         self._ready: queue.SimpleQueue[Loaded | UnusableImage | None] = queue.SimpleQueue()
@@ -122,13 +124,30 @@ class Engine:
         """Parts that were taken and aren't answered yet."""
         return len(self._parts)
 
-    def submit(self, data: bytes, name: str = "", wanted: Wanted | None = None) -> Future[Scored]:
+    @property
+    def resident(self) -> int:
+        """Bytes that the decoding processes hold; 0 where the system doesn't say."""
+        return self._decoders.resident
+
+    def begun(self) -> int:
+        """`resident`, once all of them are there."""
+        list(self._decoders.map(len, [()] * self._workers))
+        return self.resident
+
+    def submit(
+        self,
+        data: bytes,
+        name: str = "",
+        wanted: Wanted | None = None,
+        done: Future[Scored] | None = None,
+    ) -> Future[Scored]:
         """Take one part.
 
         Args:
             data: the image file's bytes.
             name: what its row calls it; nothing is read or written under it.
             wanted: what to draw.
+            done: takes the answer, if somebody waits for it already.
 
         Raises:
             BusyError: too many wait already.
@@ -140,7 +159,7 @@ class Engine:
                     f"{self._most} parts wait for {self.name} already; try again in {seconds} s",
                     seconds,
                 )
-            part = _Part(next(self._numbers), data, name, wanted or Wanted())
+            part = _Part(next(self._numbers), data, name, wanted or Wanted(), done or Future())
             self._parts[part.index] = part
             self._decoding += 1
         self._decoders.submit(part.index, data).add_done_callback(partial(self._decoded, part))
@@ -245,7 +264,8 @@ class Engine:
         if isinstance(number, OutputError):
             part.done.set_exception(number)
         else:
-            part.done.set_result(Scored(number, answer, drawn))
+            mm = self.model.config.image.mm_per_pixel
+            part.done.set_result(Scored(number, answer, drawn, mm))
 
 
 def _settled(future: Future[Any]) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.service.bodies import Bodies, Limits
-from anomaly.service.lineup import Lineup, Served
+from anomaly.service.lineup import Lineup
 from anomaly.service.metrics import Gauge, Metrics
 from anomaly.service.outbox import Outbox
 from anomaly.service.record import Answer, Keeping, Record
 from anomaly.service.recorder import Recorder
+from anomaly.service.served import Served
 from anomaly.service.sinks import Sink
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Line:
         keeping: which pictures are kept.
         limits: what requests may take.
         most_waiting: parts of each model that may be on their way at once.
+        memory: bytes that the models in memory may take together; None for no limit.
         sinks: where answers are sent on to.
     """
 
@@ -50,6 +52,7 @@ class Line:
         keeping: Keeping | None = None,
         limits: Limits | None = None,
         most_waiting: int = 64,
+        memory: int | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
         self.limits = limits or Limits()
@@ -58,7 +61,12 @@ class Line:
         self._outboxes = [Outbox(self.record, sink) for sink in sinks]
         self._recorder = Recorder(self.record, self._told)
         self.lineup = Lineup(
-            folders, self._recorder, device=device, workers=workers, most_waiting=most_waiting
+            folders,
+            self._recorder,
+            device=device,
+            workers=workers,
+            most_waiting=most_waiting,
+            memory=memory,
         )
         self.metrics = Metrics(self._gauges(), lambda: self.bodies.held)
         self.stopping = False
@@ -124,6 +132,7 @@ class Line:
     def stop(self) -> None:
         """Let nobody follow any more, and take no more parts."""
         self.stopping = True
+        self.lineup.stop()
         for follower in list(self._followers):
             follower.put(None)
 
@@ -151,11 +160,15 @@ class Line:
         def of_outboxes(which: int) -> Callable[[], dict[str, float]]:
             return lambda: {outbox.name: outbox.state()[which] for outbox in self._outboxes}
 
-        waiting = of_models(lambda one: one.engine.waiting if one.engine else 0)
+        waiting = of_models(lambda one: one.waiting)
+        loaded = of_models(lambda one: one.engine is not None)
+        memory = of_models(lambda one: one.memory if one.engine else 0)
         drifted = of_models(lambda one: one.drifted()["alarm"])
         refused = of_models(lambda one: one.refused)
         return [
             Gauge("waiting_parts", "Parts that were taken and aren't answered", "model", waiting),
+            Gauge("model_loaded", "1 while a model is in memory", "model", loaded),
+            Gauge("model_bytes", "Memory that a model takes", "model", memory),
             Gauge("drift_alarm", "1 once a model's parts have drifted", "model", drifted),
             Gauge("version_refused", "1 while a model's new version is refused", "model", refused),
             Gauge("unsent_parts", "Parts that wait for a receiver", "receiver", of_outboxes(0)),

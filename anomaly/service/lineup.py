@@ -1,27 +1,29 @@
 """The models of a service: found in a folder, loaded one after the other, each checked first.
 
 A folder whose files change is loaded anew beside the model in use, which goes on answering until
-the new version has passed the same checks; a version that doesn't pass is refused.
+the new version has passed the same checks; a version that doesn't pass is refused. Where memory is
+limited, models that nobody asks for leave it, and come back when somebody does.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import threading
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from anomaly.calibration.drift import Drift, levels_of
 from anomaly.errors import AnomalyError, ModelError
-from anomaly.inference.rows import Row
+from anomaly.imaging.guarded_process import usage
 from anomaly.model.checkpoint import load
 from anomaly.model.folder import find_model
-from anomaly.model.settings import portable
-from anomaly.service.engine import Engine, Scored
-from anomaly.service.pictures import Wanted
+from anomaly.runtime import release_memory
+from anomaly.service.engine import Engine
 from anomaly.service.recorder import Recorder
+from anomaly.service.served import Served, Version
 from anomaly.service.versions import check, stamp_of
 
 if TYPE_CHECKING:
@@ -52,119 +54,16 @@ def find_models(folder: Path) -> dict[str, Path]:
     return found or {folder.absolute().name: find_model(folder)}
 
 
-@dataclass(frozen=True)
-class Version:
-    """What takes a model's requests.
-
-    Attributes:
-        engine: scores them.
-        checked: what was looked at before it was let in.
-        drift: watches its scores since then; None without thresholds.
-    """
-
-    engine: Engine
-    checked: str
-    drift: Drift | None
-
-
-@dataclass
-class Served:
-    """One model of the service.
-
-    Attributes:
-        name: in the service.
-        folder: the model folder.
-        now: the version in use; None until one is loaded.
-        trouble: why what is in the folder can't be used; empty while that isn't so.
-        seen: what the folder's files were like at the last look.
-        tried: what they were like when it was loaded last, with or without success.
-    """
-
-    name: str
-    folder: Path
-    now: Version | None = None
-    trouble: str = ""
-    seen: object = None
-    tried: object = None
-    _changing: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    @property
-    def engine(self) -> Engine | None:
-        """The engine in use."""
-        return self.now.engine if self.now else None
-
-    @property
-    def state(self) -> str:
-        """`loading`, `ready` or `failed`; ready, too, where a newer version was refused."""
-        return "ready" if self.now else "failed" if self.trouble else "loading"
-
-    @property
-    def refused(self) -> bool:
-        """Whether another version is in use than the one in the folder, which has failed."""
-        return bool(self.now and self.trouble)
-
-    def submit(self, data: bytes, name: str, wanted: Wanted) -> tuple[Engine, Future[Scored]]:
-        """Have the version in use take one part; see `Engine.submit`.
-
-        Returns:
-            Its engine, which answers even when another version follows meanwhile; the answer.
-        """
-        with self._changing:
-            assert self.now is not None
-            return self.now.engine, self.now.engine.submit(data, name, wanted)
-
-    def use(self, version: Version) -> None:
-        """Let another version take all further parts; what the last one took is answered."""
-        with self._changing:
-            last, self.now, self.trouble = self.now, version, ""
-        if last is not None:
-            last.engine.__exit__()
-
-    def short(self) -> dict[str, Any]:
-        """What a list of models says of it."""
-        with self._changing:
-            said: dict[str, Any] = {"name": self.name, "state": self.state}
-            said |= {"refused": self.refused, "reason": self.trouble}
-            engine = self.engine
-        if engine is not None:
-            model = engine.model
-            said |= {"model_id": model.model_id, "model_name": model.config.name}
-            said |= {"method": model.method, "unit": model.unit}
-        return said
-
-    def note(self, row: Row) -> None:
-        """A part was answered: see whether parts drift."""
-        now = self.now
-        if now is None or now.drift is None or row.image_score is None or row.reason:
-            return
-        if row.model_id == now.engine.model.model_id:  # not by the version before
-            now.drift.add(row.image_score)
-
-    def drifted(self) -> dict[str, Any]:
-        """Whether its parts have drifted since this version is in use, and what was seen."""
-        drift = self.now and self.now.drift
-        if not drift:
-            return {"alarm": False, "lines": []}
-        return {"alarm": drift.alarm is not None, "lines": drift.lines()}
-
-    def long(self) -> dict[str, Any]:
-        """All that can be asked of it: settings, thresholds, and what they were found with."""
-        checked = self.now.checked if self.now else ""
-        said = {**self.short(), "checked": checked, "drift": self.drifted()}
-        if self.engine is not None:
-            model, limits = self.engine.model, self.engine.model.thresholds
-            said["config"] = portable(model.config)
-            said["thresholds"] = None if limits is None else limits.to_json()
-            said["calibration"] = [] if limits is None else limits.lines()
-            said["training_images"] = len(model.manifest.get("training_images", ()))
-        return said
-
-
 class Lineup:
     """All models of the service. Used in a `with` statement, which answers what was taken.
 
     Loading goes on in a thread of its own: the service is alive meanwhile, but not ready. Then the
     thread looks whether a folder's files have changed, and loads those that have.
+
+    With a limit of memory every model is loaded once, too. When the next one needs the room, the
+    one that was asked for longest ago leaves, one without parts on their way first; what it took
+    is answered. Parts for a model that isn't in memory wait for it, and all that wait are taken
+    once it is: two models that take turns both get on.
 
     Args:
         folders: the models' folders by name.
@@ -172,6 +71,7 @@ class Lineup:
         device: where the networks are.
         workers: decoding processes of each model.
         most_waiting: parts of each model that may be on their way at once.
+        memory: bytes that the models in memory may take together; None for no limit.
     """
 
     def __init__(
@@ -182,11 +82,17 @@ class Lineup:
         device: torch.device,
         workers: int,
         most_waiting: int = 64,
+        memory: int | None = None,
     ) -> None:
-        self.models = {name: Served(name, folder) for name, folder in folders.items()}
+        self._awake = threading.Event()
+        self.models = {
+            name: Served(name, folder, most_waiting=most_waiting, wake=self._awake.set)
+            for name, folder in folders.items()
+        }
         self._recorder = recorder
         self._device = device
         self._workers, self._most_waiting = workers, most_waiting
+        self._memory = memory
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="load models", daemon=True)
 
@@ -195,25 +101,40 @@ class Lineup:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
         self._closing.set()
+        self._awake.set()
         self._thread.join()
         for served in self.models.values():
-            if served.engine is not None:
-                served.engine.__exit__()
+            served.let_go()
 
     @property
     def ready(self) -> bool:
         """Whether every model can be used."""
-        return all(served.state == "ready" for served in self.models.values())
+        return all(served.state in ("ready", "unloaded") for served in self.models.values())
+
+    def stop(self) -> None:
+        """Let no part wait for its model any more."""
+        for served in self.models.values():
+            served.stop()
 
     def _keep_up(self) -> None:
+        if self._memory is not None:
+            self._warm_up()
         for served in self.models.values():
+            self._load_asked()
             if not self._closing.is_set():
                 served.seen = served.tried = stamp_of(served.folder)
                 self._load(served)
-        while not self._closing.wait(_LOOK_SECONDS):
-            for served in self.models.values():
-                self._look(served)
+        looked = time.monotonic()
+        while not self._closing.is_set():
+            self._awake.wait(_LOOK_SECONDS)
+            self._awake.clear()
+            self._load_asked()
+            if time.monotonic() >= looked + _LOOK_SECONDS:
+                for served in self.models.values():
+                    self._look(served)
+                looked = time.monotonic()
 
     def _look(self, served: Served) -> None:
         stamp = stamp_of(served.folder)
@@ -222,29 +143,87 @@ class Lineup:
             served.tried = stamp
             self._load(served)
 
+    def _load_asked(self) -> None:
+        """Load the models that parts wait for; one whose files have changed is for `_look`."""
+        since = {name: one.waits_since for name, one in self.models.items()}
+        for name in sorted((n for n, s in since.items() if s), key=lambda n: since[n] or 0.0):
+            served = self.models[name]
+            if not self._closing.is_set() and stamp_of(served.folder) == served.tried:
+                self._load(served)
+
     def _load(self, served: Served) -> None:
+        again = served.tried == served.passed
         try:
-            version = self._version(served)
+            version, engine = self._version(served, served.now if again else None)
         except AnomalyError as error:
-            served.trouble = str(error)
+            reason = str(error)
         except Exception as error:  # one model mustn't take the others with it
             log.exception("%s can't be loaded", served.name)
-            served.trouble = f"loading it failed: {type(error).__name__}"
+            reason = f"loading it failed: {type(error).__name__}"
         else:
-            served.use(version)
+            served.passed = served.tried
+            served.use(version, engine)
             return
-        goes_on = "; the version before goes on" if served.now else ""
-        log.error("%s isn't served: %s%s", served.name, served.trouble, goes_on)
+        served.refuse(reason, stays=not again)
+        goes_on = "; the version before goes on" if served.engine else ""
+        log.error("%s isn't served: %s%s", served.name, reason, goes_on)
 
-    def _version(self, served: Served) -> Version:
+    def _version(self, served: Served, passed: Version | None) -> tuple[Version, Engine]:
+        """What is in a model's folder, checked and measured unless it has passed before."""
+        if not passed:
+            size = sum(file.stat().st_size for file in served.folder.iterdir() if file.is_file())
+            self._refuse_above_limit(size, "its files have")
+            served.grown = max(size, served.grown)
+        self._make_room(served, served.memory)
+        before = _resident()
         model = load(served.folder, self._device)
-        checked = check(model, served.folder, self._workers)
-        drift = None if model.thresholds is None else Drift(levels_of(model.thresholds))
-        engine = Engine(
-            served.name,
-            model,
-            self._recorder,
-            workers=self._workers,
-            most_waiting=self._most_waiting,
-        )
-        return Version(engine.__enter__(), checked, drift)
+        with ExitStack() as undone:
+            engine = undone.enter_context(
+                Engine(
+                    served.name,
+                    model,
+                    self._recorder,
+                    workers=self._workers,
+                    most_waiting=self._most_waiting,
+                )
+            )
+            if not passed:
+                passed = Version.of(model, check(model, served.folder, self._workers))
+                beside, grown = engine.begun(), max(size, _resident() - before)
+                self._refuse_above_limit(grown + beside, "in memory it takes")
+                self._make_room(served, grown + beside)
+                served.grown, served.beside = grown, beside
+            undone.pop_all()
+        return passed, engine
+
+    def _make_room(self, served: Served, needed: int) -> None:
+        """Have others leave until a model fits beside the rest, or nothing more can leave."""
+        while self._memory is not None:
+            inside = [one for one in self.models.values() if one.engine]
+            # Of a version that was refused since, nothing is left but what is in memory.
+            others = [one for one in inside if one is not served and not one.refused]
+            if not others or sum(one.memory for one in inside) + needed <= self._memory:
+                return
+            last = min(others, key=lambda one: (one.waiting > 0, one.asked))
+            log.info("%s leaves the memory, for %s", last.name, served.name)
+            last.let_go()
+
+    def _refuse_above_limit(self, size: int, what: str) -> None:
+        if self._memory is not None and size > self._memory:
+            raise ModelError(
+                f"{what} {size / 1e6:.0f} MB, more than all models together may take "
+                f"({self._memory / 1e6:.0f} MB); give a larger --memory"
+            )
+
+    def _warm_up(self) -> None:
+        """Have what comes with the first model in memory, libraries above all: it's no model's."""
+        with suppress(Exception):  # said when it is loaded to be used
+            folder = next(iter(self.models.values())).folder
+            check(load(folder, self._device), folder, self._workers)
+
+
+def _resident() -> int:
+    """Bytes that this process holds, less what is free; 0 where the system doesn't say."""
+    gc.collect()
+    release_memory()
+    return (usage(os.getpid()) or (0.0, 0))[1]

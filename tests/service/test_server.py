@@ -20,7 +20,7 @@ import torch
 from anomaly.service import server
 from anomaly.service.bodies import Limits
 from anomaly.service.line import Line
-from anomaly.service.lineup import Served
+from anomaly.service.served import Served, Version
 
 TOKEN = "0123456789abcdef"
 ASKED = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -35,9 +35,8 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
     limits = Limits(body_bytes=1_000_000)
     with Line({}, tmp_path / "l.sqlite", device=torch.device("cpu"), limits=limits) as line:
         # A model that is never asked: what is sent to it is refused before.
-        engine = SimpleNamespace(model=SimpleNamespace(thresholds=None), __exit__=lambda: None)
-        version = cast(Any, SimpleNamespace(engine=engine))
-        line.lineup.models["disc"] = Served("disc", tmp_path, version)
+        engine = cast(Any, SimpleNamespace(resident=0, __exit__=lambda: None))
+        line.lineup.models["disc"] = Served("disc", tmp_path, engine=engine)
         running = threading.Thread(target=server.serve, args=(line, listener, TOKEN, stop.is_set))
         running.start()
         end = time.monotonic() + 60
@@ -55,11 +54,10 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
 def test_a_version_is_no_longer_refused_once_the_next_is_in_use(tmp_path: Path) -> None:
     """Even while the one before still answers what it took."""
     said: list[dict[str, Any]] = []
-    model = SimpleNamespace(config=SimpleNamespace(name="disc"), method="", unit="", model_id="2")
-    leaving = SimpleNamespace(model=model, __exit__=lambda: said.append(served.short()))
-    served = Served("disc", tmp_path, cast(Any, SimpleNamespace(engine=leaving)), "it was bad")
+    leaving = cast(Any, SimpleNamespace(__exit__=lambda: said.append(served.short())))
+    served = Served("disc", tmp_path, engine=leaving, trouble="it was bad")
     assert served.short()["refused"]
-    served.use(cast(Any, SimpleNamespace(engine=SimpleNamespace(model=model))))
+    served.use(Version("2", "", True, {}, {}, None), cast(Any, SimpleNamespace()))
     assert [(one["refused"], one["reason"]) for one in said] == [(False, "")]
 
 

@@ -11,8 +11,14 @@ from torch import Tensor
 from anomaly.errors import DataError
 from anomaly.scorers.base import Fold, PatchBatch
 from anomaly.scorers.patchcore.coreset import pick_beyond
-from anomaly.scorers.patchcore.held_out import orphans, squared_to_parts, together
-from anomaly.scorers.patchcore.memory_bank import MemoryBank, gather
+from anomaly.scorers.patchcore.held_out import (
+    orphans,
+    repaired,
+    squared_to_parts,
+    together,
+    with_more,
+)
+from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 
 def extended(
@@ -42,7 +48,7 @@ def extended(
             new = pick_beyond(points, bounds, bank.covering_radius)
             added = torch.cat([added, points[new]])
             picks.append(places[new])
-        return _with(bank, [bank.vectors], [bank.origins], batches, torch.cat(picks))
+        return with_more(bank, batches, torch.cat(picks))
 
 
 def extended_without(
@@ -81,23 +87,7 @@ def extended_without(
         for points, bounds, places in lost:
             bounds = torch.minimum(bounds, squared_to_parts(points, [centres[:known]])[:, 0])
             picks.append(places[pick_beyond(points, bounds, bank.covering_radius)])
-        for k, chosen in enumerate(picks):
-            stay = owners != k
-            yield _with(bank, [bank.vectors[stay]], [bank.origins[stay]], batches, chosen)
-
-
-def _with(
-    bank: MemoryBank,
-    vectors: list[Tensor],
-    origins: list[Tensor],
-    batches: Iterable[PatchBatch],
-    chosen: Tensor,
-) -> MemoryBank:
-    """A bank of some vectors and of the patches at the places `chosen`."""
-    if len(chosen):
-        more = gather(batches, chosen)
-        vectors, origins = [*vectors, more[0]], [*origins, more[1]]
-    return replace(bank, vectors=torch.cat(vectors), origins=torch.cat(origins), exact=False)
+        yield from repaired(bank, owners, batches, picks)
 
 
 def _uncovered(

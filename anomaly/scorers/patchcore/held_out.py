@@ -63,17 +63,35 @@ def banks_without(
     for k, (points, bounds, places) in enumerate(lost):
         wanted = min(int((owners == k).sum()), len(points))
         picks.append(places[_farthest(points, wanted, bounds)])
-    chosen = torch.cat(picks)
-    vectors, origins = bank.vectors[:0], bank.origins[:0]
+    yield from repaired(bank, owners, batches, picks)
+
+
+def repaired(
+    bank: MemoryBank, owners: Tensor, batches: Iterable[PatchBatch], picks: Sequence[Tensor]
+) -> Iterator[MemoryBank]:
+    """For each fold a bank without its own vectors, and with patches that stand in for them.
+
+    Args:
+        bank: the bank.
+        owners: the fold (M,) that each of its vectors goes with.
+        batches: the training patches.
+        picks: of each fold, the places of the patches that stand in.
+    """
+    stand_ins = torch.arange(len(picks)).repeat_interleave(torch.tensor([len(p) for p in picks]))
+    # All of them are read at once, and searched by way of one index.
+    whole = with_more(bank, batches, torch.cat(list(picks)))
+    for k in range(len(picks)):
+        among = torch.cat([owners != k, stand_ins.to(owners.device) == k])
+        yield whole.only(among.nonzero()[:, 0])
+
+
+def with_more(bank: MemoryBank, batches: Iterable[PatchBatch], chosen: Tensor) -> MemoryBank:
+    """A bank and the patches at the places `chosen` among all of the batches'."""
+    vectors, origins = [bank.vectors], [bank.origins]
     if len(chosen):
-        vectors, origins = gather(batches, chosen)
-    sizes = [len(p) for p in picks]
-    renewed = zip(torch.split(vectors, sizes), torch.split(origins, sizes), strict=True)
-    for k, (new_vectors, new_origins) in enumerate(renewed):
-        stay = owners != k
-        vectors = torch.cat([bank.vectors[stay], new_vectors])
-        origins = torch.cat([bank.origins[stay], new_origins])
-        yield replace(bank, vectors=vectors, origins=origins, exact=False)
+        more = gather(batches, chosen)
+        vectors, origins = [*vectors, more[0]], [*origins, more[1]]
+    return replace(bank, vectors=torch.cat(vectors), origins=torch.cat(origins), exact=False)
 
 
 def orphans(

@@ -57,6 +57,15 @@ class MemoryBank(Bank, Scorer):
     def _neighbours(self) -> NearestNeighbors:
         return NearestNeighbors(self.vectors, self.search, self.cache)
 
+    def only(self, rows: Tensor) -> MemoryBank:
+        """The bank of some of its vectors (m,) int64; their index comes from this one's."""
+        some = replace(self, vectors=self.vectors[rows], origins=self.origins[rows], exact=False)
+        if self.search in ("auto", "screened"):
+            within = self._neighbours, rows
+            # As if the property had made it, which `replace` forgets.
+            vars(some)["_neighbours"] = NearestNeighbors(some.vectors, self.search, within=within)
+        return some
+
     def neighbours(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The bank vectors nearest to patches.
 

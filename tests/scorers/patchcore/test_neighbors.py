@@ -72,6 +72,25 @@ def test_neighbours_closer_than_products_can_tell(method: str, device: str, k: i
     assert np.take_along_axis(exact, indices.cpu().numpy(), 1) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("m", "k"), [(1024, 1), (2999, 3), (3008, 1)])  # 3008 = 47 · 64
+def test_some_vectors_of_a_larger_bank(
+    m: int, k: int, bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screened_index, "has_bf16", lambda _: bf16)
+    bank, queries = blobs(4032, 200), blobs(500, 200, seed=1)  # 4032 = 63 · 64
+    rows = torch.randperm(4032, generator=torch.Generator().manual_seed(2))[:m]
+    whole = NearestNeighbors(bank)
+    monkeypatch.setattr(screened_index, "_leading_axes", None)  # nothing is fitted anew
+    distances, indices = NearestNeighbors(bank[rows], within=(whole, rows)).search(queries, k)
+    expected = NearestNeighbors(bank[rows], "product").search(queries, k)
+    assert torch.equal(distances, expected[0])
+    assert torch.equal(indices, expected[1])
+    monkeypatch.undo()
+    again = whole.search(queries, k)[0]  # which stays as it is
+    assert torch.equal(again, NearestNeighbors(bank, "product").search(queries, k)[0])
+
+
 @pytest.mark.parametrize(("method", "device"), PLACES)
 def test_alone_or_in_a_batch(method: str, device: str) -> None:
     bank, queries = blobs(5000, 96).to(device), blobs(2500, 96, seed=2).to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -26,6 +27,10 @@ class CoarseScreen(Protocol):
         """(Q,) that bounds don't exceed where the coordinates' squared distance is `squared`."""
         ...
 
+    def only(self, rows: Tensor) -> CoarseScreen:
+        """The screen of some of the bank's vectors (m,) int64."""
+        ...
+
 
 class Float32Screen:
     """Squared distances less the queries' squared norms.
@@ -46,6 +51,10 @@ class Float32Screen:
     def limits(self, coarse: Tensor, norms: Tensor, squared: Tensor) -> Tensor:
         """See `CoarseScreen`."""
         return squared - norms + ROUNDING * (norms + squared)
+
+    def only(self, rows: Tensor) -> Float32Screen:
+        """See `CoarseScreen`."""
+        return Float32Screen(self._coarse[rows], self._norms[rows])
 
 
 class BFloat16Screen:
@@ -87,6 +96,12 @@ class BFloat16Screen:
         widest = (squared.sqrt() + moved).square() + _SUM * (norms + squared)
         rounded: Tensor = (_RESULT * widest).bfloat16()
         return rounded.view(torch.int16)
+
+    def only(self, rows: Tensor) -> BFloat16Screen:
+        """See `CoarseScreen`."""
+        some = copy(self)
+        some._coarse = self._coarse.index_select(1, rows)
+        return some
 
 
 def _parts(values: Tensor) -> Tensor:

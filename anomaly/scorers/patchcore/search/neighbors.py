@@ -41,19 +41,27 @@ class NearestNeighbors:
             `screened` (exact, measures only what a few dimensions can't rule out, CPU), `faiss`
             (Flat, CPU), `ivf` (faiss inverted lists, approximate, CPU).
         cache: a folder for trained `ivf` indices; they are trained anew where it is None.
+        within: neighbours in a bank that holds all these vectors, and which ones they are (M,):
+            what its index has computed isn't computed again.
 
     Raises:
         ConfigError: an unknown method, or one that doesn't run on the bank's device.
     """
 
-    def __init__(self, bank: Tensor, method: str = "auto", cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        bank: Tensor,
+        method: str = "auto",
+        cache: Path | None = None,
+        within: tuple[NearestNeighbors, Tensor] | None = None,
+    ) -> None:
         if method not in METHODS:
             raise ConfigError(f"search method {method!r} is unknown; {nearest(method, METHODS)}")
         if method in ("screened", "faiss", "ivf") and bank.device.type != "cpu":
             raise ConfigError(f"search method {method!r} runs on the CPU only; use 'auto'")
         self._bank = bank
         self.method = _best(bank) if method == "auto" else method
-        self._index = self._build(cache)
+        self._index = self._build(cache, within)
 
     def search(self, queries: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
         """Find the nearest bank vectors.
@@ -83,8 +91,10 @@ class NearestNeighbors:
         distances: Tensor = torch.linalg.vector_norm(vectors.sub_(queries[:, None]), dim=2)
         return distances
 
-    def _build(self, cache: Path | None) -> Index:
+    def _build(self, cache: Path | None, within: tuple[NearestNeighbors, Tensor] | None) -> Index:
         if self.method == "screened":
+            if within is not None and isinstance(within[0]._index, ScreenedIndex):
+                return within[0]._index.only(self._bank, within[1])
             return ScreenedIndex(self._bank)
         if self.method in ("faiss", "ivf"):
             from anomaly.scorers.patchcore.search.faiss_index import FaissIndex

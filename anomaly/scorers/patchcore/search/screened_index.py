@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -56,8 +57,8 @@ class ScreenedIndex:
         self._mean = bank.mean(0)
         sample = bank[:: max(1, len(bank) // _FITTED)] - self._mean
         self._axes = _leading_axes(sample, min(_DIMENSIONS, bank.shape[1]))
-        # Vectors at infinity fill the last group.
-        filled = len(bank) + -len(bank) % _GROUP
+        # Vectors at infinity, of which there is one at least, fill the last group.
+        filled = _filled(len(bank))
         coarse = bank.new_zeros(filled, self._axes.shape[1] + 1)
         norms = bank.new_full((filled,), float("inf"))
         for start in range(0, len(bank), _FITTED):
@@ -67,6 +68,20 @@ class ScreenedIndex:
         self._groups = filled // _GROUP
         self._squares = bank.square().sum(1)
         self._screen: CoarseScreen = screen(coarse, norms)
+
+    def only(self, bank: Tensor, rows: Tensor) -> ScreenedIndex:
+        """The index of some of the vectors, for which nothing is computed anew.
+
+        Args:
+            bank: these vectors (m, D).
+            rows: (m,) int64, which ones they are.
+        """
+        some = copy(self)
+        some._bank, some._squares, some._product = bank, self._squares[rows], ProductIndex(bank)
+        filled = rows.new_full((_filled(len(rows)),), len(self._bank))
+        filled[: len(rows)] = rows
+        some._screen, some._groups = self._screen.only(filled), len(filled) // _GROUP
+        return some
 
     def candidates(self, queries: Tensor, k: int) -> Tensor:
         """The k nearest (Q, k) int64 of queries (Q, D)."""
@@ -137,6 +152,10 @@ class ScreenedIndex:
         leading = centred @ self._axes
         rest = (norms - leading.square().sum(1)).clamp_(min=0).sqrt_()
         return torch.cat([leading, rest[:, None]], dim=1), norms
+
+
+def _filled(count: int) -> int:
+    return (count // _GROUP + 1) * _GROUP
 
 
 def _least(bounds: Tensor, least: Tensor, k: int) -> Tensor:
