@@ -4,7 +4,8 @@
 
 Every figure is of whole processes, file to heatmap on disk, in turns, so that whatever else the
 machine does meets all engines. An image's time is that of all images less that of one alone.
-Scores and verdicts are compared with torch's in fp32. The size is that of all packages which the
+Scores and verdicts are compared with torch's in fp32; those that differ are listed, and an image
+in a folder `good` is taken for a good one. The size is that of all packages which the
 engine's extra installs, as they lie on disk here.
 """
 
@@ -18,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import distribution
 from pathlib import Path
@@ -102,6 +103,19 @@ class Side:
             f"| {flips} of {len(self.rows)} |"
         )
 
+    def findings(self, reference: Side) -> Iterator[str]:
+        """How well it tells good from defective, and the verdicts that aren't the reference's."""
+        scores = {p: s for p, (s, _) in self.rows.items()}
+        good = [s for p, s in scores.items() if Path(p).parent.name == "good"]
+        defects = [s for p, s in scores.items() if Path(p).parent.name != "good"]
+        if good and defects:
+            higher = [(d > g) + (d == g) / 2 for d in defects for g in good]
+            yield f"{self.name}: image AUROC {statistics.mean(higher):.4f}"
+        for path, (score, verdict) in sorted(self.rows.items()):
+            old, before = reference.rows[path]
+            if verdict != before:
+                yield f"{self.name}: {path} {before} ({old:.4g}) -> {verdict} ({score:.4g})"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -133,6 +147,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for side in sides:
         print(side.line(count, sides[0]))
+    print("", *(line for side in sides for line in side.findings(sides[0])), sep="\n")
     config = json.loads((find_model(args.model) / "manifest.json").read_text())["backbone"]["name"]
     print(f"\n{config}, {args.threads} threads")
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
+from anomaly.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,16 +32,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
     parser.add_argument(
         "--precision",
-        choices=("fp32", "bf16"),
+        choices=("fp32", "bf16", "int8"),
         default="fp32",
         help="compute in this number format (fp32); bf16 only with openvino, where the processor "
-        "has it",
+        "has it; int8 makes another model, which learns again from the training images",
+    )
+    parser.add_argument(
+        "--data-root",
+        type=Path,
+        help="with int8: the data sets' folder, where it has moved since training",
+    )
+    parser.add_argument(
+        "--training-images",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="with int8: folders with training images that aren't in the data set",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="processor threads")
 
 
 def run(options: argparse.Namespace) -> int:
     """Export, or say why the export isn't equal."""
+    if (options.data_root or options.training_images) and options.precision != "int8":
+        raise ConfigError("--data-root and --training-images need --precision int8, which learns")
     from anomaly.files.output_lock import locked
 
     with locked(options.output):
@@ -55,17 +72,42 @@ def run(options: argparse.Namespace) -> int:
                 precision=options.precision,
                 whole=options.whole,
                 golden=options.golden,
+                data_root=options.data_root,
+                further=options.training_images,
                 workers=threads,
                 overwrite=options.overwrite,
                 progress=progress,
             )
-    equal = said["equality"]
-    print(
-        f"model {said['source_model_id']} for {options.to} {said['engine_version']} in "
-        f"{said['precision']}: {options.output / 'model'}"
-    )
-    print(
-        f"{len(equal['images'])} golden images have the same verdicts, and scores within "
-        f"{equal['largest_difference']:.1g} of torch's"
-    )
+    _say(said, options.output / "model")
     return 0
+
+
+def _say(said: dict[str, Any], folder: Path) -> None:
+    """What export.json says, for people."""
+    equal, quantised = said["equality"], said.get("quantised")
+    by = f"{said['engine']} {said['engine_version']} in {said['precision']}"
+    print(f"model {said['model_id']} for {by}: {folder}")
+    if quantised is None:
+        count = len(equal["images"])
+        print(
+            f"{count} golden images have the same verdicts, and scores within "
+            f"{equal['largest_difference']:.1g} of torch's"
+        )
+        return
+    changed, correlation = quantised["verdicts_changed"], quantised["correlation"]
+    print(
+        f"it is another model than {said['source_model_id']}, whose training images it has learned "
+        "again, and has thresholds of its own"
+    )
+    print(
+        f"on {quantised['golden_images']} golden images {len(changed)} verdicts differ; scores are "
+        f"{100 * quantised['shift']:+.1f} % apart in the median"
+        + ("" if correlation is None else f", correlation {correlation:.3f}")
+    )
+    for one in changed:
+        before, after = one["scores"]
+        what = f"{one['before']} -> {one['after']} ({before:.4g} -> {after:.4g})"
+        print(f"  {one['image']}: {what}")
+    print(
+        "`anomaly evaluate` of both, and --compare of these, shows what changed on the test split"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,12 @@ class _Whole(nn.Module):
 
 
 def write_graph(
-    detector: AnomalyDetector, folder: Path, engine: str, *, whole: bool = False
+    detector: AnomalyDetector,
+    folder: Path,
+    engine: str,
+    *,
+    whole: bool = False,
+    quantise: Callable[[Path], None] | None = None,
 ) -> dict[str, Any]:
     """Write a detector's graph, as `network` or `whole`.
 
@@ -80,6 +85,7 @@ def write_graph(
         folder: where to; the engine decides on the files.
         engine: a key of `anomaly.features.engine.ENGINES`.
         whole: whether the graph goes on to patch scores.
+        quantise: rewrites the file, whose inputs and outputs stay as they are; None for fp32.
 
     Returns:
         Its file, inputs and outputs, as export.json tells of them.
@@ -99,6 +105,8 @@ def write_graph(
     file = folder / f"{Path(name).stem}.onnx"
     _trace(module, images, sizes, names, file)
     inputs, outputs = _tidied(file, names, shapes, detector)
+    if quantise is not None:
+        quantise(file)
     if ENGINES[engine][2] != ".onnx":
         openvino = installed(engine, "this export is for")
         openvino.save_model(openvino.Core().read_model(file), folder / name, compress_to_fp16=False)
@@ -123,7 +131,7 @@ def _trace(
     module: nn.Module, images: Tensor, sizes: dict[int, Any], names: list[str], file: Path
 ) -> None:
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(), torch.no_grad():
             traced = torch.export.export(
                 module.eval(), (images,), dynamic_shapes=(sizes,), strict=False
             )
@@ -146,8 +154,8 @@ def _trace(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep to themselves what tracing and writing have to say of operators and symbols."""
+def quiet() -> Iterator[None]:
+    """Keep to themselves what libraries have to say of operators and symbols."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,16 +13,25 @@ import torch
 
 from anomaly import __version__
 from anomaly.errors import ModelError, OutputError
-from anomaly.export.equality import TOLERANCE, compare, compare_patches, golden_images
+from anomaly.export.equality import (
+    TOLERANCE,
+    compare,
+    compare_patches,
+    differences,
+    golden_images,
+)
 from anomaly.export.graph import OPSET, write_graph
+from anomaly.export.quantised import quantised, training_images
 from anomaly.features.engine import Graph, check_precision, installed
 from anomaly.files.writing import as_json, write
 from anomaly.model.checkpoint import load
+from anomaly.model.detector import AnomalyDetector
 from anomaly.model.exported import exported_stages, open_network, write_export
-from anomaly.model.folder import HISTORY, appearing, file_entry, find_model
+from anomaly.model.folder import HISTORY, appearing, file_entry, find_model, model_id
 from anomaly.model.manifest import MANIFEST
 from anomaly.model.run_folder import training_record
 from anomaly.model.saving import BACKBONE
+from anomaly.model.training import StageProgress
 
 
 def export_model(
@@ -33,9 +42,11 @@ def export_model(
     precision: str = "fp32",
     whole: bool = False,
     golden: Path | None = None,
+    data_root: Path | None = None,
+    further: Sequence[Path] = (),
     workers: int = 2,
     overwrite: bool = False,
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    progress: StageProgress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
     """Write a model for another engine, once that says the same about golden images.
 
@@ -43,84 +54,125 @@ def export_model(
         source: the run, or its model folder.
         output: a folder that gets `model/`, and what the run remembers of its training.
         engine: a key of `anomaly.features.engine.ENGINES`.
-        precision: `fp32` or `bf16`, the number format to compute in.
+        precision: `fp32` or `bf16`, the number format to compute in; `int8` makes another model,
+            which learns again from the training images.
         whole: whether to write a second graph, on to patch scores, for other programs.
         golden: a folder of images to compare on; by default some of the training images.
+        data_root: with `int8`, where the data sets are, if they have moved since training.
+        further: with `int8`, folders with training images that aren't in the data set.
         workers: decoding processes.
         overwrite: replace an earlier export there.
         progress: called with (stage, done, total).
 
     Returns:
-        What export.json says.
+        What export.json says, and the exported model's id as `model_id`.
 
     Raises:
         ModelError: the model can't be exported, or the export doesn't say the same; then there is
             nothing new in `output`.
-        DataError: there are no images to compare on.
+        DataError: there are no images to compare on, or, in int8, to learn from.
         OutputError: something is there already, or it can't be written.
     """
     folder = find_model(source, exported=False)
-    _check_installed(engine)
+    _check_installed(engine, precision)
     if (output / "model").exists() and not overwrite:
         raise OutputError(
             f"{output / 'model'} exists already; give another --output or add --overwrite"
         )
-    if precision == "bf16" and whole:
+    if precision != "fp32" and whole:
         raise ModelError("--whole is for other programs, and exported in fp32 only")
     check_precision(engine, precision, f"--precision {precision} was asked for")
-    own = load(folder, "cpu")
-    same = precision == own.extractor.precision
-    reference = own if same else load(folder, "cpu", precision)
-    paths = golden_images(own, source, golden)
+    parent = own = reference = load(folder, "cpu")
+    samples = training_images(own, source, data_root, further) if precision == "int8" else {}
+    paths = golden_images(own, source, golden, [one.path for one in samples.values()])
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)
-        values: dict[str, Any] = {
+        values: dict[str, Any] = {"source_model_id": parent.model_id, "precision": precision}
+        if precision == "int8":
+            own, values["network"], inputs = quantised(
+                parent, samples, draft, engine, workers=workers, progress=progress
+            )
+            reference = own
+        else:
+            values["network"] = write_graph(own, draft, engine)
+            _copy_rest(folder, own, draft)
+            if precision != own.extractor.precision:
+                reference = load(folder, "cpu", precision)
+        values["whole"] = write_graph(own, draft, engine, whole=True) if whole else None
+        graphs = [*draft.glob("network.*"), *draft.glob("whole.*")]
+        values |= {
             "software_version": __version__,
-            "source_model_id": own.model_id,
             "engine": engine,
             "opset": OPSET,
-            "precision": precision,
-            "network": write_graph(own, draft, engine),
-            "whole": write_graph(own, draft, engine, whole=True) if whole else None,
-            "files": {file.name: file_entry(file) for file in sorted(draft.iterdir())},
+            "files": {file.name: file_entry(file) for file in sorted(graphs)},
         }
         progress("writing graphs", 1, 1)
-        for name in (MANIFEST, *own.manifest["files"].keys() - {BACKBONE}):
-            shutil.copyfile(folder / name, draft / name)
-        if (folder / HISTORY).exists():
-            shutil.copyfile(folder / HISTORY, draft / HISTORY)
         network = open_network(draft, own.manifest, values)
         exported = replace(own, **exported_stages(network, draft, own.config))
-        largest = compare(
-            reference,
-            own,
-            exported,
-            paths,
-            workers=workers,
-            progress=lambda done: progress("comparing", done, len(paths)),
-        )
-        patches = None
-        if whole:
-            graph = Graph(draft / values["whole"]["file"], engine, precision, workers)
-            patches = compare_patches(reference, graph, paths, workers=workers)
         values["engine_version"] = network.version
-        values["equality"] = {
-            "compared_with": f"torch {torch.__version__}, {precision}",
-            "images": [path.name for path in paths],
-            "tolerance": TOLERANCE[precision],
-            "largest_difference": largest.share,
-            "largest_difference_at": largest.name,
-            "largest_patch_difference": patches,
-            "verdicts_changed": 0,
-        }
+        both = reference, own
+        values["equality"] = _equality(both, exported, draft, values, paths, workers, progress)
+        if own is not parent:
+            found = differences(parent, exported, paths, workers=workers)
+            values["quantised"] = {"calibrated_on": inputs, **found}
         write_export(draft, values)
-    if record := training_record(source):  # where the data set is, for `evaluate`
+        new_id = model_id(draft)
+    record = training_record(source)
+    if own is not parent:
+        kept = {name: record[name] for name in ("name", "data_folder") if name in record}
+        record = kept | {"model_id": new_id, "images": {"learned": len(samples)}}
+    if record:  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
-    return values
+    return values | {"model_id": new_id}
 
 
-def _check_installed(engine: str) -> None:
-    if missing := [n for n in ("onnx", "onnxscript") if find_spec(n) is None]:
+def _equality(
+    both: tuple[AnomalyDetector, AnomalyDetector],
+    exported: AnomalyDetector,
+    draft: Path,
+    values: Mapping[str, Any],
+    paths: Sequence[Path],
+    workers: int,
+    progress: StageProgress,
+) -> dict[str, Any]:
+    """How equal an export is to a model, in its number format and in the model's own.
+
+    Raises:
+        ModelError: not enough.
+    """
+    largest = compare(
+        *both,
+        exported,
+        paths,
+        workers=workers,
+        progress=lambda done: progress("comparing", done, len(paths)),
+    )
+    patches, precision = None, values["precision"]
+    if values["whole"]:
+        graph = Graph(draft / values["whole"]["file"], values["engine"], precision, workers)
+        patches = compare_patches(both[0], graph, paths, workers=workers)
+    return {
+        "compared_with": f"torch {torch.__version__}, {precision}",
+        "images": [path.name for path in paths],
+        "tolerance": TOLERANCE[precision],
+        "largest_difference": largest.share,
+        "largest_difference_at": largest.name,
+        "largest_patch_difference": patches,
+        "verdicts_changed": 0,
+    }
+
+
+def _copy_rest(folder: Path, model: AnomalyDetector, draft: Path) -> None:
+    """Copy the files of a model folder but the network."""
+    for name in (MANIFEST, *model.manifest["files"].keys() - {BACKBONE}):
+        shutil.copyfile(folder / name, draft / name)
+    if (folder / HISTORY).exists():
+        shutil.copyfile(folder / HISTORY, draft / HISTORY)
+
+
+def _check_installed(engine: str, precision: str) -> None:
+    needed = ["onnx", "onnxscript", *(["onnxruntime"] if precision == "int8" else [])]
+    if missing := [name for name in needed if find_spec(name) is None]:
         raise ModelError(
             f"exporting needs {' and '.join(missing)}: pip install 'anomaly[export,{engine}]'"
         )

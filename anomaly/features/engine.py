@@ -33,7 +33,7 @@ class Graph:
     Args:
         file: as `anomaly.export` wrote it.
         engine: a key of `ENGINES`.
-        precision: `fp32` or `bf16`, the number format to compute in.
+        precision: `fp32`, `bf16`, or `int8` for a graph that says itself where it computes so.
         threads: processor threads to use, all calls together.
 
     Attributes:
@@ -119,13 +119,13 @@ def check_precision(engine: str, precision: str, what: str) -> None:
 
     Args:
         engine: a key of `ENGINES`.
-        precision: `fp32` or `bf16`.
+        precision: `fp32`, `bf16` or `int8`.
         what: asks for it, for the message.
 
     Raises:
         ModelError: it doesn't.
     """
-    if precision == "fp32":
+    if precision != "bf16":
         return
     name, module, _ = ENGINES[engine]
     if engine == "onnx":
@@ -155,7 +155,7 @@ def _openvino(file: Path, precision: str, threads: int, streams: int) -> Run:
         "CPU",
         {
             # Without it OpenVINO takes bf16 wherever the processor has it.
-            "INFERENCE_PRECISION_HINT": {"fp32": "f32", "bf16": "bf16"}[precision],
+            "INFERENCE_PRECISION_HINT": "bf16" if precision == "bf16" else "f32",
             "INFERENCE_NUM_THREADS": threads,
             "NUM_STREAMS": streams,
             "ENABLE_CPU_PINNING": False,  # other processes decode on these cores

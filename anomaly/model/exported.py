@@ -7,6 +7,8 @@
       …                      all files of the model folder but backbone.safetensors, unchanged
 
 The manifest is the model's, and so is its id: it is the same model, computed by another engine.
+In int8 it is another model, with a manifest and an id of its own: what it learned and its
+thresholds come from the embeddings of the quantised network.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from anomaly.runtime import CPU, get_threads
 
 FORMAT = "anomaly-export/1"
 _REPLACED = "backbone.safetensors"
+_ABSENT: Any = None  # what only int8 has
 
 
 class _Tensor(Part):
@@ -43,6 +46,21 @@ class _Graph(Part):
     file: str
     inputs: tuple[_Tensor, ...]
     outputs: tuple[_Tensor, ...]
+
+
+class _Changed(Part):
+    image: str
+    before: str
+    after: str
+    scores: tuple[float, float]
+
+
+class _Quantised(Part):
+    calibrated_on: int
+    golden_images: int
+    verdicts_changed: tuple[_Changed, ...]
+    correlation: float | None
+    shift: float
 
 
 class _Equality(Part):
@@ -62,10 +80,11 @@ class _Export(Part):
     engine: Literal["onnx", "openvino"]
     engine_version: str
     opset: int
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16", "int8"]
     network: _Graph
     whole: _Graph | None
     equality: _Equality
+    quantised: _Quantised = _ABSENT
     files: dict[str, Recorded]
 
 

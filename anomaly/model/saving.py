@@ -50,28 +50,46 @@ def save(detector: AnomalyDetector, folder: Path, *, overwrite: bool = False) ->
             "overwrite=True)"
         )
     network = detector.extractor.network
+    with appearing(folder) as draft:
+        _save_tensors(network.state_dict(), draft / BACKBONE)
+        return save_rest(detector, draft, file_entry(draft / BACKBONE))
+
+
+def save_rest(detector: AnomalyDetector, draft: Path, backbone: Mapping[str, Any]) -> str:
+    """Write what a model folder holds besides the network.
+
+    Args:
+        detector: what to keep.
+        draft: the folder, which holds nothing but the network's files so far.
+        backbone: what the manifest is to say of the network's file.
+
+    Returns:
+        The model's id.
+    """
+    network = {file.name for file in draft.iterdir()}
+    _save_tensors(detector.scorer.tensors(), draft / SCORER)
+    if detector.appearance is not None:
+        save_numpy(detector.appearance.tensors(), draft / USUAL)
+        share(draft / USUAL)
+    for name, picture in _pictures(detector.region).items():
+        (draft / name).write_bytes(picture)
+    settings = portable(detector.config)
+    (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
+    write_thresholds(draft, detector.thresholds)
+    files = {f.name: file_entry(f) for f in draft.iterdir() if f.name not in network}
+    files = dict(sorted({**files, BACKBONE: dict(backbone)}.items()))
+    current = {"software_version": __version__, "files": files}
+    write_manifest(draft, {**detector.manifest, **current})
+    written = model_id(draft)
+    write_history(draft, detector.history, detector.changes, written)
+    return written
+
+
+def _save_tensors(tensors: Mapping[str, Any], file: Path) -> None:
     from safetensors.torch import save_file
 
-    with appearing(folder) as draft:
-        state = {k: v.cpu().contiguous() for k, v in network.state_dict().items()}
-        save_file(state, draft / BACKBONE)
-        scorer = {k: v.cpu().contiguous() for k, v in detector.scorer.tensors().items()}
-        save_file(scorer, draft / SCORER)
-        if detector.appearance is not None:
-            save_numpy(detector.appearance.tensors(), draft / USUAL)
-        for file in draft.iterdir():
-            share(file)
-        for name, picture in _pictures(detector.region).items():
-            (draft / name).write_bytes(picture)
-        settings = portable(detector.config)
-        (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
-        write_thresholds(draft, detector.thresholds)
-        files = {file.name: file_entry(file) for file in sorted(draft.iterdir())}
-        current = {"software_version": __version__, "files": files}
-        write_manifest(draft, {**detector.manifest, **current})
-        written = model_id(draft)
-        write_history(draft, detector.history, detector.changes, written)
-        return written
+    save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, file)
+    share(file)
 
 
 def manifest_of(

@@ -72,7 +72,7 @@ class TrainingPatches:
     yet), or, with `aligned`, as embeddings, which is less once these are projected.
 
     Args:
-        images: files, or pixels that are decoded already, by number.
+        images: files, or pixels that are decoded already, by their numbers, ascending.
         decoders: set to what the model's loading is.
         embedder: the network and the alignment.
         batch_size: images at once.

@@ -207,6 +207,18 @@ class Fitter(Protocol[S]):
         """
         ...
 
+    def again(self, scorer: S, patches: PatchSet) -> S:
+        """What a scorer has learned, in the embeddings of another network.
+
+        Args:
+            scorer: of these settings.
+            patches: of the images that it was learned from, by the other network.
+
+        Raises:
+            DataError: patches that it was learned from are missing.
+        """
+        return self.fit(patches)
+
     def continuing(self, scorer: S, learned: int) -> Fitter[S]:
         """A fitter whose `fit` adds to what a scorer has learned already.
 

@@ -164,6 +164,40 @@ def gather(batches: Iterable[PatchBatch], picks: Tensor) -> tuple[Tensor, Tensor
     return vectors, origins
 
 
+def gather_origins(batches: Iterable[PatchBatch], origins: Tensor) -> Tensor:
+    """Embeddings of the patches at some places.
+
+    Args:
+        batches: the patches of all images, read once.
+        origins: (M, 3): image, patch row, patch column.
+
+    Returns:
+        (M, D) float32, in the order of `origins`.
+
+    Raises:
+        DataError: the batches don't hold all of them.
+    """
+    vectors: Tensor | None = None
+    missing = torch.ones(len(origins), dtype=torch.bool, device=origins.device)
+    for batch in batches:
+        size = torch.tensor(batch.embeddings.shape[1:3], device=origins.device)
+        corners = batch.corners or ((0, 0),) * len(batch.images)
+        for grid, image, corner in zip(batch.embeddings, batch.images, corners, strict=True):
+            if vectors is None:
+                vectors = grid.new_empty(len(origins), grid.shape[-1])
+            places = origins[:, 1:] - torch.tensor(corner, device=origins.device)
+            here = (origins[:, 0] == image) & ((places >= 0) & (places < size)).all(1)
+            rows, columns = places[here].long().T
+            vectors[here] = grid[rows, columns]
+            missing &= ~here
+    if vectors is None or bool(missing.any()):
+        raise DataError(
+            f"{int(missing.sum())} vectors of the memory bank come from patches that the training "
+            "images don't have; train again"
+        )
+    return vectors
+
+
 class _BankGraph(nn.Module):
     """Patch embeddings -> the distance to the nearest bank vector, and which one it is.
 

@@ -1,0 +1,301 @@
+"""A model in int8: its network quantised, and what it knows learned again from that network.
+
+Post-training static quantisation (Jacob et al. 2018): weights are rounded to whole numbers channel
+by channel, activations tensor by tensor within the range that they have on training images. That
+moves every embedding by several per cent, and all of them alike, so that a bank, Gaussians and
+thresholds of the same network fit again.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anomaly.calibration import Thresholds, thresholds_from
+from anomaly.datasets import Sample
+from anomaly.datasets.inputs import find_inputs
+from anomaly.errors import AnomalyError, DataError, ModelError
+from anomaly.evaluation.test_split import dataset_of
+from anomaly.export.graph import quiet, write_graph
+from anomaly.features.engine import Graph
+from anomaly.features.exported import ExportedNetwork
+from anomaly.files.writing import sha256_of
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape, tile_by_tile
+from anomaly.model.appearance_model import AppearanceModel
+from anomaly.model.build import fitter_of
+from anomaly.model.cross_fitting import cross_fit
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.saving import BACKBONE, save_rest
+from anomaly.model.threshold_files import change
+from anomaly.model.training import StageProgress
+from anomaly.model.training_patches import TrainingPatches
+from anomaly.model.updating import rates_of
+from anomaly.runtime import get_threads
+from anomaly.scorers.base import Fitter
+
+CALIBRATED_ON = 100  # training images whose activations say how far these reach
+_TILES = 300  # of large images, together
+# What computes in int8 where a convolution is beside it. Attention and the method's alignment stay
+# in fp32.
+_OPERATORS = ["Conv", "Add", "Clip", "MaxPool", "Relu"]
+
+
+def training_images(
+    detector: AnomalyDetector, folder: Path, data_root: Path | None, further: Sequence[Path]
+) -> dict[int, Sample]:
+    """The images that a model was learned from, as they were, by their numbers.
+
+    They are known by their content, whichever split of the data set or further folder they are
+    in: a split that was drawn may have been drawn anew since.
+
+    Args:
+        detector: was learned from them.
+        folder: the run, or the model folder, that it was loaded from.
+        data_root: where the data sets are, if they have moved since training.
+        further: folders of images.
+
+    Raises:
+        DataError: some of them aren't there any more.
+    """
+    given: list[Sample] = []
+    try:
+        for split in dataset_of(detector, folder, data_root).splits.values():
+            given += split
+    except DataError:
+        if not further:
+            raise
+    if further:
+        paths = find_inputs(further, option="--training-images").paths
+        given += [Sample(path, path.name) for path in paths]
+    wanted, unused = (detector.manifest[f"{one}_images"] for one in ("training", "refused"))
+    hashes, found = {*wanted.values()}, dict[str, Sample]()
+    for sample in given:
+        if len(found) == len(hashes):
+            break
+        with suppress(OSError):
+            if (sha256 := sha256_of(sample.path)) in hashes:
+                found.setdefault(sha256, sample)
+    if missing := [name for name, sha256 in wanted.items() if sha256 not in found]:
+        there = {sample.name for sample in given}
+        changed = sum(name in there for name in missing)
+        raise DataError(
+            f"int8 is learned again from the training images, and {len(missing)} of {len(wanted)} "
+            f"aren't as they were: {changed} changed, {len(missing) - changed} not found "
+            f"({', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}). Give --data-root, "
+            "where the data sets are now, or --training-images with folders that hold them"
+        )
+    taken = frozenset(unused.values())
+    numbers = (i for i in range(len(wanted) + len(taken)) if i not in taken)
+    return {i: found[sha256] for i, sha256 in zip(numbers, wanted.values(), strict=True)}
+
+
+def quantised(
+    parent: AnomalyDetector,
+    samples: Mapping[int, Sample],
+    draft: Path,
+    engine: str,
+    *,
+    workers: int,
+    progress: StageProgress,
+) -> tuple[AnomalyDetector, dict[str, Any], int]:
+    """Write the quantised network, and the rest of the model that it makes.
+
+    Args:
+        parent: the model, on the CPU.
+        samples: its training images by their numbers.
+        draft: an empty folder.
+        engine: a key of `anomaly.features.engine.ENGINES`.
+        workers: decoding processes.
+        progress: called with (stage, done, total).
+
+    Returns:
+        The new model, which computes its scores with torch behind the network; what export.json
+        says of its graph; and on how many inputs that was calibrated.
+
+    Raises:
+        ModelError: the network has nothing that int8 speeds up.
+        DataError: a training image can't be used any more.
+    """
+    count = 0
+
+    def inputs() -> Iterator[NDArray[np.float32]]:
+        nonlocal count
+        for images in _inputs(parent, samples, workers):
+            count += 1
+            progress("ranges", count, max(count, min(len(samples), CALIBRATED_ON)))
+            yield images
+
+    said = write_graph(parent, draft, engine, quantise=lambda file: _quantise(file, inputs()))
+    own = parent.extractor
+    graph = Graph(draft / said["file"], engine, "int8", get_threads())
+    network: Any = _Embedding(graph, own.layers, own.channels, own.strides, own.patch)
+    detector = _learned_again(replace(parent, extractor=network), samples, draft, workers, progress)
+    save_rest(detector, draft, parent.manifest["files"][BACKBONE])
+    return detector, said, count
+
+
+class _Embedding(ExportedNetwork):
+    """An exported network whose embeddings are tensors, for what learns from them."""
+
+    device = torch.device("cpu")
+
+    def __call__(self, batch: Sequence[Loaded]) -> Tensor:  # type: ignore[override]
+        return torch.from_numpy(super().__call__(batch))
+
+    def maps(self, batch: Sequence[Loaded]) -> list[Tensor]:
+        """The embeddings: alignment is in the graph."""
+        return [self(batch)]
+
+    def align(self, maps: Sequence[Tensor]) -> Tensor:
+        """They are aligned."""
+        return maps[0]
+
+    def quietly(self) -> AbstractContextManager[Any]:
+        """A context in which torch keeps track of nothing for gradients."""
+        return torch.inference_mode()
+
+
+def _inputs(
+    detector: AnomalyDetector, samples: Mapping[int, Sample], workers: int
+) -> Iterator[NDArray[np.float32]]:
+    """Network inputs (1, 3, H, W) of some training images, drawn by the seed."""
+    numbers = sorted(samples)
+    drawn = random.Random(detector.config.seed).sample(numbers, min(len(numbers), CALIBRATED_ON))
+    with Decoders(min(workers, len(drawn)), Task(detector.loading)) as decoders:
+        loaded = decoders.load_all((i, samples[i].source) for i in sorted(drawn))
+        batches = tile_by_tile(by_shape(detector.fitting(loaded), 1), 1)
+        used = (batch for batch in batches if not isinstance(batch, UnusableImage))
+        for batch in islice(used, _TILES):
+            yield np.ascontiguousarray(batch[0].pixels.transpose(2, 0, 1)[None])
+
+
+def _quantise(file: Path, inputs: Iterable[NDArray[np.float32]]) -> None:
+    """Rewrite a graph: quantised weights, and pairs of nodes that round its activations.
+
+    Weights have 7 bits. Processors without VNNI add products of 8 × 8 bits in pairs, within 16
+    bits, which overflow: with 8 bits ResNet-50's embeddings there are something else altogether.
+    With 7 bits none can, and all processors give the same bits.
+    """
+    import onnx
+    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+
+    graph = onnx.load(file).graph
+    types = {node.op_type for node in graph.node}
+    if "Conv" not in types or "LayerNormalization" in types:
+        raise ModelError(
+            "int8 is for convolutions, and this network multiplies matrices, as transformers and "
+            "ConvNeXt do; use --precision fp32"
+        )
+    ours = [n.name for n in graph.node if n.op_type == "Conv" and "network." not in n.input[1]]
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._left = iter(inputs)
+
+        def get_next(self) -> dict[str, NDArray[np.float32]] | None:
+            images = next(self._left, None)
+            return None if images is None else {"images": images}
+
+    try:
+        with quiet():
+            quantize_static(
+                file,
+                file,
+                Reader(),
+                op_types_to_quantize=_OPERATORS,
+                nodes_to_exclude=ours,
+                per_channel=True,
+                reduce_range=True,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+            )
+    except AnomalyError:
+        raise
+    except Exception:  # of many kinds, about operators
+        raise ModelError(
+            "this network can't be quantised; use --precision fp32, or train with another backbone"
+        ) from None
+    model = onnx.load(file)
+    del model.metadata_props[:]
+    onnx.save(model, file)
+
+
+def _learned_again(
+    detector: AnomalyDetector,
+    samples: Mapping[int, Sample],
+    draft: Path,
+    workers: int,
+    progress: StageProgress,
+) -> AnomalyDetector:
+    """The same model of another network: the same images, patches, settings and rates."""
+    network = detector.extractor
+    fitter = fitter_of(detector.config).prepared(sum(network.channels), detector.device)
+    with (
+        tempfile.TemporaryDirectory(prefix=".patches-", dir=draft.parent) as scratch,
+        Decoders(min(workers, len(samples)), Task(detector.loading)) as decoders,
+    ):
+        patches = TrainingPatches(
+            {i: sample.source for i, sample in samples.items()},
+            decoders,
+            detector.embedder,
+            batch_size=detector.config.batch_size,
+            scratch=Path(scratch),
+            aligned=True,
+            region=detector.region,
+            progress=lambda done, total: progress("features", done, total),
+        )
+        try:
+            scorer = fitter.again(detector.scorer, patches)
+            if patches.refused:
+                raise DataError(
+                    f"a training image can't be used any more: {patches.refused[0].reason}"
+                )
+            looks = AppearanceModel.of([patches.looks[i] for i in samples])
+            new = replace(detector, scorer=scorer, appearance=detector.appearance and looks)
+            thresholds = _thresholds(new, fitter, samples, patches, progress)
+        finally:
+            patches.close()
+    made = change({"quantised": "int8"}, detector.thresholds, thresholds, {})
+    return replace(
+        new,
+        thresholds=thresholds,
+        manifest={**detector.manifest, "parents": [detector.model_id]},
+        changes=(*detector.changes, made | {"model_before": detector.model_id}),
+        model_id="",
+        folder=None,
+    )
+
+
+def _thresholds(
+    detector: AnomalyDetector,
+    fitter: Fitter[Any],
+    samples: Mapping[int, Sample],
+    patches: TrainingPatches,
+    progress: StageProgress,
+) -> Thresholds | None:
+    if detector.thresholds is None:
+        return None
+    names = detector.manifest["training_images"]
+    good = cross_fit(
+        detector,
+        patches,
+        fitter,
+        dict(zip(samples, names, strict=True)),
+        folds=detector.config.calibration.folds,
+        groups={i: sample.group for i, sample in samples.items() if sample.group},
+        progress=lambda done, total: progress("calibration", done, total),
+    )
+    return thresholds_from(good, *rates_of(detector))
