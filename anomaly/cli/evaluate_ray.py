@@ -19,8 +19,8 @@ from anomaly.cli.speech import is_quiet, spoken
 from anomaly.errors import AnomalyError
 
 if TYPE_CHECKING:
-    from anomaly.cluster.actors import Actor, Cluster
     from anomaly.report.category import Category
+    from anomaly.runtime.actors import Actor, Cluster
 
     Outcome = Category | AnomalyError
     Said = tuple[str, str]  # on stdout and stderr
@@ -36,7 +36,7 @@ def run(
         cluster: where the workers are.
         take: called with each model, in order, and with what came of it.
     """
-    from anomaly.cluster.dispatch import dispatch
+    from anomaly.runtime.dispatch import dispatch
 
     sources: Sequence[str | Path] = options.model or options.config
     outcomes: dict[int, tuple[Outcome, Said]] = {}

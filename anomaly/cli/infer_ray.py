@@ -54,9 +54,9 @@ def _run(
     room: Callable[[], int],
     stop: Stopping,
 ) -> Counter[str]:
-    from anomaly.cluster.dispatch import dispatch
     from anomaly.errors import OutputError
     from anomaly.inference.parts import begin_job, chunks_done
+    from anomaly.runtime.dispatch import dispatch
 
     def stopped() -> bool:
         return stop.signal is not None

@@ -14,7 +14,7 @@ from anomaly.errors import AnomalyError
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.cluster.actors import Cluster
+    from anomaly.runtime.actors import Cluster
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
     if options.ray is None:
         yield None
         return
-    from anomaly.cluster.actors import joined
+    from anomaly.runtime.actors import joined
 
     threads = wanted_threads(options) if options.threads else 1
     with joined(options.ray, threads, options.workers, options.device) as found:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import torch
 
     from anomaly.calibration import Thresholds
-    from anomaly.cluster.actors import Cluster
     from anomaly.config.schema import Config
     from anomaly.datasets import Dataset
+    from anomaly.runtime.actors import Cluster
 
 log = logging.getLogger(__name__)
 

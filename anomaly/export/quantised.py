@@ -48,8 +48,7 @@ from anomaly.scorers.base import Fitter
 
 CALIBRATED_ON = 100  # training images whose activations say how far these reach
 _TILES = 300  # of large images, together
-# What computes in int8 where a convolution is beside it. Attention and the method's alignment stay
-# in fp32.
+# Computed in int8 beside a convolution; attention and the method's alignment stay in fp32.
 _OPERATORS = ["Conv", "Add", "Clip", "MaxPool", "Relu"]
 
 

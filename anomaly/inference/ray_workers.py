@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from anomaly.cluster.actors import Actor, Cluster
-from anomaly.cluster.dispatch import Worker, WorkerDied
 from anomaly.datasets.image_manifest import read_manifest
 from anomaly.errors import AnomalyError, DataError
 from anomaly.inference.outputs import ShardPictures
 from anomaly.inference.shards import infer_shard, probe
+from anomaly.runtime.actors import Actor, Cluster
+from anomaly.runtime.dispatch import Worker, WorkerDied
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from anomaly.cluster.actors import Actor, Cluster
-from anomaly.cluster.dispatch import Worker, dispatch
 from anomaly.errors import AnomalyError
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.image import Image
@@ -29,6 +27,8 @@ from anomaly.model.detector import AnomalyDetector
 from anomaly.model.shard_worker import ShardJob, ShardWorker
 from anomaly.model.suspects import Suspects
 from anomaly.model.training_patches import Part, TrainingPatches
+from anomaly.runtime.actors import Actor, Cluster
+from anomaly.runtime.dispatch import Worker, dispatch
 from anomaly.scorers.base import Fitter, PatchBatch, Progress, Scorer
 
 # Images of a shard, in whole batches, so that these are as one machine's. Digests keep one of many

@@ -29,8 +29,8 @@ from anomaly.runtime import peak_memory
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.cluster.actors import Cluster
     from anomaly.model.training import StageProgress, Training
+    from anomaly.runtime.actors import Cluster
 
 log = logging.getLogger(__name__)
 

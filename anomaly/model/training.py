@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from anomaly.cluster.actors import Cluster
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.features.backbones import Normalisation, normalisation
@@ -33,6 +32,7 @@ from anomaly.model.settings import loading_of, region_of
 from anomaly.model.shard_worker import ShardJob
 from anomaly.model.suspects import Suspect
 from anomaly.model.training_patches import TrainingPatches
+from anomaly.runtime.actors import Cluster
 from anomaly.scorers.base import Scorer
 
 log = logging.getLogger(__name__)

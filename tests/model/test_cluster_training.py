@@ -12,13 +12,13 @@ import pytest
 import torch
 from conftest import FAST, REPOSITORY, write_part, write_product
 
-from anomaly.cluster.dispatch import WorkerDied
 from anomaly.config.files import load_config
 from anomaly.datasets import open_dataset
 from anomaly.errors import DataError, OutputError
 from anomaly.model.cluster_patches import ClusterPatches
 from anomaly.model.run_folder import train_run
 from anomaly.model.training import Training
+from anomaly.runtime.dispatch import WorkerDied
 
 _CPU = torch.device("cpu")
 _Dies = Callable[[str, tuple[Any, ...]], bool]

@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from anomaly.cluster.dispatch import WorkerDied, dispatch
 from anomaly.errors import DataError, OutputError
+from anomaly.runtime.dispatch import WorkerDied, dispatch
 
 _SIZE = 17
 

@@ -1,7 +1,7 @@
 """Ray actors: processes on the machines of a cluster.
 
 Ray Core alone, and it neither restarts nor retries anything: an actor that has died is replaced by
-`anomaly.cluster.dispatch`.
+`anomaly.runtime.dispatch`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from anomaly.cluster.dispatch import WorkerDied
 from anomaly.errors import AnomalyError, DataError
 from anomaly.runtime import cores
+from anomaly.runtime.dispatch import WorkerDied
 
 _LOCAL = "local"
 

@@ -1,5 +1,7 @@
 """The machine: what the processor has, passes side by side on threads, memory given back.
 
+`actors` and `dispatch` are about many machines: processes on Ray, any of which may die.
+
 Imports torch only to ask for its devices: exported models are computed without it.
 """
 

@@ -1,1 +1,0 @@
-"""Processes on many machines, any of which may die: on Ray, and what is given to them."""
