@@ -190,7 +190,7 @@ class ModelConfig(_Section):
     """How much a patch at the image's border counts less for the image score, from 0 to 1.
 
     It fades over 24 network pixels: what a network makes of the border comes in part from its
-    padding. Maps and outlines don't depend on it, nor do images in tiles.
+    padding. Maps and outlines don't depend on it, nor do images of several tiles.
     """
     leave_out_suspects: bool = False
     """Learn nothing from training images that stand out from all others, as defects among them do.

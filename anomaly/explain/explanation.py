@@ -145,7 +145,7 @@ def score_gradient(detector: AnomalyDetector, item: Loaded) -> Tensor:
             maps = detector.extractor.maps_of(captured.pop(), images)
         embeddings = detector.embedder.align(maps)
         inside = inside_of([item], embeddings, detector.region)
-        found: Tensor = detector.score_patches(embeddings, item.view.size, inside)[1]
+        found: Tensor = detector.score_patches(embeddings, item.layout, inside)[1]
         return found
 
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)

@@ -108,6 +108,11 @@ class View:
         """Rows and columns, in one piece each."""
         return (self.rows,), (self.columns,)
 
+    @property
+    def whole(self) -> bool:
+        """Whether the network sees all of the image at once."""
+        return True
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -137,6 +142,11 @@ class Tiling:
     def axes(self) -> tuple[Axis, Axis]:
         """Rows and columns, in pieces."""
         return self.rows, self.columns
+
+    @property
+    def whole(self) -> bool:
+        """Whether one tile holds all of the image."""
+        return len(self.rows) == len(self.columns) == 1
 
     def tiles(self) -> Iterator[tuple[int, int, View]]:
         """Row, column and view of each tile."""

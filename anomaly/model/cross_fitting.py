@@ -103,12 +103,12 @@ def scores_of(
     found: dict[int, tuple[float, float]] = {}
     model = detector.config.model
     for batch in batches:
-        size = views[batch.images[0]].size
-        patches, scores = detector.score_patches(batch.embeddings, size, batch.inside)
+        layout = views[batch.images[0]]
+        patches, scores = detector.score_patches(batch.embeddings, layout, batch.inside)
         if suspects is not None:
             suspects.see(batch, patches.scores, scores)
         shown = without_halo(patches.scores, model.halo_damping)
-        maps = network_map(shown, size, model.smoothing, batch.inside)
+        maps = network_map(shown, layout.size, model.smoothing, batch.inside)
         peaks = image_scores(patches.scores, maps, "map_max")
         for image, *pair in zip(batch.images, scores.tolist(), peaks.tolist(), strict=True):
             score, peak = found.get(image, pair)

@@ -21,7 +21,7 @@ from anomaly.features.exported import ExportedNetwork
 from anomaly.features.inside import inside_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.geometry import Tiling
+from anomaly.imaging.geometry import AnyView, Tiling
 from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import (
     Loaded,
@@ -198,7 +198,7 @@ class ScoringPipeline:
             embeddings = self.embedder(batch)
             inside = inside_of(batch, embeddings, self.region)
             looks = appearances_of(batch, embeddings, inside)
-            found, scores = self.score_patches(embeddings, batch[0].view.size, inside)
+            found, scores = self.score_patches(embeddings, batch[0].layout, inside)
         nearest = None if found.nearest is None else as_numpy(found.nearest)
         patches = [
             _Patches(p, None if nearest is None else nearest[i])
@@ -230,13 +230,13 @@ class ScoringPipeline:
         return look.blank or ("" if self.appearance is None else self.appearance.deviation(look))
 
     def score_patches(
-        self, embeddings: Array, size: tuple[int, int], inside: Array | None = None
+        self, embeddings: Array, layout: AnyView, inside: Array | None = None
     ) -> tuple[PatchScores, Array]:
         """Score patch embeddings.
 
         Args:
             embeddings: (B, h, w, D), as `embedder` makes them.
-            size: (H, W) of the network's input that they come from.
+            layout: how the image was turned into the network's inputs that they come from.
             inside: (B, h, w) bool, the patches that count; None for all.
 
         Returns:
@@ -248,8 +248,8 @@ class ScoringPipeline:
         how = self.config.image_score_in_force
         patches = self.scorer.score(embeddings)
         shown, broken, values = patches, ~xp.isfinite(patches.scores), patches.scores
-        if self.config.image.tile is None:  # the borders of tiles lie amid the image
-            values = with_border_damped(values, size, model.border_damping)
+        if layout.whole:  # the borders of tiles lie amid the image
+            values = with_border_damped(values, layout.size, model.border_damping)
         if inside is not None:
             shown = replace(patches, scores=xp.where(inside, patches.scores, math.nan))
             broken &= inside
@@ -257,7 +257,7 @@ class ScoringPipeline:
             counted = values if inside is None else xp.where(inside, values, -math.inf)
             scores = self.scorer.image_scores(embeddings, replace(patches, scores=counted))
         else:
-            maps = network_map(values, size, model.smoothing, inside)
+            maps = network_map(values, layout.size, model.smoothing, inside)
             counted = values if inside is None else xp.where(inside, values, math.nan)
             scores = image_scores(counted, maps, how)
         return shown, xp.where(broken.reshape(len(broken), -1).any(1), math.nan, scores)
