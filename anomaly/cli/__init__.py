@@ -154,9 +154,24 @@ def _parsed(
     command: str | None, arguments: Sequence[str]
 ) -> tuple[argparse.Namespace, argparse.Namespace]:
     """The command's own options, and those on what is said."""
+    if command is not None:
+        _check_options(command, arguments[1:])
     options = _parser(command).parse_args(arguments)
     names = ("quiet", "verbose", "log_file")
     return options, argparse.Namespace(**{name: vars(options).pop(name, None) for name in names})
+
+
+def _check_options(command: str, arguments: Sequence[str]) -> None:
+    """Name an option that the command doesn't have, before what would then be missing."""
+    known = ["--help", *options_of(command)]
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name == "--":
+            return
+        if name.startswith("--") and not any(option.startswith(name) for option in known):
+            told = nearest(name, known)
+            print(f"error: anomaly {command} has no option {name}; {told}", file=sys.stderr)
+            raise SystemExit(2)
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 from typing import Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_AGREES = 0.9  # correlation of two models' scores of good images
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +109,11 @@ def _say(said: dict[str, Any], folder: Path) -> None:
         f"{100 * quantised['shift']:+.1f} % apart in the median"
         + ("" if correlation is None else f", correlation {correlation:.3f}")
     )
+    if correlation is not None and correlation < _AGREES:
+        log.warning(
+            "the two see these images differently: evaluate both on images with defects before "
+            "the quantised one is used"
+        )
     for one in changed:
         before, after = one["scores"]
         what = f"{one['before']} -> {one['after']} ({before:.4g} -> {after:.4g})"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anomaly.errors import WeightsError
 from anomaly.features import timm_networks
-from anomaly.features.backbones import build, official_weights, torchvision_name
+from anomaly.features.backbones import build, official_weights, other_on_disk, torchvision_name
 from anomaly.features.timm_networks import is_timm
 from anomaly.features.weights import file_state, official_state, read_state
 
@@ -48,7 +48,15 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[dict[str, Tensor],
             f"torchvision publishes no weights for {name}; give a file: "
             "--set backbone.weights=/path/to/file.safetensors"
         )
-    return official_state(official.url)
+    try:
+        return official_state(official.url)
+    except WeightsError as error:
+        other = other_on_disk(name)
+        if other is None:
+            raise
+        raise WeightsError(
+            f"{error}. The weights of {other} are on disk: --set backbone.name={other}"
+        ) from None
 
 
 def full_network(name: str, weights: str) -> nn.Module:

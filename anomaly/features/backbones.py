@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -178,12 +179,19 @@ def backbone_at_hand() -> tuple[str, str]:
     try:
         official_file(official_weights(best).url)  # type: ignore[union-attr]
     except WeightsError as error:
-        for name in _BY_ACCURACY[1:]:
-            try:
-                official_file(official_weights(name).url, download=False)  # type: ignore[union-attr]
-            except WeightsError:
-                continue
-            log.warning("%s would see more, but %s", best, error)
-            return name, f"its weights are on disk; {best}, which sees more, can't be had here"
-        raise
+        name = other_on_disk(best)
+        if name is None:
+            raise
+        log.warning("%s is taken; %s would see more, but %s", name, best, error)
+        return name, f"its weights are on disk; {best}, which sees more, can't be had here"
     return best, "the network of the papers"
+
+
+def other_on_disk(name: str) -> str | None:
+    """The best network but this one whose official weights are on disk; None if there is none."""
+    for other in _BY_ACCURACY:
+        if other != name:
+            with suppress(WeightsError):
+                official_file(official_weights(other).url, download=False)  # type: ignore[union-attr]
+                return other
+    return None

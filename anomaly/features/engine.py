@@ -159,6 +159,7 @@ def _openvino(file: Path, precision: str, threads: int, streams: int) -> Run:
             "INFERENCE_NUM_THREADS": threads,
             "NUM_STREAMS": streams,
             "ENABLE_CPU_PINNING": False,  # other processes decode on these cores
+            "ENABLE_MMAP": False,  # a mapped file that is written over takes the process with it
         },
     )
     free: SimpleQueue[Any] = SimpleQueue()

@@ -138,7 +138,7 @@ def _download(url: str, name: str, prefix: str) -> Path:
 
 
 def _where_to_put(name: str) -> str:
-    folders = ", ".join(str(f) for f in search_folders())
+    folders = ", ".join(dict.fromkeys(str(f.absolute()) for f in search_folders()))
     return f"Put the official file {name} into one of: {folders} (or set ANOMALY_WEIGHTS)"
 
 

@@ -152,12 +152,15 @@ def _computed_stages(
     agree(folder, "channels", backbone["channels"], list(truncated.channels))
     agree(folder, "strides", backbone["strides"], list(truncated.strides))
     agree(folder, "patch", backbone.get("patch"), truncated.extractor().patch)
-    state, full = load_file(folder / BACKBONE), build(config.backbone.name)
+    # Copies: a mapped file that somebody writes over takes the process with it.
+    state = {name: values.clone() for name, values in load_file(folder / BACKBONE).items()}
+    known = {name: values.clone() for name, values in load_file(folder / SCORER).items()}
+    full = build(config.backbone.name)
     load_state(truncated.network, state, full, str(folder / BACKBONE))
     return {
         "extractor": truncated.extractor().to(device, _precision(config, device, precision)),
         "normalise": Normalisation(tuple(backbone["mean"]), tuple(backbone["std"])),
-        "scorer": scorer_of(config, load_file(folder / SCORER), device),
+        "scorer": scorer_of(config, known, device),
         "device": device,
     }
 

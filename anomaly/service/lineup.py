@@ -162,11 +162,17 @@ class Lineup:
             reason = f"loading it failed: {type(error).__name__}"
         else:
             served.passed = served.tried
+            if served.now and served.now.model_id != version.model_id:
+                log.info("%s is model %s from now on", served.name, version.model_id)
             served.use(version, engine)
             return
         served.refuse(reason, stays=not again)
-        goes_on = "; the version before goes on" if served.engine else ""
-        log.error("%s isn't served: %s%s", served.name, reason, goes_on)
+        if served.engine:
+            log.error(
+                "the new version of %s is refused, the one before goes on: %s", served.name, reason
+            )
+        else:
+            log.error("%s isn't served: %s", served.name, reason)
 
     def _version(self, served: Served, passed: Version | None) -> tuple[Version, Engine]:
         """What is in a model's folder, checked and measured unless it has passed before."""

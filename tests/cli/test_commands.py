@@ -441,6 +441,9 @@ def test_other_mistakes_on_the_command_line(
         2,
         "error: there is no command 'trian'; did you mean ",
     )
+    for mistyped in (["--ouput", "x"], ["--ouput=x"]):
+        code, _, err = command("infer", [*model[:2], "--input", product, *mistyped])
+        assert (code, "no option --ouput; did you mean '--output'" in err) == (2, True)
     wrong = ["--model", run_folder, "--output", tmp_path / "x", "--input", product / "tset"]
     code, _, err = command("infer", wrong)
     assert (code, f"in {product} did you mean 'test'?" in err) == (2, True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anomaly.errors import WeightsError
 from anomaly.features import weights
+from anomaly.features.backbone_weights import read_weights
 
 STATE = {"conv.weight": torch.arange(6.0).reshape(2, 3), "bn.bias": torch.ones(2)}
 
@@ -83,6 +84,17 @@ def test_no_network_names_the_file_and_its_places(monkeypatch: pytest.MonkeyPatc
     assert "wide_resnet50_2-95faca4d.pth" in message
     assert "weights" in message
     assert "checkpoints" in message
+
+
+def test_a_network_that_is_on_disk_is_offered_instead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.hub, "download_url_to_file", _no_network)
+    monkeypatch.setenv("ANOMALY_WEIGHTS", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mobilenet_v2-b0353104.pth").write_bytes(b"")
+    with pytest.raises(WeightsError, match="mobilenet_v2 are on disk: --set backbone"):
+        read_weights("wide_resnet50_2", "imagenet", 0)
 
 
 def test_a_refusing_server_is_told_apart_from_no_network(monkeypatch: pytest.MonkeyPatch) -> None:

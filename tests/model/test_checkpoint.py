@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,3 +161,25 @@ def test_train_json_gives_values_of_scalars_and_shapes_of_the_rest(run_folder: P
     assert scorer["covering_radius"] == float(tensors["covering_radius"])
     assert scorer["exact"] is True
     assert scorer["vectors"] == list(tensors["vectors"].shape)
+
+
+@pytest.mark.parametrize("kind", ["patchcore", "padim"])
+def test_files_may_be_written_over_while_the_model_is_in_use(
+    kind: str, product: Path, tmp_path: Path, command: Command
+) -> None:
+    assert (
+        command("train", train_arguments(product, tmp_path / "run", f"model.kind={kind}"))[0] == 0
+    )
+    image = next((product / "train" / "good").iterdir())
+    code = f"""if True:
+        import os
+        from pathlib import Path
+        from anomaly.model.checkpoint import load
+        detector = load("{tmp_path}/run")
+        for file in Path("{tmp_path}/run/model").iterdir():
+            os.truncate(file, 0)
+        (one,) = detector.predict(["{image}"])
+        assert one.score > 0
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=120, check=False)
+    assert done.returncode == 0  # a signal's number where a file was mapped
