@@ -179,6 +179,9 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
         file = write_gallery(model, options.model, named, rows, options.output, thumbnails, about)
         page = f", all on one page in {file}"
     _say(rows, len(paths), options.output, page)
+    learned = frozenset(model.manifest["training_images"].values())
+    if known := sum(row.image_sha256 in learned for row in rows):
+        print(f"the model has learned from {known} of them: their verdicts say nothing of others")
     if len(rows) < len(paths):
         print("stopped; go on with --resume")
         return stop.exit_code

@@ -84,6 +84,8 @@ def dataset_of(model: AnomalyDetector, folder: Path, data_root: Path | None) -> 
 def not_learned(model: AnomalyDetector, name: object, named: Sequence[Sample]) -> list[Sample]:
     """The images that the model hasn't learned from; those that can't be read stay, to be told.
 
+    What is among the good ones and among the defects is told in a warning.
+
     Args:
         model: what learned.
         name: of the model, for the message.
@@ -94,12 +96,22 @@ def not_learned(model: AnomalyDetector, name: object, named: Sequence[Sample]) -
     """
     learned = frozenset(model.manifest["training_images"].values())
     samples = []
+    by_label: dict[bool, dict[str, str]] = {False: {}, True: {}}
     for sample in named:
         with suppress(OSError):
             known = sample.image.sha256 if sample.image else sha256_of(sample.path)
             if known in learned:
                 continue
+            by_label[sample.is_defect][known] = sample.name
         samples.append(sample)
+    if both := [by_label[True][known] for known in by_label[False] if known in by_label[True]]:
+        log.warning(
+            "%d images are among the good ones and among the defects, by their content (%s%s): "
+            "one of the two is wrong, and so are the figures",
+            len(both),
+            ", ".join(both[:3]),
+            ", …" if len(both) > 3 else "",
+        )
     if len(samples) < len(named):
         out = len(named) - len(samples)
         log.warning("the model has learned from %d of %d images; left out", out, len(named))

@@ -47,6 +47,7 @@ class Run:
         inputs: what was scored, as the user named it.
         settings: the model's config as plain values.
         facts: what else there is to say, by name.
+        learned: sha256 of the images that the model was learned from.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Run:
     inputs: str
     settings: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    learned: frozenset[str] = frozenset()
 
 
 def write_gallery(
@@ -96,6 +98,7 @@ def write_gallery(
         inputs=inputs,
         settings=portable(model.config),
         facts=facts,
+        learned=frozenset(model.manifest["training_images"].values()),
     )
     write(output / PAGE, gallery_html(run, rows, output, thumbnails))
     return output / PAGE
@@ -112,7 +115,7 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         output: the folder that the rows' heatmaps are relative to.
         thumbnails: small heatmaps as far as they are at hand; others are made from the files.
     """
-    found = _Found()
+    found = _Found(run.learned)
     for row in rows:
         found.add(row)
     shown = [row for _, _, row in sorted(found.shown, key=lambda entry: -entry[1])]
@@ -120,8 +123,13 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
     scored = len(found.scores) + found.odd
     total = scored + found.refused
     left_out = ""
-    if scored > len(shown):
+    if found.learned:
         left_out = (
+            f"The model has learned from {found.learned} of these images and knows them: that they "
+            "are called good says nothing of others. "
+        )
+    if scored > len(shown):
+        left_out += (
             f"Only these have pictures here: what a person has to look at and the highest scores "
             f"of {scored} images. All are counted on the left, and results.csv has a row for each."
         )
@@ -154,14 +162,17 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
 class _Found:
     """What the page keeps of the rows that have come by."""
 
-    def __init__(self) -> None:
+    def __init__(self, learned: frozenset[str]) -> None:
         self.scores = array("d")
+        self.learned = 0
+        self._learned = learned
         self.shown: list[tuple[tuple[bool, float, int], int, Row]] = []
         self.reasons: list[dict[str, str]] = []
         self.odd = self.refused = self._seen = 0
 
     def add(self, row: Row) -> None:
         self._seen += 1
+        self.learned += row.image_sha256 in self._learned
         if row.image_score is None:
             self.refused += 1
             if len(self.reasons) < NAMED:

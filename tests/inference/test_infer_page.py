@@ -47,6 +47,25 @@ def test_the_page_is_over_all_rows(
     assert not (output / "results.html").exists()
 
 
+def test_images_that_the_model_knows_are_told(
+    run_folder: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    inputs, output = tmp_path / "in", tmp_path / "out"
+    shutil.copytree(product / "test" / "good", inputs)
+    known = sorted((product / "train" / "good").iterdir())[:2]
+    for file in known:
+        shutil.copy(file, inputs / f"known_{file.name}")
+    arguments = ["--model", run_folder, "--input", inputs, "--output", output]
+    code, out, _ = command("infer", arguments)
+    assert (code, "the model has learned from 2 of them" in out) == (0, True)
+    assert "has learned from 2 of these images" in data_of(output)["left_out"]
+    shutil.copytree(product / "test" / "good", tmp_path / "again")
+    arguments = ["--model", run_folder, "--good", product / "test" / "good"]
+    arguments += ["--defects", tmp_path / "again", "--output", tmp_path / "evaluation"]
+    _, _, err = command("evaluate", arguments)
+    assert "images are among the good ones and among the defects" in err
+
+
 def test_no_heatmap_is_read_again(
     run_folder: Path,
     product: Path,
