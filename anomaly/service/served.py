@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,7 @@ class Served:
     most_waiting: int = 64
     wake: Callable[[], object] = lambda: None
     _waiting: list[_Waiting] = field(default_factory=list, repr=False)
+    _drifts: dict[str, Drift | None] = field(default_factory=dict, repr=False)
     _stopping: bool = False
     _changing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -165,6 +166,9 @@ class Served:
         """Let an engine take all further parts, and those that wait; what the last one took is
         answered.
         """
+        # A version that comes back goes on with what was seen of it.
+        drift = self._drifts.setdefault(version.model_id, version.drift)
+        version = replace(version, drift=drift)
         with self._changing:
             last, self.engine = self.engine, engine
             self.now, self.trouble, self.asked = version, "", time.monotonic()
@@ -223,7 +227,7 @@ class Served:
             now.drift.add(row.image_score)
 
     def drifted(self) -> dict[str, Any]:
-        """Whether its parts have drifted since this version is in use, and what was seen."""
+        """Whether its parts have drifted while this version was in use, and what was seen."""
         drift = self.now and self.now.drift
         if not drift:
             return {"alarm": False, "lines": []}

@@ -16,6 +16,7 @@ from conftest import Command
 from running import Served, serving
 
 import anomaly
+from anomaly.calibration.drift import Drift
 from anomaly.model.folder import model_id
 from anomaly.service import served as models
 from anomaly.service.engine import BusyError
@@ -175,3 +176,14 @@ def test_parts_that_wait_are_taken_together_and_none_waits_for_ever(tmp_path: Pa
         assert served.state == "unloaded"  # the next one who asks has it tried again
     with pytest.raises(BusyError, match="stopping"):
         served.submit(b"e", "", Wanted())
+
+
+def test_a_version_that_comes_back_goes_on_with_its_drift(tmp_path: Path) -> None:
+    engine = SimpleNamespace(resident=0, waiting=0, __exit__=lambda: None)
+    served = models.Served("disc", tmp_path)
+    for name, parts in (("1", 1), ("2", 1), ("1", 2)):
+        served.use(models.Version(name, "", True, {}, {}, Drift([])), cast(Any, engine))
+        assert served.now
+        assert served.now.drift
+        served.now.drift.add(0.5)
+        assert served.now.drift.parts == parts
