@@ -107,25 +107,23 @@ class _Worker:
 
     def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
         """See `Worker`; a model that takes down its workers is lost."""
-        told: Future[Counter[str]] = Future()
+        from anomaly.runtime.actors import then
+
         if lost:
             error = AnomalyError(
                 f"{self._sources[chunk]}: training or evaluating it took down the processes that "
                 "did, whichever they were (out of memory?)"
             )
             self._outcomes[chunk] = error, ("", "")
-            told.set_result(Counter())
-            return told
+            nothing: Future[Counter[str]] = Future()
+            nothing.set_result(Counter())
+            return nothing
 
-        def tell(found: Future[tuple[Outcome, Said]]) -> None:
-            if error := found.exception():
-                told.set_exception(error)
-                return
-            self._outcomes[chunk] = found.result()
-            told.set_result(Counter())
+        def kept(outcome: tuple[Outcome, Said]) -> Counter[str]:
+            self._outcomes[chunk] = outcome
+            return Counter()
 
-        self._actor.ask("evaluate", self._sources[chunk]).add_done_callback(tell)
-        return told
+        return then(self._actor.ask("evaluate", self._sources[chunk]), kept)
 
     def probe(self, chunk: int, images: Sequence[int]) -> Future[Counter[str]]:
         """See `Worker`."""

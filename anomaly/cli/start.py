@@ -102,7 +102,7 @@ def _steps(
     else:
         page = output / "results" / "results.html"
         log.info(
-            "There are no other images to test with, so these are scored: the model knows them, "
+            "There are no other images to test with, so these are scored, "
             "and what it marks all the same is odd among them."
         )
         images = ["--input", str(taken.root)]

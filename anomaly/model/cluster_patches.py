@@ -27,7 +27,7 @@ from anomaly.model.detector import AnomalyDetector
 from anomaly.model.shard_worker import ShardJob, ShardWorker
 from anomaly.model.suspects import Suspects
 from anomaly.model.training_patches import Part, TrainingPatches
-from anomaly.runtime.actors import Actor, Cluster
+from anomaly.runtime.actors import Actor, Cluster, then
 from anomaly.runtime.dispatch import Worker, dispatch
 from anomaly.scorers.base import Fitter, PatchBatch, Progress, Scorer
 
@@ -222,15 +222,22 @@ class _ShardWorker:
         self._attempt = attempt
         self._results = results
         self._idle = idle
-        self._last: Future[Any] = Future()
+        self._last: Future[Counter[str]] = Future()
 
     def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
         """See `Worker`."""
-        return self._told(self._ask(self._actor, chunk, lost), lambda of: {chunk: of})
+
+        def kept(result: Any) -> Counter[str]:
+            self._results[chunk] = result
+            return Counter()
+
+        self._last = then(self._ask(self._actor, chunk, lost), kept)
+        return self._last
 
     def probe(self, chunk: int, images: Sequence[int]) -> Future[Counter[str]]:
         """See `Worker`."""
-        return self._told(self._attempt(self._actor, chunk, images), lambda of: {})
+        self._last = then(self._attempt(self._actor, chunk, images), lambda _: Counter())
+        return self._last
 
     def stop(self) -> None:
         """Leave the actor to the next pass, unless it has died or is busy."""
@@ -238,19 +245,3 @@ class _ShardWorker:
             self._idle.append(self._actor)
         else:
             self._actor.stop()
-
-    def _told(
-        self, asked: Future[Any], kept: Callable[[Any], dict[int, Any]]
-    ) -> Future[Counter[str]]:
-        told: Future[Counter[str]] = Future()
-
-        def tell(found: Future[Any]) -> None:
-            if error := found.exception():
-                told.set_exception(error)
-                return
-            self._results.update(kept(found.result()))
-            told.set_result(Counter())
-
-        self._last = told
-        asked.add_done_callback(tell)
-        return told

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anomaly.arrays import Array, like, module_of
 from anomaly.maps.anomaly_map import upsample_and_smooth
@@ -69,7 +70,7 @@ def with_border_damped(scores: Array, size: tuple[int, int], damping: float) -> 
     return damped
 
 
-def _from_border(patches: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _from_border(patches: int, size: int) -> NDArray[np.float64]:
     """Pixels between the centres of an axis's patches and the nearer end of it."""
     centres = (np.arange(patches) + 0.5) * size / patches
     return np.minimum(centres, size - centres)

@@ -26,7 +26,7 @@ from anomaly.model.appearance_model import AppearanceModel, odd_among
 from anomaly.model.build import backbone, fitter_of
 from anomaly.model.cluster_patches import ClusterPatches
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.detector_fit import fit_detector
+from anomaly.model.detector_fit import DetectorFit, fit_detector
 from anomaly.model.saving import manifest_of
 from anomaly.model.settings import loading_of, region_of
 from anomaly.model.shard_worker import ShardJob
@@ -180,20 +180,33 @@ def _train(
         patches.close()
     spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in clock.seconds.items())
     log.debug("time: %s", spent)
+    shard = None if shared is None else shared.shard
+    return _training(fit, patches, samples, weights_sha256, shard, clock.seconds)
+
+
+def _training(
+    fit: DetectorFit,
+    patches: TrainingPatches,
+    samples: Sequence[Sample],
+    weights_sha256: str | None,
+    shard: int | None,
+    seconds: dict[str, float],
+) -> Training:
+    """What came of a fit, with what is known of the images; `shard` of them went together."""
     used, detector = fit.images, fit.detector
     looks = [patches.looks[i] for i in used]
     hashes = {samples[i].name: patches.hashes[i] for i in used}
     unused = {samples[i].name: i for i in sorted({*range(len(samples))} - {*used})}
     manifest = manifest_of(detector, weights_sha256, hashes, unused)
-    if shared is not None:
-        manifest["made_with"]["shard_images"] = shared.shard
+    if shard is not None:
+        manifest["made_with"]["shard_images"] = shard
     return Training(
         detector=replace(detector, appearance=AppearanceModel.of(looks), manifest=manifest),
         learned=len(used),
         refused={samples[r.index].name: r.reason for r in patches.refused},
         patches=patches.learned_of(frozenset(used)),
-        seconds=clock.seconds,
-        patch_pixels=_patch_pixels(patches, min(extractor.strides)),
+        seconds=seconds,
+        patch_pixels=_patch_pixels(patches, min(detector.extractor.strides)),
         odd=tuple(samples[used[place]].name for place in odd_among(looks)),
         suspects=fit.suspects,
         stand_out=fit.stand_out,

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from anomaly.errors import AnomalyError, DataError
 from anomaly.runtime import cores
 from anomaly.runtime.dispatch import WorkerDied
 
 _LOCAL = "local"
+
+Result = TypeVar("Result")
 
 
 class Cluster:
@@ -75,6 +77,25 @@ class Actor:
         ray = _ray()
         with suppress(ray.exceptions.RayError):
             ray.kill(self._handle)
+
+
+def then(asked: Future[Any], after: Callable[[Any], Result]) -> Future[Result]:
+    """What a function makes of an answer; errors pass on.
+
+    Args:
+        asked: the answer to come.
+        after: called with it, in the thread that it comes in.
+    """
+    made: Future[Result] = Future()
+
+    def tell(found: Future[Any]) -> None:
+        if error := found.exception():
+            made.set_exception(error)
+        else:
+            made.set_result(after(found.result()))
+
+    asked.add_done_callback(tell)
+    return made
 
 
 def _tell(told: Future[Any], found: Future[Any]) -> None:

@@ -19,7 +19,7 @@ from anomaly.scorers.patchcore.extension import (
     extended_without,
     joined,
 )
-from anomaly.scorers.patchcore.held_out import banks_without, squared_to_parts
+from anomaly.scorers.patchcore.held_out import banks_without
 from anomaly.scorers.patchcore.memory_bank import ALIGNERS, MemoryBank, gather, gather_origins
 from anomaly.scorers.patchcore.streamed_coreset import select_streamed
 
@@ -159,14 +159,8 @@ class MemoryBankFitter(Fitter[MemoryBank]):
     def again(self, scorer: MemoryBank, patches: PatchSet) -> MemoryBank:
         """The same patches of the same images in the bank, embedded by another network."""
         with torch.inference_mode():
-            vectors = gather_origins(patches, scorer.origins)
-            projection = self.projection(vectors.shape[1]).to(vectors.device)
-            centres, farthest = [vectors @ projection], 0.0
-            for batch in patches:
-                for points in batch.counted():
-                    squared = squared_to_parts(points @ projection, centres)
-                    farthest = max(farthest, *squared.amax(0).tolist())
-        return replace(scorer, vectors=vectors, covering_radius=farthest**0.5)
+            new = replace(scorer, vectors=gather_origins(patches, scorer.origins))
+            return replace(new, covering_radius=self.farthest(new, patches))
 
     def continuing(self, scorer: MemoryBank, learned: int) -> MemoryBankFitter:
         """A fitter whose `fit` adds vectors to a bank, see `MemoryBankFitter.base`."""
