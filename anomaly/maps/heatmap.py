@@ -15,19 +15,18 @@ from itertools import chain
 
 import cv2
 import numpy as np
+from isal import isal_zlib
 from numpy.typing import NDArray
-from zlib_ng import zlib_ng
 
 from anomaly.imaging.image import Image
 
 RgbImage = NDArray[np.uint8]
 
-CONTOUR = (255, 255, 255)
-_EDGE = (0, 0, 0)  # on either side of a line, so that it shows on white
 OPACITY = 0.65
 _FAINT = 0.5
 # Levels 0 to 255 reach up to twice the threshold.
 _AT_THRESHOLD = 127.5
+_SHOWN_FROM = 0.75  # of the threshold; what is lower isn't coloured
 _STRIP_PIXELS = 8_000_000
 
 
@@ -94,35 +93,74 @@ def overlay(
     Returns:
         (H0, W0, 3) RGB.
     """
+    result = np.array(picture)
+    _tint(result, anomaly_map, threshold)
     hidden = np.isnan(anomaly_map)
-    level = _levels(anomaly_map, threshold)
+    if hidden.any():
+        result[hidden] //= 2
+    width = line or _line_width(picture.shape[:2])
+    if review is not None and review < threshold:
+        _outline(result, anomaly_map > max(review, 1e-12), width, _FAINT)
+    _outline(result, anomaly_map > max(threshold, 1e-12), width)
+    return result
+
+
+def _tint(picture: RgbImage, anomaly_map: NDArray[np.float32], threshold: float) -> None:
+    """Colour a picture in place where the map is high enough to show."""
+    box = _around(anomaly_map > _SHOWN_FROM * threshold)
+    if box is None:
+        return
     tint, veil = _tables()
+    level = _levels(anomaly_map[box], threshold)
     levels = cv2.merge([level, level, level])
     # Look-ups and 8-bit arithmetic: ten times as fast as blending in floats.
-    dimmed = cv2.multiply(picture, cv2.LUT(levels, veil), scale=1 / 255)
-    result = np.asarray(cv2.add(dimmed, cv2.LUT(levels, tint)), np.uint8)
-    result[hidden] = result[hidden] // 2
-    width = line or _line_width(picture.shape[:2])
-    faint = _lines(anomaly_map, review) if review is not None and review < threshold else []
-    if faint:
-        outlined = _outlined(result.copy(), faint, width)
-        cv2.addWeighted(outlined, _FAINT, result, 1 - _FAINT, 0, dst=result)
-    return _outlined(result, _lines(anomaly_map, threshold), width)
+    dimmed = cv2.multiply(picture[box], cv2.LUT(levels, veil), scale=1 / 255)
+    picture[box] = cv2.add(dimmed, cv2.LUT(levels, tint))
 
 
-def _lines(anomaly_map: NDArray[np.float32], limit: float) -> list[NDArray[np.int32]]:
-    return outlines(anomaly_map > max(limit, 1e-12))
+def _outline(picture: RgbImage, area: NDArray[np.bool_], width: int, strength: float = 1.0) -> None:
+    """Draw a white line with dark edges along the border of an area, in place.
 
-
-def _outlined(picture: RgbImage, lines: list[NDArray[np.int32]], width: int) -> RgbImage:
+    Args:
+        picture: (H, W, 3).
+        area: (H, W).
+        width: of the white line, in pixels.
+        strength: 1 covers what is under it.
+    """
     edged = width + max(min(width, 2), width // 3)
-    cv2.drawContours(picture, lines, -1, _EDGE, edged, cv2.LINE_AA)
-    cv2.drawContours(picture, lines, -1, CONTOUR, width, cv2.LINE_AA)
-    return picture
+    box = _around(area, edged + 2)
+    if box is None:
+        return
+    inside = area[box].astype(np.uint8) * np.uint8(255)
+    cross = cv2.getStructuringElement(cv2.MORPH_CROSS, (3, 3))
+    border = np.asarray(inside - cv2.erode(inside, cross, borderValue=0), np.uint8)
+    dark, bright = _soft_line(border, edged), _soft_line(border, width)
+    at = np.divmod(np.flatnonzero(dark), dark.shape[1])  # sooner than numpy.nonzero
+    under = picture[box][at].astype(np.float32)
+    drawn = under * (1 - dark[at][:, None] / np.float32(255))
+    drawn += (255 - drawn) * (bright[at][:, None] / np.float32(255))
+    picture[box][at] = np.rint(under + strength * (drawn - under)).astype(np.uint8)
+
+
+def _soft_line(border: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
+    """Opacity (H, W) of a line along border pixels (255), with softened edges."""
+    side = 2 * (3 * width // 4) + 1  # the outermost pixels become the soft edge
+    disc = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (side, side))
+    soft = cv2.blur(cv2.dilate(border, disc), (3, 3))
+    return np.asarray(cv2.max(border, soft), np.uint8)
 
 
 def _line_width(size: tuple[int, ...]) -> int:
     return max(1, round(min(size) / 300))
+
+
+def _around(area: NDArray[np.bool_], margin: int = 0) -> tuple[slice, slice] | None:
+    """The rows and columns that hold the True parts, with a margin; None where there are none."""
+    left, top, width, height = cv2.boundingRect(area.view(np.uint8))
+    if not width:
+        return None
+    rows = slice(max(0, top - margin), top + height + margin)
+    return rows, slice(max(0, left - margin), left + width + margin)
 
 
 def layer(anomaly_map: NDArray[np.float32], threshold: float) -> RgbImage:
@@ -158,8 +196,8 @@ def colour_stops(count: int = 17) -> list[tuple[int, int, int, float]]:
 def encode_png(picture: NDArray[np.generic], text: Mapping[str, str] | None = None) -> bytes:
     """A picture as a PNG file's bytes.
 
-    Every row is stored as its difference from the one above and compressed by zlib-ng's fastest
-    level: a fifth of the time that OpenCV's encoder takes, for files that are a quarter larger.
+    Every row is stored as its difference from the one above and compressed by ISA-L's level 1:
+    a tenth of the time that OpenCV's encoder takes, for files of about its size.
 
     Args:
         picture: (H, W, 3) RGB or (H, W) grey, 8 or 16 bits.
@@ -172,14 +210,14 @@ def encode_png(picture: NDArray[np.generic], text: Mapping[str, str] | None = No
     data = ((b"IDAT", part) for part in _deflated(picture.reshape(height, -1), width))
     pieces = [b"\x89PNG\r\n\x1a\n"]
     for kind, body in chain([(b"IHDR", header)], notes, data, [(b"IEND", b"")]):
-        checked = zlib_ng.crc32(body, zlib_ng.crc32(kind))
+        checked = isal_zlib.crc32(body, isal_zlib.crc32(kind))
         pieces += struct.pack(">I", len(body)) + kind, body, struct.pack(">I", checked)
     return b"".join(pieces)
 
 
 def _deflated(flat: NDArray[np.generic], width: int) -> Iterator[bytes]:
     """The compressed rows (H, samples) of a PNG file, a strip of the picture at a time."""
-    stream = zlib_ng.compressobj(1)
+    stream = isal_zlib.compressobj(1)
     high_first = flat.dtype.newbyteorder(">")
     above: NDArray[np.uint8] | None = None
     step = max(1, _STRIP_PIXELS // width)
@@ -205,7 +243,7 @@ def _ramp() -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
     """Each level's colour (256, 3) RGB and its opacity (256,) from 0 to 1."""
     levels = np.arange(256, dtype=np.uint8)
     colours = np.asarray(cv2.applyColorMap(levels[:, None], cv2.COLORMAP_INFERNO), np.uint8)
-    return colours[:, 0, ::-1], np.clip((levels / _AT_THRESHOLD - 0.75) * 2, 0, 1)
+    return colours[:, 0, ::-1], np.clip((levels / _AT_THRESHOLD - _SHOWN_FROM) * 2, 0, 1)
 
 
 @lru_cache(maxsize=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 
 import numpy as np
+from isal import isal_zlib
 from numpy.typing import NDArray
-from zlib_ng import zlib_ng
 
 from anomaly.maps.heatmap import encode_png
 from anomaly.maps.regions import AnomalyMap, strips
@@ -72,7 +72,7 @@ def _compressed(values: NDArray[np.float32]) -> bytes:
     planes = values.astype(">f4").view(np.uint8).reshape(height, width, 4).transpose(0, 2, 1)
     flat = planes.reshape(height, 4 * width)
     flat[:, 1:] -= flat[:, :-1].copy()
-    return bytes(zlib_ng.compress(np.ascontiguousarray(flat), 1))
+    return bytes(isal_zlib.compress(np.ascontiguousarray(flat), 1))
 
 
 def _directory(tags: list[tuple[int, int, list[int]]], place: int) -> bytes:

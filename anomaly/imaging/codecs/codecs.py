@@ -6,7 +6,7 @@ from threading import Lock
 
 import cv2
 import numpy as np
-from zlib_ng import zlib_ng
+from isal import isal_zlib
 
 from anomaly.imaging.codecs.header import Pixels, damaged
 
@@ -64,10 +64,10 @@ def inflate(stream: bytes | memoryview, expected: int) -> bytes:
     Raises:
         ImageError: `unreadable` where the stream breaks its rules, is cut short, or holds more.
     """
-    inflater = zlib_ng.decompressobj()
+    inflater = isal_zlib.decompressobj()
     try:
         content = inflater.decompress(stream[: longest_stored(expected)], expected + 1)
-    except zlib_ng.error:  # type: ignore[misc]  # the stub has an instance, not a class
+    except isal_zlib.error:  # type: ignore[misc]  # the stub has an instance, not a class
         raise damaged("its pixel data is damaged") from None
     if len(content) > expected:
         raise damaged(f"its pixel data is longer than the {expected} bytes that it should have")

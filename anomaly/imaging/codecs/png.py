@@ -17,7 +17,7 @@ from itertools import accumulate
 
 import cv2
 import numpy as np
-from zlib_ng import zlib_ng
+from isal import isal_zlib
 
 from anomaly.imaging.codecs.codecs import decode_by_opencv, inflate, longest_stored
 from anomaly.imaging.codecs.colour import bgr_to_rgb, grey_to_rgb, look_up, over_black
@@ -109,7 +109,7 @@ def _chunks(data: bytes) -> dict[bytes, list[memoryview]]:
         end = at + 12 + length
         if end > len(data):
             raise damaged(f"it is cut short inside its {_name(kind)} chunk")
-        if zlib_ng.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
+        if isal_zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
             raise damaged(f"the checksum of its {_name(kind)} chunk at byte {at} is wrong")
         if kind[0] < 0x60 and kind not in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
             raise unsupported(f"it needs the PNG extension {_name(kind)}")
@@ -169,16 +169,16 @@ def _stored(layout: _PngLayout, colour: int, rows_bytes: bytes) -> Iterator[byte
         last = start + len(block) == len(view)
         size = struct.pack("<BHH", last, len(block), len(block) ^ 0xFFFF)
         yield from _chunk(b"IDAT", size, block)  # a stored block (RFC 1951, section 3.2.4)
-    yield from _chunk(b"IDAT", struct.pack(">I", zlib_ng.adler32(view)))
+    yield from _chunk(b"IDAT", struct.pack(">I", isal_zlib.adler32(view)))
     yield from _chunk(b"IEND")
 
 
 def _chunk(kind: bytes, *contents: bytes | memoryview) -> Iterator[bytes | memoryview]:
     yield struct.pack(">I4s", sum(map(len, contents)), kind)
-    checksum = zlib_ng.crc32(kind)
+    checksum = isal_zlib.crc32(kind)
     for content in contents:
         yield content
-        checksum = zlib_ng.crc32(content, checksum)
+        checksum = isal_zlib.crc32(content, checksum)
     yield struct.pack(">I", checksum)
 
 
