@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from anomaly.errors import LayerError
 from anomaly.features.folding import Pair, Reads, foldable, folded
+from anomaly.features.fusing import fused
 from anomaly.features.layer_table import takes
 from anomaly.features.tokens import Layout, layout_of
 from anomaly.hooks import HookSet, capture, resolve
@@ -43,7 +44,8 @@ class FeatureExtractor:
 
     Args:
         network: an already truncated network (see `truncate`), with its weights in float32. It
-            stays as it is; what runs is a copy with its batch norms folded.
+            stays as it is; what runs is a copy with its batch norms folded and, on the CPU, its
+            activations fused.
         layers: canonical paths, in the order in which they run.
         layouts: how each layer's output lies.
         copies: whether a later layer overwrites a wanted one in place.
@@ -97,7 +99,9 @@ class FeatureExtractor:
 
     @cached_property
     def _engine(self) -> nn.Module:
-        return folded(self.network, self.pairs, DTYPES[self.precision])
+        engine = folded(self.network, self.pairs, DTYPES[self.precision])
+        on_cpu = all(p.device.type == "cpu" for p in engine.parameters())
+        return fused(engine, self.layers) if on_cpu else engine
 
     def __call__(self, images: Tensor) -> list[FeatureMap]:
         """Run the network as far as needed.
