@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from anomaly.calibration.rates import percent, supported_rate
 from anomaly.errors import DataError
@@ -23,9 +23,9 @@ class GoodScores:
         left_out: images that somebody has taken out, as (place among all, name, score, peak).
     """
 
-    names: tuple[str, ...]
-    image: tuple[float, ...]
-    peak: tuple[float, ...]
+    names: tuple[str, ...] = field(repr=False)
+    image: tuple[float, ...] = field(repr=False)
+    peak: tuple[float, ...] = field(repr=False)
     source: str
     groups: int | None = None
     left_out: tuple[tuple[int, str, float, float], ...] = ()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LISTED = 5  # refused images; the others are counted
+_FEW = 16  # images of which turned copies may add something
 
 
 def train_and_say(
@@ -102,6 +103,12 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
             images["learned"],
             LEAST_IMAGES,
         )
+    if images["learned"] <= _FEW and _could_turn(summary):
+        log.info(
+            "%d images are few; where the part may lie any way, and a turned one is as good, "
+            "--set model.turned_copies=quarter_turns learns turned copies of them, too",
+            images["learned"],
+        )
     _say_patch(summary)
     if summary["suspects"]:
         learned = "" if summary["left_out"] else "; a defect among the good ones is learned as good"
@@ -124,6 +131,13 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
     print(
         f"{seconds:.1f} s, {peak:.2f} GB at most; model {summary['model_id']} in {output / 'model'}"
     )
+
+
+def _could_turn(summary: dict[str, Any]) -> bool:
+    """Whether the model could learn turned copies and doesn't."""
+    from anomaly.config.methods import METHODS
+
+    return summary["turned_copies"] == "none" and not METHODS[summary["kind"]].one_grid
 
 
 def _say_stand_out(images: dict[str, float], left_out: bool) -> None:

@@ -198,6 +198,12 @@ class ModelConfig(_Section):
     What stands out has a score whose logarithm lies five robust standard deviations above the
     median; `train` says how many do in any case.
     """
+    turned_copies: Literal["none", "quarter_turns", "quarter_turns_and_mirrors"] = "none"
+    """What is learned beside each training image, of parts that may lie any way: copies of it.
+
+    Only where a part that lies otherwise is as good: a turned one is no defect any more. It helps
+    most with few images. PatchCore and subspace.
+    """
 
     coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
     """PatchCore: the share of the patches that the memory bank keeps."""
@@ -286,6 +292,11 @@ class Config(_Section):
     @model_validator(mode="after")
     def _tiles_share_no_grid(self) -> Config:
         method = METHODS[self.model.kind]
+        if self.model.turned_copies != "none" and method.one_grid:
+            raise ValueError(
+                "model.turned_copies needs model.kind=patchcore or subspace: "
+                f"{self.model.kind} learns each place of the image by itself"
+            )
         if self.image.tile is not None and method.one_grid:
             raise ValueError(
                 f"image.tile needs model.kind=patchcore: {method.title} learns each place of the "

@@ -22,10 +22,11 @@ from anomaly.features.inside import inside_of
 from anomaly.hooks import capture
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.geometry import Tiling, View
+from anomaly.imaging.geometry import Tiling, View, turned
 from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage
 from anomaly.maps.heatmap import display
 from anomaly.model.detector import AnomalyDetector
+from anomaly.scorers.base import turn_of
 
 _FLAWS = 4  # that are shown
 
@@ -212,7 +213,7 @@ class GoodImages:
         distances, origins = (part.tolist() for part in evidence)
         return [
             [
-                GoodPatch(self._names[image], row, column, distance)
+                GoodPatch(self._names[image], *self.as_photographed(image, row, column), distance)
                 for (image, row, column), distance in zip(places, near, strict=True)
             ]
             for places, near in zip(origins, distances, strict=True)
@@ -225,6 +226,27 @@ class GoodImages:
             return absent(item)
         box = patch_box(item.view, self._grid(item), patch.row, patch.column)
         return patch_crop(display(item.decoded), box)
+
+    def as_photographed(self, image: int, row: int, column: int) -> tuple[int, int]:
+        """Where a patch that was learned of an image, or of a turned copy of it, is on the image.
+
+        Args:
+            image: its number.
+            row: of the patch, as its origin has it.
+            column: of the patch.
+        """
+        turn, row = turn_of(row)
+        item = self._image(self._names[image])
+        if not turn or isinstance(item, str):
+            return row, column
+        grid = self._grid(item)
+        height, width = (
+            whole // len(pieces) for whole, pieces in zip(grid, item.view.axes, strict=True)
+        )
+        places = turned(np.arange(height * width).reshape(height, width), turn)
+        (down, y), (across, x) = divmod(row, places.shape[0]), divmod(column, places.shape[1])
+        y, x = divmod(int(places[y, x]), width)
+        return down * height + y, across * width + x
 
     def _same_place(self, item: Loaded, patch: tuple[int, int], name: str) -> tuple[int, int]:
         """Where a patch of an image would be on a training image, whose grid may be another."""

@@ -39,6 +39,7 @@ from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.saving import BACKBONE, save_rest
+from anomaly.model.settings import turns_of
 from anomaly.model.threshold_files import change
 from anomaly.model.training import StageProgress
 from anomaly.model.training_patches import TrainingPatches
@@ -254,6 +255,7 @@ def _learned_again(
             scratch=Path(scratch),
             aligned=True,
             region=detector.region,
+            turns=turns_of(detector.config),
             progress=lambda done, total: progress("features", done, total),
         )
         try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from anomaly.arrays import Array, like
-from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.geometry import AnyView, turned
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.imaging.region import Region, counted
 
@@ -18,16 +18,17 @@ def inside_of(batch: Sequence[Loaded], embeddings: Array, region: Region | None)
     Raises:
         DataError: none of an image's patches does.
     """
-    return inside([(item.layout, item.tile) for item in batch], embeddings, region)
+    return inside([(item.layout, item.tile, item.turn) for item in batch], embeddings, region)
 
 
 def inside(
-    pieces: Sequence[tuple[AnyView, tuple[int, int]]], embeddings: Array, region: Region | None
+    pieces: Sequence[tuple[AnyView, tuple[int, int], int]], embeddings: Array, region: Region | None
 ) -> Array | None:
     """Which patches of images count, by their layouts and tiles.
 
     Args:
-        pieces: how each image was turned into the network's input, and which tile of it this is.
+        pieces: how each image became the network's input, which tile of it this is, and how that
+            was turned, see `anomaly.imaging.geometry.turned`.
         embeddings: (B, h, w, D), a tensor or an array; so is the result.
         region: what of each image counts; None for all of it.
 
@@ -39,6 +40,11 @@ def inside(
     """
     if region is None:
         return None
-    grid = (embeddings.shape[1], embeddings.shape[2])
-    masks = [counted(region, layout, tile, grid) for layout, tile in pieces]
+    height, width = embeddings.shape[1], embeddings.shape[2]
+    masks = [
+        turned(
+            counted(region, layout, tile, (width, height) if turn % 2 else (height, width)), turn
+        )
+        for layout, tile, turn in pieces
+    ]
     return like(np.stack(masks), embeddings)

@@ -95,7 +95,7 @@ def scores_of(
 
     Args:
         detector: scores them.
-        batches: the images' patches.
+        batches: the images' patches; those of turned copies aren't scored.
         views: how each image was turned into the network's input.
         suspects: sees all the scores.
         progress: called with the images scored so far.
@@ -103,6 +103,8 @@ def scores_of(
     found: dict[int, tuple[float, float]] = {}
     model = detector.config.model
     for batch in batches:
+        if batch.turn:
+            continue
         layout = views[batch.images[0]]
         patches, scores = detector.score_patches(batch.embeddings, layout, batch.inside)
         if suspects is not None:

@@ -179,6 +179,7 @@ def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
         ],
         "odd": list(training.odd),
         "stand_out": dict(training.stand_out),
+        "turned_copies": training.detector.config.model.turned_copies,
         "left_out": training.detector.config.model.leave_out_suspects and bool(training.stand_out),
         "refused": training.refused,
         "model_bytes": sum(f.stat().st_size for f in model.iterdir()),

@@ -22,6 +22,21 @@ from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
 _LEAST_MULTIPLE = 32
 
 
+_TURNS = {
+    "none": (),
+    "quarter_turns": (1, 2, 3),
+    "quarter_turns_and_mirrors": (1, 2, 3, 4, 5, 6, 7),
+}
+
+
+def turns_of(config: Config) -> tuple[int, ...]:
+    """The ways in which training images are learned beside the one they have.
+
+    See `anomaly.imaging.geometry.turned`.
+    """
+    return _TURNS[config.model.turned_copies]
+
+
 def region_of(
     image: ImageConfig, folder: Path, read: Callable[[Path], NDArray[np.bool_]]
 ) -> Region | None:

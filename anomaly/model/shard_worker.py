@@ -19,7 +19,7 @@ from anomaly.imaging.image import Image
 from anomaly.imaging.region import Region
 from anomaly.model.cross_fitting import scores_of
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.settings import loading_of
+from anomaly.model.settings import loading_of, turns_of
 from anomaly.model.suspects import Suspect, Suspects
 from anomaly.model.training_patches import FirstReading, Part, TrainingPatches
 from anomaly.scorers.base import Fitter, PatchBatch, Scorer
@@ -148,6 +148,7 @@ class ShardWorker:
             scratch=job.scratch,
             aligned=job.fitter.compact,
             region=job.region,
+            turns=turns_of(job.config),
             shared=True,
         )
 

@@ -20,11 +20,12 @@ from anomaly.errors import OutputError
 
 
 class Piece(NamedTuple):
-    """A training image, or one tile of it."""
+    """A training image, or one tile of it, as it is or turned (see `anomaly.imaging.turned`)."""
 
     image: int
     row: int
     column: int
+    turn: int = 0
 
 
 class TensorFile:

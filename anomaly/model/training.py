@@ -28,7 +28,7 @@ from anomaly.model.cluster_patches import ClusterPatches
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.detector_fit import DetectorFit, fit_detector
 from anomaly.model.saving import manifest_of
-from anomaly.model.settings import loading_of, region_of
+from anomaly.model.settings import loading_of, region_of, turns_of
 from anomaly.model.shard_worker import ShardJob
 from anomaly.model.suspects import Suspect
 from anomaly.model.training_patches import TrainingPatches
@@ -142,6 +142,7 @@ def _train(
         "scratch": scratch,
         "aligned": fitter.compact,
         "region": region,
+        "turns": turns_of(config),
         "progress": lambda done, total: progress("features", done, total),
     }
     shared: ClusterPatches | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import shutil
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.errors import DataError
+from anomaly.errors import DataError, OutputError
 from anomaly.features.embedder import Embedder
 from anomaly.features.inside import inside, inside_of
 from anomaly.imaging.decoder_pool import Decoders
@@ -27,15 +29,19 @@ from anomaly.imaging.preprocessing import (
     by_shape,
     refuse_missed,
     tile_by_tile,
+    with_turned,
 )
 from anomaly.imaging.region import Region
 from anomaly.model.appearance import Appearance, appearances_of
 from anomaly.model.tensor_file import Piece, TensorFile
 from anomaly.runtime import in_parallel, release_memory
-from anomaly.scorers.base import PatchBatch, Progress
+from anomaly.scorers.base import PatchBatch, Progress, turned_corner
+
+log = logging.getLogger(__name__)
 
 # Images after which memory that is free but still held goes back to the system.
 _TRIMMED = 128
+_WORTH_SAYING = 4e9  # bytes on disk
 
 _Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor, list[Appearance]]
 
@@ -79,6 +85,7 @@ class TrainingPatches:
         scratch: an existing folder for the temporary file.
         aligned: what is written there.
         region: what of each image counts; None for all of it.
+        turns: the ways in which each image is learned beside the one it has.
         shared: whether another process is to go on with what the first reading finds.
         progress: called with images done, and how many there are, in the first reading.
 
@@ -100,6 +107,7 @@ class TrainingPatches:
         scratch: Path,
         aligned: bool,
         region: Region | None = None,
+        turns: Sequence[int] = (),
         shared: bool = False,
         progress: Progress = lambda done, total: None,
     ) -> None:
@@ -110,6 +118,7 @@ class TrainingPatches:
         self._scratch = scratch
         self._aligned = aligned
         self._region = region
+        self._turns = turns
         self._progress = progress
         self._shared = shared
         self._files: list[TensorFile] = []
@@ -178,12 +187,13 @@ class TrainingPatches:
 
     def _batch(self, embeddings: Tensor, names: Sequence[Piece]) -> PatchBatch:
         height, width = embeddings.shape[1:3]
-        pieces = [(self.views[name.image], (name.row, name.column)) for name in names]
+        pieces = [(self.views[n.image], (n.row, n.column), n.turn) for n in names]
         return PatchBatch(
             embeddings,
             tuple(name.image for name in names),
-            tuple((name.row * height, name.column * width) for name in names),
+            tuple(turned_corner(n.row * height, n.column * width, n.turn) for n in names),
             inside(pieces, embeddings, self._region),
+            turn=names[0].turn,
         )
 
     def _compute(self) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
@@ -198,15 +208,16 @@ class TrainingPatches:
             self._region,
         )
         batches = tile_by_tile(by_shape(loaded, self._batch_size), self._batch_size)
-        for done in in_parallel(self._embed, batches, self._embedder.device):
+        every = with_turned(batches, self._turns)
+        for done in in_parallel(self._embed, every, self._embedder.device):
             if isinstance(done, UnusableImage):
                 self.refused.append(done)
                 continue
             batch, kept, embeddings, looks = done
-            names = tuple(Piece(item.index, *item.tile) for item in batch)
+            names = tuple(Piece(item.index, *item.tile, item.turn) for item in batch)
             self.hashes.update((item.index, item.sha256) for item in batch)
             self.views.update((item.index, item.layout) for item in batch)
-            for item, one in zip(batch, looks, strict=True):
+            for item, one in zip(batch, looks, strict=False):
                 known = self.looks.get(item.index)
                 total = one if known is None else known + one
                 # In one block: small arrays that stay among large ones that go keep the memory of
@@ -219,6 +230,8 @@ class TrainingPatches:
             each = math.prod(embeddings.shape[1:3])
             for item in batch:
                 self._counts[item.index] = self._counts.get(item.index, 0) + each
+            if len(self.hashes) == len(batch) and not batch[0].turn:
+                self._foresee(kept, batch)
             file.write(names, kept)
             if len(self.hashes) % _TRIMMED < len(batch):
                 release_memory()
@@ -229,6 +242,32 @@ class TrainingPatches:
         if not self._shared:
             self._check_usable()
         self._files = [file]
+
+    def _foresee(self, kept: Sequence[Tensor], batch: Sequence[Loaded]) -> None:
+        """Say what disk space all images will take, by those of the first batch.
+
+        Raises:
+            OutputError: there is less; images in tiles differ too much for that to be known.
+        """
+        tiles = math.prod(map(len, batch[0].layout.axes))
+        images = len(self._images) * (1 + len(self._turns))
+        needed = sum(t.nbytes for t in kept) / len(batch) * tiles * images
+        free = shutil.disk_usage(self._scratch).free
+        if needed > free and tiles == 1:
+            raise OutputError(
+                f"the features of {len(self._images)} images take about {needed / 1e9:.1f} GB in "
+                f"{self._scratch} until training ends, where {free / 1e9:.1f} GB are free; free "
+                "some disk space or write to another disk with --output"
+            )
+        if needed > _WORTH_SAYING:
+            log.info(
+                "the features of %d images take about %.1f GB of the %.1f GB that are free in %s, "
+                "until training ends",
+                len(self._images),
+                needed / 1e9,
+                free / 1e9,
+                self._scratch,
+            )
 
     def _check_usable(self) -> None:
         if not self.hashes:
@@ -244,7 +283,8 @@ class TrainingPatches:
             maps = self._embedder.maps(batch)
             embeddings = self._embedder.align(maps)
             inside = inside_of(batch, embeddings, self._region)
-            looks = appearances_of(batch, embeddings, inside)
+            # A copy looks like its image.
+            looks = [] if batch[0].turn else appearances_of(batch, embeddings, inside)
         return batch, [embeddings] if self._aligned else maps, embeddings, looks
 
     def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:

@@ -25,6 +25,7 @@ from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.settings import turns_of
 from anomaly.model.training import StageProgress
 from anomaly.model.training_patches import TrainingPatches
 
@@ -150,6 +151,7 @@ def _reading(
             scratch=scratch,
             aligned=fitter_of(detector.config).compact,
             region=detector.region,
+            turns=turns_of(detector.config),
             progress=lambda done, total: progress("features", done, total),
         )
         try:

@@ -29,10 +29,12 @@ class PatchBatch:
     Attributes:
         embeddings: (B, h, w, D) float32.
         images: the B training-image indices.
-        corners: row and column of each grid's first patch in its image; (0, 0) but in tiles.
+        corners: row and column of each grid's first patch in its image; (0, 0) but in tiles and
+            turned copies.
         inside: (B, h, w) bool, which patches count; None for all.
         places: (B, h, w, 2) int32, row and column of each patch in its image, where the patches are
             some of an image's and not its grid; None for a grid.
+        turn: how the images were turned before the network saw them, 0 to 7.
     """
 
     embeddings: Tensor
@@ -40,6 +42,7 @@ class PatchBatch:
     corners: tuple[tuple[int, int], ...] | None = None
     inside: Tensor | None = None
     places: Tensor | None = None
+    turn: int = 0
 
     def counted(self) -> Iterator[Tensor]:
         """The patches (n, D) that count, of one image after the other.
@@ -49,6 +52,19 @@ class PatchBatch:
         """
         for i, patches in enumerate(self.embeddings.flatten(1, 2)):
             yield patches if self.inside is None else patches[self.inside[i].flatten()]
+
+
+_ROWS = 1 << 16  # more than any image has of patches
+
+
+def turned_corner(row: int, column: int, turn: int) -> tuple[int, int]:
+    """A grid's first patch, so that copies of an image, turned in different ways, stay apart."""
+    return turn * _ROWS + row, column
+
+
+def turn_of(row: int) -> tuple[int, int]:
+    """How the image of a patch was turned, and the patch's row in what that gave."""
+    return divmod(row, _ROWS)
 
 
 class PatchSet(Protocol):
