@@ -236,8 +236,10 @@ class GoodImages:
             column: of the patch.
         """
         turn, row = turn_of(row)
+        if not turn:
+            return row, column
         item = self._image(self._names[image])
-        if not turn or isinstance(item, str):
+        if isinstance(item, str):
             return row, column
         grid = self._grid(item)
         height, width = (
