@@ -303,7 +303,12 @@ def tile_by_tile(
 def with_turned(
     batches: Iterable[list[Loaded] | UnusableImage], turns: Sequence[int]
 ) -> Iterator[list[Loaded] | UnusableImage]:
-    """Each batch, and behind it copies of it that are turned, see `anomaly.imaging.turned`."""
+    """Each batch, and behind it a copy of it for each of the ways to turn it.
+
+    Args:
+        batches: of images of one size, or of tiles.
+        turns: as `anomaly.imaging.geometry.turned` takes them.
+    """
     for batch in batches:
         yield batch
         if not isinstance(batch, UnusableImage):

@@ -58,12 +58,22 @@ _ROWS = 1 << 16  # more than any image has of patches
 
 
 def turned_corner(row: int, column: int, turn: int) -> tuple[int, int]:
-    """A grid's first patch, so that copies of an image, turned in different ways, stay apart."""
+    """Row and column of a grid's first patch, other ones for each way in which an image is turned.
+
+    Args:
+        row: of the grid's first patch in the turned image; 0 but in tiles.
+        column: of that patch.
+        turn: 0 for the image as it is, to 7.
+    """
     return turn * _ROWS + row, column
 
 
 def turn_of(row: int) -> tuple[int, int]:
-    """How the image of a patch was turned, and the patch's row in what that gave."""
+    """How the image of a patch was turned, and the patch's row in the turned image.
+
+    Args:
+        row: of a patch, counted from a `turned_corner`.
+    """
     return divmod(row, _ROWS)
 
 
