@@ -199,6 +199,7 @@ class TrainingPatches:
     def _compute(self) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
         file = TensorFile(self._scratch, shared=self._shared)
         sums: NDArray[np.float64] | None = None
+        foreseen = False
         rows = {index: row for row, index in enumerate(self._images)}
         self.refused, self.hashes, self.looks, self._counts = [], {}, {}, {}
         started = time.perf_counter()
@@ -230,8 +231,9 @@ class TrainingPatches:
             each = math.prod(embeddings.shape[1:3])
             for item in batch:
                 self._counts[item.index] = self._counts.get(item.index, 0) + each
-            if len(self.hashes) == len(batch) and not batch[0].turn:
+            if not foreseen:
                 self._foresee(kept, batch)
+                foreseen = True
             file.write(names, kept)
             if len(self.hashes) % _TRIMMED < len(batch):
                 release_memory()

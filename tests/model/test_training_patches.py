@@ -45,6 +45,19 @@ def test_too_small_a_disk_is_refused_before_it_is_full(
     assert _train(5, turned_copies=copies)
 
 
+def test_tiles_are_counted_but_not_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Six tiles of 64 pixels; other images may have fewer."""
+    monkeypatch.setattr("anomaly.model.training_patches._WORTH_SAYING", 17 * BYTES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=BYTES))
+    images = [np.full((128, 192, 3), 9 + i, np.uint8) for i in range(3)]
+    settings = SETTINGS | {"image": {"area": 64, "tile": 64}}
+    with caplog.at_level(logging.INFO, "anomaly"):
+        anomaly.fit(images, settings, device="cpu", calibrate=False)
+    assert sum("features of 3 images" in message for message in caplog.messages) == 1
+
+
 def test_much_space_is_announced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
