@@ -35,10 +35,14 @@ def fused(network: nn.Module, layers: Sequence[str]) -> nn.Module:
         layers: paths that are hooked. What they put out stays what it is.
 
     Returns:
-        The network, as it was where torch was built without oneDNN.
+        The network, as it was where torch was built without oneDNN, or where the processor lacks
+        what oneDNN computes bf16 with.
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return network
+    rounded = any(p.dtype == torch.bfloat16 for p in network.parameters())
+    if rounded and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return network  # torch has other convolutions there, oneDNN has none
     wanted = set(layers)
     for path, module in list(network.named_modules()):
         inside = f"{path}." if path else ""
