@@ -47,6 +47,7 @@ NUMERICAL = [
     "tests/model/test_cross_fitting.py",
     "tests/features/test_extractor.py",
     "tests/features/test_folding.py",
+    "tests/features/test_fusing.py",
     "tests/calibration/test_model_thresholds.py",
     "tests/features/test_precision.py",
     "tests/export/test_pooling.py",
