@@ -22,11 +22,11 @@ from anomaly.features.inside import inside_of
 from anomaly.hooks import capture
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.geometry import Tiling, View, turned
+from anomaly.imaging.geometry import Tiling, View
 from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage
+from anomaly.imaging.turning import turn_of, upright
 from anomaly.maps.heatmap import display
 from anomaly.model.detector import AnomalyDetector
-from anomaly.scorers.base import turn_of
 
 _FLAWS = 4  # that are shown
 
@@ -236,19 +236,11 @@ class GoodImages:
             column: of the patch.
         """
         turn, row = turn_of(row)
-        if not turn:
-            return row, column
-        item = self._image(self._names[image])
+        item = self._image(self._names[image]) if turn else "isn't needed"
         if isinstance(item, str):
             return row, column
-        grid = self._grid(item)
-        height, width = (
-            whole // len(pieces) for whole, pieces in zip(grid, item.view.axes, strict=True)
-        )
-        places = turned(np.arange(height * width).reshape(height, width), turn)
-        (down, y), (across, x) = divmod(row, places.shape[0]), divmod(column, places.shape[1])
-        y, x = divmod(int(places[y, x]), width)
-        return down * height + y, across * width + x
+        rows, columns = item.view.axes
+        return upright(turn, (row, column), self._grid(item), (len(rows), len(columns)))
 
     def _same_place(self, item: Loaded, patch: tuple[int, int], name: str) -> tuple[int, int]:
         """Where a patch of an image would be on a training image, whose grid may be another."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError
-
-Value = TypeVar("Value", bound=np.generic)
 
 # How far an image's aspect may be off where all need one grid.
 ASPECT_TOLERANCE = 0.1
@@ -254,16 +252,6 @@ class Sizing:
         # One scale for all images, also for those that are smaller than a tile.
         size = self._rounded(side * self.area / tile)
         return tuple(AxisView(side, size, 0, size, start) for start in starts)
-
-
-def turned(picture: NDArray[Value], turn: int) -> NDArray[Value]:
-    """A picture (H, W, …) in one of the eight ways to lay it.
-
-    Args:
-        picture: the first two axes are turned.
-        turn: quarter turns anticlockwise; 4 to 7 are those of the picture mirrored left to right.
-    """
-    return np.rot90(picture[:, ::-1] if turn >= 4 else picture, turn % 4)
 
 
 def render(pixels: NDArray[np.generic], full_scale: float, view: View) -> NDArray[np.float32]:

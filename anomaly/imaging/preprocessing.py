@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render, turned
+from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
 from anomaly.imaging.image import MAX_PIXELS, Image, described, read_header, read_image
 from anomaly.imaging.region import Region
 
@@ -58,7 +58,7 @@ class Loaded:
         image: the decoded file; None where another process has it.
         tile: row and column of this tile; (0, 0) for a whole image.
         whole: the tiling that this tile belongs to; None for a whole image.
-        turn: how `pixels` are turned after all that, see `anomaly.imaging.geometry.turned`.
+        turn: how the rendered pixels were turned, see `anomaly.imaging.turning`; 0 if not at all.
     """
 
     index: int
@@ -298,22 +298,3 @@ def tile_by_tile(
             yield batch
         else:
             yield from batch[0].tiles(batch_size)
-
-
-def with_turned(
-    batches: Iterable[list[Loaded] | UnusableImage], turns: Sequence[int]
-) -> Iterator[list[Loaded] | UnusableImage]:
-    """Each batch, and behind it a copy of it for each of the ways to turn it.
-
-    Args:
-        batches: of images of one size, or of tiles.
-        turns: as `anomaly.imaging.geometry.turned` takes them.
-    """
-    for batch in batches:
-        yield batch
-        if not isinstance(batch, UnusableImage):
-            for turn in turns:
-                yield [
-                    replace(item, pixels=np.ascontiguousarray(turned(item.pixels, turn)), turn=turn)
-                    for item in batch
-                ]

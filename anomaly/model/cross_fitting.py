@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from anomaly.calibration import GoodScores
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.turning import turn_of
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.image_score import image_scores, network_map
@@ -103,7 +104,7 @@ def scores_of(
     found: dict[int, tuple[float, float]] = {}
     model = detector.config.model
     for batch in batches:
-        if batch.turn:
+        if batch.corners is not None and turn_of(batch.corners[0][0])[0]:
             continue
         layout = views[batch.images[0]]
         patches, scores = detector.score_patches(batch.embeddings, layout, batch.inside)

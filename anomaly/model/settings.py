@@ -32,7 +32,7 @@ _TURNS = {
 def turns_of(config: Config) -> tuple[int, ...]:
     """The ways in which training images are learned beside the one they have.
 
-    See `anomaly.imaging.geometry.turned`.
+    See `anomaly.imaging.turning.turned`.
     """
     return _TURNS[config.model.turned_copies]
 

@@ -20,7 +20,7 @@ from anomaly.errors import OutputError
 
 
 class Piece(NamedTuple):
-    """A training image, or one tile of it, as it is or turned (see `geometry.turned`)."""
+    """A training image, or one tile of it, as it is or turned (see `anomaly.imaging.turning`)."""
 
     image: int
     row: int

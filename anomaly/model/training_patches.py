@@ -29,13 +29,13 @@ from anomaly.imaging.preprocessing import (
     by_shape,
     refuse_missed,
     tile_by_tile,
-    with_turned,
 )
 from anomaly.imaging.region import Region
+from anomaly.imaging.turning import turned_corner, with_turned
 from anomaly.model.appearance import Appearance, appearances_of
 from anomaly.model.tensor_file import Piece, TensorFile
 from anomaly.runtime import in_parallel, release_memory
-from anomaly.scorers.base import PatchBatch, Progress, turned_corner
+from anomaly.scorers.base import PatchBatch, Progress
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,6 @@ class TrainingPatches:
             tuple(name.image for name in names),
             tuple(turned_corner(n.row * height, n.column * width, n.turn) for n in names),
             inside(pieces, embeddings, self._region),
-            turn=names[0].turn,
         )
 
     def _compute(self) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:

@@ -29,12 +29,11 @@ class PatchBatch:
     Attributes:
         embeddings: (B, h, w, D) float32.
         images: the B training-image indices.
-        corners: row and column of each grid's first patch in its image; (0, 0) but in tiles and
-            turned copies.
+        corners: row and column by which each grid's first patch is known in its image: (0, 0) but
+            in tiles, and in turned copies (see `anomaly.imaging.turning.turned_corner`).
         inside: (B, h, w) bool, which patches count; None for all.
         places: (B, h, w, 2) int32, row and column of each patch in its image, where the patches are
             some of an image's and not its grid; None for a grid.
-        turn: how the images were turned before the network saw them, 0 to 7.
     """
 
     embeddings: Tensor
@@ -42,7 +41,6 @@ class PatchBatch:
     corners: tuple[tuple[int, int], ...] | None = None
     inside: Tensor | None = None
     places: Tensor | None = None
-    turn: int = 0
 
     def counted(self) -> Iterator[Tensor]:
         """The patches (n, D) that count, of one image after the other.
@@ -52,29 +50,6 @@ class PatchBatch:
         """
         for i, patches in enumerate(self.embeddings.flatten(1, 2)):
             yield patches if self.inside is None else patches[self.inside[i].flatten()]
-
-
-_ROWS = 1 << 16  # more than any image has of patches
-
-
-def turned_corner(row: int, column: int, turn: int) -> tuple[int, int]:
-    """Row and column of a grid's first patch, other ones for each way in which an image is turned.
-
-    Args:
-        row: of the grid's first patch in the turned image; 0 but in tiles.
-        column: of that patch.
-        turn: 0 for the image as it is, to 7.
-    """
-    return turn * _ROWS + row, column
-
-
-def turn_of(row: int) -> tuple[int, int]:
-    """How the image of a patch was turned, and the patch's row in the turned image.
-
-    Args:
-        row: of a patch, counted from a `turned_corner`.
-    """
-    return divmod(row, _ROWS)
 
 
 class PatchSet(Protocol):

@@ -13,9 +13,8 @@ from anomaly.errors import ConfigError
 from anomaly.explain.explanation import GoodImages
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.geometry import turned
 from anomaly.imaging.preprocessing import Loaded, UnusableImage
-from anomaly.scorers.base import turn_of
+from anomaly.imaging.turning import turn_of, turned
 
 SETTINGS = {
     "backbone": {"name": "resnet18", "weights": "random"},
