@@ -77,10 +77,6 @@ class Cover:
                     self._cells = self._partition(self._seen[:_CELLS])
                     self._pivots_wanted = False
 
-    def radius(self) -> float:
-        """The largest distance of any point to its nearest centre."""
-        return float(self.bounds.max().clamp(min=0).sqrt())
-
     def _update(self, centres: Tensor) -> None:
         origins = torch.stack([cell.origin for cell in self._cells]) - self._mean
         away = torch.cdist(origins, centres - self._mean)

@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 
 from anomaly.scorers.base import Progress
-from anomaly.scorers.patchcore.coreset import distances_to_nearest, greedy_k_center
+from anomaly.scorers.patchcore.coreset import (
+    covering_radius,
+    distances_to_nearest,
+    greedy_k_center,
+)
 
 # Points measured at once in the second reading.
 _CHUNK = 1 << 17
@@ -75,7 +79,7 @@ def select_streamed(
     places, centres = sample.places[first.picks], sample.points[first.picks]
     del sample
     if size == 1:
-        radius = max(float(distances_to_nearest(p, centres).max()) for p in stream)
+        radius = max(covering_radius(points, centres) for points in stream)
         return StreamedSelection(places, radius, exact=False)
     rest = _Reservoir(memory_limit, wanted)
     for points in _chunks(stream):
