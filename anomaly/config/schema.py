@@ -19,19 +19,14 @@ class _Section(BaseModel):
 
 
 class DataConfig(_Section):
-    """Where the images are.
-
-    `root` is taken from the working directory when it isn't absolute; the data set is in
-    `root/category`, or in `root` without a category. What lies there hangs on `format`, see
-    `anomaly.datasets`. Mask values above `mask_above` are defect.
-    """
+    """Where the images are: in `root/category`, or in `root` without a category."""
 
     format: Literal[
         "mvtec", "mvtec_ad_2", "mvtec_loco", "btad", "visa", "folder", "good_defect", "csv"
     ] = "mvtec"
-    """What lies where."""
+    """What lies where, see `anomaly.datasets`."""
     root: Path | None = None
-    """The folder with the images, or the CSV list, taken from the working directory."""
+    """The folder with the images, or the CSV list; relative to the working directory."""
     category: str | None = None
     """A folder in `data.root` that holds the data set."""
     mask_above: Annotated[int, Field(ge=0, lt=65535)] = 0
@@ -39,10 +34,7 @@ class DataConfig(_Section):
 
 
 class ShapeConfig(_Section):
-    """A part of the image: a picture in which it is drawn (any value but 0), or polygons.
-
-    Corners are (x, y), as shares of the image's width and height or in original pixels.
-    """
+    """A part of the image, drawn in a picture or as polygons."""
 
     png: Path | None = None
     """A picture in which it is drawn: any value but 0."""
@@ -290,7 +282,7 @@ class Config(_Section):
         return METHODS[self.model.kind].one_grid and self.image.resize is None
 
     @model_validator(mode="after")
-    def _tiles_share_no_grid(self) -> Config:
+    def _method_takes_what_is_asked(self) -> Config:
         method = METHODS[self.model.kind]
         if self.model.turned_copies != "none" and method.one_grid:
             raise ValueError(

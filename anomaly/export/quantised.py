@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -246,29 +246,27 @@ def _learned_again(
     with (
         tempfile.TemporaryDirectory(prefix=".patches-", dir=draft.parent) as scratch,
         Decoders(min(workers, len(samples)), Task(detector.loading)) as decoders,
+        closing(
+            TrainingPatches(
+                {i: sample.source for i, sample in samples.items()},
+                decoders,
+                detector.embedder,
+                batch_size=detector.config.batch_size,
+                scratch=Path(scratch),
+                aligned=True,
+                region=detector.region,
+                turns=turns_of(detector.config),
+                progress=lambda done, total: progress("features", done, total),
+            )
+        ) as patches,
     ):
-        patches = TrainingPatches(
-            {i: sample.source for i, sample in samples.items()},
-            decoders,
-            detector.embedder,
-            batch_size=detector.config.batch_size,
-            scratch=Path(scratch),
-            aligned=True,
-            region=detector.region,
-            turns=turns_of(detector.config),
-            progress=lambda done, total: progress("features", done, total),
-        )
-        try:
-            scorer = fitter.again(detector.scorer, patches)
-            if patches.refused:
-                raise DataError(
-                    f"a training image can't be used any more: {patches.refused[0].reason}"
-                )
-            looks = AppearanceModel.of([patches.looks[i] for i in samples])
-            new = replace(detector, scorer=scorer, appearance=detector.appearance and looks)
-            thresholds = _thresholds(new, fitter, samples, patches, progress)
-        finally:
-            patches.close()
+        scorer = fitter.again(detector.scorer, patches)
+        if patches.refused:
+            why = patches.refused[0].reason
+            raise DataError(f"a training image can't be used any more: {why}")
+        looks = AppearanceModel.of([patches.looks[i] for i in samples])
+        new = replace(detector, scorer=scorer, appearance=detector.appearance and looks)
+        thresholds = _thresholds(new, fitter, samples, patches, progress)
     made = change({"quantised": "int8"}, detector.thresholds, thresholds, {})
     return replace(
         new,

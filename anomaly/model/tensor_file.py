@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Container, Iterator, Sequence
 from contextlib import nullcontext
@@ -17,6 +19,10 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import OutputError
+
+log = logging.getLogger(__name__)
+
+_WORTH_SAYING = 4e9  # bytes
 
 
 class Piece(NamedTuple):
@@ -47,6 +53,11 @@ class TensorFile:
         else:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
         self._written: list[tuple[tuple[Piece, ...], int, list[_InFile]]] = []
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was written yet."""
+        return not self._written
 
     def write(self, names: tuple[Piece, ...], tensors: Sequence[Tensor]) -> None:
         """Append one batch.
@@ -108,3 +119,33 @@ class _InFile:
         flat = np.fromfile(file, np.uint8, math.prod(self.shape) * self.dtype.itemsize)
         values = torch.from_numpy(flat).view(self.dtype).view(self.shape).to(self.device)
         return values.permute(tuple(int(i) for i in np.argsort(self.order)))
+
+
+def check_room(folder: Path, images: int, each: float, *, sure: bool) -> None:
+    """Say what disk space the features of images will take, where it is much.
+
+    Args:
+        folder: on the disk that they will be on.
+        images: how many.
+        each: bytes of one image.
+        sure: whether all images take about as much.
+
+    Raises:
+        OutputError: all images surely take more than is free.
+    """
+    needed, free = images * each, shutil.disk_usage(folder).free
+    if needed > free and sure:
+        raise OutputError(
+            f"the features of {images} images take about {needed / 1e9:.1f} GB in {folder} until "
+            f"training ends, where {free / 1e9:.1f} GB are free; free some disk space or write to "
+            "another disk with --output"
+        )
+    if needed > _WORTH_SAYING:
+        log.info(
+            "the features of %d images take about %.1f GB of the %.1f GB that are free in %s, "
+            "until training ends",
+            images,
+            needed / 1e9,
+            free / 1e9,
+            folder,
+        )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import shutil
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.errors import DataError, OutputError
+from anomaly.errors import DataError
 from anomaly.features.embedder import Embedder
 from anomaly.features.inside import inside, inside_of
 from anomaly.imaging.decoder_pool import Decoders
@@ -33,17 +31,14 @@ from anomaly.imaging.preprocessing import (
 from anomaly.imaging.region import Region
 from anomaly.imaging.turning import turned_corner, with_turned
 from anomaly.model.appearance import Appearance, appearances_of
-from anomaly.model.tensor_file import Piece, TensorFile
+from anomaly.model.tensor_file import Piece, TensorFile, check_room
 from anomaly.runtime import in_parallel, release_memory
 from anomaly.scorers.base import PatchBatch, Progress
 
-log = logging.getLogger(__name__)
-
 # Images after which memory that is free but still held goes back to the system.
 _TRIMMED = 128
-_WORTH_SAYING = 4e9  # bytes on disk
 
-_Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor, list[Appearance]]
+_Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor, list[tuple[Loaded, Appearance]]]
 
 
 @dataclass(frozen=True)
@@ -198,7 +193,6 @@ class TrainingPatches:
     def _compute(self) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
         file = TensorFile(self._scratch, shared=self._shared)
         sums: NDArray[np.float64] | None = None
-        foreseen = False
         rows = {index: row for row, index in enumerate(self._images)}
         self.refused, self.hashes, self.looks, self._counts = [], {}, {}, {}
         started = time.perf_counter()
@@ -217,7 +211,7 @@ class TrainingPatches:
             names = tuple(Piece(item.index, *item.tile, item.turn) for item in batch)
             self.hashes.update((item.index, item.sha256) for item in batch)
             self.views.update((item.index, item.layout) for item in batch)
-            for item, one in zip(batch, looks, strict=False):
+            for item, one in looks:
                 known = self.looks.get(item.index)
                 total = one if known is None else known + one
                 # In one block: small arrays that stay among large ones that go keep the memory of
@@ -230,9 +224,10 @@ class TrainingPatches:
             each = math.prod(embeddings.shape[1:3])
             for item in batch:
                 self._counts[item.index] = self._counts.get(item.index, 0) + each
-            if not foreseen:
-                self._foresee(kept, batch)
-                foreseen = True
+            if file.empty:
+                tiles = math.prod(map(len, batch[0].layout.axes)) * (1 + len(self._turns))
+                room = sum(t.nbytes for t in kept) / len(batch) * tiles
+                check_room(self._scratch, len(self._images), room, sure=batch[0].layout.whole)
             file.write(names, kept)
             if len(self.hashes) % _TRIMMED < len(batch):
                 release_memory()
@@ -243,32 +238,6 @@ class TrainingPatches:
         if not self._shared:
             self._check_usable()
         self._files = [file]
-
-    def _foresee(self, kept: Sequence[Tensor], batch: Sequence[Loaded]) -> None:
-        """Say what disk space all images will take, by those of the first batch.
-
-        Raises:
-            OutputError: there is less; images in tiles differ too much for that to be known.
-        """
-        tiles = math.prod(map(len, batch[0].layout.axes))
-        images = len(self._images) * (1 + len(self._turns))
-        needed = sum(t.nbytes for t in kept) / len(batch) * tiles * images
-        free = shutil.disk_usage(self._scratch).free
-        if needed > free and tiles == 1:
-            raise OutputError(
-                f"the features of {len(self._images)} images take about {needed / 1e9:.1f} GB in "
-                f"{self._scratch} until training ends, where {free / 1e9:.1f} GB are free; free "
-                "some disk space or write to another disk with --output"
-            )
-        if needed > _WORTH_SAYING:
-            log.info(
-                "the features of %d images take about %.1f GB of the %.1f GB that are free in %s, "
-                "until training ends",
-                len(self._images),
-                needed / 1e9,
-                free / 1e9,
-                self._scratch,
-            )
 
     def _check_usable(self) -> None:
         if not self.hashes:
@@ -284,8 +253,9 @@ class TrainingPatches:
             maps = self._embedder.maps(batch)
             embeddings = self._embedder.align(maps)
             inside = inside_of(batch, embeddings, self._region)
-            # A copy looks like its image.
-            looks = [] if batch[0].turn else appearances_of(batch, embeddings, inside)
+            looks: list[tuple[Loaded, Appearance]] = []
+            if not batch[0].turn:  # a copy looks like its image
+                looks.extend(zip(batch, appearances_of(batch, embeddings, inside), strict=True))
         return batch, [embeddings] if self._aligned else maps, embeddings, looks
 
     def _reread(self, images: Container[int]) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
