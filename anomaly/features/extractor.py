@@ -99,9 +99,7 @@ class FeatureExtractor:
 
     @cached_property
     def _engine(self) -> nn.Module:
-        engine = folded(self.network, self.pairs, DTYPES[self.precision])
-        on_cpu = all(p.device.type == "cpu" for p in engine.parameters())
-        return fused(engine, self.layers) if on_cpu else engine
+        return fused(folded(self.network, self.pairs, DTYPES[self.precision]), self.layers)
 
     def __call__(self, images: Tensor) -> list[FeatureMap]:
         """Run the network as far as needed.

@@ -30,17 +30,19 @@ def fused(network: nn.Module, layers: Sequence[str]) -> nn.Module:
     each: a tenth off ResNet-50, a fifth off MobileNetV2 in float32 and a third in bfloat16.
 
     Args:
-        network: on the CPU, for inference only, its batch norms folded; changed in place. What runs
-            afterwards has no gradients.
+        network: for inference only, its batch norms folded; changed in place. What runs afterwards
+            has no gradients.
         layers: paths that are hooked. What they put out stays what it is.
 
     Returns:
-        The network, as it was where torch was built without oneDNN, or where the processor lacks
-        what oneDNN computes bf16 with.
+        The network, as it was where it isn't on the CPU, where torch was built without oneDNN, or
+        where the processor lacks what oneDNN computes bf16 with.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    parameters = list(network.parameters())
+    on_cpu = all(p.device.type == "cpu" for p in parameters)
+    if not on_cpu or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return network
-    rounded = any(p.dtype == torch.bfloat16 for p in network.parameters())
+    rounded = any(p.dtype == torch.bfloat16 for p in parameters)
     if rounded and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return network  # torch has other convolutions there, oneDNN has none
     wanted = set(layers)
@@ -52,7 +54,9 @@ def fused(network: nn.Module, layers: Sequence[str]) -> nn.Module:
             stem = nn.Sequential(module.conv1, module.bn1, module.relu)
             _fuse_sequence(stem, [False] * 3)
             module.conv1, module.bn1, module.relu = stem
-        elif type(module) in (BasicBlock, Bottleneck) and not _any_inside(inside, wanted):
+        elif type(module) in (BasicBlock, Bottleneck) and not any(
+            layer.startswith(inside) for layer in wanted
+        ):
             network.set_submodule(path, _block(module) or module)
     return network
 
@@ -97,10 +101,6 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last.added_to(self.first(x), self.shortcut(x))
-
-
-def _any_inside(path: str, layers: Iterable[str]) -> bool:
-    return any(layer.startswith(path) for layer in layers)
 
 
 def _fusible(module: nn.Module) -> bool:
