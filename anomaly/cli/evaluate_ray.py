@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.speech import is_quiet, spoken
 from anomaly.errors import AnomalyError
+from anomaly.runtime.actors import then
+from anomaly.runtime.dispatch import dispatch
 
 if TYPE_CHECKING:
     from anomaly.report.category import Category
@@ -36,8 +38,6 @@ def run(
         cluster: where the workers are.
         take: called with each model, in order, and with what came of it.
     """
-    from anomaly.runtime.dispatch import dispatch
-
     sources: Sequence[str | Path] = options.model or options.config
     outcomes: dict[int, tuple[Outcome, Said]] = {}
     taken = 0
@@ -107,8 +107,6 @@ class _Worker:
 
     def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
         """See `Worker`; a model that takes down its workers is lost."""
-        from anomaly.runtime.actors import then
-
         if lost:
             error = AnomalyError(
                 f"{self._sources[chunk]}: training or evaluating it took down the processes that "

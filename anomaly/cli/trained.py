@@ -105,8 +105,8 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
         )
     if images["learned"] <= _FEW and _could_turn(summary):
         log.info(
-            "%d images are few; where the part may lie any way, and a turned one is as good, "
-            "--set model.turned_copies=quarter_turns learns turned copies of them, too",
+            "%d images are few; where the part may lie any way, and a turned one is as good, train "
+            "with --set model.turned_copies=quarter_turns, which learns turned copies of them, too",
             images["learned"],
         )
     _say_patch(summary)
