@@ -24,6 +24,7 @@ from anomaly.export import models, quantised
 from anomaly.files.writing import sha256_of
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.imaging.preprocessing import load as load_image
+from anomaly.imaging.turning import turned_corner
 from anomaly.model.checkpoint import load
 from anomaly.model.detector import AnomalyDetector
 from anomaly.scorers.base import PatchBatch
@@ -270,7 +271,8 @@ def test_a_network_without_convolutions_is_refused(tmp_path: Path) -> None:
 def test_a_bank_again_has_its_patches_and_a_true_covering_radius() -> None:
     generator = torch.Generator().manual_seed(0)
     grids = torch.rand(6, 4, 5, 7, generator=generator)
-    corners = ((0, 0), (0, 5), (4, 0), (4, 5), (0, 0), (0, 5))  # tiles of two images
+    # Four tiles of an image; one of another, and of its turned copy.
+    corners = ((0, 0), (0, 5), (4, 0), (4, 5), (0, 0), turned_corner(0, 0, 1))
     inside = torch.rand(6, 4, 5, generator=generator) < 0.7
 
     class Patches(list[PatchBatch]):
@@ -305,6 +307,7 @@ def test_a_bank_again_has_its_patches_and_a_true_covering_radius() -> None:
         ("model.kind=padim", "model.projection=random"),
         ("model.kind=subspace",),
         ("image.tile=64",),
+        ("model.turned_copies=quarter_turns",),
         ("model.embedding=adaptive",),
         ("precision=bf16",),
         ("backbone.name=mobilenet_v2",),

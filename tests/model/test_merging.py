@@ -29,7 +29,7 @@ def _config(kind: str, **more: object) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def plates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("plates")
-    few = {"n_train": 24, "n_good": 12, "n_defect": 15, "size": 192}
+    few = {"n_train": 24, "n_good": 36, "n_defect": 45, "size": 192}
     write_sample_data(root, products=["brushed_plate"], **few)  # type: ignore[arg-type]
     return root / "brushed_plate"
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -15,6 +16,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, UnusableImage
 from anomaly.imaging.turning import turn_of, turned
+from anomaly.model.merging import merge
 
 SETTINGS = {
     "backbone": {"name": "resnet18", "weights": "random"},
@@ -35,11 +37,12 @@ def _parts(count: int) -> list[np.ndarray]:
     return parts
 
 
-def _trained(copies: str, kind: str = "patchcore", **model: object) -> anomaly.AnomalyDetector:
-    config = SETTINGS | {
-        "model": {"kind": kind, "turned_copies": copies, "coreset_ratio": 1.0, **model}
-    }
-    return anomaly.fit(_parts(6), config, device="cpu")
+def _settings(copies: str, kind: str = "patchcore") -> dict[str, object]:
+    return SETTINGS | {"model": {"kind": kind, "turned_copies": copies, "coreset_ratio": 1.0}}
+
+
+def _trained(copies: str, kind: str = "patchcore") -> anomaly.AnomalyDetector:
+    return anomaly.fit(_parts(6), _settings(copies, kind), device="cpu")
 
 
 @pytest.mark.parametrize("turn", range(8))
@@ -81,6 +84,30 @@ def test_copies_belong_to_their_image() -> None:
         assert 0.3 * theirs < mine <= theirs * 1.001
     vectors = plain.scorer.tensors()["vectors"]
     assert len(more.scorer.tensors()["vectors"]) == 4 * len(vectors)
+
+
+def _learned_further(first: list[np.ndarray], then: list[np.ndarray]) -> anomaly.AnomalyDetector:
+    return anomaly.fit(first, _settings("quarter_turns"), device="cpu").update(then)
+
+
+def _merged(first: list[np.ndarray], then: list[np.ndarray]) -> anomaly.AnomalyDetector:
+    settings = _settings("quarter_turns")
+    return merge([anomaly.fit(some, settings, device="cpu") for some in (first, then)], ["a", "b"])
+
+
+@pytest.mark.parametrize("both", [_learned_further, _merged])
+def test_copies_of_images_that_are_learned_apart(both: Any) -> None:
+    """The second half's copies are known as the first's are, and belong to its images."""
+    marked = [part.copy() for part in _parts(12)[6:]]
+    for part in marked:
+        part[40:52, 60:76] += np.uint8(90)
+    detector = both(_parts(6), marked)
+    scores = [detector.predict(np.ascontiguousarray(turned(marked[0], t))).score for t in range(4)]
+    assert max(scores[1:]) <= scores[0] * 1.2 + 1e-2
+    only = anomaly.fit(_parts(6), _settings("quarter_turns"), device="cpu")
+    assert only.predict(marked[0]).score > 2 * scores[0] + 1e-2
+    origins = detector.scorer.tensors()["origins"].tolist()
+    assert {(image, turn_of(row)[0]) for image, row, _ in origins} >= {(6, t) for t in range(4)}
 
 
 def test_every_vector_has_an_origin_of_its_own() -> None:
