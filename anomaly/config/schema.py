@@ -24,7 +24,7 @@ class DataConfig(_Section):
     format: Literal[
         "mvtec", "mvtec_ad_2", "mvtec_loco", "btad", "visa", "folder", "good_defect", "csv"
     ] = "mvtec"
-    """What lies where, see `anomaly.datasets`."""
+    """What lies where."""
     root: Path | None = None
     """The folder with the images, or the CSV list; relative to the working directory."""
     category: str | None = None
