@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import anomaly  # isort: skip  # noqa: F401, before torch, which reads once what it sets
+
 import argparse
 import json
 import shutil
