@@ -15,6 +15,7 @@ from anomaly.features.folding import Pair, Reads, foldable, folded
 from anomaly.features.fusing import fused
 from anomaly.features.layer_table import takes
 from anomaly.features.tokens import Layout, layout_of
+from anomaly.features.vision import without_values
 from anomaly.hooks import HookSet, capture, resolve
 
 # Sides of dry-run images: multiples of 32 both, the other one of patches of 14 pixels.
@@ -177,6 +178,7 @@ class Truncated:
         return FeatureExtractor(self.network, self.layers, self.layouts, self.copies, self.pairs)
 
 
+@without_values()
 def truncate(network: nn.Module, layers: Sequence[str], probe: int | None = None) -> Truncated:
     """Drop every part of a network that isn't needed to compute `layers`, in place.
 
@@ -216,6 +218,7 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int | None = None
     )
 
 
+@without_values()
 def truncate_in_place(network: nn.Module, layers: Sequence[str], probe: int) -> dict[str, Tensor]:
     """Drop every part of a network that isn't needed to compute `layers`, in place.
 

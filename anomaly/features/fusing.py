@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+from anomaly.features.vision import torchvision
+
+_RESNET = torchvision.models.resnet
 
 # By type: oneDNN's name, and its arguments.
 _ACTIVATIONS: dict[type[nn.Module], tuple[str, list[float]]] = {
@@ -50,11 +53,11 @@ def fused(network: nn.Module, layers: Sequence[str]) -> nn.Module:
         inside = f"{path}." if path else ""
         if type(module).forward is nn.Sequential.forward:
             _fuse_sequence(module, [inside + name in wanted for name, _ in module.named_children()])
-        elif type(module) is ResNet and not wanted & {f"{inside}conv1", f"{inside}bn1"}:
+        elif type(module) is _RESNET.ResNet and not wanted & {f"{inside}conv1", f"{inside}bn1"}:
             stem = nn.Sequential(module.conv1, module.bn1, module.relu)
             _fuse_sequence(stem, [False] * 3)
             module.conv1, module.bn1, module.relu = stem
-        elif type(module) in (BasicBlock, Bottleneck) and not any(
+        elif type(module) in (_RESNET.BasicBlock, _RESNET.Bottleneck) and not any(
             layer.startswith(inside) for layer in wanted
         ):
             network.set_submodule(path, _block(module) or module)
@@ -134,7 +137,7 @@ def _fuse_sequence(sequence: nn.Module, wanted: Sequence[bool]) -> None:
 
 def _block(block: Any) -> _Block | None:
     """A residual block of torchvision's, fused; None where a part isn't what it was built with."""
-    count = 3 if isinstance(block, Bottleneck) else 2
+    count = 3 if isinstance(block, _RESNET.Bottleneck) else 2
     convolutions = [getattr(block, f"conv{i}") for i in range(1, count + 1)]
     norms = [getattr(block, f"bn{i}") for i in range(1, count + 1)]
     shortcut = block.downsample or nn.Identity()

@@ -1,0 +1,86 @@
+"""torchvision's networks without torch's compiler: what is imported, and that shapes stay right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+from families import FAMILIES
+from torch import Tensor, nn
+
+from anomaly.features.backbones import default_layers, torchvision_name
+from anomaly.features.vision import torchvision, without_values
+from anomaly.hooks import capture
+
+_BUILD = """
+import sys
+from anomaly.features.backbones import build, default_layers
+from anomaly.features.extractor import truncate
+import torch
+network = build(sys.argv[1])
+truncated = truncate(network, default_layers(sys.argv[1], network, 2))
+extractor = truncated.network.to_empty(device="cpu").eval()
+print("compiler" if "torch._dynamo" in sys.modules else "light")
+"""
+_FALL_BACK = """
+import sys
+from importlib.abc import MetaPathFinder
+class Wants(MetaPathFinder):
+    "A torchvision that wants one thing more of the compiler."
+    def find_spec(self, name, path, target=None):
+        if name == "torchvision.ops":
+            from torch._dynamo import allow_in_graph
+sys.meta_path.insert(0, Wants())
+from anomaly.features.vision import torchvision
+assert "torch._dynamo.eval_frame" in sys.modules
+import torch._dynamo
+print(torch._dynamo.is_compiling(), hasattr(torchvision.models, "resnet18"))
+"""
+_ASK_LATER = """
+import torch
+from anomaly.features.vision import torchvision
+boxes = torch.tensor([[0., 0., 9., 9.], [0., 0., 9., 8.], [20., 20., 30., 30.]])
+print(*torchvision.ops.nms(boxes, torch.tensor([.9, .8, .7]), .5).tolist())
+network = torch.compile(torch.nn.Linear(3, 2), backend="eager")
+print(*network(torch.ones(1, 3)).shape)
+"""
+
+
+def told(program: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "wide_resnet50_2"])
+def test_networks_are_built_and_cut_without_the_compiler(name: str) -> None:
+    assert told(_BUILD, name).strip() == "light"
+
+
+def test_a_torchvision_that_wants_more_of_the_compiler_gets_it() -> None:
+    assert told(_FALL_BACK).split() == ["False", "True"]
+
+
+def test_the_compiler_and_detection_work_afterwards() -> None:
+    assert told(_ASK_LATER).split() == ["0", "2", "1", "2"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_shapes_without_values_are_those_of_a_real_pass(name: str) -> None:
+    with without_values():
+        network = torchvision.models.get_model(torchvision_name(name), weights=None).eval()
+        layers = default_layers(name, network, 2)
+        found = shapes(network, layers, torch.empty(2, 3, 96, 64))
+    real = network.to_empty(device="cpu")
+    assert found == shapes(real, layers, torch.zeros(2, 3, 96, 64))
+
+
+def shapes(network: nn.Module, layers: Sequence[str], images: Tensor) -> dict[str, torch.Size]:
+    with torch.no_grad(), capture(network, layers) as captured:
+        network(images)
+    return {name: kept.shape for name, kept in captured.pop().items()}
