@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from anomaly.errors import LayerError
 from anomaly.hooks import HookSet, capture, match
@@ -58,6 +57,8 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
     Raises:
         LayerError: the network doesn't take images of this size.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports a compiler, where there is one
+
     seen: dict[str, tuple[int, tuple[int, ...] | None, int]] = {}
 
     def note(module: nn.Module, inputs: Any, output: Any, path: str) -> None:

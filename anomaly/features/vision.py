@@ -3,19 +3,22 @@
 Nothing here is compiled, but two things import the compiler, `torch._dynamo`, with sympy and more.
 An operator for detection in torchvision has a question for it when it is used: while torchvision is
 imported, stand-ins take the compiler's place, and whoever asks later gets the real one. And the
-meta device goes by way of it to fill a tensor, or to find the shape that a batch norm gives.
+meta device goes by way of it to fill a tensor, or to find the shape that a batch norm gives (and
+by way of sympy, for a convolution's).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _COMPILER = "torch._dynamo"
@@ -55,6 +58,7 @@ _ATEN = torch.ops.aten
 _IN_PLACE = {
     *(_ATEN.normal_.default, _ATEN.uniform_.default, _ATEN.fill_.Scalar, _ATEN.zero_.default),
     *(_ATEN.hardtanh_.default, _ATEN.hardswish_.default, _ATEN.silu_.default),
+    *(_ATEN.add_.Tensor, _ATEN.mul_.Tensor),
 }
 _LIKE = {
     *(_ATEN.hardtanh.default, _ATEN.hardswish.default, _ATEN.hardsigmoid.default),
@@ -82,12 +86,70 @@ class _Shapes(Dispatch):  # type: ignore[no-untyped-call]
         if operation in _IN_PLACE:
             return args[0]
         if operation in _LIKE:
-            return torch.empty_like(args[0])
-        if operation in _JOINED and isinstance(args[1], torch.Tensor):
-            return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape))  # type: ignore[no-untyped-call]
+            return args[0].new_empty(args[0].shape)
+        if operation in _JOINED and isinstance(args[1], Tensor):
+            return args[0].new_empty(np.broadcast_shapes(args[0].shape, args[1].shape))
         if operation in _NORMS:
-            return torch.empty_like(args[0]), args[0].new_empty(0), args[0].new_empty(0)
+            return args[0].new_empty(args[0].shape), args[0].new_empty(0), args[0].new_empty(0)
+        if operation in _WINDOWED and (found := _WINDOWED[operation](*args)) is not None:
+            return found
         return operation(*args, **(kwargs or {}))
+
+
+def _convolved(
+    maps: Tensor,
+    weight: Tensor,
+    _: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    __: Sequence[int],
+    groups: int,
+) -> Tensor | None:
+    """What a convolution puts out; None where the meta device is to say."""
+    if transposed or maps.shape[1] != weight.shape[1] * groups:
+        return None
+    sides = _sides(maps.shape[2:], weight.shape[2:], stride, padding, dilation)
+    return maps.new_empty(len(maps), len(weight), *sides) if min(sides) > 0 else None
+
+
+def _pooled(
+    maps: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    ceil_mode: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    """What a maximum over windows puts out; None where the meta device is to say."""
+    if ceil_mode or maps.ndim != 4 or len(kernel) + len(padding) + len(dilation) != 6:
+        return None
+    sides = _sides(maps.shape[2:], kernel, stride or kernel, padding, dilation)
+    shape = (*maps.shape[:2], *sides)
+    if min(sides) <= 0:
+        return None
+    return maps.new_empty(shape), maps.new_empty(shape, dtype=torch.int64)
+
+
+def _sides(
+    sides: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[int]:
+    """How many positions a window has along each side, by the formula of `torch.nn.Conv2d`."""
+    return [
+        (side + 2 * pad - step * (width - 1) - 1) // by + 1
+        for side, width, by, pad, step in zip(sides, kernel, stride, padding, dilation, strict=True)
+    ]
+
+
+_WINDOWED: dict[Any, Callable[..., Any]] = {
+    _ATEN.convolution.default: _convolved,
+    _ATEN.max_pool2d_with_indices.default: _pooled,
+}
 
 
 @contextmanager

@@ -19,11 +19,9 @@ _BUILD = """
 import sys
 from anomaly.features.backbones import build, default_layers
 from anomaly.features.extractor import truncate
-import torch
 network = build(sys.argv[1])
-truncated = truncate(network, default_layers(sys.argv[1], network, 2))
-extractor = truncated.network.to_empty(device="cpu").eval()
-print("compiler" if "torch._dynamo" in sys.modules else "light")
+truncate(network, default_layers(sys.argv[1], network, 2))
+print("heavy" if {"torch._dynamo", "sympy"} & set(sys.modules) else "light")
 """
 _FALL_BACK = """
 import sys
