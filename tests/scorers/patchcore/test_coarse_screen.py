@@ -1,5 +1,7 @@
 """Neither screen rules out a vector that is within the limit, and both rule out most others."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -40,6 +42,25 @@ def test_nothing_is_ruled_out_wrongly(
         passing = bounds <= tried.limits(queries, mine, limit.float())[:, None]
         assert bool(passing[:, :-2][exact <= limit[:, None]].all())
         assert not bool(passing[:, -2:].any())  # vectors at infinity
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+@pytest.mark.parametrize("strange", [math.nan, -math.nan, math.inf, 1e30])
+def test_of_a_query_that_is_no_number_nothing_at_infinity_passes(
+    screen: type, strange: float
+) -> None:
+    """Processors differ in the sign of a NaN that they make, whose bits are compared."""
+    bank = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    norms = bank.square().sum(1)
+    norms[-3:] = torch.inf
+    queries = torch.full((2, 8), strange)
+    tried, mine = screen(bank, norms), queries.square().sum(1)
+    bounds = tried.bounds(queries, mine)
+    limits = tried.limits(queries, mine, mine)
+    assert not bool((bounds <= limits[:, None])[:, -3:].any())
+    if math.isnan(strange):
+        with_other_sign = bounds ^ -(2**15) if bounds.dtype == torch.int16 else -bounds
+        assert not bool((torch.cat([bounds, with_other_sign]) <= limits.repeat(2)[:, None]).any())
 
 
 @pytest.mark.parametrize("screen", SCREENS)

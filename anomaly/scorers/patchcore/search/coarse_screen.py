@@ -14,6 +14,9 @@ ROUNDING = 1e-5
 _RESULT = 1.009
 # Products of bfloat16 numbers are exact in float32, their sum of some 136 terms is not.
 _SUM = 4e-5
+# Limits stay below infinity, where the vectors are that mustn't be found.
+_LARGEST = torch.finfo(torch.bfloat16).max
+_NOTHING = torch.iinfo(torch.int16).min
 
 
 class CoarseScreen(Protocol):
@@ -24,7 +27,10 @@ class CoarseScreen(Protocol):
         ...
 
     def limits(self, coarse: Tensor, norms: Tensor, squared: Tensor) -> Tensor:
-        """(Q,) that bounds don't exceed where the coordinates' squared distance is `squared`."""
+        """(Q,) that bounds don't exceed where the coordinates' squared distance is `squared`.
+
+        No bound is within the limit of a query that is NaN.
+        """
         ...
 
     def only(self, rows: Tensor) -> CoarseScreen:
@@ -50,7 +56,8 @@ class Float32Screen:
 
     def limits(self, coarse: Tensor, norms: Tensor, squared: Tensor) -> Tensor:
         """See `CoarseScreen`."""
-        return squared - norms + ROUNDING * (norms + squared)
+        limits = squared - norms + ROUNDING * (norms + squared)
+        return limits.clamp_(max=_LARGEST)
 
     def only(self, rows: Tensor) -> Float32Screen:
         """See `CoarseScreen`."""
@@ -94,8 +101,9 @@ class BFloat16Screen:
         """See `CoarseScreen`."""
         moved = torch.linalg.vector_norm(coarse.bfloat16().float() - coarse, dim=1) + self._moved
         widest = (squared.sqrt() + moved).square() + _SUM * (norms + squared)
-        rounded: Tensor = (_RESULT * widest).bfloat16()
-        return rounded.view(torch.int16)
+        rounded: Tensor = (_RESULT * widest).bfloat16().clamp_(max=_LARGEST)
+        # NaN has bits, too, with either sign, which would let through whatever NaN gave as bounds.
+        return rounded.view(torch.int16).masked_fill(rounded.isnan(), _NOTHING)
 
     def only(self, rows: Tensor) -> BFloat16Screen:
         """See `CoarseScreen`."""

@@ -98,7 +98,9 @@ class ScreenedIndex:
         coarse, norms = self._reduce(queries)
         bounds = self._screen.bounds(coarse, norms).view(len(queries), self._groups, _GROUP)
         least = bounds.amin(2)
-        limit = self._farthest(queries, _least(bounds, least, k))
+        # Of a query that is NaN any are the least, those that fill the last group among them.
+        nearest = _least(bounds, least, k).clamp_(max=len(self._bank) - 1)
+        limit = self._farthest(queries, nearest)
         rows, columns = _passing(bounds, least, self._screen.limits(coarse, norms, limit))
         if not len(rows) or len(rows) > _MANY * bounds.numel():  # none: all queries are NaN
             return rows.new_full((len(queries), k), -1)
