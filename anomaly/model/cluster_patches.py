@@ -1,10 +1,11 @@
-"""Training patches on a cluster: workers compute and keep features, and score them.
+"""Training patches on a cluster: workers compute and keep features, and go on with them.
 
 Images are cut into shards of a fixed number, whatever the workers. A worker leaves a shard's
 feature maps in the run's folder, which all machines see, so that it doesn't matter which one goes
-on with them, or whether it lives. Of a method that has digests, only these come here (PatchCore in
-two rounds: each shard's coreset, and from all of them the bank); of the others, the features are
-read from the folder in the order of the images, so that their sums are those of one machine.
+on with them, or whether it lives. Beside them it leaves what a bank is selected from: that is read
+here, in the order of the images, so that the selection is one machine's; whatever meets all of the
+feature maps again is done by workers. Methods that take sums read the features here, in the same
+order. So a model doesn't depend on there being a cluster.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from anomaly.errors import AnomalyError
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.part import Part
 from anomaly.model.shard_worker import ShardJob, ShardWorker
 from anomaly.model.suspects import Suspects
-from anomaly.model.training_patches import Part, TrainingPatches
+from anomaly.model.training_patches import TrainingPatches
 from anomaly.runtime.actors import Actor, Cluster, then
 from anomaly.runtime.dispatch import Worker, dispatch
-from anomaly.scorers.base import Fitter, PatchBatch, Progress, Scorer
+from anomaly.scorers.base import PatchSet, Progress, Result
 
-# Images of a shard, in whole batches, so that these are as one machine's. Digests keep one of many
-# patches that are alike; for what one fold leaves out there have to be those of other shards.
+# Images of a shard, in whole batches, so that these are as one machine's; fewer where that leaves
+# workers without any.
 _MOST = 64
 _LEAST_SHARDS = 10
 _FOLDER = "features-"
@@ -41,7 +43,7 @@ _Ask = Callable[[Actor, int, Any], "Future[Any]"]
 
 
 class ClusterPatches(TrainingPatches):
-    """The patches of the training images, or of those the digests, once `compute` is through.
+    """The patches of the training images, whose features are computed by workers.
 
     Args:
         cluster: where the workers are.
@@ -78,13 +80,9 @@ class ClusterPatches(TrainingPatches):
         self._sent = cluster.put(self._job)
         self._idle: list[Actor] = []
         self._found: list[Any] = []
-        self._digests: list[PatchBatch] | None = None
 
-    def compute(self, fitter: Fitter[Any]) -> Fitter[Any]:
-        """Have all features computed.
-
-        Returns:
-            The fitter for what there is to read then.
+    def compute(self) -> None:
+        """Have all features computed; this comes before anything is read.
 
         Raises:
             AnomalyError: a worker has met it, or workers die whatever they are given.
@@ -106,27 +104,16 @@ class ClusterPatches(TrainingPatches):
             for place, reason in lost.items():
                 i = self._shards[chunk][place]
                 self.refused.append(UnusableImage(i, "failed", f"{self._images[i]}: {reason}"))
-        self._found = [self._cluster.put(found) for found, _, _ in results]
-        digests = [digest for _, digest, _ in results]
-        self.take([found for found, _, _ in results])
+        self._found = [self._cluster.put(found) for found in results]
+        self.take(results)
         self.refused.sort(key=lambda one: one.index)
-        if any(digest is None for digest in digests):
-            return fitter
-        self._digests = [batch for digest in digests for batch in digest]
-        return fitter.of_digests(self.count, sum(count for _, _, count in results))
 
-    def count_of(self, images: Container[int]) -> int:
-        """How many patches there are to read of some of the images."""
-        if self._digests is None:
-            return super().count_of(images)
-        return sum(b.embeddings.shape[2] for b in self._digests if b.images[0] in images)
-
-    def read(self, images: Container[int]) -> Iterator[PatchBatch]:
-        """Read the patches of some of the images, or what is kept of them."""
-        if self._digests is None:
-            yield from super().read(images)
-        else:
-            yield from (batch for batch in self._digests if batch.images[0] in images)
+    def each_of(
+        self, images: Container[int], function: Callable[[PatchSet], Result]
+    ) -> Iterator[Result]:
+        """What a function makes of some of the images, a shard at a time, at the workers."""
+        units, sent = list(self._used(images)), self._cluster.put(function)
+        yield from self._on_images("apply", units, sent, lambda done, total: None)
 
     def score(
         self,
@@ -144,20 +131,13 @@ class ClusterPatches(TrainingPatches):
             for i in range(0, len(some), _SCORED)
         ]
         found: dict[int, tuple[float, float]] = {}
-        told = self._scorer_pass("score", units, detector.scorer, lambda done, _: progress(done))
+        sent = self._cluster.put(detector.scorer.to("cpu"))  # and without what it has derived
+        told = self._on_images("score", units, sent, lambda done, _: progress(done))
         for scores, worst in told:
             found |= scores
             if suspects is not None:
                 suspects.take(worst)
         return found
-
-    def covered(self, fitter: Fitter[Any], scorer: Scorer, images: Container[int]) -> Scorer:
-        """A scorer made of digests of some images, completed by a look at all their patches."""
-        if self._digests is None:
-            return scorer
-        units = list(self._used(images))
-        distances = self._scorer_pass("farthest", units, scorer, lambda done, total: None)
-        return cast(Scorer, fitter.covering(scorer, max(distances)))
 
     def close(self) -> None:
         """End the workers and delete the features."""
@@ -173,11 +153,10 @@ class ClusterPatches(TrainingPatches):
             if mine:
                 yield mine
 
-    def _scorer_pass(
-        self, method: str, units: Sequence[Sequence[int]], scorer: Scorer, progress: Progress
+    def _on_images(
+        self, method: str, units: Sequence[Sequence[int]], sent: Any, progress: Progress
     ) -> list[Any]:
-        """What a worker's method says of images with a scorer."""
-        sent = self._cluster.put(scorer.to("cpu"))  # and without what it has derived
+        """What a worker's method says of images, with what was sent beside them."""
 
         def ask(actor: Actor, unit: int, lost: Mapping[int, str]) -> Future[Any]:
             images = units[unit]

@@ -14,8 +14,9 @@ from anomaly.imaging.turning import turn_of
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.image_score import image_scores, network_map
+from anomaly.model.part import Part
 from anomaly.model.suspects import Suspects
-from anomaly.model.training_patches import Part, TrainingPatches
+from anomaly.model.training_patches import TrainingPatches
 from anomaly.scorers.base import Fitter, Fold, PatchBatch, Progress
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,9 @@ from anomaly.calibration import GoodScores, thresholds_from
 from anomaly.datasets import Sample
 from anomaly.model.cross_fitting import Scoring, cross_fit
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.part import Part
 from anomaly.model.suspects import Suspect, Suspects, standing_out
-from anomaly.model.training_patches import Part, TrainingPatches
+from anomaly.model.training_patches import TrainingPatches
 from anomaly.scorers.base import Fitter, Progress, Scorer
 
 log = logging.getLogger(__name__)

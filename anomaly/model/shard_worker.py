@@ -1,10 +1,10 @@
-"""What a worker of a cluster does for a training: features, digests and scores of a few images."""
+"""What a worker of a cluster does for a training: features and scores of a few images."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +19,12 @@ from anomaly.imaging.image import Image
 from anomaly.imaging.region import Region
 from anomaly.model.cross_fitting import scores_of
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.first_reading import FirstReading
+from anomaly.model.part import Part
 from anomaly.model.settings import loading_of, turns_of
 from anomaly.model.suspects import Suspect, Suspects
-from anomaly.model.training_patches import FirstReading, Part, TrainingPatches
-from anomaly.scorers.base import Fitter, PatchBatch, Scorer
+from anomaly.model.training_patches import TrainingPatches
+from anomaly.scorers.base import Fitter, PatchSet, Result, Scorer
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,12 @@ class ShardWorker:
         self._job = job
         self._decoders: Any = None
 
-    def learn(
-        self, chunk: int, lost: Mapping[int, str]
-    ) -> tuple[FirstReading, list[PatchBatch] | None, int]:
-        """Compute and keep a shard's features, and choose what a fit on all shards needs of them.
+    def learn(self, chunk: int, lost: Mapping[int, str]) -> FirstReading:
+        """Compute and keep a shard's features, and what a bank is selected from.
 
         Args:
             chunk: which shard.
             lost: its images that aren't touched, by place.
-
-        Returns:
-            What was found, the digest, and how many patches count.
 
         Raises:
             DataError: none of the images is there.
@@ -88,11 +85,10 @@ class ShardWorker:
         mine = self._job.shards()[chunk]
         patches = self._patches([i for place, i in enumerate(mine) if place not in lost])
         self._check_there(mine)
-        count = sum(len(some) for batch in patches for some in batch.counted())
-        digest = self._job.fitter.digest(patches, count, len(mine) / len(self._job.images))
+        patches.read_first(self._job.fitter.projected_by)
         found = patches.found()
         patches.close()
-        return found, digest, count
+        return found
 
     def _check_there(self, mine: Sequence[int]) -> None:
         """See that this machine has the images' disk."""
@@ -127,10 +123,11 @@ class ShardWorker:
         suspects = Suspects(found.views)
         return scores_of(detector, some, found.views, suspects=suspects), suspects.worst()
 
-    def farthest(self, found: FirstReading, images: Container[int], scorer: Scorer) -> float:
-        """See `Fitter.farthest`."""
-        some = self._read(found, images)
-        return self._job.fitter.farthest(scorer.to(self._device), some)
+    def apply(
+        self, found: FirstReading, images: Container[int], function: Callable[[PatchSet], Result]
+    ) -> Result:
+        """What a function makes of some images."""
+        return function(self._read(found, images))
 
     def _read(self, found: FirstReading, images: Container[int]) -> Part:
         patches = self._patches(())

@@ -84,10 +84,20 @@ class TensorFile:
             ) from None
         self._written.append((names, offset, layouts))
 
-    def read(self, images: Container[int]) -> Iterator[tuple[tuple[Piece, ...], list[Tensor]]]:
-        """Give the batches again that hold any of some images, whole and as they were."""
+    def read(
+        self, images: Container[int], *, ascending: bool = False
+    ) -> Iterator[tuple[tuple[Piece, ...], list[Tensor]]]:
+        """Give the batches again that hold any of some images, whole and as they were.
+
+        Args:
+            images: their numbers.
+            ascending: by the number of each batch's first image, not in the order of writing.
+        """
+        written = self._written
+        if ascending:
+            written = sorted(written, key=lambda batch: batch[0][0].image)
         with nullcontext(self._file) if self._path is None else self._path.open("rb") as file:
-            for names, offset, layouts in self._written:
+            for names, offset, layouts in written:
                 if any(name.image in images for name in names):
                     file.seek(offset)
                     yield names, [layout.read(file) for layout in layouts]

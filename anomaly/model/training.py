@@ -160,7 +160,7 @@ def _train(
 
     try:
         if shared is not None:
-            fitter = shared.compute(fitter)
+            shared.compute()
         fit = fit_detector(
             detector_of,
             patches,
@@ -172,9 +172,6 @@ def _train(
             selecting=lambda done, total: progress("scorer", done, total),
             calibrating=lambda done, total: progress("calibration", done, total),
         )
-        if shared is not None:
-            scorer = shared.covered(fitter, fit.detector.scorer, frozenset(fit.images))
-            fit = replace(fit, detector=replace(fit.detector, scorer=scorer))
         if fit.suspects:
             clock.lap("calibration")
     finally:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
@@ -31,38 +31,21 @@ from anomaly.imaging.preprocessing import (
 from anomaly.imaging.region import Region
 from anomaly.imaging.turning import turned_corner, with_turned
 from anomaly.model.appearance import Appearance, appearances_of
+from anomaly.model.first_reading import FirstReading, KeptPoints
+from anomaly.model.part import Part
 from anomaly.model.tensor_file import Piece, TensorFile, check_room
 from anomaly.runtime import in_parallel, release_memory
-from anomaly.scorers.base import PatchBatch, Progress
+from anomaly.scorers.base import MatrixOf, PatchBatch, PatchSet, Progress, Result
 
 # Images after which memory that is free but still held goes back to the system.
 _TRIMMED = 128
+# Images that a function of `TrainingPatches.each` sees at once.
+_PART = 512
 
 _Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor, list[tuple[Loaded, Appearance]]]
 
 
-@dataclass(frozen=True)
-class FirstReading:
-    """What the first reading of images has found; see `TrainingPatches`.
-
-    Attributes:
-        file: their features.
-        refused: files that couldn't be used.
-        hashes: sha256 of each file used.
-        views: how each file used was turned into the network's input.
-        looks: what each file used looks like as a whole.
-        counts: how many patches each has.
-    """
-
-    file: TensorFile
-    refused: list[UnusableImage]
-    hashes: dict[int, str]
-    views: dict[int, AnyView]
-    looks: dict[int, Appearance]
-    counts: dict[int, int]
-
-
-class TrainingPatches:
+class TrainingPatches(PatchSet):
     """The patch embeddings of the training images, batch by batch, as often as wanted.
 
     Large images come tile by tile, and what lies outside a region to look at is marked.
@@ -70,7 +53,8 @@ class TrainingPatches:
     The first reading runs the network and writes what it makes to a temporary file; further
     readings take it from there, so that each sees the same bytes. Feature maps are written before
     they are aligned, which is half the size of the embeddings (coarse layers aren't up-sampled
-    yet), or, with `aligned`, as embeddings, which is less once these are projected.
+    yet), or, with `aligned`, as embeddings, which is less once these are projected. Where patches
+    are read by `projected` first, a second file keeps what that gives.
 
     Args:
         images: files, or pixels that are decoded already, by their numbers, ascending.
@@ -117,6 +101,7 @@ class TrainingPatches:
         self._progress = progress
         self._shared = shared
         self._files: list[TensorFile] = []
+        self._points: list[KeptPoints] = []
         self.seconds = 0.0
         self.refused: list[UnusableImage] = []
         self.hashes: dict[int, str] = {}
@@ -154,16 +139,54 @@ class TrainingPatches:
                     kept = embeddings if len(rows) == len(names) else embeddings[rows]
                     yield self._batch(kept, [names[row] for row in rows])
 
+    def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
+        """See `PatchSet`."""
+        return self.read_projected(self._images, matrix_of)
+
+    def read_projected(
+        self, images: Container[int], matrix_of: MatrixOf
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Read the projected patches of some of the images once."""
+        with torch.inference_mode():
+            if not self._files:
+                self.read_first(matrix_of)
+            if self._points and all(kept.made_with(matrix_of) for kept in self._points):
+                for kept in self._points:
+                    yield from kept.read(images)
+            else:
+                yield from PatchSet.projected(self.only(images), matrix_of)
+
+    def read_first(self, matrix_of: MatrixOf | None) -> None:
+        """Compute and keep all features, and what `projected` gives of a matrix."""
+        with torch.inference_mode():
+            for _ in self._compute(matrix_of):
+                pass
+
+    def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
+        """See `PatchSet`."""
+        return self.each_of(self._images, function)
+
+    def each_of(
+        self, images: Container[int], function: Callable[[PatchSet], Result]
+    ) -> Iterator[Result]:
+        """What a function makes of some of the images, so many at a time."""
+        used = [i for i in sorted(self.hashes) if i in images]
+        for first in range(0, len(used), _PART):
+            yield function(self.only(frozenset(used[first : first + _PART])))
+
     def close(self) -> None:
-        """Delete the temporary file."""
+        """Delete the temporary files."""
         for file in self._files:
             file.close()
-        self._files = []
+        for kept in self._points:
+            kept.close()
+        self._files, self._points = [], []
 
     def found(self) -> FirstReading:
         """What the first reading has found, for `take` in another process."""
+        points = self._points[0] if self._points else None
         here = self.refused, self.hashes, self.views, self.looks, self._counts
-        return FirstReading(self._files[0], *here)
+        return FirstReading(self._files[0], points, *here)
 
     def take(self, readings: Iterable[FirstReading]) -> None:
         """Go on with what other processes have found in some of the images each.
@@ -173,6 +196,7 @@ class TrainingPatches:
         """
         for one in readings:
             self._files.append(one.file)
+            self._points += [one.points] if one.points is not None else []
             self.refused += one.refused
             self.hashes |= one.hashes
             self.views |= one.views
@@ -190,8 +214,11 @@ class TrainingPatches:
             inside(pieces, embeddings, self._region),
         )
 
-    def _compute(self) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
+    def _compute(
+        self, matrix_of: MatrixOf | None = None
+    ) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
         file = TensorFile(self._scratch, shared=self._shared)
+        points = None if matrix_of is None else KeptPoints(self._scratch, shared=self._shared)
         sums: NDArray[np.float64] | None = None
         rows = {index: row for row, index in enumerate(self._images)}
         self.refused, self.hashes, self.looks, self._counts = [], {}, {}, {}
@@ -224,9 +251,12 @@ class TrainingPatches:
             each = math.prod(embeddings.shape[1:3])
             for item in batch:
                 self._counts[item.index] = self._counts.get(item.index, 0) + each
+            room = float(sum(t.nbytes for t in kept))
+            if points is not None and matrix_of is not None:
+                room += points.add(self._batch(embeddings, names), matrix_of)
             if file.empty:
                 tiles = math.prod(map(len, batch[0].layout.axes)) * (1 + len(self._turns))
-                room = sum(t.nbytes for t in kept) / len(batch) * tiles
+                room *= tiles / len(batch)
                 check_room(self._scratch, len(self._images), room, sure=batch[0].layout.whole)
             file.write(names, kept)
             if len(self.hashes) % _TRIMMED < len(batch):
@@ -237,7 +267,7 @@ class TrainingPatches:
             started = time.perf_counter()
         if not self._shared:
             self._check_usable()
-        self._files = [file]
+        self._files, self._points = [file], [] if points is None else [points]
 
     def _check_usable(self) -> None:
         if not self.hashes:
@@ -264,33 +294,3 @@ class TrainingPatches:
             some = kept if len(rows) == len(names) else [t[rows] for t in kept]
             embeddings = some[0] if self._aligned else self._embedder.align(some)
             yield tuple(names[row] for row in rows), embeddings
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Some of the training images' patches; re-iterable.
-
-    Attributes:
-        patches: of all.
-        images: the numbers of those.
-    """
-
-    patches: TrainingPatches
-    images: Container[int]
-
-    def __iter__(self) -> Iterator[PatchBatch]:
-        return self.patches.read(self.images)
-
-    @property
-    def count(self) -> int:
-        """How many patches they have."""
-        return self.patches.count_of(self.images)
-
-    @property
-    def views(self) -> dict[int, AnyView]:
-        """See `TrainingPatches`."""
-        return self.patches.views
-
-    def only(self, images: Container[int]) -> Part:
-        """The patches of some of them."""
-        return self.patches.only(images)

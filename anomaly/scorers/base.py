@@ -5,7 +5,7 @@ Imports no torch: a scorer that an exported model needs works on numpy arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 Progress: TypeAlias = Callable[[int, int], None]
 # Feature maps (B, C_i, h_i, w_i) of several layers -> patch embeddings (B, h, w, D) float32.
 Align: TypeAlias = "Callable[[Sequence[Tensor]], Tensor]"
+# D, the channels of embeddings -> a matrix (D, d) float32 that they are multiplied by.
+MatrixOf: TypeAlias = "Callable[[int], Tensor]"
 Fold: TypeAlias = tuple[int, ...]  # training images that are left out together
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -32,15 +35,12 @@ class PatchBatch:
         corners: row and column by which each grid's first patch is known in its image: (0, 0) but
             in tiles, and in turned copies (see `anomaly.imaging.turning.turned_corner`).
         inside: (B, h, w) bool, which patches count; None for all.
-        places: (B, h, w, 2) int32, row and column of each patch in its image, where the patches are
-            some of an image's and not its grid; None for a grid.
     """
 
     embeddings: Tensor
     images: tuple[int, ...]
     corners: tuple[tuple[int, int], ...] | None = None
     inside: Tensor | None = None
-    places: Tensor | None = None
 
     def counted(self) -> Iterator[Tensor]:
         """The patches (n, D) that count, of one image after the other.
@@ -62,9 +62,35 @@ class PatchSet(Protocol):
 
     def __iter__(self) -> Iterator[PatchBatch]: ...
 
-    def only(self, images: Container[int]) -> Iterable[PatchBatch]:
+    def only(self, images: Container[int]) -> PatchSet:
         """The patches of some of the images."""
         ...
+
+    def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
+        """The patches that count, projected; where images are read once alone, by this.
+
+        Args:
+            matrix_of: called once before the first patches, with their D; gives (D, d).
+
+        Yields:
+            A training image, and its patches (n, d) float32, or some of them: a tile's. Images
+            ascend where the whole set is read from files.
+        """
+        matrix: Tensor | None = None
+        for batch in self:
+            if matrix is None:
+                matrix = matrix_of(batch.embeddings.shape[3]).to(batch.embeddings.device)
+            for image, patches in zip(batch.images, batch.counted(), strict=True):
+                yield image, patches @ matrix
+
+    def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
+        """What a function makes of the patches: of all of them, unless parts lie elsewhere.
+
+        Args:
+            function: of a set of patches; on a cluster it is pickled, and called where each part
+                is, with the images ascending from part to part.
+        """
+        yield function(self)
 
 
 @dataclass(frozen=True)
@@ -199,11 +225,16 @@ class Fitter(Protocol[S]):
         """
         return self
 
-    def fit(self, batches: Iterable[PatchBatch], progress: Progress | None = None) -> S:
+    @property
+    def projected_by(self) -> MatrixOf | None:
+        """What `fit` wants patches projected by; None where it reads embeddings."""
+        return None
+
+    def fit(self, batches: PatchSet, progress: Progress | None = None) -> S:
         """Learn from good patches.
 
         Args:
-            batches: re-iterable; may be read more than once, and gives the same each time.
+            batches: of the training images; may be read more than once.
             progress: called with (done, total) while something takes long.
         """
         ...
@@ -244,33 +275,6 @@ class Fitter(Protocol[S]):
             ModelError: the method can't join what it has learned, or not from these images.
         """
         raise ModelError("the model's method can't be merged; train one with the images of all")
-
-    def digest(
-        self, patches: Iterable[PatchBatch], count: int, share: float
-    ) -> list[PatchBatch] | None:
-        """Of some of the training images, the patches that a fit on all of them can do with.
-
-        Args:
-            patches: of these images; re-iterable.
-            count: how many of them count.
-            share: of all training images that these are.
-
-        Returns:
-            The patches, each batch of one image; None for a method that needs all of them.
-        """
-        return None
-
-    def of_digests(self, kept: int, count: int) -> Fitter[S]:
-        """The fitter for what `digest` has kept: so many patches, of so many."""
-        return self
-
-    def farthest(self, scorer: S, batches: Iterable[PatchBatch]) -> float:
-        """How far the farthest of some patches is from what a scorer knows, where it asks."""
-        return 0.0
-
-    def covering(self, scorer: S, distance: float) -> S:
-        """A scorer made of digests, once it is known how far its farthest training patch is."""
-        return scorer
 
     def held_out(
         self, scorer: S, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool

@@ -1,4 +1,4 @@
-"""Training by shards: workers in threads here, on Ray in tests/cluster."""
+"""Training by shards: workers in threads here, on Ray in tests/runtime."""
 
 import json
 import pickle
@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import pytest
 import torch
 from conftest import FAST, REPOSITORY, write_part, write_product
@@ -16,10 +18,11 @@ from anomaly.config.files import load_config
 from anomaly.datasets import open_dataset
 from anomaly.errors import DataError, OutputError
 from anomaly.imaging.turning import turn_of
-from anomaly.model.cluster_patches import ClusterPatches
 from anomaly.model.run_folder import train_run
 from anomaly.model.training import Training
 from anomaly.runtime.dispatch import WorkerDied
+from anomaly.scorers.patchcore import fitter as patchcore
+from anomaly.scorers.patchcore import projected
 
 _CPU = torch.device("cpu")
 _Dies = Callable[[str, tuple[Any, ...]], bool]
@@ -109,60 +112,66 @@ def _same(one: Training, other: Training) -> bool:
     return all(torch.equal(here[name], there[name]) for name in here)
 
 
-def test_a_bank_of_two_rounds_covers_all_patches_whatever_the_workers(
-    product: Path, tmp_path: Path
-) -> None:
+def test_a_bank_is_one_machines_whatever_the_workers(tmp_path: Path) -> None:
+    product = write_product(tmp_path / "disc", n_train=36)
     one, summary = _trained(product, tmp_path / "one")
-    clusters = [_Threads(1), _Threads(3, _Once("learn", 1, "score", 2, "farthest", 0))]
-    (alone, _), (several, said) = (
-        _trained(product, tmp_path / f"{i}", cluster=cluster) for i, cluster in enumerate(clusters)
-    )
-    assert _same(alone, several)
-    assert alone.detector.thresholds == several.detector.thresholds
-    assert clusters[1].started == 3 + 3  # one more for each that died
+    clusters = [_Threads(1), _Threads(3, _Once("learn", 1, "score", 2, "apply", 0))]
+    for i, cluster in enumerate(clusters):
+        more, said = _trained(product, tmp_path / f"{i}", cluster=cluster)
+        assert _same(one, more)
+        assert one.detector.thresholds == more.detector.thresholds
+        alike = ("patches", "images", "refused", "odd", "stand_out", "patch_size")
+        assert {key: said[key] for key in alike} == {key: summary[key] for key in alike}
+    assert clusters[1].started > 3  # for those that died
     assert all(cluster.stopped == cluster.started for cluster in clusters)
     assert [folder.parent.name for folder in tmp_path.glob("*/features*")] == ["one"]
-    # It is of the size that it has on one machine, covers nearly as well, and is told the same.
-    bank, reference = several.detector.scorer.tensors(), one.detector.scorer.tensors()
-    assert bank["vectors"].shape == reference["vectors"].shape
-    radius = float(bank["covering_radius"])
-    assert 1.0 <= radius / float(reference["covering_radius"]) < 1.3
-    assert not bank["exact"]
-    alike = ("patches", "images", "refused", "odd", "stand_out", "patch_size")
-    assert {key: said[key] for key in alike} == {key: summary[key] for key in alike}
-    for which in ("review", "image"):
-        of = [getattr(t.detector.thresholds, which) for t in (one, several)]
-        assert of[0] == pytest.approx(of[1], rel=0.1)
     recorded = json.loads((tmp_path / "1" / "model" / "manifest.json").read_text())
     assert recorded["made_with"]["shard_images"] == 8
     assert recorded["training_images"] == one.detector.manifest["training_images"]
 
 
-def test_the_covering_radius_is_that_of_all_patches(
+def test_a_refused_image_and_several_sizes_cost_nothing(product: Path, tmp_path: Path) -> None:
+    """Others share batches then, so that features round otherwise; the selection is the same."""
+    for i in (3, 20, 21, 30):
+        file = product / "train" / "good" / f"{i:03}.png"
+        cv2.imwrite(str(file), np.ascontiguousarray(cv2.imread(str(file))[:-16]))
+    kept_shape = "image.area=64"
+    one, summary = _trained(product, tmp_path / "one", kept_shape)
+    more, said = _trained(product, tmp_path / "more", kept_shape, cluster=_Threads(2))
+    assert summary["refused"] == said["refused"]
+    assert len(said["refused"]) == 1
+    bank, other = (t.detector.scorer.tensors() for t in (one, more))
+    assert torch.equal(bank["origins"], other["origins"])
+    torch.testing.assert_close(bank["vectors"], other["vectors"], rtol=1e-4, atol=1e-4)
+    for which in ("review", "image"):
+        of = [getattr(t.detector.thresholds, which) for t in (one, more)]
+        assert of[0] == pytest.approx(of[1], rel=1e-4)
+
+
+def test_more_patches_than_memory_are_measured_by_workers(
     product: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grids: dict[int, torch.Tensor] = {}
-    fitters = []
-    covered = ClusterPatches.covered
+    measured: list[int] = []
+    there = projected.distances_to_nearest
 
-    def watched(self: ClusterPatches, fitter: Any, scorer: Any, images: Any) -> Any:
-        digests, self._digests = self._digests, None
-        for batch in self:
-            grids.update(zip(batch.images, batch.embeddings, strict=True))
-        self._digests = digests
-        fitters.append(fitter)
-        return covered(self, fitter, scorer, images)
+    def watched(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+        measured.append(len(points))
+        return there(points, centres)
 
-    monkeypatch.setattr(ClusterPatches, "covered", watched)
-    training, _ = _trained(product, tmp_path / "run", cluster=_Threads(2), calibrate=False)
-    bank = training.detector.scorer.tensors()
-    patches = torch.cat([grid.flatten(0, 1) for grid in grids.values()])
-    projection = fitters[0].projection(patches.shape[1])
-    apart = torch.cdist((patches @ projection).double(), (bank["vectors"] @ projection).double())
-    assert float(apart.amin(1).max()) == pytest.approx(float(bank["covering_radius"]), rel=1e-4)
-    # A vector's origin is where it came from.
-    for vector, (image, row, column) in zip(bank["vectors"], bank["origins"].tolist(), strict=True):
-        assert torch.equal(grids[image][row, column], vector)
+    monkeypatch.setattr(projected, "distances_to_nearest", watched)
+    select = patchcore.select_streamed
+    monkeypatch.setattr(
+        patchcore, "select_streamed", lambda *a, **how: select(*a, **{**how, "memory_limit": 1})
+    )
+    one, _ = _trained(product, tmp_path / "one", calibrate=False)
+    more, _ = _trained(product, tmp_path / "more", cluster=_Threads(2), calibrate=False)
+    bank, other = (t.detector.scorer.tensors() for t in (one, more))
+    assert not bank["exact"]
+    assert not other["exact"]
+    assert measured[0] == sum(measured[1:])  # at once, and a shard at a time
+    assert len(measured) > 3
+    radius, again = float(bank["covering_radius"]), float(other["covering_radius"])
+    assert radius == pytest.approx(again, rel=1e-3)
 
 
 def test_turned_copies_are_learned_by_shards_too(product: Path, tmp_path: Path) -> None:
@@ -174,19 +183,6 @@ def test_turned_copies_are_learned_by_shards_too(product: Path, tmp_path: Path) 
     assert 0.9 < float(there["covering_radius"]) / float(here["covering_radius"]) < 1.3
     assert {turn_of(row)[0] for row in there["origins"][:, 1].tolist()} == {0, 1, 2, 3}
     assert one.learned == more.learned == len(more.detector.thresholds.good.names)
-
-
-def test_a_digest_of_everything_gives_the_bank_of_one_machine(tmp_path: Path) -> None:
-    product = write_product(tmp_path / "disc", n_train=20)
-    ratio = "model.coreset_ratio=0.3"
-    one, _ = _trained(product, tmp_path / "one", ratio, calibrate=False)
-    more, _ = _trained(product, tmp_path / "more", ratio, cluster=_Threads(2), calibrate=False)
-    here, there = one.detector.scorer.tensors(), more.detector.scorer.tensors()
-    assert torch.equal(here["vectors"], there["vectors"])
-    assert torch.equal(here["origins"], there["origins"])
-    assert float(here["covering_radius"]) == pytest.approx(
-        float(there["covering_radius"]), rel=1e-4
-    )
 
 
 @pytest.mark.parametrize("kind", ["padim", "subspace"])

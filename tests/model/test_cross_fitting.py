@@ -16,7 +16,7 @@ from anomaly.imaging.geometry import Sizing
 from anomaly.model.cross_fitting import cross_fit, split
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.image_score import network_map
-from anomaly.scorers.base import PatchBatch
+from anomaly.scorers.base import PatchBatch, PatchSet
 from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 
@@ -26,7 +26,7 @@ SIZE = (32, 40)
 
 
 @dataclass
-class _Patches:
+class _Patches(PatchSet):
     """Patches in memory."""
 
     embeddings: torch.Tensor  # (N, h, w, D)
@@ -47,7 +47,7 @@ class _Patches:
     def only(self, images: Container[int]) -> Any:
         whole = self
 
-        class Part:
+        class Part(PatchSet):
             def __iter__(self) -> Iterator[PatchBatch]:
                 return whole.read(images)
 

@@ -17,7 +17,7 @@ SETTINGS = {
     "batch_size": 2,
 }
 # Feature maps of 64 × 64 pixels: 128 channels of 8 × 8 and 256 of 4 × 4, in float32.
-BYTES = 4 * (128 * 64 + 256 * 16)
+BYTES = 4 * (128 * 64 + 256 * 16 + 64 * 128)  # two layers, and projected patches
 
 
 def _train(count: int, **model: object) -> list[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import pytest
 import torch
 from mean_embedding import MeanFitter
+from patch_lists import PatchList
 
 from anomaly.errors import ModelError
 from anomaly.scorers.base import PatchBatch
@@ -28,35 +28,12 @@ def _patches(images: int, seed: int, shift: float = 0.0) -> torch.Tensor:
     return 3 + places + spread * noise + shift
 
 
-def _batches(patches: torch.Tensor, first: int = 0, size: int = 4) -> list[PatchBatch]:
+def _batches(patches: torch.Tensor, first: int = 0, size: int = 4) -> PatchList:
     parts = torch.split(patches, size)
-    return [
+    return PatchList(
         PatchBatch(part, tuple(range(first + i * size, first + i * size + len(part))))
         for i, part in enumerate(parts)
-    ]
-
-
-@dataclass
-class _Patches:
-    """A set of patches in memory."""
-
-    patches: torch.Tensor
-    first: int
-
-    @property
-    def count(self) -> int:
-        return self.patches[..., 0].numel()
-
-    def __iter__(self) -> Iterator[PatchBatch]:
-        return iter(_batches(self.patches, self.first))
-
-    def only(self, images: Container[int]) -> list[PatchBatch]:
-        kept = []
-        for batch in self:
-            rows = [row for row, image in enumerate(batch.images) if image in images]
-            names = tuple(batch.images[row] for row in rows)
-            kept += [PatchBatch(batch.embeddings[rows], names)] if rows else []
-        return kept
+    )
 
 
 def _numbers(*counts: int) -> list[dict[int, int]]:
@@ -89,7 +66,8 @@ def test_a_bank_grows_until_its_radius_covers_the_new_patches(limit: int) -> Non
 
 
 def test_a_bank_that_grew_covers_the_other_folds_without_a_folds_images() -> None:
-    old, new = _patches(10, 0), _Patches(_patches(7, 1, shift=1.5), first=10)
+    old, more = _patches(10, 0), _patches(7, 1, shift=1.5)
+    new = _batches(more, first=10)
     fitter = MemoryBankFitter(coreset_ratio=0.2)
     base = fitter.fit(_batches(old))
     growing = fitter.continuing(base, 10)
@@ -98,13 +76,13 @@ def test_a_bank_that_grew_covers_the_other_folds_without_a_folds_images() -> Non
     for fold, bank in growing.held_out(whole, new, folds, grouped=False):
         assert not {*fold} & {*bank.origins[:, 0].tolist()}
         assert torch.equal(bank.vectors[: len(base.vectors)], base.vectors)
-        others = new.patches[[i - 10 for i in range(10, 17) if i not in fold]].flatten(0, 2)
+        others = more[[i - 10 for i in range(10, 17) if i not in fold]].flatten(0, 2)
         reach = float(distances_to_nearest(others, bank.vectors).max())
         assert reach <= base.covering_radius * 1.001
         kept = int((~torch.isin(whole.origins[:, 0], torch.tensor(fold))).sum())
         repaired += len(bank.vectors) - kept
         for vector, (image, row, column) in zip(bank.vectors, bank.origins.tolist(), strict=True):
-            assert image < 10 or torch.equal(vector, new.patches[image - 10, row, column])
+            assert image < 10 or torch.equal(vector, more[image - 10, row, column])
     assert repaired > 0
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from anomaly.errors import DataError
-from anomaly.scorers.base import Fold, PatchBatch
+from anomaly.scorers.base import Fold, PatchSet
 from anomaly.scorers.patchcore.coreset import pick_beyond
 from anomaly.scorers.patchcore.held_out import (
     orphans,
@@ -19,10 +20,14 @@ from anomaly.scorers.patchcore.held_out import (
     with_more,
 )
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
+from anomaly.scorers.patchcore.projected import in_chunks
+
+# Points that meet the bank at once.
+_CHUNK = 8192
 
 
 def extended(
-    bank: MemoryBank, batches: Iterable[PatchBatch], *, projection: Tensor, memory_limit: int
+    bank: MemoryBank, patches: PatchSet, *, projection: Tensor, memory_limit: int
 ) -> MemoryBank:
     """A bank that covers further patches as closely as those that it was fitted on.
 
@@ -31,7 +36,7 @@ def extended(
 
     Args:
         bank: the bank.
-        batches: good patches; read twice, the same each time.
+        patches: good ones; read twice.
         projection: (D, d), of the embeddings to what the bank was selected on.
         memory_limit: bytes of projected patches held at once.
 
@@ -42,19 +47,19 @@ def extended(
     with torch.inference_mode():
         centres = bank.vectors @ projection
         added = centres[:0]
-        for points, bounds, places in _uncovered(bank, centres, batches, projection, memory_limit):
+        for points, bounds, places in _uncovered(bank, centres, patches, projection, memory_limit):
             if len(added):
                 bounds = torch.minimum(bounds, squared_to_parts(points, [added])[:, 0])
             new = pick_beyond(points, bounds, bank.covering_radius)
             added = torch.cat([added, points[new]])
             picks.append(places[new])
-        return with_more(bank, batches, torch.cat(picks))
+        return with_more(bank, patches, torch.cat(picks))
 
 
 def extended_without(
     bank: MemoryBank,
     known: int,
-    batches: Iterable[PatchBatch],
+    patches: PatchSet,
     folds: Sequence[Fold],
     *,
     projection: Tensor,
@@ -65,9 +70,9 @@ def extended_without(
     are picked as it takes to cover them again.
 
     Args:
-        bank: what `extended` has made of the batches.
+        bank: what `extended` has made of the patches.
         known: how many of its vectors were there before.
-        batches: the patches that it was extended by; read twice.
+        patches: those that it was extended by; read twice.
         folds: disjoint sets of their images which together hold all of them.
         projection: (D, d), of the embeddings to what the bank was selected on.
     """
@@ -77,23 +82,25 @@ def extended_without(
     with torch.inference_mode():
         centres = bank.vectors @ projection
         parts = [centres[owners == k] for k in range(len(folds))]
-        covered = bank.covering_radius**2
-
-        def uncovered(least: Tensor, others: Tensor) -> Tensor:
-            return (least <= covered) & (others > covered)
-
         picks = []
-        lost = orphans(batches, fold_of, parts, projection, uncovered)
+        uncovered = partial(_no_longer_covered, bank.covering_radius**2)
+        lost = orphans(patches, fold_of, parts, projection, uncovered)
         for points, bounds, places in lost:
             bounds = torch.minimum(bounds, squared_to_parts(points, [centres[:known]])[:, 0])
             picks.append(places[pick_beyond(points, bounds, bank.covering_radius)])
-        yield from repaired(bank, owners, batches, picks)
+        yield from repaired(bank, owners, patches, picks)
+
+
+def _no_longer_covered(
+    covered: float, least: Tensor, others: Tensor, generator: torch.Generator
+) -> Tensor:
+    return (least <= covered) & (others > covered)
 
 
 def _uncovered(
     bank: MemoryBank,
     centres: Tensor,
-    batches: Iterable[PatchBatch],
+    patches: PatchSet,
     projection: Tensor,
     memory_limit: int,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -101,21 +108,20 @@ def _uncovered(
 
     Yields:
         Projected points (n, d), their squared distances (n,) to the nearest vector, and their
-        places (n,) among all patches.
+        places (n, 2), see `gather`.
     """
     held: list[tuple[Tensor, Tensor, Tensor]] = []
-    start = size = 0
-    for batch in batches:
-        points = torch.cat([patches @ projection for patches in batch.counted()])
+    size, none = 0, True
+    for points, places, _ in in_chunks(patches.projected(lambda _: projection), _CHUNK):
         bounds = squared_to_parts(points, [centres])[:, 0]
         # A NaN is kept, to be told of.
-        far = (~(bounds <= bank.covering_radius**2)).nonzero()[:, 0]
-        held.append((points[far], bounds[far], far + start))
-        start, size = start + len(points), size + points[far].nbytes
+        far = ~(bounds <= bank.covering_radius**2)
+        held.append((points[far], bounds[far], places[far]))
+        size, none = size + held[-1][0].nbytes, False
         if size > memory_limit:
             yield together(held)
             held, size = [], 0
-    if not start:
+    if none:
         raise DataError("no training patches; check the training images")
     if held:
         yield together(held)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import DataError
-from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress
+from anomaly.scorers.base import Align, Fitter, Fold, MatrixOf, PatchSet, Progress
 from anomaly.scorers.patchcore.coreset import coreset_size, covering_radius, random_projection
 from anomaly.scorers.patchcore.extension import (
     extended,
@@ -21,10 +20,8 @@ from anomaly.scorers.patchcore.extension import (
 )
 from anomaly.scorers.patchcore.held_out import banks_without
 from anomaly.scorers.patchcore.memory_bank import ALIGNERS, MemoryBank, gather, gather_origins
+from anomaly.scorers.patchcore.projected import ProjectedPatches
 from anomaly.scorers.patchcore.streamed_coreset import select_streamed
-
-# A shard's digest has so many times the vectors that the bank will have of it.
-_DENSER = 4
 
 
 def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> MemoryBankFitter:
@@ -102,11 +99,21 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         """How feature maps become the embeddings to learn from."""
         return ALIGNERS[self.embedding]
 
-    def fit(self, batches: Iterable[PatchBatch], progress: Progress | None = None) -> MemoryBank:
+    @property
+    def projected_by(self) -> MatrixOf:
+        """What makes the points that bank vectors are selected from."""
+        return self.projection
+
+    def projection(self, channels: int) -> Tensor:
+        """(D, d), what embeddings with D = `channels` are multiplied by for the selection."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return random_projection(channels, self.projection_dim, generator=generator)
+
+    def fit(self, batches: PatchSet, progress: Progress | None = None) -> MemoryBank:
         """Choose the bank: one reading for the projections, another for the chosen vectors.
 
         Args:
-            batches: good patches, of any grids. Read twice, the same each time.
+            batches: good patches, of any grids.
             progress: called with (bank vectors selected, all of them).
 
         Raises:
@@ -121,14 +128,15 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         # Batches that are made in inference mode switch it on between them, but not at the end;
         # what is written to all along has to live in one mode.
         with torch.inference_mode():
+            points = ProjectedPatches(batches, self.projection_dim, generator)
             chosen = select_streamed(
-                _Projected(batches, self.projection_dim, generator),
+                points,
                 self._size,
                 memory_limit=self.memory_limit,
                 generator=generator,
                 progress=progress,
             )
-            vectors, origins = gather(batches, chosen.picks)
+            vectors, origins = gather(batches, points.places(chosen.picks))
         return MemoryBank(
             vectors,
             origins,
@@ -160,7 +168,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         """The same patches of the same images in the bank, embedded by another network."""
         with torch.inference_mode():
             new = replace(scorer, vectors=gather_origins(patches, scorer.origins))
-            return replace(new, covering_radius=self.farthest(new, patches))
+            return replace(new, covering_radius=self._farthest(new, patches))
 
     def continuing(self, scorer: MemoryBank, learned: int) -> MemoryBankFitter:
         """A fitter whose `fit` adds vectors to a bank, see `MemoryBankFitter.base`."""
@@ -172,49 +180,11 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         """All vectors of several banks; a patch that more than one has kept, once."""
         return joined(scorers, numbers)
 
-    def projection(self, channels: int) -> Tensor:
-        """(D, d), what embeddings with D = `channels` are multiplied by for the selection."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return random_projection(channels, self.projection_dim, generator=generator)
-
-    def digest(self, patches: Iterable[PatchBatch], count: int, share: float) -> list[PatchBatch]:
-        """The coreset of some images, several times as dense as the bank will be."""
-        if not count:
-            return []
-        whole = self.coreset_size
-        wanted = count * (self.coreset_ratio or 0) if whole is None else whole * share
-        size = min(count, math.ceil(_DENSER * wanted))
-        some = replace(self, coreset_ratio=None, coreset_size=size).fit(patches)
-        kept = []
-        for image in sorted(set(some.origins[:, 0].tolist())):
-            rows = (some.origins[:, 0] == image).nonzero()[:, 0]
-            places = some.origins[rows, 1:][None, None]
-            kept.append(PatchBatch(some.vectors[rows][None, None], (image,), places=places))
-        return kept
-
-    def of_digests(self, kept: int, count: int) -> MemoryBankFitter:
-        """The fitter whose ratio is of all patches, of which a share is kept."""
-        ratio = self.coreset_ratio
-        return self if ratio is None else replace(self, coreset_ratio=ratio * count / kept)
-
-    def farthest(self, scorer: MemoryBank, batches: Iterable[PatchBatch]) -> float:
-        """The covering radius of some patches, among projected embeddings."""
-        projection = self._projection_of(scorer)
-        with torch.inference_mode():
-            centres = scorer.vectors @ projection
-            return max(
-                (
-                    covering_radius(patches @ projection, centres)
-                    for batch in batches
-                    for patches in batch.counted()
-                    if len(patches)
-                ),
-                default=0.0,
-            )
-
-    def covering(self, scorer: MemoryBank, distance: float) -> MemoryBank:
-        """A bank with its covering radius."""
-        return replace(scorer, covering_radius=distance, exact=False)
+    def _farthest(self, bank: MemoryBank, patches: PatchSet) -> float:
+        """The covering radius of patches, among projected embeddings."""
+        centres = bank.vectors @ self._projection_of(bank)
+        points = (some for _, some in patches.projected(self.projection) if len(some))
+        return max((covering_radius(some, centres) for some in points), default=0.0)
 
     def _projection_of(self, bank: MemoryBank) -> Tensor:
         return self.projection(bank.dimensions).to(bank.vectors.device)
@@ -223,21 +193,3 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         if patches == 0:
             raise DataError("no training patches; check the training images")
         return coreset_size(patches, ratio=self.coreset_ratio, size=self.coreset_size)
-
-
-class _Projected:
-    """The patches of each image in turn, projected; re-iterable."""
-
-    def __init__(self, batches: Iterable[PatchBatch], dim: int, generator: torch.Generator) -> None:
-        self._batches = batches
-        self._dim = dim
-        self._generator = generator
-        self._matrix: Tensor | None = None
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for batch in self._batches:
-            if self._matrix is None:
-                channels = batch.embeddings.shape[3]
-                matrix = random_projection(channels, self._dim, generator=self._generator)
-                self._matrix = matrix.to(batch.embeddings.device)
-            yield from (patches @ self._matrix for patches in batch.counted())

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from anomaly.runtime import spread
-from anomaly.scorers.base import Fold, PatchBatch
+from anomaly.scorers.base import Fold, PatchSet
 from anomaly.scorers.patchcore.coreset import greedy_k_center
 from anomaly.scorers.patchcore.memory_bank import MemoryBank, gather
+from anomaly.scorers.patchcore.projected import in_chunks
 
 # Rows of one product with a fold's centres, which stays in a CPU's cache; a GPU wants few launches.
 _ROWS = {"cpu": 1024, "cuda": 65536}
+# Points that meet the centres of all folds at once, and share them among threads.
+_CHUNK = 8192
+
+# Which of some patches to give (n,) bool, from their squared distances (n,) to the nearest vector,
+# and to the nearest of another fold. It is pickled; what it draws comes from the generator.
+Counts: TypeAlias = "Callable[[Tensor, Tensor, torch.Generator], Tensor]"
 
 
 def banks_without(
     bank: MemoryBank,
-    batches: Iterable[PatchBatch],
+    patches: PatchSet,
     folds: Sequence[Fold],
     *,
     projection: Tensor,
@@ -38,8 +47,8 @@ def banks_without(
     +11 %. Refits with another seed differ from refits by more: 0.5 % and 0.6 % in the mean.
 
     Args:
-        bank: fitted on `batches`.
-        batches: the training patches; read twice.
+        bank: fitted on `patches`.
+        patches: the training patches; read twice.
         folds: disjoint sets of images which together hold all of them; at least two.
         projection: (D, d), of the embeddings to what the bank was selected on.
         share: of the patches to pick from, where all of them take too much memory.
@@ -53,89 +62,103 @@ def banks_without(
     owners = torch.tensor([fold_of[i] for i in bank.origins[:, 0].tolist()]).to(bank.vectors.device)
     centres = bank.vectors @ projection
     parts = [centres[owners == k] for k in range(len(folds))]
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(least: Tensor, others: Tensor) -> Tensor:
-        return (torch.rand(len(least), generator=generator) < share).to(least.device)
-
     picks: list[Tensor] = []
-    lost = orphans(batches, fold_of, parts, projection, drawn)
-    for k, (points, bounds, places) in enumerate(lost):
+    for k, (points, bounds, places) in enumerate(
+        orphans(patches, fold_of, parts, projection, partial(_drawn, share))
+    ):
         wanted = min(int((owners == k).sum()), len(points))
         picks.append(places[_farthest(points, wanted, bounds)])
-    yield from repaired(bank, owners, batches, picks)
+    yield from repaired(bank, owners, patches, picks)
+
+
+def _drawn(share: float, least: Tensor, others: Tensor, generator: torch.Generator) -> Tensor:
+    return (torch.rand(len(least), generator=generator) < share).to(least.device)
 
 
 def repaired(
-    bank: MemoryBank, owners: Tensor, batches: Iterable[PatchBatch], picks: Sequence[Tensor]
+    bank: MemoryBank, owners: Tensor, patches: PatchSet, picks: Sequence[Tensor]
 ) -> Iterator[MemoryBank]:
     """For each fold a bank without its own vectors, and with patches that stand in for them.
 
     Args:
         bank: the bank.
         owners: the fold (M,) that each of its vectors goes with.
-        batches: the training patches.
-        picks: of each fold, the places of the patches that stand in.
+        patches: the training patches.
+        picks: of each fold, the places (n, 2) of the patches that stand in; see `gather`.
     """
     stand_ins = torch.arange(len(picks)).repeat_interleave(torch.tensor([len(p) for p in picks]))
     # All of them are read at once, and searched by way of one index.
-    whole = with_more(bank, batches, torch.cat(list(picks)))
+    whole = with_more(bank, patches, torch.cat(list(picks)))
     for k in range(len(picks)):
         among = torch.cat([owners != k, stand_ins.to(owners.device) == k])
         yield whole.only(among.nonzero()[:, 0])
 
 
-def with_more(bank: MemoryBank, batches: Iterable[PatchBatch], chosen: Tensor) -> MemoryBank:
-    """A bank and the patches at the places `chosen` among all of the batches'."""
+def with_more(bank: MemoryBank, patches: PatchSet, chosen: Tensor) -> MemoryBank:
+    """A bank and the patches at the places `chosen` (n, 2); see `gather`."""
     vectors, origins = [bank.vectors], [bank.origins]
     if len(chosen):
-        more = gather(batches, chosen)
+        more = gather(patches, chosen)
         vectors, origins = [*vectors, more[0]], [*origins, more[1]]
     return replace(bank, vectors=torch.cat(vectors), origins=torch.cat(origins), exact=False)
 
 
 def orphans(
-    batches: Iterable[PatchBatch],
+    patches: PatchSet,
     fold_of: Mapping[int, int],
     parts: Sequence[Tensor],
     projection: Tensor,
-    counts: Callable[[Tensor, Tensor], Tensor],
+    counts: Counts,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """For each fold the patches of others that are nearest to a vector which it owns.
 
     Args:
-        batches: the training patches.
+        patches: the training patches.
         fold_of: the fold of each of their images, from 0.
         parts: the projected vectors (c, d) that each fold owns.
         projection: (D, d), of the embeddings to what vectors are selected on.
-        counts: says of some patches which of them to give (n,) bool, from their squared distances
-            (n,) to the nearest vector, and to the nearest of another fold.
+        counts: says which of them to give.
 
     Yields:
         Projected points (n, d), their squared distances (n,) to the nearest vector of another
-        fold, and their places (n,) among all patches.
+        fold, and their places (n, 2), see `gather`.
     """
-    centres = parts[0][:0]
-    none = (centres, centres[:, 0], torch.empty(0, dtype=torch.int64, device=centres.device))
-    found = [[none] for _ in parts]
-    start = 0
-    for batch in batches:
-        images = [patches @ projection for patches in batch.counted()]
-        own = torch.tensor([fold_of[i] for i in batch.images]).repeat_interleave(
-            torch.tensor([len(patches) for patches in images])
-        )
-        points = torch.cat(images)
-        squared = squared_to_parts(points, parts)
-        least, nearest = squared.min(1)
-        others = squared.scatter_(1, nearest[:, None], torch.inf).amin(1)
-        lost = counts(least, others) & (nearest != own.to(nearest.device))
-        for k, those in enumerate(found):
-            rows = (lost & (nearest == k)).nonzero()[:, 0]
-            those.append((points[rows], others[rows], rows + start))
-        start += len(points)
-    for those in found:
-        yield together(those)
-        those.clear()  # all folds' together are as large as the patches of a whole training
+    sent = [part.cpu() for part in parts]
+    lost = partial(_lost, fold_of, sent, projection.cpu(), counts)
+    found = [some for each in patches.each(lost) for some in each]
+    device = parts[0].device
+    none = parts[0][:0], parts[0][:0, 0], torch.empty(0, 2, dtype=torch.int64, device=device)
+    for k in range(len(parts)):
+        mine = [none]
+        for points, bounds, places, owners in found:
+            rows = owners == k
+            kept = points[rows], bounds[rows], places[rows]
+            mine.append((kept[0].to(device), kept[1].to(device), kept[2].to(device)))
+        yield together(mine)
+
+
+def _lost(
+    fold_of: Mapping[int, int],
+    parts: Sequence[Tensor],
+    projection: Tensor,
+    counts: Counts,
+    patches: PatchSet,
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Of some images all folds' orphans, and the fold (n,) that each has lost; see `orphans`."""
+    found = []
+    generator: torch.Generator | None = None
+    with torch.inference_mode():
+        for points, places, _ in in_chunks(patches.projected(lambda _: projection), _CHUNK):
+            if generator is None:
+                generator = torch.Generator().manual_seed(int(places[0, 0]))
+                parts = [part.to(points.device) for part in parts]
+            squared = squared_to_parts(points, parts)
+            least, nearest = squared.min(1)
+            others = squared.scatter_(1, nearest[:, None], torch.inf).amin(1)
+            own = torch.tensor([fold_of[i] for i in places[:, 0].tolist()], device=nearest.device)
+            lost = counts(least, others, generator) & (nearest != own)
+            found.append((points[lost], others[lost], places[lost], nearest[lost]))
+    return found
 
 
 def together(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:

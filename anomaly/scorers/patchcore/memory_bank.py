@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from anomaly.errors import DataError
-from anomaly.scorers.base import Align, PatchBatch, Scorer
+from anomaly.scorers.base import Align, PatchBatch, PatchSet, Scorer
 from anomaly.scorers.patchcore.aligner import patchcore_adaptive, patchcore_concat
 from anomaly.scorers.patchcore.bank import Bank, check_bank
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
@@ -122,47 +122,59 @@ class MemoryBank(Bank, Scorer):
         return cls(tensors["vectors"], tensors["origins"], radius, bool(tensors["exact"]))
 
 
-def gather(batches: Iterable[PatchBatch], picks: Tensor) -> tuple[Tensor, Tensor]:
-    """Embeddings and origins of the patches `picks`, counted through all batches.
+def gather(patches: PatchSet, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Embeddings and origins of some patches.
 
     Args:
-        batches: the batches that were selected from.
-        picks: (M,) int64.
+        patches: of the training images.
+        places: (M, 2) int64: training image, and which of its patches that count.
 
     Returns:
-        (M, D) float32 and (M, 3) int32, in the order of `picks`.
+        (M, D) float32 and (M, 3) int32, in the order of `places`.
 
     Raises:
-        DataError: the batches hold fewer patches than they did.
+        DataError: the images have fewer patches than they had.
     """
-    ascending, places = picks.sort()
     vectors: Tensor | None = None
-    origins = torch.empty(len(picks), 3, dtype=torch.int32, device=picks.device)
-    start = 0
-    for batch in batches:
-        images, height, width, dim = batch.embeddings.shape
-        if vectors is None:
-            vectors = batch.embeddings.new_empty(len(picks), dim)
-        counted = None if batch.inside is None else batch.inside.flatten().nonzero()[:, 0]
-        stop = start + (images * height * width if counted is None else len(counted))
-        bounds = torch.searchsorted(ascending, torch.tensor([start, stop], device=picks.device))
-        here = slice(*bounds.tolist())
-        offsets, to = ascending[here] - start, places[here]
-        if counted is not None:
-            offsets = counted[offsets]
-        vectors[to] = batch.embeddings.reshape(-1, dim)[offsets]
-        corners = batch.corners or ((0, 0),) * images
-        starts = [(name, *corner) for name, corner in zip(batch.images, corners, strict=True)]
-        grid, cell = offsets // (height * width), offsets % (height * width)
-        inside = torch.stack([cell // width, cell % width], 1)
-        if batch.places is not None:
-            inside = batch.places.reshape(-1, 2)[offsets].to(inside)
-        inner = torch.cat([torch.zeros_like(cell)[:, None], inside], 1)
-        origins[to] = (torch.tensor(starts, device=picks.device)[grid] + inner).int()
-        start = stop
-    if vectors is None or start <= int(ascending[-1]):
+    origins = torch.empty(len(places), 3, dtype=torch.int32, device=places.device)
+    missing = len(places)
+    for part in patches.each(partial(_gathered, places.cpu())):
+        while part:  # what is copied goes, so that nothing is there twice
+            rows, some, where = part.pop()
+            if vectors is None:
+                vectors = some.new_empty(len(places), some.shape[1], device=places.device)
+            rows = rows.to(places.device)
+            vectors[rows], origins[rows] = some.to(places.device), where.to(places.device)
+            missing -= len(rows)
+    if vectors is None or missing:
         raise DataError("the training patches changed while they were read; train again")
     return vectors, origins
+
+
+def _gathered(places: Tensor, patches: PatchSet) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Which of the places some images have, with their embeddings and origins; see `gather`."""
+    order = places[:, 0].argsort(stable=True)
+    images, ranks = places[order].T.contiguous()
+    seen: dict[int, int] = {}
+    found = []
+    for batch in patches:
+        height, width = batch.embeddings.shape[1:3]
+        corners = batch.corners or ((0, 0),) * len(batch.images)
+        for i, image in enumerate(batch.images):
+            counted = torch.arange(height * width)
+            if batch.inside is not None:
+                counted = batch.inside[i].flatten().nonzero()[:, 0].cpu()
+            first = seen.get(image, 0)
+            seen[image] = first + len(counted)
+            mine = slice(*torch.searchsorted(images, torch.tensor([image, image + 1])).tolist())
+            here = (ranks[mine] >= first) & (ranks[mine] < seen[image])
+            cells = counted[ranks[mine][here] - first]
+            inner = torch.stack([cells // width, cells % width], 1)
+            start = torch.tensor([image, *corners[i]])
+            origins = start + torch.cat([torch.zeros_like(cells)[:, None], inner], 1)
+            vectors = batch.embeddings[i].flatten(0, 1)[cells.to(batch.embeddings.device)]
+            found.append((order[mine][here], vectors, origins.int()))
+    return found
 
 
 def gather_origins(batches: Iterable[PatchBatch], origins: Tensor) -> Tensor:

@@ -9,21 +9,27 @@ reductions of shards, the usual way, measured 12 to 16 % above it, at several ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from anomaly.scorers.base import Progress
-from anomaly.scorers.patchcore.coreset import (
-    covering_radius,
-    distances_to_nearest,
-    greedy_k_center,
-)
+from anomaly.scorers.patchcore.coreset import greedy_k_center
 
-# Points measured at once in the second reading.
-_CHUNK = 1 << 17
+
+class Stream(Protocol):
+    """Points that are read in portions, the same each time."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Points (n, d) float32, n of any size."""
+        ...
+
+    def distances(self, centres: Tensor) -> Iterator[Tensor]:
+        """The distance (n,) of each portion's points to the nearest of some centres (K, d)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class StreamedSelection:
 
 
 def select_streamed(
-    stream: Iterable[Tensor],
+    stream: Stream,
     wanted: Callable[[int], int],
     *,
     memory_limit: int,
@@ -52,8 +58,7 @@ def select_streamed(
     """Greedy k-center over a stream.
 
     Args:
-        stream: points (n, d) float32, n of any size; re-iterable, the same each time. Read once,
-            or twice where they don't fit.
+        stream: the points. Read once, or twice where they don't fit.
         wanted: how many of N points to pick.
         memory_limit: bytes of points held at once. It gives way to coresets of more than half of
             what fits, whose full vectors take a multiple of that.
@@ -79,28 +84,17 @@ def select_streamed(
     places, centres = sample.places[first.picks], sample.points[first.picks]
     del sample
     if size == 1:
-        radius = max(covering_radius(points, centres) for points in stream)
+        radius = max(float(some.max()) for some in stream.distances(centres))
         return StreamedSelection(places, radius, exact=False)
     rest = _Reservoir(memory_limit, wanted)
-    for points in _chunks(stream):
-        rest.add(points, distances_to_nearest(points, centres))
+    for points, distances in zip(stream, stream.distances(centres), strict=True):
+        rest.add(points, distances)
     bounds = rest.priorities.square()
     chosen = greedy_k_center(rest.points, size - len(places), generator=generator, bounds=bounds)
     radius = max(chosen.covering_radius, rest.cut)
     if progress is not None:
         progress(size, size)
     return StreamedSelection(torch.cat([places, rest.places[chosen.picks]]), radius, exact=False)
-
-
-def _chunks(stream: Iterable[Tensor]) -> Iterator[Tensor]:
-    waiting: list[Tensor] = []
-    for points in stream:
-        waiting.append(points)
-        if sum(map(len, waiting)) >= _CHUNK:
-            yield torch.cat(waiting)
-            waiting = []
-    if waiting:
-        yield torch.cat(waiting)
 
 
 class _Reservoir:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from patch_lists import PatchList
 
 from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
@@ -11,7 +12,7 @@ from anomaly.scorers.patchcore.memory_bank import MemoryBank
 FOLDS = [(0, 1), (2, 3, 4), (5,)]
 
 
-def _batches(seed: int = 0, inside: bool = False) -> list[PatchBatch]:
+def _batches(seed: int = 0, inside: bool = False) -> PatchList:
     """Six images of 6×5 patches, two at a time; neighbours and images are alike."""
     g = torch.Generator().manual_seed(seed)
     base = torch.randn(1, 6, 5, 12, generator=g)
@@ -20,10 +21,10 @@ def _batches(seed: int = 0, inside: bool = False) -> list[PatchBatch]:
         embeddings = base + 0.3 * torch.randn(2, 6, 5, 12, generator=g)
         mask = torch.rand(2, 6, 5, generator=g) < 0.7 if inside else None
         batches.append(PatchBatch(embeddings, (first, first + 1), inside=mask))
-    return batches
+    return PatchList(batches)
 
 
-def _fit(batches: list[PatchBatch], ratio: float) -> tuple[MemoryBank, torch.Tensor]:
+def _fit(batches: PatchList, ratio: float) -> tuple[MemoryBank, torch.Tensor]:
     fitter = MemoryBankFitter(coreset_ratio=ratio, projection_dim=8)
     return fitter.fit(batches), fitter.projection(12)
 
@@ -40,7 +41,7 @@ def test_a_fold_leaves_nothing_behind_and_the_bank_keeps_its_size(inside: bool) 
         assert len(left.vectors) == len(bank.vectors)
         assert len(set(map(tuple, left.origins.tolist()))) == len(left.origins)
         for vector, (image, row, column) in zip(left.vectors, left.origins.tolist(), strict=True):
-            batch = batches[image // 2]
+            batch = batches.batches[image // 2]
             torch.testing.assert_close(vector, batch.embeddings[image % 2, row, column])
             assert batch.inside is None or bool(batch.inside[image % 2, row, column])
 

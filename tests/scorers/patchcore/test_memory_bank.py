@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patch_lists import PatchList
 from scipy.spatial.distance import cdist
 
 from anomaly.config.parsing import parse_config
 from anomaly.errors import ConfigError, DataError, ModelError
-from anomaly.scorers.base import PatchBatch, PatchScores
+from anomaly.scorers.base import PatchBatch, PatchScores, PatchSet
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter, scorer
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
@@ -34,7 +35,7 @@ def images(
     ]
 
 
-class Batches:
+class Batches(PatchSet):
     """Re-iterable batches of given images; those of one grid that follow each other are joined."""
 
     def __init__(self, maps: list[torch.Tensor], names: list[int], joined: bool = False) -> None:
@@ -84,11 +85,11 @@ def test_two_readings() -> None:
 
 
 def test_small_memory() -> None:
-    """What doesn't fit costs a third reading, and little of the covering."""
+    """What doesn't fit is measured beside another reading, and costs little of the covering."""
     maps = images(dim=16, grids=[(20, 20)] * 30)
     batches = Batches(maps, list(range(30)))
     small = MemoryBankFitter(0.02, memory_limit=4000 * 16 * 4).fit(batches)
-    assert batches.readings == 3
+    assert batches.readings == 4
     assert not small.exact
     assert len(small.vectors) == 240
     for vector, (image, row, column) in zip(small.vectors, small.origins.tolist(), strict=True):
@@ -119,7 +120,7 @@ def test_patches_that_do_not_count_are_not_there() -> None:
     inside = torch.rand(4, 6, 5, generator=torch.Generator().manual_seed(1)) < 0.6
     corners = ((0, 0), (0, 5), (6, 0), (6, 5))  # four tiles of one image
     batches = [PatchBatch(torch.stack(maps), (3,) * 4, corners, inside)]
-    bank = MemoryBankFitter(1.0).fit(batches)
+    bank = MemoryBankFitter(1.0).fit(PatchList(batches))
     assert len(bank.vectors) == int(inside.sum())
     mosaic = torch.stack(maps).view(2, 2, 6, 5, 24).permute(0, 2, 1, 3, 4).reshape(12, 10, 24)
     counts = inside.view(2, 2, 6, 5).permute(0, 2, 1, 3).reshape(12, 10)
@@ -233,7 +234,7 @@ def test_other_channels_are_refused() -> None:
 
 def test_nothing_to_learn_from() -> None:
     with pytest.raises(DataError, match="no training patches"):
-        MemoryBankFitter().fit([])
+        MemoryBankFitter().fit(PatchList([]))
 
 
 def test_more_vectors_than_patches() -> None:

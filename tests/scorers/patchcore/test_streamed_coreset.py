@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from anomaly.scorers.patchcore.coreset import greedy_k_center
+from anomaly.scorers.patchcore.coreset import distances_to_nearest, greedy_k_center
 from anomaly.scorers.patchcore.streamed_coreset import StreamedSelection, select_streamed
 
 DIM = 12
@@ -25,9 +27,22 @@ def stream_of(sizes: list[int], seed: int = 0) -> list[torch.Tensor]:
     ]
 
 
+class _Stream:
+    """Points in memory, by portions."""
+
+    def __init__(self, portions: list[torch.Tensor]) -> None:
+        self._portions = portions
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._portions)
+
+    def distances(self, centres: torch.Tensor) -> Iterator[torch.Tensor]:
+        return (distances_to_nearest(points, centres) for points in self._portions)
+
+
 def streamed(stream: list[torch.Tensor], size: int, rows: int, seed: int = 0) -> StreamedSelection:
     return select_streamed(
-        stream,
+        _Stream(stream),
         lambda n: size,
         memory_limit=rows * DIM * 4,
         generator=torch.Generator().manual_seed(seed),
