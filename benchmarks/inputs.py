@@ -50,6 +50,12 @@ def generated(count: int, dim: int, seed: int = 0) -> Tensor:
     return torch.cat(blocks)
 
 
+def of_few_dimensions(count: int, dim: int, true: int, seed: int = 0) -> Tensor:
+    """Normal numbers (count, dim) that lie in a subspace of `true` dimensions."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(count, true, generator=g) @ torch.randn(true, dim, generator=g)
+
+
 def machine() -> str:
     """What the figures depend on, in a line."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
