@@ -1,11 +1,13 @@
 """Greedy k-center (Gonzalez 1985): the memory bank's patches, chosen to cover all of them.
 
-The textbook loop reads all N points for each pick. The same picks come out of three kinds of
+The textbook loop reads all N points for each pick. The same picks come out of four kinds of
 laziness, all exact, because a distance that wasn't brought up to date is an upper bound:
 
-- *Pool.* Picks are made among the few points with the largest bounds, for as long as the best
-  of them is at least as far as every bound outside the pool.
+- *Pool.* The loop runs among the few points with the largest bounds, which stay in cache, for as
+  long as the best of them is at least as far as every bound outside the pool. Points that fall
+  below that leave the pool.
 - *Blocks.* All picks of one pool then meet all N points in blocked matrix products.
+- *End.* The picks of the last pool needn't: what is left of it holds the farthest of all points.
 - *Cells.* Points are grouped around early picks. By the triangle inequality, a centre farther
   from a cell's origin than its radius plus its largest bound changes nothing in it: on real
   embeddings this leaves about a twentieth of the products.
@@ -26,12 +28,16 @@ from anomaly.runtime import spreading
 from anomaly.scorers.base import Progress
 from anomaly.scorers.patchcore.cover import Cover
 
-# A pool's 2048² distances are 16 MiB and stay in cache; a larger one costs more to multiply
-# out than the rounds it saves.
+# A pool is 1 MiB at 128 numbers a point, and a pick reads it once; with a larger one, picks cost
+# more than the rounds that are saved.
 _POOL = 2048
+# Picks after which a pool drops the points that have become too near.
+_SIFT = 64
 # Points that may be the farthest: bounds, multiplied out, are off by a few 1e-4 where distances
 # are small beside the points' own spread.
 _FARTHEST = 8
+
+_Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -81,20 +87,24 @@ def greedy_k_center(
             return Selection(torch.arange(n, device=points.device), 0.0)
         if bounds is not None:
             cover.bounds.copy_(bounds)
-            new = _pick_from_pool(points, cover.bounds, size)
+            new, rest = _pick_from_pool(points, cover.bounds, size)
         else:
             first = torch.randint(n, (1,), generator=generator, device=generator.device)
-            new = first.to(points.device)
-        picks = new[:0]
-        while True:
-            picks = torch.cat([picks, new])
-            cover.add(points.index_select(0, new))
-            cover.bounds[picks] = -1.0  # never again, even where rounding leaves one above 0
+            new, rest = first.to(points.device), first[:0]
+        picks = new
+        while len(picks) < size:
+            cover.pick(new)
             if progress is not None:
                 progress(len(picks), size)
-            if len(picks) == size:
-                return Selection(picks, _radius(points, cover.bounds, points[picks], bounds))
-            new = _pick_from_pool(points, cover.bounds, size - len(picks))
+            new, rest = _pick_from_pool(points, cover.bounds, size - len(picks))
+            picks = torch.cat([picks, new])
+        if len(rest) < _FARTHEST:  # too few to be sure in spite of rounding
+            cover.pick(new)
+            rest = _farthest(cover.bounds)
+        if progress is not None:
+            progress(size, size)
+        before = None if bounds is None else bounds[rest]
+        return Selection(picks, _radius(points[rest], points[picks], before))
 
 
 def pick_beyond(points: Tensor, bounds: Tensor, radius: float) -> Tensor:
@@ -117,14 +127,15 @@ def pick_beyond(points: Tensor, bounds: Tensor, radius: float) -> Tensor:
     with spreading(points.device) as spread:
         cover = Cover(points, spread)
         cover.bounds.copy_(bounds)
-        while len(new := _pick_from_pool(points, cover.bounds, len(points), radius**2)):
+        while len(new := _pick_from_pool(points, cover.bounds, len(points), radius**2)[0]):
             picks = torch.cat([picks, new])
-            cover.add(points.index_select(0, new))
-            cover.bounds[picks] = -1.0
+            cover.pick(new)
     return picks
 
 
-def _pick_from_pool(points: Tensor, bounds: Tensor, wanted: int, covered: float = -1.0) -> Tensor:
+def _pick_from_pool(
+    points: Tensor, bounds: Tensor, wanted: int, covered: float = -1.0
+) -> tuple[Tensor, Tensor]:
     """The next picks: as many as are certain without looking outside the pool.
 
     Args:
@@ -132,28 +143,60 @@ def _pick_from_pool(points: Tensor, bounds: Tensor, wanted: int, covered: float 
         bounds: (N,) squared distance to the nearest pick, up to date; -1 for picks.
         wanted: the most picks to return.
         covered: a point up to this squared distance isn't picked.
+
+    Returns:
+        The picks, and the few farthest points that are left: none nearer than one outside the pool.
     """
     values, members = bounds.topk(min(_POOL + 1, len(bounds)))
-    # Picks have -1, so that an exhausted pool ends the loop below as well.
+    # Picks have -1, so that an exhausted pool ends the loop as well.
     floor = max(float(values[_POOL]), 0.0) if len(values) > _POOL else 0.0
     values, members = values[:_POOL], members[:_POOL]
     pool = points.index_select(0, members).float()
     pool -= pool.mean(0)
-    norms = pool.square().sum(1)
-    between = torch.addmm(norms[:, None] + norms, pool, pool.T, alpha=-2).clamp_(min=0)
+    found = _loop(pool.cpu(), values.cpu(), wanted, floor, covered)
+    picks, rest = (members[torch.tensor(x, dtype=torch.int64).to(members.device)] for x in found)
+    return picks, rest
 
-    # A pick is two passes over 8 KiB: the calls dominate, and numpy's are the cheaper ones.
-    rows: NDArray[Any] = between.cpu().numpy()
-    left: NDArray[Any] = values.cpu().numpy().copy()
+
+def _loop(
+    pool: Tensor, bounds: Tensor, wanted: int, floor: float, covered: float
+) -> tuple[list[int], list[int]]:
+    """The textbook loop in a pool, on a CPU, for as long as the farthest point reaches the floor.
+
+    A pick takes microseconds: the calls count, and numpy's are the cheaper ones. The product is
+    torch's, because numpy's may use threads, which wait for one another.
+
+    Args:
+        pool: (n, d) float32.
+        bounds: (n,) float32, squared distances to the nearest pick.
+        wanted: the most picks to return.
+        floor: the largest bound outside the pool.
+        covered: a point up to this squared distance isn't picked.
+
+    Returns:
+        Places in the pool: of the picks, and of the farthest points that still reach the floor.
+    """
+    norms: _Array = pool.square().sum(1).numpy()
+    left: _Array = bounds.numpy()
+    places = np.arange(len(pool))
     picked: list[int] = []
     while len(picked) < wanted:
+        if len(picked) % _SIFT == 0:
+            far = left >= min(floor, left.max())  # never none
+            pool = pool[torch.from_numpy(far)]
+            norms, left, places = norms[far], left[far], places[far]
         best = int(left.argmax())
         if left[best] < floor or left[best] <= covered:
             break
-        picked.append(best)
-        np.minimum(left, rows[best], out=left)
+        picked.append(int(places[best]))
+        away = torch.mv(pool, pool[best]).numpy()
+        away *= -2
+        away += norms
+        away += norms[best]
+        np.minimum(left, away.clip(min=0, out=away), out=left)
         left[best] = -1.0
-    return members[torch.tensor(picked, dtype=torch.int64, device=members.device)]
+    farthest = (-left).argsort()[:_FARTHEST]
+    return picked, places[farthest[left[farthest] >= floor]].tolist()
 
 
 def distances_to_nearest(points: Tensor, centres: Tensor) -> Tensor:
@@ -169,24 +212,26 @@ def distances_to_nearest(points: Tensor, centres: Tensor) -> Tensor:
 
 def covering_radius(points: Tensor, centres: Tensor) -> float:
     """The largest distance of any point (N, d) to its nearest centre (K, d)."""
-    return _radius(points, distances_to_nearest(points, centres).square(), centres)
+    far = _farthest(distances_to_nearest(points, centres))
+    return _radius(points[far], centres)
 
 
-def _radius(points: Tensor, bounds: Tensor, centres: Tensor, before: Tensor | None = None) -> float:
-    """The covering radius, by differences of points and centres.
+def _farthest(bounds: Tensor) -> Tensor:
+    return bounds.topk(min(_FARTHEST, len(bounds))).indices
+
+
+def _radius(points: Tensor, centres: Tensor, before: Tensor | None = None) -> float:
+    """The largest distance of a few points (n, d) to their nearest centres (K, d), by differences.
 
     Args:
-        points: (N, d).
-        bounds: (N,) squared distance of each to its nearest centre, multiplied out.
+        points: (n, d).
         centres: (K, d).
-        before: (N,) squared distances to centres that were chosen before, elsewhere.
+        before: (n,) squared distances to centres that were chosen before, elsewhere.
     """
-    farthest = bounds.topk(min(_FARTHEST, len(bounds))).indices
     by_differences = "donot_use_mm_for_euclid_dist"
-    away = torch.cdist(points[farthest].float(), centres.float(), compute_mode=by_differences)
-    nearest = away.amin(1)
+    nearest = torch.cdist(points.float(), centres.float(), compute_mode=by_differences).amin(1)
     if before is not None:
-        nearest = torch.minimum(nearest, before[farthest].clamp(min=0).sqrt())
+        nearest = torch.minimum(nearest, before.clamp(min=0).sqrt())
     return float(nearest.max())
 
 

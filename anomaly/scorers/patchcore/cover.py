@@ -65,6 +65,11 @@ class Cover:
         blocks = [(m, self._mean) for m in torch.split(everything, self._block)]
         self._cells = self._spread(self._cell, blocks)
 
+    def pick(self, members: Tensor) -> None:
+        """Make centres of some points (n,), whose bounds are -1 from then on."""
+        self.add(self._points.index_select(0, members))
+        self.bounds[members] = -1.0  # even where rounding leaves one above 0
+
     def add(self, centres: Tensor) -> None:
         """Bring all bounds up to date with more centres (c, d)."""
         while len(centres):
