@@ -10,9 +10,11 @@ from torch import Tensor
 from anomaly.errors import DataError
 from anomaly.runtime import Spread
 
-# Few cells are too wide to be skipped, many make products too small to be quick; 128 to 512
-# measured alike.
-_CELLS = 256
+# Few cells are too wide to be skipped, many make products too small to be quick and cost more to
+# find. Of 64 to 384, 128 measured best, and twice as many for the most centres.
+_CELLS = 128
+# Centres from which on cells save more than finding them costs, and twice as many cells do.
+_MANY, _MOST = 6 * _CELLS, 100 * _CELLS
 # Points a block: rows of one product. A GPU wants few launches.
 _BLOCK = {"cpu": 4096, "cuda": 65536}
 # Centres a product, so that it never exceeds _CENTRES × _BLOCK numbers.
@@ -42,11 +44,16 @@ class _Cell:
 class Cover:
     """The squared distance of every point to its nearest centre, as centres are added.
 
+    Args:
+        points: (N, d), any floating dtype.
+        spread: hands out work, see `anomaly.runtime.spreading`.
+        expected: about how many centres will be added: cells are made where they are many.
+
     Attributes:
         bounds: (N,) float32. Entries that the owner sets to -1 stay so.
     """
 
-    def __init__(self, points: Tensor, spread: Spread) -> None:
+    def __init__(self, points: Tensor, spread: Spread, expected: int) -> None:
         self._points = points
         self._spread = spread
         self._mean = points.mean(0, dtype=torch.float32)
@@ -57,8 +64,10 @@ class Cover:
                 "check the backbone's weights and the precision it runs in"
             )
         self._block = _BLOCK[points.device.type]
-        # A GPU multiplies faster than it could be told what to skip.
-        self._pivots_wanted = points.device.type == "cpu" and len(points) >= 16 * _CELLS
+        # Cells to be made; a GPU multiplies faster than it could be told what to skip.
+        self._wanted = 0
+        if points.device.type == "cpu" and len(points) >= 32 * _CELLS and expected >= _MANY:
+            self._wanted = _CELLS if expected < _MOST else 2 * _CELLS
         self._seen = points.new_empty(0, points.shape[1], dtype=torch.float32)
         self.bounds = torch.full((len(points),), float("inf"), device=points.device)
         everything = torch.arange(len(points), device=points.device)
@@ -73,14 +82,14 @@ class Cover:
     def add(self, centres: Tensor) -> None:
         """Bring all bounds up to date with more centres (c, d)."""
         while len(centres):
-            some = centres[: _CELLS if self._pivots_wanted else _CENTRES].float()
+            some = centres[: self._wanted or _CENTRES].float()
             centres = centres[len(some) :]
             self._update(some)
-            if self._pivots_wanted:
+            if self._wanted:
                 self._seen = torch.cat([self._seen, some])
-                if len(self._seen) >= _CELLS:
-                    self._cells = self._partition(self._seen[:_CELLS])
-                    self._pivots_wanted = False
+                if len(self._seen) >= self._wanted:
+                    self._cells = self._partition(self._seen[: self._wanted])
+                    self._wanted = 0
 
     def _update(self, centres: Tensor) -> None:
         origins = torch.stack([cell.origin for cell in self._cells]) - self._mean

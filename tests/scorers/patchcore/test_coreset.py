@@ -72,8 +72,8 @@ def assert_greedy(points: torch.Tensor, picks: torch.Tensor) -> None:
     ("n", "dim", "size"),
     [
         (500, 8, 60),  # one pool holds everything
-        (5000, 16, 700),  # several rounds, cells after the first 256 picks
-        (9000, 128, 1000),
+        (5000, 16, 700),  # several rounds
+        (9000, 128, 1000),  # cells after the first 128 picks
     ],
 )
 def test_picks_are_those_of_the_textbook_loop(device: str, n: int, dim: int, size: int) -> None:
@@ -112,6 +112,18 @@ def test_covering_radius_is_exact() -> None:
     exact = cdist(points.double(), points[chosen.picks].double()).min(1).max()
     assert chosen.covering_radius == pytest.approx(exact, rel=1e-5)
     assert covering_radius(points, points[chosen.picks]) == pytest.approx(exact, rel=1e-5)
+
+
+def test_goes_on_from_earlier_centres() -> None:
+    points = clustered(6000, 24)
+    centres = points[:40].double()
+    before = cdist(points.double(), centres).min(1)
+    chosen = greedy_k_center(
+        points, 300, generator=seeded(), bounds=torch.from_numpy(before).float().square()
+    )
+    assert chosen.picks[0] == before.argmax()
+    both = torch.cat([centres, points[chosen.picks].double()])
+    assert chosen.covering_radius == pytest.approx(cdist(points, both).min(1).max(), rel=1e-5)
 
 
 def test_the_seed_decides_the_first_pick() -> None:
