@@ -49,8 +49,8 @@ def test_every_library_obeys() -> None:
     ]
     assert f"threads {os.environ['OMP_NUM_THREADS']}\n" in said
     assert f"isa:Intel {onednn}\n" in said
-    # A torch without MKL says nothing. On other makers' processors MKL takes a path of its own, which
-    # it doesn't name and lets nobody choose.
+    # A torch without MKL says nothing. On other makers' processors MKL takes a path of its own,
+    # which it doesn't name and lets nobody choose.
     unnamed = "Intel(R) Architecture processors" in said
     assert "MKL_VERBOSE" not in said or unnamed or f"{mkl} enabled" in said
 
