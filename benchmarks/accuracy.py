@@ -32,7 +32,7 @@ from anomaly.evaluation.metrics import (
 )
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.model.image_score import network_map, with_border_damped
-from anomaly.scorers.base import PatchBatch
+from anomaly.scorers.base import PatchBatch, PatchSet
 from anomaly.scorers.patchcore.aligner import patchcore_concat
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from anomaly.scorers.subspace.fitter import PatchSubspace, SubspaceFitter
@@ -165,7 +165,7 @@ def _basis(images: SeenSet, variant: Variant) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Patches:
+class _Patches(PatchSet):
     """The training patches, image by image; re-iterable."""
 
     images: Sequence[Seen]

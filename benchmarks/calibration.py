@@ -38,13 +38,13 @@ from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of, split
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.training import train
-from anomaly.scorers.base import Fitter, PatchBatch
+from anomaly.scorers.base import Fitter, PatchBatch, PatchSet
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from benchmarks.inputs import machine
 
 
 @dataclass(frozen=True)
-class Patches:
+class Patches(PatchSet):
     """The patch embeddings of images, in memory; a stand-in for `TrainingPatches`."""
 
     batches: list[PatchBatch]
