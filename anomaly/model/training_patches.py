@@ -154,7 +154,8 @@ class TrainingPatches(PatchSet):
                 for kept in self._points:
                     yield from kept.read(images)
             else:
-                yield from PatchSet.projected(self.only(images), matrix_of)
+                for part in self._parts(images):  # in the order that `each` has
+                    yield from PatchSet.projected(part, matrix_of)
 
     def read_first(self, matrix_of: MatrixOf | None) -> None:
         """Compute and keep all features, and what `projected` gives of a matrix."""
@@ -170,9 +171,12 @@ class TrainingPatches(PatchSet):
         self, images: Container[int], function: Callable[[PatchSet], Result]
     ) -> Iterator[Result]:
         """What a function makes of some of the images, so many at a time."""
+        yield from map(function, self._parts(images))
+
+    def _parts(self, images: Container[int]) -> Iterator[Part]:
         used = [i for i in sorted(self.hashes) if i in images]
         for first in range(0, len(used), _PART):
-            yield function(self.only(frozenset(used[first : first + _PART])))
+            yield self.only(frozenset(used[first : first + _PART]))
 
     def close(self) -> None:
         """Delete the temporary files."""

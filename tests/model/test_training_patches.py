@@ -1,14 +1,17 @@
-"""Disk space for the training images' features: foreseen after the first batch."""
+"""Training images' features on the disk: space foreseen after the first batch; one order."""
 
 import logging
 import shutil
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import anomaly
 from anomaly.errors import OutputError
+from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 
 SETTINGS = {
     "backbone": {"name": "resnet18", "weights": "random", "layers": ["layer2", "layer3"]},
@@ -67,3 +70,28 @@ def test_much_space_is_announced(
         assert not any("features of 3 images" in message for message in caplog.messages)
         _train(4)
     assert sum("features of 4 images" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_points_come_in_the_order_of_the_parts(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """Batches of images of two sizes don't: what is measured by parts goes with what is read."""
+    monkeypatch.setattr("anomaly.model.training_patches._PART", 3)
+    fit, seen = MemoryBankFitter.fit, []
+
+    def watched(self: MemoryBankFitter, batches: Any, progress: Any = None) -> Any:
+        if not kept:
+            seen.append([image for batch in batches for image in batch.images])
+        points = [list(batches.projected(self.projection)) for _ in range(2)]
+        parts = list(batches.each(lambda part: list(part.projected(self.projection))))
+        assert [len(part) for part in parts] == [3, 3, 1]
+        for other in (points[1], [piece for part in parts for piece in part]):
+            assert [image for image, _ in points[0]] == [image for image, _ in other]
+            assert all(torch.equal(a, b) for (_, a), (_, b) in zip(points[0], other, strict=True))
+        seen.append([image for image, _ in points[0]])
+        return fit(self, batches, progress)
+
+    monkeypatch.setattr(MemoryBankFitter, "fit", watched)
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 255, (64, 64 + 96 * (i % 2), 3), dtype=np.uint8) for i in range(7)]
+    anomaly.fit(images, SETTINGS, device="cpu", calibrate=False)
+    assert seen[-1] == (list(range(7)) if kept else [0, 2, 1, 3, 4, 5, 6])
