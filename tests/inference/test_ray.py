@@ -1,6 +1,7 @@
 """The same job on Ray's actors: one table, whatever is killed."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -101,11 +102,9 @@ def test_what_does_not_go_together(
 def test_what_is_killed_costs_nothing(
     manifest: Path, run_folder: Path, expected: bytes, tmp_path: Path
 ) -> None:
-    """Actors and the driver by SIGKILL at random points, then --resume."""
-    import random
-
+    """Actors and the driver by SIGKILL at random points, ten times each, then --resume."""
     rng = random.Random(0)
-    for turn in range(10):
+    for turn in range(20):
         output = tmp_path / f"{turn}" / "out"
         more = ("--ray", "local", "--workers", 2, "--resume")
         with _infer(*_arguments(manifest, run_folder, output, *more)) as process:
@@ -142,6 +141,31 @@ def _actors_below(pid: int) -> list[int]:
             if "_Scorer" in args:
                 actors.append(int(process))
     return actors
+
+
+@pytest.mark.slow
+def test_nodes_that_die_cost_nothing(
+    manifest: Path, run_folder: Path, expected: bytes, tmp_path: Path
+) -> None:
+    """One of two worker nodes at a random point, ten times; another takes its place afterwards."""
+    from ray.cluster_utils import Cluster
+
+    rng = random.Random(1)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        for turn in range(10):
+            output = tmp_path / f"{turn}" / "out"
+            more = ("--ray", cluster.address, "--resume")
+            with _infer(*_arguments(manifest, run_folder, output, *more)) as process:
+                _wait_for_parts(output, rng.randrange(1, 4), process)
+                cluster.remove_node(nodes.pop(rng.randrange(2)), allow_graceful=False)
+                _, err = process.communicate(timeout=400)
+            assert process.returncode == 0, err
+            assert _joined(manifest, output) == expected
+            nodes.append(cluster.add_node(num_cpus=1))
+    finally:
+        cluster.shutdown()
 
 
 @pytest.mark.slow
