@@ -46,7 +46,8 @@ class KeptPoints:
         written = 0
         for image, patches in zip(batch.images, batch.counted(), strict=True):
             points = patches @ self._matrix
-            self._file.write((Piece(image, 0, 0),), [points])
+            if len(points):  # of a tile outside the region none count
+                self._file.write((Piece(image, 0, 0),), [points])
             written += points.nbytes
         return written
 

@@ -16,6 +16,7 @@ import onnx
 import pytest
 import torch
 from conftest import SHARED, Command, train_arguments
+from patch_lists import PatchList
 
 from anomaly.cli import main
 from anomaly.datasets import Sample
@@ -275,11 +276,8 @@ def test_a_bank_again_has_its_patches_and_a_true_covering_radius() -> None:
     corners = ((0, 0), (0, 5), (4, 0), (4, 5), (0, 0), turned_corner(0, 0, 1))
     inside = torch.rand(6, 4, 5, generator=generator) < 0.7
 
-    class Patches(list[PatchBatch]):
-        count = 120
-
-    def patches(factor: float) -> Any:
-        return Patches(
+    def patches(factor: float) -> PatchList:
+        return PatchList(
             PatchBatch(grids[i : i + 3] * factor, ((0,) * 4 + (3,) * 2)[i : i + 3],
                        corners[i : i + 3], inside[i : i + 3])
             for i in (0, 3)
