@@ -293,7 +293,7 @@ def test_a_bank_again_has_its_patches_and_a_true_covering_radius() -> None:
     assert torch.equal(doubled.origins, bank.origins)
     assert doubled.covering_radius == pytest.approx(2 * bank.covering_radius, rel=1e-4)
     with pytest.raises(DataError, match="train again"):
-        fitter.again(bank, Patches(patches(1)[:1]))
+        fitter.again(bank, PatchList(patches(1).batches[:1]))
 
 
 @pytest.mark.slow
