@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -22,13 +23,17 @@ class KeptPoints:
     Args:
         folder: on the disk that the file is to be on.
         shared: see `TensorFile`.
+
+    Attributes:
+        channels: D of the embeddings.
+        made_with: `matrix_hash` of what they were multiplied by.
     """
 
     def __init__(self, folder: Path, *, shared: bool) -> None:
         self._file = TensorFile(folder, shared=shared)
-        self._channels = 0
         self._matrix: Tensor | None = None
-        self._made_with = ""
+        self.channels = 0
+        self.made_with = ""
 
     def add(self, batch: PatchBatch, matrix_of: MatrixOf) -> int:
         """Project the patches of some images that count.
@@ -40,9 +45,9 @@ class KeptPoints:
             OutputError: no room.
         """
         if self._matrix is None:
-            self._channels = batch.embeddings.shape[3]
-            matrix = matrix_of(self._channels)
-            self._matrix, self._made_with = matrix.to(batch.embeddings.device), _hash(matrix)
+            self.channels = batch.embeddings.shape[3]
+            matrix = matrix_of(self.channels)
+            self._matrix, self.made_with = matrix.to(batch.embeddings.device), matrix_hash(matrix)
         written = 0
         for image, patches in zip(batch.images, batch.counted(), strict=True):
             points = patches @ self._matrix
@@ -50,10 +55,6 @@ class KeptPoints:
                 self._file.write((Piece(image, 0, 0),), [points])
             written += points.nbytes
         return written
-
-    def made_with(self, matrix_of: MatrixOf) -> bool:
-        """Whether this is the matrix of these points; draws it as if they were made now."""
-        return _hash(matrix_of(self._channels)) == self._made_with
 
     def read(self, images: Container[int]) -> Iterator[tuple[int, Tensor]]:
         """The points (n, d) of some images, ascending, a tile after the other."""
@@ -63,6 +64,9 @@ class KeptPoints:
     def close(self) -> None:
         """Delete the file, unless it is shared."""
         self._file.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_matrix": None}  # a copy only reads
 
 
 @dataclass(frozen=True)
@@ -88,5 +92,6 @@ class FirstReading:
     counts: dict[int, int]
 
 
-def _hash(matrix: Tensor) -> str:
+def matrix_hash(matrix: Tensor) -> str:
+    """What tells a matrix (D, d) float32 from others: sha256 of its bytes."""
     return hashlib.sha256(matrix.cpu().contiguous().numpy().data).hexdigest()

@@ -202,7 +202,7 @@ def _training(
         detector=replace(detector, appearance=AppearanceModel.of(looks), manifest=manifest),
         learned=len(used),
         refused={samples[r.index].name: r.reason for r in patches.refused},
-        patches=patches.learned_of(frozenset(used)),
+        patches=patches.count_of(frozenset(used)),
         seconds=seconds,
         patch_pixels=_patch_pixels(patches, min(detector.extractor.strides)),
         odd=tuple(samples[used[place]].name for place in odd_among(looks)),

@@ -31,7 +31,7 @@ from anomaly.imaging.preprocessing import (
 from anomaly.imaging.region import Region
 from anomaly.imaging.turning import turned_corner, with_turned
 from anomaly.model.appearance import Appearance, appearances_of
-from anomaly.model.first_reading import FirstReading, KeptPoints
+from anomaly.model.first_reading import FirstReading, KeptPoints, matrix_hash
 from anomaly.model.part import Part
 from anomaly.model.tensor_file import Piece, TensorFile, check_room
 from anomaly.runtime import in_parallel, release_memory
@@ -115,10 +115,6 @@ class TrainingPatches(PatchSet):
         return self.count_of(self._counts)
 
     def count_of(self, images: Container[int]) -> int:
-        """How many patches there are to read of some of the images."""
-        return self.learned_of(images)
-
-    def learned_of(self, images: Container[int]) -> int:
         """How many patches some of the images have."""
         return sum(count for image, count in self._counts.items() if image in images)
 
@@ -150,7 +146,9 @@ class TrainingPatches(PatchSet):
         with torch.inference_mode():
             if not self._files:
                 self.read_first(matrix_of)
-            if self._points and all(kept.made_with(matrix_of) for kept in self._points):
+            # All are of one matrix; none are of a shard in which no image can be used.
+            any_of = next((kept for kept in self._points if kept.channels), None)
+            if any_of and any_of.made_with == matrix_hash(matrix_of(any_of.channels)):
                 for kept in self._points:
                     yield from kept.read(images)
             else:

@@ -73,13 +73,13 @@ class _Once:
     """The n-th call of some methods kills its worker."""
 
     def __init__(self, *pairs: Any) -> None:
-        self._left = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        self.left = dict(zip(pairs[::2], pairs[1::2], strict=True))
 
     def __call__(self, method: str, arguments: tuple[Any, ...]) -> bool:
-        left = self._left.get(method)
+        left = self.left.get(method)
         if left is None:
             return False
-        self._left[method] = left - 1
+        self.left[method] = left - 1
         return left == 0
 
 
@@ -115,14 +115,16 @@ def _same(one: Training, other: Training) -> bool:
 def test_a_bank_is_one_machines_whatever_the_workers(tmp_path: Path) -> None:
     product = write_product(tmp_path / "disc", n_train=36)
     one, summary = _trained(product, tmp_path / "one")
-    clusters = [_Threads(1), _Threads(3, _Once("learn", 1, "score", 2, "apply", 0))]
+    dies = _Once("learn", 1, "score", 2, "apply", 0)
+    clusters = [_Threads(1), _Threads(3, dies)]
     for i, cluster in enumerate(clusters):
         more, said = _trained(product, tmp_path / f"{i}", cluster=cluster)
         assert _same(one, more)
         assert one.detector.thresholds == more.detector.thresholds
         alike = ("patches", "images", "refused", "odd", "stand_out", "patch_size")
         assert {key: said[key] for key in alike} == {key: summary[key] for key in alike}
-    assert clusters[1].started > 3  # for those that died
+    assert max(dies.left.values()) < 0  # all three have died
+    assert clusters[1].started > 3  # in their place
     assert all(cluster.stopped == cluster.started for cluster in clusters)
     assert [folder.parent.name for folder in tmp_path.glob("*/features*")] == ["one"]
     recorded = json.loads((tmp_path / "1" / "model" / "manifest.json").read_text())
@@ -211,6 +213,17 @@ def test_suspects_are_left_out_as_on_one_machine(tmp_path: Path) -> None:
     assert list(one.stand_out) == list(more.stand_out) == ["train/good/007.png"]
     assert one.learned == more.learned == 29
     assert 7 not in set(more.detector.scorer.tensors()["origins"][:, 0].tolist())
+
+
+def test_a_shard_of_which_no_image_can_be_used_costs_the_others_nothing(tmp_path: Path) -> None:
+    product = write_product(tmp_path / "disc", n_train=32)
+    for i in range(8):  # the first shard
+        file = product / "train" / "good" / f"{i:03}.png"
+        file.write_bytes(file.read_bytes()[:300])
+    one, _ = _trained(product, tmp_path / "one")
+    more, said = _trained(product, tmp_path / "more", cluster=_Threads(2))
+    assert len(said["refused"]) == 8
+    assert _same(one, more)
 
 
 def test_an_image_that_kills_workers_is_refused(product: Path, tmp_path: Path) -> None:

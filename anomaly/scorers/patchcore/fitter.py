@@ -79,7 +79,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         projection_dim: dimensions in which the coreset is selected (PatchCore, section 3.2).
         seed: of the projection and the first pick.
         memory_limit: bytes of projected patches held at once. With more, the selection is nearly
-            as good, see `select_streamed`, and reads the batches a third time.
+            as good, see `select_streamed`, and reads their points twice more.
         embedding: how feature maps become embeddings, see `MemoryBank`.
         reweighting: of the bank's image scores, see `MemoryBank`.
         base: the bank that `fit` adds to; None where it makes one.

@@ -70,8 +70,7 @@ class ProjectedPatches:
 
     def _matrix_of(self, channels: int) -> Tensor:
         if self._matrix is None:
-            drawn = random_projection(channels, self._dimensions, generator=self._generator)
-            self._matrix = drawn
+            self._matrix = random_projection(channels, self._dimensions, generator=self._generator)
         return self._matrix
 
 
@@ -91,15 +90,17 @@ def in_chunks(
     seen: dict[int, int] = {}
     held: list[Tensor] = []
     places: list[Tensor] = []
+    count = 0
     for image, points in pieces:
         first = seen.get(image, 0)
         seen[image] = first + len(points)
         rank = torch.arange(first, seen[image], device=points.device)
         places.append(torch.stack([torch.full_like(rank, image), rank], 1))
         held.append(points)
-        if sum(map(len, held)) >= rows:
+        count += len(points)
+        if count >= rows:
             yield torch.cat(held), torch.cat(places), [len(some) for some in held]
-            held, places = [], []
+            held, places, count = [], [], 0
     if held:
         yield torch.cat(held), torch.cat(places), [len(some) for some in held]
 

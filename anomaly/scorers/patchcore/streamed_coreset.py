@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anomaly.scorers.base import Progress
-from anomaly.scorers.patchcore.coreset import greedy_k_center
+from anomaly.scorers.patchcore.coreset import covering_radius, greedy_k_center
 
 
 class Stream(Protocol):
@@ -84,7 +84,7 @@ def select_streamed(
     places, centres = sample.places[first.picks], sample.points[first.picks]
     del sample
     if size == 1:
-        radius = max(float(some.max()) for some in stream.distances(centres))
+        radius = max(covering_radius(points, centres) for points in stream if len(points))
         return StreamedSelection(places, radius, exact=False)
     rest = _Reservoir(memory_limit, wanted)
     for points, distances in zip(stream, stream.distances(centres), strict=True):
