@@ -62,6 +62,8 @@ class Variant:
         weight: what the coarsest layer is multiplied by.
         finest: the layer whose grid the embeddings have; finer maps are averaged down to it. 0 for
             the finest of those joined.
+        compress: what numbers x of the embeddings become: `sqrt`, `asinh` of x over their mean
+            absolute value in the training set (`asinh_image`: in the image), or `unit` vectors.
         shots: training images of PatchCore, drawn by the seed; 0 for all.
     """
 
@@ -78,6 +80,7 @@ class Variant:
     border: float = 0.35
     weight: float = 1.0
     finest: int = 0
+    compress: str = ""
     shots: int = 0
 
     @property
@@ -110,16 +113,27 @@ class Embedded:
 
     def __init__(self, images: SeenSet, variant: Variant) -> None:
         self._known = _all_joined(images, variant.layers, variant.finest, variant.weight)
+        self._how = variant.compress
+        means = [float(self._known[one.name].abs().mean()) for one in images.train]
+        self._mean = statistics.fmean(means)
         self.basis: Tensor | None = None
         if variant.dims:
             self.basis = _basis(images, variant)
 
     def of(self, one: Seen) -> Tensor:
         """(h, w, D) float32."""
-        joined = self._known[one.name]
+        joined = _compressed(self._known[one.name], self._how, self._mean)
         if self.basis is not None:
             joined = joined @ self.basis
         return joined
+
+
+def _compressed(x: Tensor, how: str, mean: float) -> Tensor:
+    if how == "sqrt":
+        return x.sign() * x.abs().sqrt()
+    if how == "unit":
+        return F.normalize(x, dim=-1)
+    return torch.asinh(x / (x.abs().mean() if how == "asinh_image" else mean)) if how else x
 
 
 @lru_cache(maxsize=1)
