@@ -20,7 +20,7 @@ from anomaly.errors import AnomalyError, ModelError
 from anomaly.imaging.guarded_process import usage
 from anomaly.model.checkpoint import load
 from anomaly.model.folder import find_model
-from anomaly.runtime import release_memory
+from anomaly.runtime.memory import release_memory
 from anomaly.service.engine import Engine
 from anomaly.service.recorder import Recorder
 from anomaly.service.served import Served, Version

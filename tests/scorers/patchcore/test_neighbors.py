@@ -15,6 +15,7 @@ from scipy.spatial.distance import cdist
 
 from anomaly.errors import ConfigError
 from anomaly.scorers.patchcore.search import product_index, screened_index
+from anomaly.scorers.patchcore.search.coarse_screen import has_exact_int8
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 
 EXACT = ["product", "screened", "faiss"]
@@ -72,12 +73,16 @@ def test_neighbours_closer_than_products_can_tell(method: str, device: str, k: i
     assert np.take_along_axis(exact, indices.cpu().numpy(), 1) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+quick = pytest.mark.skipif(not has_exact_int8(), reason="no exact products of 8-bit numbers here")
+SCREENS = [False, pytest.param(True, marks=quick)]
+
+
+@pytest.mark.parametrize("int8", SCREENS)
 @pytest.mark.parametrize(("m", "k"), [(1024, 1), (2999, 3), (3008, 1)])  # 3008 = 47 · 64
 def test_some_vectors_of_a_larger_bank(
-    m: int, k: int, bf16: bool, monkeypatch: pytest.MonkeyPatch
+    m: int, k: int, int8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(screened_index, "has_bf16", lambda _: bf16)
+    monkeypatch.setattr(screened_index, "has_exact_int8", lambda: int8)
     bank, queries = blobs(4032, 200), blobs(500, 200, seed=1)  # 4032 = 63 · 64
     rows = torch.randperm(4032, generator=torch.Generator().manual_seed(2))[:m]
     whole = NearestNeighbors(bank)
@@ -189,9 +194,9 @@ def test_a_query_with_nan_harms_no_other(method: str) -> None:
     assert torch.equal(distances[others], expected[others])
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_queries_that_are_all_nan_are_no_error(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screened_index, "has_bf16", lambda device: fast)
+@pytest.mark.parametrize("int8", SCREENS)
+def test_queries_that_are_all_nan_are_no_error(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screened_index, "has_exact_int8", lambda: int8)
     index = NearestNeighbors(blobs(3000, 16), "screened")
     for k in (1, 3):
         distances, found = index.search(torch.full((5, 16), float("nan")), k)

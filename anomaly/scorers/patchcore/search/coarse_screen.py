@@ -1,8 +1,9 @@
-"""Lower bounds of many distances in one product, in bfloat16 where the processor has it."""
+"""Lower bounds of many distances in one product, of 8-bit numbers where that is exact."""
 
 from __future__ import annotations
 
 from copy import copy
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor
 
 # Above float32's rounding of squared distances, relative to the squared norms.
 ROUNDING = 1e-5
-# bfloat16 keeps 8 bits: a result and the limit that it is compared with are off by 2**-8 each.
-_RESULT = 1.009
-# Products of bfloat16 numbers are exact in float32, their sum of some 136 terms is not.
-_SUM = 4e-5
-# Limits stay below infinity, where the vectors are that mustn't be found.
-_LARGEST = torch.finfo(torch.bfloat16).max
-_NOTHING = torch.iinfo(torch.int16).min
+# Rounded coordinates lie between plus and minus this.
+_LARGEST = 127
+# Coordinates that hold half a squared norm, with one more for what is left of it.
+_DIGITS = 5
+_LEAST = torch.finfo(torch.float32).tiny
+# No bound is as large but those of vectors that mustn't be found.
+_BEYOND = 1 << 30
 
 
 class CoarseScreen(Protocol):
@@ -57,64 +58,96 @@ class Float32Screen:
     def limits(self, coarse: Tensor, norms: Tensor, squared: Tensor) -> Tensor:
         """See `CoarseScreen`."""
         limits = squared - norms + ROUNDING * (norms + squared)
-        return limits.clamp_(max=_LARGEST)
+        return limits.clamp_(max=torch.finfo(torch.float32).max)  # below infinity
 
     def only(self, rows: Tensor) -> Float32Screen:
         """See `CoarseScreen`."""
         return Float32Screen(self._coarse[rows], self._norms[rows])
 
 
-class BFloat16Screen:
-    """Squared distances of rounded coordinates, two and a half times as quick.
+class Int8Screen:
+    """Squared distances of coordinates rounded to whole numbers from -127 to 127.
 
-    A product in bfloat16 is summed in float32, but what comes out has 8 bits. So the norms go into
-    the product, as coordinates of their own: what is rounded is then the squared distance itself,
-    not a difference of large numbers, and is off by 0.4 %. Rounding moves a vector by a known
-    length, so the rounded ones are no farther apart than the distance and these lengths together
-    (triangle inequality): limits are that much wider, and nothing is ruled out wrongly.
+    A product of such numbers is exact, and several times as quick as one in float32. Rounding moves
+    a vector by a known length, so the rounded ones are no farther apart than the distance and these
+    lengths together (triangle inequality): limits are that much wider, and nothing is ruled out
+    wrongly. All coordinates are rounded to multiples of one step, so they should be about equally
+    wide. What lies beyond what the bank has is cut off, and moved by more.
 
-    Bounds are the bits of those numbers as int16, which have the same order where they are
-    positive, and are compared many times as fast; a bound below 0 is as good as 0.
+    Bounds are half the squared distances in steps, less half the queries' squared norms. Half the
+    squared norms of the bank are coordinates of their own, as digits of base 127.
 
     Args:
         coarse: (M, d) float32 coordinates of the bank.
-        norms: (M,) float32; infinite for vectors that mustn't be found.
+        norms: (M,) float32; infinite for vectors that mustn't be found, which come last.
     """
 
     def __init__(self, coarse: Tensor, norms: Tensor) -> None:
-        rounded = coarse.bfloat16()
-        self._moved = float(torch.linalg.vector_norm(rounded.float() - coarse, dim=1).amax())
-        squares = _parts(rounded.float().square().sum(1).masked_fill_(norms.isinf(), torch.inf))
-        bank = torch.cat([-2 * rounded, torch.ones_like(squares), squares], dim=1)
-        # Laid out by coordinates: oneDNN would turn it round for every product, five times as slow.
-        self._coarse = bank.T.contiguous()
+        self._count = int(norms.isfinite().sum())
+        found = coarse[: self._count]
+        self._centre = found.mean(0)
+        centred = found - self._centre
+        farthest = float(torch.linalg.vector_norm(centred, dim=1).amax())
+        most = (2 * _DIGITS) ** 0.5 * _LARGEST - found.shape[1] ** 0.5  # rounding adds a little
+        self._step = max(float(centred.abs().amax()) / _LARGEST, farthest / most, _LEAST)
+        rounded, moved = self._rounded(centred)
+        self._moved = float(moved.amax())
+        digits = _digits((rounded.square().sum(1) / 2).int())
+        self._coarse = found.new_zeros(
+            len(coarse), found.shape[1] + digits.shape[1], dtype=torch.int8
+        )
+        self._coarse[: self._count] = torch.cat([rounded, digits], dim=1).to(torch.int8)
 
     def bounds(self, coarse: Tensor, norms: Tensor) -> Tensor:
         """See `CoarseScreen`."""
-        rounded = coarse.bfloat16()
-        squares = _parts(rounded.float().square().sum(1))
-        queries = torch.cat([rounded, squares, torch.ones_like(squares)], dim=1)
-        squared: Tensor = queries @ self._coarse
-        return squared.view(torch.int16)
+        rounded, _ = self._rounded(coarse - self._centre)
+        units = rounded.new_full((len(coarse), _DIGITS + 1), _LARGEST)
+        units[:, -1] = 1
+        queries = torch.cat([-rounded, units], dim=1).to(torch.int8)
+        bounds: Tensor = torch._int_mm(queries, self._coarse.T)
+        bounds[:, self._count :] = _BEYOND + 1
+        return bounds
 
     def limits(self, coarse: Tensor, norms: Tensor, squared: Tensor) -> Tensor:
         """See `CoarseScreen`."""
-        moved = torch.linalg.vector_norm(coarse.bfloat16().float() - coarse, dim=1) + self._moved
-        widest = (squared.sqrt() + moved).square() + _SUM * (norms + squared)
-        rounded: Tensor = (_RESULT * widest).bfloat16().clamp_(max=_LARGEST)
-        # NaN has bits, too, with either sign, which would let through whatever NaN gave as bounds.
-        return rounded.view(torch.int16).masked_fill(rounded.isnan(), _NOTHING)
+        rounded, moved = self._rounded(coarse - self._centre)
+        widest = (squared.sqrt() + moved + self._moved).square() + ROUNDING * (norms + squared)
+        halves: Tensor = (widest.double() / self._step**2 - rounded.square().sum(1)) / 2
+        # What is no number lets nothing through, and what is too large lets all through.
+        return halves.nan_to_num_(nan=-_BEYOND).floor_().clamp_(-_BEYOND, _BEYOND).int()
 
-    def only(self, rows: Tensor) -> BFloat16Screen:
+    def only(self, rows: Tensor) -> Int8Screen:
         """See `CoarseScreen`."""
         some = copy(self)
-        some._coarse = self._coarse.index_select(1, rows)
+        some._coarse, some._count = self._coarse[rows], int((rows < self._count).sum())
         return some
 
+    def _rounded(self, centred: Tensor) -> tuple[Tensor, Tensor]:
+        """Coordinates (n, d) in whole steps, and the lengths (n,) by which that moves them."""
+        rounded = (centred / self._step).round_().clamp_(-_LARGEST, _LARGEST).nan_to_num_(nan=0.0)
+        return rounded, torch.linalg.vector_norm(rounded * self._step - centred, dim=1)
 
-def _parts(values: Tensor) -> Tensor:
-    """Numbers (n,) as sums of three bfloat16 each, (n, 3): 24 bits, like float32's."""
-    high = values.bfloat16()
-    middle = (values - high.float()).nan_to_num_(nan=0.0).bfloat16()
-    low = (values - high.float() - middle.float()).nan_to_num_(nan=0.0).bfloat16()
-    return torch.stack([high, middle, low], dim=1)
+
+def _digits(halves: Tensor) -> Tensor:
+    """Numbers (n,) int32 as 127 · (the sum of some digits) + the last one, each at most 127."""
+    rest, digits = halves // _LARGEST, []
+    for _ in range(_DIGITS):
+        digits.append(rest.clamp(max=_LARGEST))
+        rest = rest - digits[-1]
+    return torch.stack([*digits, halves % _LARGEST], dim=1)
+
+
+@lru_cache(maxsize=1)
+def has_exact_int8() -> bool:
+    """Whether the CPU multiplies whole numbers of 8 bits faster than float32, and exactly.
+
+    Where it has no instruction for sums of four products (VNNI), or oneDNN mayn't use it, sums of
+    two are cut off at 16 bits.
+    """
+    read = getattr(torch.cpu, "get_capabilities", dict)  # newer than the oldest torch we take
+    found: dict[str, object] = read()
+    if not (found.get("avx512_vnni") or found.get("avx_vnni")) or not torch._C._has_mkldnn:
+        return False
+    rows = torch.full((64, 128), _LARGEST, dtype=torch.int8)
+    products = torch._int_mm(rows, -rows.T.contiguous())
+    return bool((products == -128 * _LARGEST**2).all())
