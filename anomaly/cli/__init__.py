@@ -145,7 +145,8 @@ def _check_paths(options: argparse.Namespace) -> None:
     if isinstance(model, list):
         model = model[0] if len(model) == 1 else None
     if model is not None:
-        find_products(model) if options.command == "infer" else find_model(model)
+        several = options.command in ("evaluate", "infer")
+        find_products(model) if several else find_model(model)
     if isinstance(config, list) and len(config) == 1:
         load_config(config[0], options.overrides)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from anomaly.cli.progress import ProgressLine
 from anomaly.errors import AnomalyError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from anomaly.report.category import Category, Failure
 
@@ -103,7 +104,7 @@ def _run(options: argparse.Namespace) -> int:
     categories: list[Category] = []
     failures: list[Failure] = []
 
-    def take(source: Path | str, outcome: Category | AnomalyError) -> None:
+    def take(source: str, outcome: Category | AnomalyError) -> None:
         """Add what came of a model to the report; if that is an error, the others go on."""
         try:
             if isinstance(outcome, AnomalyError):
@@ -115,7 +116,7 @@ def _run(options: argparse.Namespace) -> int:
             categories.append(replace(category, tiles={}))
         except AnomalyError as error:
             log.error("%s", error)
-            failures.append(Failure(str(source), str(error)))
+            failures.append(Failure(source, str(error)))
 
     try:
         with machine.cluster(options) as cluster:
@@ -131,28 +132,66 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _one_by_one(
-    options: argparse.Namespace, take: Callable[[Path | str, Category | AnomalyError], None]
+    options: argparse.Namespace, take: Callable[[str, Category | AnomalyError], None]
 ) -> None:
     device, threads = machine.device_and_threads(options)
-    for source in options.model or options.config:
+    for source in sources(options):
         try:
             outcome: Category | AnomalyError = made(source, options, device, threads)
         except AnomalyError as error:
             outcome = error
-        take(source, outcome)
+        take(str(source), outcome)
 
 
-def made(source: Path | str, options: argparse.Namespace, device: Any, threads: int) -> Category:
+@dataclass(frozen=True)
+class Source:
+    """What a model to evaluate comes from.
+
+    Attributes:
+        named: a run or model folder, or a config, as the user named it.
+        product: one of the categories that the config lists; empty where it lists none.
+    """
+
+    named: str
+    product: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.named}: {self.product}" if self.product else self.named
+
+
+def sources(options: argparse.Namespace) -> list[Source]:
+    """The models that the options name: of a folder of runs or a list of categories, each."""
+    from anomaly.config.categories import by_product
+    from anomaly.config.files import load_config
+    from anomaly.model.folder import find_products
+
+    found: list[Source] = []
+    for folder in options.model or ():
+        with suppress(AnomalyError):  # said when it is evaluated
+            if products := find_products(folder):
+                found += [Source(str(folder / product)) for product in products]
+                continue
+        found.append(Source(str(folder)))
+    for config in options.config or ():
+        listed: Iterable[str] = ()
+        with suppress(AnomalyError):
+            listed = by_product(load_config(config, options.overrides))
+        found += [Source(config, product) for product in listed] or [Source(config)]
+    return found
+
+
+def made(source: Source, options: argparse.Namespace, device: Any, threads: int) -> Category:
     """Evaluate one model, which is trained first where the options name configs.
 
     Raises:
         AnomalyError: it can't be trained or evaluated.
     """
-    from anomaly.cli.trained import trained_run
+    from anomaly.cli.config_runs import trained_run
 
-    folder = Path(source)
+    folder = Path(source.named)
     if options.config:
-        folder = trained_run(str(source), options.overrides, options.runs, device, threads)
+        how = (options.overrides, options.runs, device, threads)
+        folder = trained_run(source.named, *how, product=source.product)
     return _evaluate(folder, options, device, threads)
 
 
