@@ -214,13 +214,22 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     return code
 
 
-def _say(rows: list[Row], total: int, output: Path, page: str) -> None:
+def _counted(rows: list[Row]) -> str:
+    """How many images have each verdict; empty where none has any."""
     counts = {v: sum(row.verdict == v for row in rows) for v in ("good", "review", "reject")}
+    if not any(counts.values()):
+        return ""
+    return f": {counts['good']} good, {counts['review']} to review, {counts['reject']} rejected"
+
+
+def _say(rows: list[Row], total: int, output: Path, page: str) -> None:
     scored = sum(row.status == "ok" for row in rows)
     said = ": no verdicts, for the model has no thresholds" if scored else ""
-    if any(counts.values()):
-        said = f": {counts['good']} good, {counts['review']} to review, {counts['reject']} rejected"
-    print(f"{scored} of {total} images scored{said}")
+    print(f"{scored} of {total} images scored{_counted(rows) or said}")
+    products = sorted({row.product for row in rows} - {""})
+    for product in products if len(products) > 1 else ():
+        mine = [row for row in rows if row.product == product]
+        print(f"  {product}: {len(mine)} images{_counted(mine)}")
     for row in [row for row in rows if row.verdict == "review" and row.reason][:5]:
         print(f"  review: {row.path}: {row.reason}")
     bad = [row for row in rows if row.status != "ok"]

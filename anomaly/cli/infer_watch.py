@@ -117,6 +117,7 @@ def _line(row: Row) -> str:
     else:
         said += f"{row.image_score:.4g}"
         said += f" = {row.image_score / row.threshold:.2f} x reject" if row.threshold else ""
+        said += f"  {row.product}" if row.product else ""
         said += f"  {row.path}" + (f": {row.reason}" if row.reason else "")
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)
     return f"{row.time[11:19]} UTC  {shown}"

@@ -77,7 +77,7 @@ def _check_sharing(folder: Path, products: Mapping[str, Path], precision: str | 
         ours, theirs = every[first], every[other]
         different = [
             f"{key} is {_said(ours.get(key))} in {first} and {_said(theirs.get(key))} in {other}"
-            for key in sorted(ours.keys() | theirs.keys())
+            for key in ours | theirs
             if ours.get(key) != theirs.get(key)
         ]
         if different:
@@ -99,10 +99,10 @@ def _shared(place: Path, precision: str | None) -> dict[str, Any]:
     every = dict(flat(settings))
     backbone = {k: v for k, v in manifest["backbone"].items() if k != "weights_licence"}
     return {
+        "model.kind": config.model.kind,
         "the engine": export["engine"] if export else "torch",
         "precision": precision or (export or manifest["made_with"])["precision"],
         "the images' aspect": manifest["aspect"],
-        "model.kind": config.model.kind,
         **{f"backbone.{key}": value for key, value in backbone.items()},
         **{key: every[key] for key in METHODS[config.model.kind].embedded_by},
         **dict(flat(settings["image"], "image.")),
