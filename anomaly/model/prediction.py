@@ -64,8 +64,8 @@ class Prediction:
 
     def __repr__(self) -> str:
         limit = "" if self.thresholds is None else f" (reject above {self.thresholds.image:.4g})"
-        verdict = f"{self.verdict}, " if self.verdict else ""
-        return f"<Prediction of {self.name}: {verdict}score {self.score:.4g}{limit}>"
+        said = "".join(f"{one}, " for one in (self.product, self.verdict) if one)
+        return f"<Prediction of {self.name}: {said}score {self.score:.4g}{limit}>"
 
     @property
     def name(self) -> str:
