@@ -6,6 +6,7 @@ import argparse
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +104,9 @@ def _run(options: argparse.Namespace) -> int:
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)
     categories: list[Category] = []
     failures: list[Failure] = []
+    sets: dict[Path, list[Category]] = {}
 
-    def take(source: str, outcome: Category | AnomalyError) -> None:
+    def take(source: Source, outcome: Category | AnomalyError) -> None:
         """Add what came of a model to the report; if that is an error, the others go on."""
         try:
             if isinstance(outcome, AnomalyError):
@@ -114,9 +116,11 @@ def _run(options: argparse.Namespace) -> int:
             print(f"{category.name}: {report}")
             # The pictures are in the report; only the figures are needed from here on.
             categories.append(replace(category, tiles={}))
+            if source.product:
+                sets.setdefault(Path(outcome.model).parent, []).append(categories[-1])
         except AnomalyError as error:
             log.error("%s", error)
-            failures.append(Failure(source, str(error)))
+            failures.append(Failure(str(source), str(error)))
 
     try:
         with machine.cluster(options) as cluster:
@@ -128,11 +132,44 @@ def _run(options: argparse.Namespace) -> int:
         # Whatever stopped the run, what was evaluated has its index.
         if categories:
             folder.finish(categories, failures)
+    for place, members in sets.items():
+        if len(members) > 1:
+            _tell_apart(place, members, options)
     return _say(categories, failures, options.output)
 
 
+def _tell_apart(folder: Path, members: Sequence[Category], options: argparse.Namespace) -> None:
+    """Say how many test images of each product are taken for another one.
+
+    Args:
+        folder: of the products' runs.
+        members: their evaluations.
+        options: of the command.
+    """
+    from anomaly.evaluation.telling import taken_for
+    from anomaly.model.product_folder import load
+    from anomaly.model.products import ProductSet
+
+    device, threads = machine.device_and_threads(options)
+    try:
+        products = load(folder, device)
+    except AnomalyError as error:
+        log.warning("which product an image shows can't be told: %s", error)
+        return
+    assert isinstance(products, ProductSet)
+    for category in members:
+        product = Path(category.model).name
+        samples = [one.sample for one in category.scored if one.image_score is not None]
+        with ProgressLine() as line:
+            progress = partial(line, f"{product}, telling")
+            counts = taken_for(products, samples, workers=threads, progress=progress)
+        others = [f"{count} for {name}" for name, count in counts.items() if name != product]
+        right = f"{counts[product]} of {counts.total()} test images are taken for it"
+        print(f"{product}: {', '.join([right, *others])}")
+
+
 def _one_by_one(
-    options: argparse.Namespace, take: Callable[[str, Category | AnomalyError], None]
+    options: argparse.Namespace, take: Callable[[Source, Category | AnomalyError], None]
 ) -> None:
     device, threads = machine.device_and_threads(options)
     for source in sources(options):
@@ -140,7 +177,7 @@ def _one_by_one(
             outcome: Category | AnomalyError = made(source, options, device, threads)
         except AnomalyError as error:
             outcome = error
-        take(str(source), outcome)
+        take(source, outcome)
 
 
 @dataclass(frozen=True)
@@ -148,8 +185,8 @@ class Source:
     """What a model to evaluate comes from.
 
     Attributes:
-        named: a run or model folder, or a config, as the user named it.
-        product: one of the categories that the config lists; empty where it lists none.
+        named: a run or model folder, a folder of runs, or a config, as the user named it.
+        product: one of those runs, or of the categories that the config lists; else empty.
     """
 
     named: str
@@ -169,7 +206,7 @@ def sources(options: argparse.Namespace) -> list[Source]:
     for folder in options.model or ():
         with suppress(AnomalyError):  # said when it is evaluated
             if products := find_products(folder):
-                found += [Source(str(folder / product)) for product in products]
+                found += [Source(str(folder), product) for product in products]
                 continue
         found.append(Source(str(folder)))
     for config in options.config or ():
@@ -188,7 +225,7 @@ def made(source: Source, options: argparse.Namespace, device: Any, threads: int)
     """
     from anomaly.cli.config_runs import trained_run
 
-    folder = Path(source.named)
+    folder = Path(source.named) / source.product
     if options.config:
         how = (options.overrides, options.runs, device, threads)
         folder = trained_run(source.named, *how, product=source.product)

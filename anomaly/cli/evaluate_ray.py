@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    options: argparse.Namespace, cluster: Cluster, take: Callable[[str, Outcome], None]
+    options: argparse.Namespace, cluster: Cluster, take: Callable[[Source, Outcome], None]
 ) -> None:
     """Evaluate every model that the options name.
 
@@ -59,7 +59,7 @@ def run(
                 outcome, (out, err) = outcomes.pop(taken)
                 print(out, end="")
                 print(err, end="", file=sys.stderr)
-                take(str(sources[taken]), outcome)
+                take(sources[taken], outcome)
                 taken += 1
 
         remedy = "start it again: what is trained is kept"

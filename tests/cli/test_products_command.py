@@ -4,11 +4,14 @@ import csv
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Command, result_files, train_products_arguments
+
+import anomaly
 
 PRODUCTS = ("disc", "stripes")
 
@@ -198,10 +201,20 @@ def test_each_product_is_checked_and_evaluated(
     code, out, err = command("evaluate", ["--config", config, "--output", output, *how])
     assert code == 0, err
     assert "trained" not in out
+    for product in PRODUCTS:
+        assert f"{product}: 6 of 6 test images are taken for it\n" in out
     figures = json.loads((output / "metrics.json").read_text())["categories"]
     assert list(figures) == list(PRODUCTS)
     arguments = ["--model", product_runs, "--output", tmp_path / "again"]
     assert command("evaluate", arguments)[0] == 0
+    few = anomaly.load(tmp_path / "runs" / "both" / "disc", "cpu")
+    replace(few, appearance=None).save(
+        tmp_path / "runs" / "both" / "disc" / "model", overwrite=True
+    )
+    arguments = ["--model", tmp_path / "runs" / "both", "--output", tmp_path / "few"]
+    code, out, err = command("evaluate", arguments)
+    assert code == 0
+    assert "can't be told" in err
     assert {f.name for f in (tmp_path / "again").iterdir()} >= {"index.html", *PRODUCTS}
 
 
