@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from anomaly.evaluation.recalibration import recalibrated as recalibrated
     from anomaly.evaluation.updating import updated as updated
     from anomaly.explain.score import explained as explained
-    from anomaly.model.checkpoint import load
     from anomaly.model.detector import AnomalyDetector
     from anomaly.model.fitting import fit
     from anomaly.model.prediction import Prediction
+    from anomaly.model.product_folder import load
     from anomaly.report.category import evaluate
     from anomaly.report.index import write_report as write_report
 
@@ -40,7 +40,7 @@ _HOME = {
     "Prediction": "model.prediction",
     "evaluate": "report.category",
     "fit": "model.fitting",
-    "load": "model.checkpoint",
+    "load": "model.product_folder",
     "load_config": "config.files",
     "open_dataset": "datasets",
 }

@@ -129,12 +129,9 @@ def inferred_seconds(run: Path, files: Sequence[Path], images: int) -> float:
     from anomaly.model.checkpoint import load
 
     model = load(run)
-    limits = model.thresholds
-    assert limits is not None
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder, Decoders(cores) as decoders:
-        pictures = Pictures(Path(folder), limits.pixel, review=limits.review_pixel)
-        decoders.begin(Task(model.loading, pictures))
+        decoders.begin(Task(model.loading, Pictures(Path(folder))))
         for count in (32, images):
             paths = list(itertools.islice(itertools.cycle(files), count))
             inputs = Inputs(paths, [f"{i}.png" for i in range(count)])

@@ -47,6 +47,7 @@ IN_PRODUCTION = {
 }
 MORE = {
     "data.format": "own-data.md#data-sets",
+    "data.category": "own-data.md#several-products",
     "image.bit_depth": "own-data.md#kinds-of-file",
     "image.region": "own-data.md#where-to-look",
     "image.ignore": "own-data.md#where-to-look",
@@ -125,7 +126,10 @@ def _row(key: str, field: dict[str, Any], about: str) -> str:
 
 def _values(field: dict[str, Any]) -> str:
     """Which values a field takes, in words."""
-    kind = next((k for k in field.get("anyOf", []) if k.get("type") != "null"), field)
+    kinds = [k for k in field.get("anyOf", []) if k.get("type") != "null"] or [field]
+    if len(kinds) > 1:
+        return " or ".join(map(_values, kinds))
+    kind = kinds[0]
     if "enum" in kind:
         return ", ".join(_code(value) for value in kind["enum"])
     if "$ref" in kind:

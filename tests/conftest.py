@@ -59,6 +59,24 @@ def write_product(root: Path, n_train: int = 12) -> Path:
     return root
 
 
+def write_stripes(root: Path, n_train: int = 12) -> Path:
+    """Another product, which looks like no disc: 96×120 pictures of bright stripes."""
+    for i in range(n_train + 3):
+        rng = np.random.default_rng(1000 + i)
+        picture = np.full((96, 120, 3), 90, dtype=np.float64)
+        picture[:, (np.arange(120) // 6 + i) % 2 == 0] = (60, 190, 220)
+        picture = np.clip(picture + rng.normal(0, 6, picture.shape), 0, 255)
+        split = "train" if i < n_train else "test"
+        file = root / split / "good" / f"{i:03}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        cv2.imwrite(str(file), picture.astype(np.uint8))
+        if split == "test":
+            picture[20:30, 50:60] = (30, 30, 220)
+            (root / "test" / "spot").mkdir(exist_ok=True)
+            cv2.imwrite(str(root / "test" / "spot" / file.name), picture.astype(np.uint8))
+    return root
+
+
 def result_files(folder: Path) -> dict[str, bytes]:
     """What `infer` has written, but for when it did so and how long that took."""
     from anomaly.files.csv_files import csv_rows, csv_text
@@ -83,6 +101,15 @@ def result_files(folder: Path) -> dict[str, bytes]:
 def product(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny product's folder; read only."""
     return write_product(tmp_path_factory.mktemp("data") / "disc")
+
+
+@pytest.fixture(scope="session")
+def two_products(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two products, `disc` and `stripes`; read only."""
+    root = tmp_path_factory.mktemp("products")
+    write_product(root / "disc")
+    write_stripes(root / "stripes")
+    return root
 
 
 Command = Callable[[str, Sequence[object]], tuple[int, str, str]]
@@ -128,6 +155,22 @@ def run_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     output = tmp_path_factory.mktemp("runs") / "disc"
     assert main(["train", *map(str, train_arguments(product, output))]) == 0
+    return output
+
+
+def train_products_arguments(root: Path, output: Path, *overrides: str) -> list[object]:
+    """Arguments of `train` for the two products below a folder."""
+    listed = (f"data.root={root}", "data.category=[disc, stripes]", "name=both")
+    return train_arguments(root / "disc", output, *listed, *overrides)
+
+
+@pytest.fixture(scope="session")
+def product_runs(two_products: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained PatchCore runs of both products in one folder; read only."""
+    from anomaly.cli import main
+
+    output = tmp_path_factory.mktemp("runs") / "both"
+    assert main(["train", *map(str, train_products_arguments(two_products, output))]) == 0
     return output
 
 

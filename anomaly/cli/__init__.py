@@ -139,13 +139,14 @@ def _check_paths(options: argparse.Namespace) -> None:
     Of several, one that is wrong is left to the command, which goes on with the others.
     """
     from anomaly.config.files import load_config
-    from anomaly.model.folder import find_model
+    from anomaly.model.folder import find_model, find_products
 
     model, config = (getattr(options, name, None) for name in ("model", "config"))
     if isinstance(model, list):
         model = model[0] if len(model) == 1 else None
     if model is not None:
-        find_model(model)
+        several = options.command in ("evaluate", "infer")
+        find_products(model) if several else find_model(model)
     if isinstance(config, list) and len(config) == 1:
         load_config(config[0], options.overrides)
 

@@ -12,6 +12,7 @@ from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
+    from anomaly.config.schema import Config
     from anomaly.datasets.faults import DataReport, Fault, SplitSummary
 
 _SHOWN = 5  # files of a fault
@@ -31,20 +32,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check one data set.
+    """Check one data set, or each of several products.
 
     Returns:
         0 all fine, 3 some files can't be used, 2 training or evaluation would be wrong.
     """
+    from anomaly.config.categories import by_product
     from anomaly.config.files import load_config
+    from anomaly.datasets.faults import Severity
+
+    config = load_config(options.config, options.overrides)
+    several = by_product(config)
+    found = [_checked(one) for one in (several.values() or [config])]
+    if options.json:
+        values = [_as_json(report, folder) for folder, report in found]
+        print(json.dumps(values if several else values[0], indent=2, ensure_ascii=False))
+    else:
+        shown = None if options.all else _SHOWN
+        texts = ["\n".join(_as_text(report, folder, shown)) for folder, report in found]
+        print("\n\n".join(texts))
+    reports = [report for _, report in found]
+    if any(report.has(Severity.WRONG) for report in reports):
+        return 2
+    return 3 if any(report.has(Severity.UNUSABLE) for report in reports) else 0
+
+
+def _checked(config: Config) -> tuple[str, DataReport]:
+    """A data set's folder, and what was found in it."""
     from anomaly.datasets import open_dataset
     from anomaly.datasets.check import Reading, check
-    from anomaly.datasets.faults import Severity
     from anomaly.imaging.shared_decoders import read_mask
     from anomaly.model.settings import region_of
     from anomaly.runtime import cores
 
-    config = load_config(options.config, options.overrides)
     data, image = config.data, config.image
     dataset = open_dataset(data.format, data.root, data.category)
     region = region_of(image, Path(), read_mask)
@@ -56,11 +76,7 @@ def run(options: argparse.Namespace) -> int:
             workers=cores(),
             progress=lambda done, total: progress("reading", done, total),
         )
-    if options.json:
-        print(json.dumps(_as_json(report, str(dataset.folder)), indent=2, ensure_ascii=False))
-    else:
-        print("\n".join(_as_text(report, str(dataset.folder), None if options.all else _SHOWN)))
-    return 2 if report.has(Severity.WRONG) else 3 if report.has(Severity.UNUSABLE) else 0
+    return str(dataset.folder), report
 
 
 def _as_json(report: DataReport, folder: str) -> dict[str, Any]:

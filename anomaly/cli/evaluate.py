@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from anomaly.cli.progress import ProgressLine
 from anomaly.errors import AnomalyError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from anomaly.report.category import Category, Failure
 
@@ -102,8 +104,9 @@ def _run(options: argparse.Namespace) -> int:
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)
     categories: list[Category] = []
     failures: list[Failure] = []
+    sets: dict[Path, list[Category]] = {}
 
-    def take(source: Path | str, outcome: Category | AnomalyError) -> None:
+    def take(source: Source, outcome: Category | AnomalyError) -> None:
         """Add what came of a model to the report; if that is an error, the others go on."""
         try:
             if isinstance(outcome, AnomalyError):
@@ -113,6 +116,8 @@ def _run(options: argparse.Namespace) -> int:
             print(f"{category.name}: {report}")
             # The pictures are in the report; only the figures are needed from here on.
             categories.append(replace(category, tiles={}))
+            if source.product:
+                sets.setdefault(Path(outcome.model).parent, []).append(categories[-1])
         except AnomalyError as error:
             log.error("%s", error)
             failures.append(Failure(str(source), str(error)))
@@ -127,14 +132,47 @@ def _run(options: argparse.Namespace) -> int:
         # Whatever stopped the run, what was evaluated has its index.
         if categories:
             folder.finish(categories, failures)
+    for place, members in sets.items():
+        if len(members) > 1:
+            _tell_apart(place, members, options)
     return _say(categories, failures, options.output)
 
 
+def _tell_apart(folder: Path, members: Sequence[Category], options: argparse.Namespace) -> None:
+    """Say how many test images of each product are taken for another one.
+
+    Args:
+        folder: of the products' runs.
+        members: their evaluations.
+        options: of the command.
+    """
+    from anomaly.evaluation.telling import taken_for
+    from anomaly.model.product_folder import load
+    from anomaly.model.products import ProductSet
+
+    device, threads = machine.device_and_threads(options)
+    try:
+        products = load(folder, device)
+    except AnomalyError as error:
+        log.warning("which product an image shows can't be told: %s", error)
+        return
+    assert isinstance(products, ProductSet)
+    for category in members:
+        product = Path(category.model).name
+        samples = [one.sample for one in category.scored if one.image_score is not None]
+        with ProgressLine() as line:
+            progress = partial(line, f"{product}, telling")
+            counts = taken_for(products, samples, workers=threads, progress=progress)
+        others = [f"{count} for {name}" for name, count in counts.items() if name != product]
+        right = f"{counts[product]} of {counts.total()} test images are taken for it"
+        print(f"{product}: {', '.join([right, *others])}")
+
+
 def _one_by_one(
-    options: argparse.Namespace, take: Callable[[Path | str, Category | AnomalyError], None]
+    options: argparse.Namespace, take: Callable[[Source, Category | AnomalyError], None]
 ) -> None:
     device, threads = machine.device_and_threads(options)
-    for source in options.model or options.config:
+    for source in sources(options):
         try:
             outcome: Category | AnomalyError = made(source, options, device, threads)
         except AnomalyError as error:
@@ -142,17 +180,55 @@ def _one_by_one(
         take(source, outcome)
 
 
-def made(source: Path | str, options: argparse.Namespace, device: Any, threads: int) -> Category:
+@dataclass(frozen=True)
+class Source:
+    """What a model to evaluate comes from.
+
+    Attributes:
+        named: a run or model folder, a folder of runs, or a config, as the user named it.
+        product: one of those runs, or of the categories that the config lists; else empty.
+    """
+
+    named: str
+    product: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.named}: {self.product}" if self.product else self.named
+
+
+def sources(options: argparse.Namespace) -> list[Source]:
+    """The models that the options name: of a folder of runs or a list of categories, each."""
+    from anomaly.config.categories import by_product
+    from anomaly.config.files import load_config
+    from anomaly.model.folder import find_products
+
+    found: list[Source] = []
+    for folder in options.model or ():
+        with suppress(AnomalyError):  # said when it is evaluated
+            if products := find_products(folder):
+                found += [Source(str(folder), product) for product in products]
+                continue
+        found.append(Source(str(folder)))
+    for config in options.config or ():
+        listed: Iterable[str] = ()
+        with suppress(AnomalyError):
+            listed = by_product(load_config(config, options.overrides))
+        found += [Source(config, product) for product in listed] or [Source(config)]
+    return found
+
+
+def made(source: Source, options: argparse.Namespace, device: Any, threads: int) -> Category:
     """Evaluate one model, which is trained first where the options name configs.
 
     Raises:
         AnomalyError: it can't be trained or evaluated.
     """
-    from anomaly.cli.trained import trained_run
+    from anomaly.cli.config_runs import trained_run
 
-    folder = Path(source)
+    folder = Path(source.named) / source.product
     if options.config:
-        folder = trained_run(str(source), options.overrides, options.runs, device, threads)
+        how = (options.overrides, options.runs, device, threads)
+        folder = trained_run(source.named, *how, product=source.product)
     return _evaluate(folder, options, device, threads)
 
 

@@ -21,6 +21,7 @@ from anomaly.runtime.actors import then
 from anomaly.runtime.dispatch import dispatch
 
 if TYPE_CHECKING:
+    from anomaly.cli.evaluate import Source
     from anomaly.report.category import Category
     from anomaly.runtime.actors import Actor, Cluster
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    options: argparse.Namespace, cluster: Cluster, take: Callable[[str | Path, Outcome], None]
+    options: argparse.Namespace, cluster: Cluster, take: Callable[[Source, Outcome], None]
 ) -> None:
     """Evaluate every model that the options name.
 
@@ -38,7 +39,9 @@ def run(
         cluster: where the workers are.
         take: called with each model, in order, and with what came of it.
     """
-    sources: Sequence[str | Path] = options.model or options.config
+    from anomaly.cli.evaluate import sources as sources_of
+
+    sources = sources_of(options)
     outcomes: dict[int, tuple[Outcome, Said]] = {}
     taken = 0
     options.threads = cluster.threads
@@ -70,7 +73,7 @@ class _Evaluator:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
 
-    def evaluate(self, source: str | Path | None) -> tuple[Outcome, Said] | None:
+    def evaluate(self, source: Source | None) -> tuple[Outcome, Said] | None:
         """Train and evaluate a model; without one, nothing."""
         if source is None:
             return None
@@ -97,7 +100,7 @@ class _Worker:
     def __init__(
         self,
         actor: Actor,
-        sources: Sequence[str | Path],
+        sources: Sequence[Source],
         outcomes: dict[int, tuple[Outcome, Said]],
     ) -> None:
         self._actor = actor

@@ -25,7 +25,15 @@ log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
-        "--model", type=Path, required=True, help="the run's folder, or its model/ folder"
+        "--model",
+        type=Path,
+        required=True,
+        help="the run's folder, or its model/ folder, or a folder of runs, one for each product",
+    )
+    parser.add_argument(
+        "--product",
+        metavar="NAME",
+        help="of a folder of runs: what all images show (default: each is told by how it looks)",
     )
     parser.add_argument(
         "--input", type=Path, nargs="+", default=[], help="image files and folders of them"
@@ -108,7 +116,13 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.errors import DataError
     from anomaly.files.output_lock import locked
     from anomaly.inference.outputs import Outputs
+    from anomaly.model.folder import find_products
 
+    products = find_products(options.model)
+    if options.product is not None:  # before torch is imported, which takes seconds
+        from anomaly.model.products import check_product
+
+        check_product(options.model, products, options.product)
     if options.manifest is not None:
         from anomaly.cli import infer_ray, infer_shard
 
@@ -150,11 +164,11 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     with Decoders(min(machine.wanted_threads(options), len(paths))) as decoders, Stopping() as stop:
         from anomaly.inference.journal import RunJournal, exit_code_of
         from anomaly.inference.outputs import infer_files
-        from anomaly.model.checkpoint import load
+        from anomaly.model.product_folder import load
         from anomaly.report.gallery import write_gallery
 
         device, _ = machine.device_and_threads(options)
-        model = load(options.model, device, options.precision)
+        model = load(options.model, device, options.precision, options.product)
         about = outputs.about(model, found.sha256)
         if is_complete:
             code = exit_code_of(options.output / DONE, about)
@@ -176,11 +190,14 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     page = ""
     if len(rows) == len(paths) and thumbnails is not None:
         named = ", ".join(map(str, options.input or [options.list]))
-        file = write_gallery(model, options.model, named, rows, options.output, thumbnails, about)
-        page = f", all on one page in {file}"
+        file = write_gallery(
+            model, options.model, named, lambda: rows, options.output, thumbnails, about
+        )
+        page = f", all on {'one page' if file.suffix else 'a page for each product'} in {file}"
     _say(rows, len(paths), options.output, page)
-    learned = frozenset(model.manifest["training_images"].values())
-    if known := sum(row.image_sha256 in learned for row in rows):
+    training = {p: one.manifest["training_images"].values() for p, one in model.models.items()}
+    learned = {product: frozenset(hashes) for product, hashes in training.items()}
+    if known := sum(row.image_sha256 in learned.get(row.product, ()) for row in rows):
         print(f"the model has learned from {known} of them: their verdicts say nothing of others")
     if len(rows) < len(paths):
         print("stopped; go on with --resume")
@@ -188,7 +205,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     scored = sum(row.status == "ok" for row in rows)
     code = 0 if scored == len(paths) else 3 if scored else 2
     when = {
-        "model_name": model.config.name,
+        "model_name": model.name,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "milliseconds": round(1000 * (time.perf_counter() - begun), 1),
     }
@@ -197,13 +214,22 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     return code
 
 
-def _say(rows: list[Row], total: int, output: Path, page: str) -> None:
+def _counted(rows: list[Row]) -> str:
+    """How many images have each verdict; empty where none has any."""
     counts = {v: sum(row.verdict == v for row in rows) for v in ("good", "review", "reject")}
+    if not any(counts.values()):
+        return ""
+    return f": {counts['good']} good, {counts['review']} to review, {counts['reject']} rejected"
+
+
+def _say(rows: list[Row], total: int, output: Path, page: str) -> None:
     scored = sum(row.status == "ok" for row in rows)
     said = ": no verdicts, for the model has no thresholds" if scored else ""
-    if any(counts.values()):
-        said = f": {counts['good']} good, {counts['review']} to review, {counts['reject']} rejected"
-    print(f"{scored} of {total} images scored{said}")
+    print(f"{scored} of {total} images scored{_counted(rows) or said}")
+    products = sorted({row.product for row in rows} - {""})
+    for product in products if len(products) > 1 else ():
+        mine = [row for row in rows if row.product == product]
+        print(f"  {product}: {len(mine)} images{_counted(mine)}")
     for row in [row for row in rows if row.verdict == "review" and row.reason][:5]:
         print(f"  review: {row.path}: {row.reason}")
     bad = [row for row in rows if row.status != "ok"]

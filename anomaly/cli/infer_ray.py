@@ -34,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
             dest=_everywhere(options.output),
             device=options.device,
             precision=options.precision,
+            product=options.product,
             threads=cluster.threads,
             pictures=infer_shard.pictures(options),
         )

@@ -58,12 +58,12 @@ def _run(
     from anomaly.errors import OutputError
     from anomaly.inference.parts import begin_job, chunks_done, say_counts, total_of
     from anomaly.inference.shards import infer_shard
-    from anomaly.model.checkpoint import load
+    from anomaly.model.product_folder import load
 
     dest = options.output
     with Stopping() as stop, tempfile.TemporaryDirectory(prefix="anomaly-out-") as folder:
         device, _ = machine.device_and_threads(options)
-        model = load(options.model, device, options.precision)
+        model = load(options.model, device, options.precision, options.product)
         outputs = pictures(options).outputs(model, dest, Path(folder))
         about = outputs.about(model, manifest.id)
         begin_job(dest, about)

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -39,21 +40,21 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
         from anomaly.inference.rows import Row
         from anomaly.inference.watch import WatchJournal, watch
         from anomaly.maps.thumbnails import Thumbnails
-        from anomaly.model.checkpoint import load
+        from anomaly.model.product_folder import load
         from anomaly.report.gallery import write_gallery
 
         device, _ = machine.device_and_threads(options)
-        model = load(options.model, device, options.precision)
+        model = load(options.model, device, options.precision, options.product)
         about = outputs.about(model)
         about["folders"] = sorted(str(folder.absolute()) for folder in options.input)
         journal = WatchJournal(
             options.output,
             about,
             regions=options.regions,
-            mm_per_pixel=model.config.image.mm_per_pixel,
+            mm_per_pixel=model.lead.config.image.mm_per_pixel,
         )
         outputs.write_scale(model)
-        decoders.begin(Task(model.loading, outputs.pictures(model)))
+        decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
         counts: Counter[str] = Counter()
         thumbnails = None if options.no_page else Thumbnails()
         log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
@@ -85,12 +86,15 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
         page = ""
         if thumbnails is not None:
             named = ", ".join(map(str, options.input))
-            with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
-                rows = (Row(**json.loads(line)) for line in lines)
-                file = write_gallery(
-                    model, options.model, named, rows, options.output, thumbnails, about
-                )
-            page = f", all on one page in {file}"
+
+            def rows() -> Iterator[Row]:
+                with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
+                    yield from (Row(**json.loads(line)) for line in lines)
+
+            file = write_gallery(
+                model, options.model, named, rows, options.output, thumbnails, about
+            )
+            page = f", all on {'one page' if file.suffix else 'a page for each product'} in {file}"
     remove_drafts(options.output)  # of decoding processes that were killed
     print(f"{_counted(counts)}; rows in {options.output / 'results.csv'}{page}")
     return 0 if counts["ok"] == _total(counts) else 3 if counts["ok"] else 2
@@ -113,6 +117,7 @@ def _line(row: Row) -> str:
     else:
         said += f"{row.image_score:.4g}"
         said += f" = {row.image_score / row.threshold:.2f} x reject" if row.threshold else ""
+        said += f"  {row.product}" if row.product else ""
         said += f"  {row.path}" + (f": {row.reason}" if row.reason else "")
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)
     return f"{row.time[11:19]} UTC  {shown}"

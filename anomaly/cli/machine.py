@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.errors import AnomalyError
+from anomaly.errors import AnomalyError, ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -170,6 +170,9 @@ def _named(options: argparse.Namespace) -> Sequence[Path]:
 
 
 def _is_exported(folder: Path) -> bool:
-    from anomaly.model.folder import EXPORT
+    from anomaly.model.folder import EXPORT, find_products
 
-    return any((place / EXPORT).exists() for place in (folder, folder / "model"))
+    with suppress(ModelError):  # said where it is loaded
+        places = find_products(folder).values() or (folder, folder / "model")
+        return any((place / EXPORT).exists() for place in places)
+    return False

@@ -94,9 +94,9 @@ def run(options: argparse.Namespace) -> int:
     _check_open(options, token)
     record, sinks = _record(options), _sinks(options)
     with locked(record.parent), Stopping() as stop:
+        from anomaly.model.folder import find_models
         from anomaly.service.bodies import Limits
         from anomaly.service.line import Line
-        from anomaly.service.lineup import find_models
         from anomaly.service.record import Keeping
         from anomaly.service.server import listening, serve
 

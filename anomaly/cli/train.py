@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from anomaly.cli import machine
+from anomaly.cli.config_runs import train_products
 from anomaly.cli.trained import train_and_say
 
 
@@ -24,25 +26,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train one model."""
+    """Train one model, or one for each of several products."""
     from anomaly.config.files import load_config
     from anomaly.datasets import open_dataset
     from anomaly.files.output_lock import locked
 
     config = load_config(options.config, options.overrides)
     output: Path = options.output or Path("runs") / config.name
+    data = config.data
     with locked(output):
         # Before torch is imported, which takes seconds.
-        dataset = open_dataset(config.data.format, config.data.root, config.data.category)
+        listed = data.category if isinstance(data.category, tuple) else [data.category]
+        datasets = [open_dataset(data.format, data.root, category) for category in listed]
         device, threads = machine.device_and_threads(options)
         with machine.cluster(options) as cluster:
-            return train_and_say(
-                config,
-                dataset,
-                output,
-                device=device,
-                threads=threads,
-                calibrate=not options.no_calibrate,
-                overwrite=options.overwrite,
-                cluster=cluster,
-            )
+            how: dict[str, Any] = {
+                "device": device,
+                "threads": threads,
+                "calibrate": not options.no_calibrate,
+                "overwrite": options.overwrite,
+                "cluster": cluster,
+            }
+            if isinstance(data.category, tuple):
+                return train_products(config, datasets, output, **how)
+            return train_and_say(config, datasets[0], output, **how)

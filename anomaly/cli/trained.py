@@ -34,6 +34,7 @@ def train_and_say(
     calibrate: bool = True,
     overwrite: bool = False,
     cluster: Cluster | None = None,
+    product: str = "",
 ) -> int:
     """Train one model, and print what came of it.
 
@@ -42,7 +43,11 @@ def train_and_say(
     """
     from anomaly.model.run_folder import train_run
 
-    with ProgressLine() as progress:
+    with ProgressLine() as line:
+
+        def progress(stage: str, done: int, total: int) -> None:
+            line(f"{product}, {stage}" if product else stage, done, total)
+
         training, summary = train_run(
             config,
             dataset,
@@ -56,31 +61,6 @@ def train_and_say(
         )
     _say(summary, output, training.detector.thresholds)
     return 3 if training.refused else 0
-
-
-def trained_run(
-    config_file: str, overrides: Sequence[str], runs: Path, device: torch.device, threads: int
-) -> Path:
-    """The run of a config, trained now unless it has been before.
-
-    Raises:
-        ConfigError: a run of this name was trained with other settings.
-        AnomalyError: training failed.
-    """
-    from anomaly.config.files import load_config
-    from anomaly.datasets import open_dataset
-    from anomaly.files.output_lock import locked
-    from anomaly.model.run_folder import check_same
-
-    config = load_config(config_file, overrides)
-    run = runs / config.name
-    with locked(run):  # it may be being trained
-        if (run / "model").exists():
-            check_same(run, config)
-        else:
-            dataset = open_dataset(config.data.format, config.data.root, config.data.category)
-            train_and_say(config, dataset, run, device=device, threads=threads)
-    return run
 
 
 def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -> None:

@@ -29,6 +29,8 @@ class Method:
             the coarsest first.
         one_grid: whether it learns each place of the image by itself, so that all images need one
             aspect and none can be cut into tiles.
+        embedded_by: keys of a config, dotted, that decide what patch embeddings are, besides those
+            of the backbone and of images.
         image_scores: names of `model.image_score` that it alone has, see `Scorer.image_scores`.
     """
 
@@ -37,6 +39,7 @@ class Method:
     arrays: str = ""
     stages: int = 2
     one_grid: bool = False
+    embedded_by: tuple[str, ...] = ()
     image_scores: tuple[str, ...] = ()
 
 
@@ -45,6 +48,7 @@ METHODS = {
         "PatchCore",
         "anomaly.scorers.patchcore.fitter",
         "anomaly.scorers.patchcore.array_bank",
+        embedded_by=("model.embedding",),
         image_scores=("reweighted",),
     ),
     "padim": Method(
@@ -53,6 +57,7 @@ METHODS = {
         "anomaly.scorers.padim.array_gaussian",
         stages=3,
         one_grid=True,
+        embedded_by=("model.dimensions", "model.projection", "seed"),
     ),
     "subspace": Method(
         "Subspace",

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from anomaly.config.categories import Categories
 from anomaly.config.methods import METHODS
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -27,8 +28,8 @@ class DataConfig(_Section):
     """What lies where."""
     root: Path | None = None
     """The folder with the images, or the CSV list; relative to the working directory."""
-    category: str | None = None
-    """A folder in `data.root` that holds the data set."""
+    category: Categories = None
+    """A folder in `data.root` that holds the data set; of a list, each has a model of its own."""
     mask_above: Annotated[int, Field(ge=0, lt=65535)] = 0
     """Mask values above this are defect."""
 

@@ -7,15 +7,16 @@ from collections.abc import Collection
 from pathlib import Path
 
 HEATMAPS, MASKS, MAPS = "heatmaps", "masks", "maps"
-SCALE = "heatmap_scale.png"
-PAGE = "results.html"
+# Of a run with one model, and of one with models of several products.
+SCALE, SCALES = "heatmap_scale.png", "heatmap_scales"
+PAGE, PAGES = "results.html", "pages"
 JOURNAL = "results.partial.jsonl"
 WATCHED = "results.watched.jsonl"
 DONE = "results.done.json"
 GOLDEN = "golden.json"
 JOB, PARTS = "results.job.json", "results.parts"
 # What shards write.
-SHARDED = (JOB, PARTS, HEATMAPS, SCALE, MASKS, MAPS)
+SHARDED = (JOB, PARTS, HEATMAPS, SCALE, SCALES, MASKS, MAPS)
 INFER = (
     "results.csv",
     "results.jsonl",
@@ -23,8 +24,10 @@ INFER = (
     "regions.csv",
     "parts.csv",
     PAGE,
+    PAGES,
     HEATMAPS,
     SCALE,
+    SCALES,
     MASKS,
     MAPS,
     JOURNAL,

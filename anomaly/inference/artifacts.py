@@ -32,6 +32,9 @@ class Shown:
         score: the image score.
         times: that, in multiples of the reject threshold; None without thresholds.
         small: pixels that a small copy of it may have; 0 for no copy.
+        limit: the anomaly map's value where marking starts; None takes the image's own highest
+            patch score, for models without thresholds: they have no masks, regions or 16-bit maps.
+        review: a lower value, which a heatmap outlines fainter; None for none.
     """
 
     heatmap: bool = True
@@ -39,6 +42,8 @@ class Shown:
     score: float = math.nan
     times: float | None = None
     small: int = 0
+    limit: float | None = None
+    review: float | None = None
 
 
 PLAIN = Shown()
@@ -63,9 +68,6 @@ class Pictures:
 
     Attributes:
         output: the folder for folders of heatmaps, masks and maps.
-        limit: the anomaly map's value where marking starts; None takes each image's own highest
-            patch score, for models without thresholds: they have no masks, regions or 16-bit maps.
-        review: a lower value, which a heatmap outlines fainter; None for none.
         beside: what the scores are, to show image, heatmap and colour bar side by side; None for
             the image under its heatmap alone.
         masks: whether to write predicted masks.
@@ -74,8 +76,6 @@ class Pictures:
     """
 
     output: Path
-    limit: float | None
-    review: float | None = None
     beside: str | None = None
     masks: bool = False
     regions: bool = False
@@ -99,7 +99,7 @@ class Pictures:
         if not (shown.heatmap or self.masks or self.regions or self.maps):
             return Drawn()
         anomaly_map = _held(found, image.size)
-        limit = float(np.nanmax(found.scores)) if self.limit is None else self.limit
+        limit = float(np.nanmax(found.scores)) if shown.limit is None else shown.limit
         # In a method of its own: of a large image the picture is gone before the map is encoded.
         small = self._write_heatmap(image, anomaly_map, limit, name, shown)
         if self.maps == "uint16":
@@ -126,7 +126,7 @@ class Pictures:
     def _heatmap(
         self, image: Image, anomaly_map: AnomalyMap, limit: float, shown: Shown
     ) -> RgbImage:
-        picture = heatmap(image, anomaly_map, limit, self.review)
+        picture = heatmap(image, anomaly_map, limit, shown.review)
         if self.beside is None:
             return picture
         caption = f"score {shown.score:.4g}"
@@ -134,7 +134,7 @@ class Pictures:
             caption += f" = {shown.times:.2f} x the reject threshold"
         if shown.verdict:
             caption = f"{shown.verdict}: {caption}"
-        return with_colour_bar(display(image), picture, limit, self.beside, self.review, caption)
+        return with_colour_bar(display(image), picture, limit, self.beside, shown.review, caption)
 
 
 def picture_exists(output: Path, name: str) -> bool:

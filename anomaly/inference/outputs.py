@@ -12,7 +12,7 @@ from anomaly import __version__
 from anomaly.datasets.inputs import Found, picture_names
 from anomaly.errors import OutputError
 from anomaly.files import storage
-from anomaly.files.own_outputs import INFER, JOURNAL, SCALE, WATCHED
+from anomaly.files.own_outputs import INFER, JOURNAL, SCALE, SCALES, WATCHED
 from anomaly.files.writing import claim, remove_drafts, write
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -33,7 +33,7 @@ from anomaly.maps.heatmap import encode_png
 from anomaly.maps.thumbnails import Thumbnails
 
 if TYPE_CHECKING:
-    from anomaly.model.detector import AnomalyDetector
+    from anomaly.model.products import AnyModel
 
 
 Heatmaps: TypeAlias = Literal["none", "reject", "all"]
@@ -93,7 +93,7 @@ class Outputs:
         remove_drafts(self.folder)
         return complete
 
-    def about(self, model: AnomalyDetector, images: str | None = None) -> dict[str, object]:
+    def about(self, model: AnyModel, images: str | None = None) -> dict[str, object]:
         """What the rows of a run depend on.
 
         Args:
@@ -105,19 +105,18 @@ class Outputs:
         return listed | {
             "model": model.model_id,
             "software version": __version__,
-            "device": str(model.device),
-            "engine": model.extractor.engine,
-            "precision": model.extractor.precision,
+            "device": str(model.lead.device),
+            "engine": model.lead.extractor.engine,
+            "precision": model.lead.extractor.precision,
             "set of outputs": [self.heatmaps, *names, *([self.maps] if self.maps else [])],
         }
 
-    def pictures(self, model: AnomalyDetector) -> Pictures:
+    def pictures(self, model: AnyModel) -> Pictures:
         """What is written for each image.
 
         Raises:
-            OutputError: the model has no thresholds, which some of it needs.
+            OutputError: a model has no thresholds, which some of it needs.
         """
-        thresholds = model.thresholds
         asked = {
             "--masks": self.masks,
             "--regions": self.regions,
@@ -125,31 +124,32 @@ class Outputs:
             "--heatmap reject": self.heatmaps == "reject",
         }
         needing = [name for name, wanted in asked.items() if wanted]
-        if thresholds is None and needing:
+        if needing and not have_thresholds(model):
             raise OutputError(
                 f"{', '.join(needing)}: the model has no thresholds; train it without "
                 "--no-calibrate"
             )
         return Pictures(
             self.folder,
-            None if thresholds is None else thresholds.pixel,
-            review=None if thresholds is None else thresholds.review_pixel,
-            beside=model.unit if self.side_by_side else None,
+            beside=model.lead.unit if self.side_by_side else None,
             masks=self.masks,
             regions=self.regions,
             maps=self.maps,
         )
 
-    def write_scale(self, model: AnomalyDetector) -> None:
-        """Write what the heatmaps' colours mean, once: it is the same for every picture.
+    def write_scale(self, model: AnyModel) -> None:
+        """Write what the heatmaps' colours mean, once: it is the same for every picture of a model.
 
         Raises:
             OutputError: no room, no permission.
         """
-        thresholds = model.thresholds
-        if thresholds is not None and self.heatmaps != "none":
-            bar = colour_bar(480, thresholds.pixel, model.unit, thresholds.review_pixel)
-            write(self.folder / SCALE, encode_png(bar))
+        several = len(model.models) > 1
+        for product, one in model.models.items():
+            thresholds = one.thresholds
+            if thresholds is not None and self.heatmaps != "none":
+                bar = colour_bar(480, thresholds.pixel, one.unit, thresholds.review_pixel)
+                place = self.folder / SCALES / f"{product}.png" if several else self.folder / SCALE
+                write(place, encode_png(bar))
 
     def write_tables(
         self, journal: RunJournal, groups: Mapping[str, str], mm_per_pixel: float | None
@@ -199,7 +199,7 @@ class ShardPictures:
     masks: bool = False
     maps: MapFiles | None = None
 
-    def outputs(self, model: AnomalyDetector, dest: str, folder: Path) -> Outputs:
+    def outputs(self, model: AnyModel, dest: str, folder: Path) -> Outputs:
         """What a process writes.
 
         Args:
@@ -209,15 +209,20 @@ class ShardPictures:
         """
         return Outputs(
             storage.local(dest) or folder,
-            heatmaps=self.heatmaps or ("none" if model.thresholds is None else "reject"),
+            heatmaps=self.heatmaps or ("reject" if have_thresholds(model) else "none"),
             side_by_side=self.side_by_side,
             masks=self.masks,
             maps=self.maps,
         )
 
 
+def have_thresholds(model: AnyModel) -> bool:
+    """Whether all models that may score an image have thresholds."""
+    return all(one.thresholds is not None for one in model.models.values())
+
+
 def infer_files(
-    model: AnomalyDetector,
+    model: AnyModel,
     found: Found,
     folders: Sequence[Path],
     outputs: Outputs,
@@ -250,7 +255,7 @@ def infer_files(
     paths = found.paths
     inputs = Inputs(paths, picture_names(paths, folders), outputs.heatmaps)
     thumbnails = Thumbnails(len(paths)) if outputs.page else None
-    decoders.begin(Task(model.loading, outputs.pictures(model)))
+    decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
     failure: OutputError | None = None
     try:
         with journal:
@@ -269,7 +274,7 @@ def infer_files(
     finally:
         # Whatever stopped the run, the rows that exist are kept.
         try:
-            mm_per_pixel = model.config.image.mm_per_pixel
+            mm_per_pixel = model.lead.config.image.mm_per_pixel
             outputs.write_tables(journal, found.groups, mm_per_pixel)
         except OutputError as error:
             failure = failure or error

@@ -30,6 +30,7 @@ class RayJob:
         dest: where parts and pictures go.
         device: as `--device`.
         precision: instead of the model's own; None for that.
+        product: that all images show, where there are models of several; None tells each image's.
         threads: of each worker.
         pictures: which to write.
     """
@@ -39,6 +40,7 @@ class RayJob:
     dest: str
     device: str = "auto"
     precision: str | None = None
+    product: str | None = None
     threads: int = 1
     pictures: ShardPictures = field(default_factory=ShardPictures)
 
@@ -83,7 +85,7 @@ class _Scorer:
         import cv2
 
         from anomaly.imaging.decoder_pool import Decoders
-        from anomaly.model.checkpoint import load
+        from anomaly.model.product_folder import load
         from anomaly.runtime import use_threads
         from anomaly.runtime.memory import keep_memory
 
@@ -92,7 +94,7 @@ class _Scorer:
         use_threads(job.threads)
         cv2.setNumThreads(1)
         self._manifest = read_manifest(job.manifest)
-        self._model = load(job.model, job.device, job.precision)
+        self._model = load(job.model, job.device, job.precision, job.product)
         self._folder = tempfile.TemporaryDirectory(prefix="anomaly-out-")
         folder = Path(self._folder.name)
         self._outputs = job.pictures.outputs(self._model, job.dest, folder)

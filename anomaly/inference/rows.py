@@ -20,8 +20,8 @@ from anomaly.maps.regions import MarkedRegion
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from anomaly.model.detector import AnomalyDetector
     from anomaly.model.prediction import Prediction
+    from anomaly.model.products import AnyModel
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Row:
         milliseconds: from when the file began to be read until its pictures were on disk; it shares
             a batch, and so it waits for others in between.
         engine: what computed: `torch`, or the engine that the model was exported for.
+        product: which of several products it was scored as; empty where a single model scored it,
+            and where there is no score and nobody says which.
     """
 
     path: str
@@ -69,11 +71,12 @@ class Row:
     time: str = ""
     milliseconds: float | None = None
     engine: str = "torch"
+    product: str = ""
 
 
 def row_of(
     result: Prediction | UnusableImage,
-    model: AnomalyDetector,
+    model: AnyModel,
     path: str,
     begun: float,
     heatmap: str = "",
@@ -82,13 +85,15 @@ def row_of(
 
     Args:
         result: what became of it.
-        model: said so.
+        model: said so, or one of those in it.
         path: what the row calls the image.
         begun: when it was begun, by `time.perf_counter`.
         heatmap: picture, relative to the output folder; empty where there is none.
     """
     scored = None if isinstance(result, UnusableImage) else result
-    limits = model.thresholds
+    product = model.only_product if scored is None else scored.product
+    by = model.models.get(product)
+    limits = None if by is None else by.thresholds
     return Row(
         path=path,
         image_sha256="" if scored is None else scored.sha256,
@@ -99,14 +104,15 @@ def row_of(
         threshold=None if limits is None else limits.image,
         verdict="" if scored is None else scored.verdict,
         heatmap=heatmap,
-        model_id=model.model_id,
+        model_id=(by or model).model_id,
         software_version=__version__,
         threshold_label="" if limits is None else limits.label,
         reason=result.reason,
-        model_name=model.config.name,
+        model_name=(by or model).name,
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
         milliseconds=round(1000 * (time.perf_counter() - begun), 1),
-        engine=model.extractor.engine,
+        engine=model.lead.extractor.engine,
+        product=product,
     )
 
 

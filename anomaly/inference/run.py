@@ -18,8 +18,8 @@ from anomaly.inference.artifacts import Drawn, Shown
 from anomaly.inference.journal import Finished, Record
 from anomaly.inference.rows import Row, row_of
 from anomaly.maps.thumbnails import Thumbnails
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
+from anomaly.model.products import AnyModel
 from anomaly.prefetch import StoppedError
 from anomaly.scorers.base import Progress
 
@@ -46,7 +46,7 @@ class Inputs:
 
 
 def infer(
-    model: AnomalyDetector,
+    model: AnyModel,
     inputs: Inputs,
     record: Record,
     decoders: Decoders,
@@ -80,7 +80,7 @@ def infer(
 class _Run:
     def __init__(
         self,
-        model: AnomalyDetector,
+        model: AnyModel,
         inputs: Inputs,
         record: Record,
         decoders: Decoders,
@@ -108,7 +108,7 @@ class _Run:
         new = [index for index in range(len(paths)) if index not in self._record.done]
         items = self._inputs.brought((i, self._begin(i)) for i in new)
         loaded = self._decoders.load_all(items, self._stopped)
-        batches = by_shape(detector.fitting(loaded), detector.config.batch_size)
+        batches = by_shape(detector.fitting(loaded), detector.lead.config.batch_size)
         try:
             results = detector.predict_batches(self._noted(batches))
             for done, result in enumerate(results, 1):
@@ -190,14 +190,22 @@ class _Run:
         return Finished(prediction.index, row, drawn.regions)
 
     def _shown(self, result: Prediction) -> Shown:
-        thresholds = self._model.thresholds
+        thresholds = result.thresholds
         verdict, wanted = result.verdict, self._inputs.heatmaps
         drawn = wanted == "all" or (wanted == "reject" and verdict != "good")
         times = result.score / thresholds.image if thresholds and thresholds.image else None
         small = 0
         if self._thumbnails and self._thumbnails.wants(bool(result.reason), result.score):
             small = self._thumbnails.pixels
-        return Shown(drawn, verdict, result.score, times, small)
+        return Shown(
+            drawn,
+            verdict,
+            result.score,
+            times,
+            small,
+            limit=None if thresholds is None else thresholds.pixel,
+            review=None if thresholds is None else thresholds.review_pixel,
+        )
 
     def _row(self, result: Prediction | UnusableImage, heatmap: str = "") -> Row:
         begun = self._begun.pop(result.index)

@@ -20,7 +20,7 @@ from anomaly.inference.journal import Finished, Journal
 from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lines, region_rows
 from anomaly.inference.run import Inputs, infer
 from anomaly.maps.thumbnails import Thumbnails
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.products import AnyModel
 
 _POLL_SECONDS = 0.5
 # Looking into the folders takes at most this share of the time.
@@ -179,7 +179,7 @@ class WatchJournal(Journal):
 
 
 def watch(
-    model: AnomalyDetector,
+    model: AnyModel,
     folders: list[Path],
     output: Path,
     journal: WatchJournal,

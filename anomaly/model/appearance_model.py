@@ -117,7 +117,7 @@ class AppearanceModel:
                     f"{name} {value:.3g} is far outside the training images' {seen}"
                     f" ({_CAUSES[name, side]}?)"
                 )
-        distance = float(_root_mean_square(one.mean_embedding() - self.mean)) / self.spread
+        distance = self.distance(one)
         if distance > max(_LEAST_DISTANCE, _FARTHER * self.seen_distance):
             return (
                 f"as a whole it is {distance:.2g} from the training images, which are "
@@ -125,6 +125,10 @@ class AppearanceModel:
                 "(another product, or turned or cut out differently?)"
             )
         return ""
+
+    def distance(self, one: Appearance) -> float:
+        """How far an image's mean embedding is from the training images', in spreads."""
+        return float(_root_mean_square(one.mean_embedding() - self.mean)) / self.spread
 
     def tensors(self) -> dict[str, Floats]:
         """Everything that has to be saved, by name."""

@@ -46,11 +46,17 @@ from anomaly.runtime import CPU, device_of, has_bf16
 if TYPE_CHECKING:
     import torch
 
+    from anomaly.features.extractor import FeatureExtractor
+
 log = logging.getLogger(__name__)
 
 
 def load(
-    folder: str | Path, device: str | torch.device = "auto", precision: str | None = None
+    folder: str | Path,
+    device: str | torch.device = "auto",
+    precision: str | None = None,
+    *,
+    like: AnomalyDetector | None = None,
 ) -> AnomalyDetector:
     """Read a model folder, checking every file against the manifest.
 
@@ -59,6 +65,7 @@ def load(
         device: where the network and the scorer go: `auto` (the GPU where there is one), `cpu`,
             `cuda`, or a torch device.
         precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
+        like: a model of the same network, which is then in memory once; None to read it.
 
     Raises:
         AnomalyError: a GPU was asked for and isn't there; or the model isn't an exported one, and
@@ -70,13 +77,13 @@ def load(
     manifest, export = read_manifest(folder), read_export(folder)
     chosen = _device(folder, export, device)
     check_files(folder, files_of(manifest, export), [EXPORT] if export else [])
-    config = _config(folder, manifest)
-    network = _exported(folder, manifest, export, precision) if export else None
+    config = config_in(folder, manifest)
+    network = _exported(folder, manifest, export, precision, like) if export else None
     try:
         stages = (
             exported_stages(network, folder, config)
             if network
-            else _computed_stages(folder, manifest, config, chosen, precision)
+            else _computed_stages(folder, manifest, config, chosen, precision, like)
         )
         looks = folder / USUAL
         appearance = AppearanceModel.from_tensors(load_file(looks)) if looks.is_file() else None
@@ -122,7 +129,11 @@ def _device(
 
 
 def _exported(
-    folder: Path, manifest: dict[str, Any], export: dict[str, Any], precision: str | None
+    folder: Path,
+    manifest: dict[str, Any],
+    export: dict[str, Any],
+    precision: str | None,
+    like: AnomalyDetector | None,
 ) -> ExportedNetwork:
     """The exported network, asked for nothing but what it was compared in."""
     if precision not in (None, export["precision"]):
@@ -130,6 +141,8 @@ def _exported(
             f"{folder} was exported in {export['precision']}; to have it in {precision}, export "
             f"the model again with --precision {precision}"
         )
+    if like is not None and isinstance(like.extractor, ExportedNetwork):
+        return like.extractor
     return open_network(folder, manifest, export)
 
 
@@ -139,12 +152,37 @@ def _computed_stages(
     config: Config,
     device: torch.device,
     precision: str | None,
+    like: AnomalyDetector | None,
 ) -> dict[str, Any]:
     """A detector's stages in torch: the truncated network with its weights, and the scorer."""
     from safetensors.torch import load_file
 
+    from anomaly.features.backbones import Normalisation
+
+    network = like.extractor if like else _extractor(folder, manifest, config, device, precision)
+    backbone = manifest["backbone"]
+    # Copies: a mapped file that somebody writes over takes the process with it.
+    known = {name: values.clone() for name, values in load_file(folder / SCORER).items()}
+    return {
+        "extractor": network,
+        "normalise": Normalisation(tuple(backbone["mean"]), tuple(backbone["std"])),
+        "scorer": scorer_of(config, known, device),
+        "device": device,
+    }
+
+
+def _extractor(
+    folder: Path,
+    manifest: dict[str, Any],
+    config: Config,
+    device: torch.device,
+    precision: str | None,
+) -> FeatureExtractor:
+    """The truncated network with its weights."""
+    from safetensors.torch import load_file
+
     from anomaly.features.backbone_weights import load_state
-    from anomaly.features.backbones import Normalisation, build
+    from anomaly.features.backbones import build
     from anomaly.features.extractor import truncate
 
     backbone = manifest["backbone"]
@@ -152,20 +190,14 @@ def _computed_stages(
     agree(folder, "channels", backbone["channels"], list(truncated.channels))
     agree(folder, "strides", backbone["strides"], list(truncated.strides))
     agree(folder, "patch", backbone.get("patch"), truncated.extractor().patch)
-    # Copies: a mapped file that somebody writes over takes the process with it.
+    # Copies, as of the scorer's tensors.
     state = {name: values.clone() for name, values in load_file(folder / BACKBONE).items()}
-    known = {name: values.clone() for name, values in load_file(folder / SCORER).items()}
     full = build(config.backbone.name)
     load_state(truncated.network, state, full, str(folder / BACKBONE))
-    return {
-        "extractor": truncated.extractor().to(device, _precision(config, device, precision)),
-        "normalise": Normalisation(tuple(backbone["mean"]), tuple(backbone["std"])),
-        "scorer": scorer_of(config, known, device),
-        "device": device,
-    }
+    return truncated.extractor().to(device, _precision(config, device, precision))
 
 
-def _config(folder: Path, manifest: dict[str, Any]) -> Config:
+def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
     """The settings in a model folder, which repeat some of what its manifest says."""
     file = folder / "config.yaml"
     try:

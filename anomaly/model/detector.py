@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any
 
 from anomaly.config.methods import METHODS
-from anomaly.errors import ImageError
-from anomaly.imaging.given import AxisOrder, Channels, Given, ImageLike, is_one, sources
-from anomaly.imaging.preprocessing import UnusableImage, by_shape
-from anomaly.imaging.shared_decoders import load_shared
-from anomaly.model.prediction import Prediction
+from anomaly.imaging.given import AxisOrder, Channels, ImageLike
+from anomaly.model.appearance import Appearance
+from anomaly.model.predictor import Predictor
 from anomaly.model.saving import save
 from anomaly.model.scoring import ScoringPipeline
 
 if TYPE_CHECKING:
     from anomaly.explain.score import Explanation
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, eq=False)
-class AnomalyDetector(ScoringPipeline):
+class AnomalyDetector(ScoringPipeline, Predictor):
     """A trained detector, made by `anomaly.fit` or `anomaly.load`. Threads may share it.
 
     Nothing in it changes: `calibrate` returns another one.
@@ -50,6 +45,24 @@ class AnomalyDetector(ScoringPipeline):
         return f"<AnomalyDetector {self.config.name}: {said}>"
 
     @property
+    def models(self) -> Mapping[str, AnomalyDetector]:
+        """Itself, by an empty name."""
+        return {"": self}
+
+    def told(self, look: Appearance) -> tuple[str, str]:
+        """Itself, by an empty name, and why a person has to look at an image, if so.
+
+        Args:
+            look: the image as a whole.
+        """
+        return "", self.reason_to_look(look)
+
+    @property
+    def name(self) -> str:
+        """The model's name in its config."""
+        return self.config.name
+
+    @property
     def method(self) -> str:
         """The method's name in the literature."""
         return METHODS[self.config.model.kind].title
@@ -58,99 +71,6 @@ class AnomalyDetector(ScoringPipeline):
     def unit(self) -> str:
         """What the scores are, for people."""
         return self.scorer.unit
-
-    @overload
-    def predict(  # type: ignore[overload-overlap]  # a str is a collection, too
-        self,
-        images: ImageLike,
-        *,
-        channels: Channels = "rgb",
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
-    ) -> Prediction: ...
-
-    @overload
-    def predict(
-        self,
-        images: Iterable[ImageLike],
-        *,
-        channels: Channels = "rgb",
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
-    ) -> list[Prediction]: ...
-
-    def predict(
-        self,
-        images: ImageLike | Iterable[ImageLike],
-        *,
-        channels: Channels = "rgb",
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
-    ) -> Prediction | list[Prediction]:
-        """Score one image, or several.
-
-        An image is a path, an array (H, W) or (H, W, 3) of uint8, uint16 or floats, a PIL image, or
-        a torch tensor. The pixels of an array and a lossless file of the same score the same.
-
-        Args:
-            images: one image, or a list of images.
-            channels: order of an array's colours: `rgb`, or `bgr` as OpenCV gives them.
-            full_scale: an array's value that means white; floats have to state it. By default 255
-                for uint8 and 65535, or what the model's `image.bit_depth` says, for uint16.
-            layout: an array's axes, `HW`, `HWC` or `CHW`; tensors have to state them.
-
-        Returns:
-            One prediction for one image; for several a list in their order.
-
-        Raises:
-            ImageError: an image can't be used; says which and why. `stream` goes on instead.
-            DataError: `channels`, `full_scale` or `layout` isn't a legal value.
-        """
-        given = self._given(channels, full_scale, layout)
-        if is_one(images):
-            (result,) = map(_scored, self._results([images], given))
-            return result
-        every = map(_scored, self._results(cast(Iterable[ImageLike], images), given))
-        return sorted(every, key=lambda one: one.index)
-
-    def stream(
-        self,
-        images: Iterable[ImageLike],
-        *,
-        on_error: Callable[[ImageLike, ImageError], object] | None = None,
-        channels: Channels = "rgb",
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
-    ) -> Iterator[Prediction]:
-        """Score many images, one after the other, and go on where one can't be used.
-
-        Args:
-            images: as for `predict`; read only a few batches ahead of what is yielded.
-            on_error: called with each image that can't be used, and the ImageError that says why.
-                By default that is logged as a warning.
-            channels: order of an array's colours, as for `predict`.
-            full_scale: an array's value that means white, as for `predict`.
-            layout: an array's axes, as for `predict`.
-
-        Yields:
-            A prediction for each image that can be used. Images of several shapes may come in
-            another order; `index` is the place among `images`.
-        """
-        waiting: dict[int, ImageLike] = {}
-
-        def noted() -> Iterator[ImageLike]:
-            for index, image in enumerate(images):
-                waiting[index] = image
-                yield image
-
-        for result in self._results(noted(), self._given(channels, full_scale, layout)):
-            image = waiting.pop(result.index)
-            if isinstance(result, Prediction):
-                yield result
-            elif on_error is not None:
-                on_error(image, ImageError(result.reason, result.status))
-            else:
-                log.warning("skipped: %s", result.reason)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> str:
         """Write the model folder; it appears under its name complete, or not at all.
@@ -280,21 +200,3 @@ class AnomalyDetector(ScoringPipeline):
         from anomaly import explained
 
         return explained(self, image, self._given(channels, full_scale, layout), good)
-
-    def _given(
-        self, channels: Channels, full_scale: float | None, layout: AxisOrder | None
-    ) -> Given:
-        image = self.config.image
-        return Given(channels, full_scale, layout, image.bit_depth, image.max_pixels)
-
-    def _results(
-        self, images: Iterable[ImageLike], given: Given
-    ) -> Iterator[Prediction | UnusableImage]:
-        loaded = self.fitting(load_shared(sources(images, given), self.loading))
-        return self.predict_batches(by_shape(loaded, self.config.batch_size))
-
-
-def _scored(result: Prediction | UnusableImage) -> Prediction:
-    if isinstance(result, UnusableImage):
-        raise ImageError(result.reason, result.status)
-    return result

@@ -32,14 +32,18 @@ def find_model(folder: str | Path, *, exported: bool = True) -> Path:
         ModelError: there is none.
     """
     folder = Path(folder)
-    for candidate in (folder / "model", folder):
-        if (candidate / MANIFEST).is_file():
-            if not exported and (candidate / EXPORT).exists():
-                raise ModelError(
-                    f"{candidate} is an exported model, which stays as it is; give the model "
-                    "folder that it was exported from, and export that again"
-                )
-            return candidate
+    if (found := _model_at(folder)) is not None:
+        if not exported and (found / EXPORT).exists():
+            raise ModelError(
+                f"{found} is an exported model, which stays as it is; give the model "
+                "folder that it was exported from, and export that again"
+            )
+        return found
+    if inside := _models_inside(folder):
+        raise ModelError(
+            f"{folder} holds several models ({', '.join(inside)}); give one of them, "
+            f"{folder / next(iter(inside))} say"
+        )
     if not folder.exists():
         raise ModelError(
             f"no model at {folder}: there is nothing of that name{like(folder)}; train one first"
@@ -48,6 +52,52 @@ def find_model(folder: str | Path, *, exported: bool = True) -> Path:
         f"{folder} holds no model (no {MANIFEST} in it or in its model/); "
         "give the folder that `train` wrote"
     )
+
+
+def find_models(folder: Path) -> dict[str, Path]:
+    """The models in a folder: each subfolder that is one or is a run, else the folder itself.
+
+    Returns:
+        Their folders by name, which is the subfolder's.
+
+    Raises:
+        ModelError: there is none.
+    """
+    return _models_inside(folder) or {folder.absolute().name: find_model(folder)}
+
+
+def find_products(folder: str | Path) -> dict[str, Path]:
+    """The models of a folder that isn't one itself, by product; empty for a model or a run.
+
+    Raises:
+        ModelError: there is none.
+    """
+    folder = Path(folder)
+    if _model_at(folder) is None and (found := _models_inside(folder)):
+        return found
+    find_model(folder)
+    return {}
+
+
+def _models_inside(folder: Path) -> dict[str, Path]:
+    """The model folders of the subfolders that are one or are a run, by the subfolder's name."""
+    try:
+        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    except OSError:  # not ours to read
+        return {}
+    found = {
+        entry.name: _model_at(entry)
+        for entry in entries
+        if entry.is_dir() and entry.name != "model" and not entry.name.startswith(".")
+    }
+    return {name: place for name, place in found.items() if place is not None}
+
+
+def _model_at(folder: Path) -> Path | None:
+    for candidate in (folder / "model", folder):
+        if (candidate / MANIFEST).is_file():
+            return candidate
+    return None
 
 
 def check_files(

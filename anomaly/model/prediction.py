@@ -42,7 +42,9 @@ class Prediction:
         loading: how the image was turned into the network's input, what of it counts included.
         thresholds: the model's; None where it has none.
         reason: why a person has to look whatever the score: the image isn't like the training
-            images at all, or it is blank. Empty where neither is so.
+            images at all, it is blank, or it looks like another product than the one that was
+            named. Empty where nothing of that is so.
+        product: that it was scored as; empty for a model that isn't one of several.
     """
 
     index: int
@@ -58,11 +60,12 @@ class Prediction:
     loading: Loading
     thresholds: Thresholds | None = None
     reason: str = ""
+    product: str = ""
 
     def __repr__(self) -> str:
         limit = "" if self.thresholds is None else f" (reject above {self.thresholds.image:.4g})"
-        verdict = f"{self.verdict}, " if self.verdict else ""
-        return f"<Prediction of {self.name}: {verdict}score {self.score:.4g}{limit}>"
+        said = "".join(f"{one}, " for one in (self.product, self.verdict) if one)
+        return f"<Prediction of {self.name}: {said}score {self.score:.4g}{limit}>"
 
     @property
     def name(self) -> str:

@@ -123,8 +123,13 @@ def training_record(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def check_same(run: Path, config: Config) -> None:
+def check_same(run: Path, config: Config, remedy: str = "") -> None:
     """See that a run was trained with the settings of a config, on its data set.
+
+    Args:
+        run: its folder.
+        config: the settings.
+        remedy: what to do where it wasn't; by default that of a command with --runs.
 
     Raises:
         ConfigError: it wasn't, or what it was trained with can't be read.
@@ -146,8 +151,12 @@ def check_same(run: Path, config: Config) -> None:
         before["precision"] = now["precision"]
     if different := differences(before, now):
         raise ConfigError(
-            f"{run} was trained with other settings ({different}); give another --runs folder, "
-            f"another name (--set name=…), or evaluate it as it is with --model {run}"
+            f"{run} was trained with other settings ({different}); "
+            + (
+                remedy
+                or "give another --runs folder, another name (--set name=…), or evaluate it as it "
+                f"is with --model {run}"
+            )
         )
 
 

@@ -1,12 +1,11 @@
-"""ScoringPipeline: the stages from images to predictions, wired to one another."""
+"""ScoringPipeline: the stages from network inputs to predictions, wired to one another."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -16,28 +15,16 @@ from anomaly.arrays import Array, as_numpy, module_of
 from anomaly.calibration import Thresholds
 from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
-from anomaly.errors import DataError, ImageError
 from anomaly.features.exported import ExportedNetwork
 from anomaly.features.inside import inside_of
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.geometry import AnyView, Tiling
-from anomaly.imaging.image import Image
-from anomaly.imaging.preprocessing import (
-    Loaded,
-    Loading,
-    UnusableImage,
-    by_shape,
-    refusal,
-    refuse_missed,
-)
+from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.preprocessing import Loaded, Loading
 from anomaly.imaging.region import Region
 from anomaly.model.appearance import Appearance, appearances_of
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.image_score import image_scores, network_map, with_border_damped
 from anomaly.model.prediction import Prediction
 from anomaly.model.settings import loading_of
-from anomaly.runtime import in_parallel, take_threads
 from anomaly.scorers.base import PatchScores
 
 if TYPE_CHECKING:
@@ -48,12 +35,41 @@ if TYPE_CHECKING:
     from anomaly.features.extractor import FeatureExtractor
     from anomaly.scorers.base import Scorer
 
-_TILES_AT_ONCE = 4
+
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """What the backbone makes of a few images or tiles of one network size.
+
+    Attributes:
+        embeddings: (B, h, w, D).
+        inside: (B, h, w) bool, the patches that count; None for all.
+        looks: what each is like as a whole.
+    """
+
+    embeddings: Array
+    inside: Array | None
+    looks: Sequence[Appearance]
+
+    def only(self, places: Sequence[int]) -> Embedded:
+        """Those at some of the places, which ascend."""
+        if len(places) == len(self.looks):
+            return self
+        some = list(places)
+        inside = None if self.inside is None else self.inside[some]
+        return Embedded(self.embeddings[some], inside, [self.looks[i] for i in some])
+
+
+@dataclass(frozen=True, eq=False)
+class Patches:
+    """Scores and nearest bank vectors of an image's patches, (h, w) each."""
+
+    scores: NDArray[np.float32]
+    nearest: NDArray[np.int64] | None
 
 
 @dataclass(frozen=True, eq=False)
 class ScoringPipeline:
-    """From loaded images to predictions: backbone, alignment, patch scores, image scores, verdicts.
+    """A model's stages: backbone, alignment, patch scores, image scores, predictions.
 
     Nothing in it changes while it runs, so threads may share it. Embeddings and patch scores are
     tensors; numpy arrays where an `ExportedNetwork` and an `ArrayScorer` stand in for extractor and
@@ -98,117 +114,46 @@ class ScoringPipeline:
 
         return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
 
-    def score_all(
-        self,
-        images: Sequence[Path | Image],
-        *,
-        batch_size: int | None = None,
-        workers: int = 2,
-        keep_images: bool = False,
-    ) -> Iterator[Prediction | UnusableImage]:
-        """Score images with decoding processes of their own, and tell of those that can't be used.
-
-        Args:
-            images: files, or pixels that are decoded already.
-            batch_size: images at once; the config's by default.
-            workers: decoding processes.
-            keep_images: whether the predictions are to have the decoded images.
-
-        Yields:
-            One result for each image, `UnusableImage` for those that can't be used. With images of
-            several shapes the order isn't that of `images`; `index` tells.
-        """
-        task = Task(self.loading, keep_image=keep_images)
-        with Decoders(min(workers, len(images)), task) as decoders:
-            loaded = self.fitting(decoders.load_all(enumerate(images)))
-            yield from self.predict_batches(by_shape(loaded, batch_size or self.config.batch_size))
-
-    def fitting(self, items: Iterable[Loaded | UnusableImage]) -> Iterator[Loaded | UnusableImage]:
-        """Refuse images whose patches all lie outside the region, so that no batch holds any.
-
-        Args:
-            items: loaded images; those refused already pass through.
-        """
-        return refuse_missed(items, self.embedder.grid, self.region)
-
-    def predict_batches(
-        self, batches: Iterable[list[Loaded] | UnusableImage]
-    ) -> Iterator[Prediction | UnusableImage]:
-        """Score loaded images, as `anomaly.imaging.preprocessing.by_shape` gathers them.
-
-        Args:
-            batches: images of one network size each, gathered from what `fitting` lets pass.
-
-        Yields:
-            One result for each image, in the batches' order.
-        """
-        take_threads()
-        tiled = self.config.image.tile is not None
-        # A large image's tiles go side by side already.
-        together = map if tiled else partial(in_parallel, device=self.device)
-        for results in together(self._attempt, batches):
-            yield from results
-
-    def _attempt(self, batch: list[Loaded] | UnusableImage) -> Sequence[Prediction | UnusableImage]:
-        if isinstance(batch, UnusableImage):
-            return [batch]
-        try:
-            scored = self.score(batch)
-        except (ImageError, DataError) as error:
-            # A large image that has vanished between two tiles; another grid than PaDiM's.
-            return [refusal(item.index, item.name, error) for item in batch]
-        return [one if math.isfinite(one.score) else _unscored(one) for one in scored]
-
-    def score(self, batch: Sequence[Loaded]) -> list[Prediction]:
-        """Score loaded images of one network size, or large images in tiles.
+    def embedded(self, batch: Sequence[Loaded]) -> Embedded:
+        """What the backbone makes of images or tiles of one network size.
 
         Raises:
-            DataError: the region to look at holds none of an image's patches, or the scorer
-                doesn't take its grid.
+            DataError: the region to look at holds none of an image's patches.
         """
-        if isinstance(batch[0].view, Tiling):
-            return [self._score_tiles(item) for item in batch]
-        every = zip(batch, *self._scored(batch), strict=True)
-        return [self._prediction(*image) for image in every]
+        embeddings = self.embedder(batch)
+        inside = inside_of(batch, embeddings, self.region)
+        return Embedded(embeddings, inside, appearances_of(batch, embeddings, inside))
 
-    def _score_tiles(self, item: Loaded) -> Prediction:
-        """Score one large image; only a few batches of tiles are in memory beside it."""
-        rows, columns = (len(pieces) for pieces in item.view.axes)
-        mosaic: _Patches | None = None
-        whole: Appearance | None = None
-        best = -math.inf
-        # Tiles are many and large: smaller batches keep what is in memory small.
-        tiles = item.tiles(min(self.config.batch_size, _TILES_AT_ONCE))
-        done = in_parallel(lambda batch: (batch, *self._scored(batch)), tiles, self.device)
-        for batch, patches, scores, looks in done:
-            best = float(np.max([best, *scores]))  # NaN stays NaN
-            for tile, part, one in zip(batch, patches, looks, strict=True):
-                mosaic = mosaic or part.tiled(rows, columns)
-                mosaic.put(tile.tile, part)
-                whole = one if whole is None else whole + one
-        assert mosaic is not None
-        assert whole is not None
-        return self._prediction(item, mosaic, best, whole)
+    def patches_of(self, embedded: Embedded, layout: AnyView) -> tuple[list[Patches], list[float]]:
+        """Patches and image scores of images or tiles.
 
-    def _scored(
-        self, batch: Sequence[Loaded]
-    ) -> tuple[list[_Patches], list[float], list[Appearance]]:
-        """Patches, image scores and looks of images or tiles."""
-        with self.embedder.quietly():
-            embeddings = self.embedder(batch)
-            inside = inside_of(batch, embeddings, self.region)
-            looks = appearances_of(batch, embeddings, inside)
-            found, scores = self.score_patches(embeddings, batch[0].layout, inside)
+        Args:
+            embedded: theirs.
+            layout: how the image was turned into the network's inputs that they come from.
+
+        Raises:
+            DataError: the scorer doesn't take their grid.
+        """
+        found, scores = self.score_patches(embedded.embeddings, layout, embedded.inside)
         nearest = None if found.nearest is None else as_numpy(found.nearest)
         patches = [
-            _Patches(p, None if nearest is None else nearest[i])
+            Patches(p, None if nearest is None else nearest[i])
             for i, p in enumerate(as_numpy(found.scores))
         ]
-        return patches, scores.tolist(), looks
+        return patches, scores.tolist()
 
-    def _prediction(
-        self, item: Loaded, patches: _Patches, score: float, look: Appearance
+    def prediction(
+        self, item: Loaded, patches: Patches, score: float, product: str, reason: str
     ) -> Prediction:
+        """What is made of one image.
+
+        Args:
+            item: the image.
+            patches: its own, those of all its tiles together.
+            score: its image score.
+            product: that it was scored as; empty for a model that isn't one of several.
+            reason: why a person has to look at it; empty where nothing is the matter.
+        """
         return Prediction(
             index=item.index,
             path=item.path,
@@ -222,7 +167,8 @@ class ScoringPipeline:
             halo_damping=self.config.model.halo_damping,
             loading=self.loading,
             thresholds=self.thresholds,
-            reason=self.reason_to_look(look),
+            reason=reason,
+            product=product,
         )
 
     def reason_to_look(self, look: Appearance) -> str:
@@ -261,36 +207,3 @@ class ScoringPipeline:
             counted = values if inside is None else xp.where(inside, values, math.nan)
             scores = image_scores(counted, maps, how)
         return shown, xp.where(broken.reshape(len(broken), -1).any(1), math.nan, scores)
-
-
-def _unscored(one: Prediction) -> UnusableImage:
-    return UnusableImage(
-        one.index,
-        "failed",
-        f"{one.name}: its score isn't a finite number, so the model is damaged or numbers overflow "
-        "in its network; try another image, --precision fp32, or train again",
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _Patches:
-    """Scores and nearest bank vectors of an image's patches, (h, w) each."""
-
-    scores: NDArray[np.float32]
-    nearest: NDArray[np.int64] | None
-
-    def tiled(self, rows: int, columns: int) -> _Patches:
-        """Room for so many grids like this one."""
-        times = (rows, columns)
-        nearest = None if self.nearest is None else np.tile(self.nearest, times)
-        return _Patches(np.tile(self.scores, times), nearest)
-
-    def put(self, tile: tuple[int, int], part: _Patches) -> None:
-        """Fill in one tile."""
-        height, width = part.scores.shape
-        here = np.s_[
-            tile[0] * height : (tile[0] + 1) * height, tile[1] * width : (tile[1] + 1) * width
-        ]
-        self.scores[here] = part.scores
-        if self.nearest is not None and part.nearest is not None:
-            self.nearest[here] = part.nearest

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import heapq
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ import cv2
 import numpy as np
 
 from anomaly.calibration import Thresholds
-from anomaly.files.own_outputs import PAGE
+from anomaly.files.own_outputs import PAGE, PAGES
 from anomaly.files.writing import write
 from anomaly.inference.rows import Row
 from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.maps.thumbnails import SHOWN, Thumbnail, Thumbnails, thumbnail
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.products import AnyModel
 from anomaly.model.settings import flat, portable
 from anomaly.report.document import SCRIPTS, STYLES, command, limits, subtitle, tables
 from anomaly.report.page import asset, page, utc_now
@@ -48,6 +48,7 @@ class Run:
         settings: the model's config as plain values.
         facts: what else there is to say, by name.
         learned: sha256 of the images that the model was learned from.
+        up: the way from the page to the folder that its heatmaps are relative to.
     """
 
     name: str
@@ -60,48 +61,57 @@ class Run:
     settings: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
     learned: frozenset[str] = frozenset()
+    up: str = ""
 
 
 def write_gallery(
-    model: AnomalyDetector,
+    model: AnyModel,
     folder: Path,
     inputs: str,
-    rows: Iterable[Row],
+    rows: Callable[[], Iterable[Row]],
     output: Path,
     thumbnails: Thumbnails,
     facts: Mapping[str, Any],
 ) -> Path:
-    """Write results.html into the folder of a run.
+    """Write results.html into the folder of a run, or pages/, a page for each of several products.
+
+    Scores of several products have no common scale, so that no histogram holds them all. What
+    couldn't be scored is on each page: nobody knows what it shows.
 
     Args:
         model: that has scored the images.
         folder: of the model, as the user named it.
         inputs: what was scored, as the user named it.
-        rows: one for each image.
+        rows: gives one row for each image; called for each page.
         output: the run's folder.
         thumbnails: what the run has drawn small.
         facts: what else there is to say, by name.
 
     Returns:
-        The page's file.
+        The page's file, or the folder of pages.
 
     Raises:
         OutputError: no room, no permission.
     """
-    run = Run(
-        name=model.config.name,
-        method=model.method,
-        unit=model.unit,
-        thresholds=model.thresholds,
-        model=str(folder),
-        model_id=model.model_id,
-        inputs=inputs,
-        settings=portable(model.config),
-        facts=facts,
-        learned=frozenset(model.manifest["training_images"].values()),
-    )
-    write(output / PAGE, gallery_html(run, rows, output, thumbnails))
-    return output / PAGE
+    several = len(model.models) > 1
+    for product, one in model.models.items():
+        run = Run(
+            name=one.config.name,
+            method=one.method,
+            unit=one.unit,
+            thresholds=one.thresholds,
+            model=str(folder / product),
+            model_id=one.model_id,
+            inputs=inputs,
+            settings=portable(one.config),
+            facts=facts,
+            learned=frozenset(one.manifest["training_images"].values()),
+            up="../" if several else "",
+        )
+        shown = (row for row in rows() if not several or row.product in (product, ""))
+        page = gallery_html(run, shown, output, thumbnails)
+        write(output / PAGES / f"{product}.html" if several else output / PAGE, page)
+    return output / (PAGES if several else PAGE)
 
 
 def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbnails) -> str:
@@ -119,7 +129,7 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
     for row in rows:
         found.add(row)
     shown = [row for _, _, row in sorted(found.shown, key=lambda entry: -entry[1])]
-    images = [_image(row, output, thumbnails) for row in shown]
+    images = [_image(row, output, thumbnails, run.up) for row in shown]
     scored = len(found.scores) + found.odd
     total = scored + found.refused
     left_out = ""
@@ -197,7 +207,7 @@ def _encoded(scores: array[float]) -> str:
     return base64.b64encode(np.sort(np.frombuffer(scores, "<f8")).tobytes()).decode()
 
 
-def _image(row: Row, output: Path, thumbnails: Thumbnails) -> dict[str, Any]:
+def _image(row: Row, output: Path, thumbnails: Thumbnails, up: str) -> dict[str, Any]:
     small = thumbnails.get(row.heatmap)
     if small is None and row.heatmap:
         small = _picture(output / row.heatmap, thumbnails.pixels)
@@ -211,7 +221,7 @@ def _image(row: Row, output: Path, thumbnails: Thumbnails) -> dict[str, Any]:
         "size": small and small.size,
         "source": small and small.source,
         "photo": base64.b64encode(small.photo).decode() if small else "",
-        "link": quote(row.heatmap, errors="surrogateescape"),
+        "link": row.heatmap and up + quote(row.heatmap, errors="surrogateescape"),
         "partly": False,
     }
 

@@ -24,6 +24,7 @@ _ROW = {
     "time": "2026-05-04T09:41:07.312+00:00",
     "milliseconds": 61.4,
     "engine": "torch",
+    "product": "",
     "id": 731,
 }
 _NO_SCORE = {

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.imaging.guarded_process import usage
 from anomaly.model.checkpoint import load
-from anomaly.model.folder import find_model
 from anomaly.runtime.memory import release_memory
 from anomaly.service.engine import Engine
 from anomaly.service.recorder import Recorder
@@ -32,26 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0  # between two looks at the models' folders
-
-
-def find_models(folder: Path) -> dict[str, Path]:
-    """The models in a folder: each subfolder that is one or is a run, else the folder itself.
-
-    Returns:
-        Their folders by name, which is the subfolder's.
-
-    Raises:
-        ModelError: there is none.
-    """
-    found = {}
-    if folder.is_dir():
-        for entry in sorted(folder.iterdir()):
-            if entry.is_dir() and entry.name != "model" and not entry.name.startswith("."):
-                try:
-                    found[entry.name] = find_model(entry)
-                except ModelError:
-                    continue
-    return found or {folder.absolute().name: find_model(folder)}
 
 
 class Lineup:

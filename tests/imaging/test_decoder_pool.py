@@ -18,7 +18,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing, Tiling
 from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage, load
-from anomaly.inference.artifacts import Drawn, Pictures
+from anomaly.inference.artifacts import Drawn, Pictures, Shown
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 
@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 def _task(folder: Path, **sizing: object) -> Task:
     rule = {"resize": None, "crop": None, "area": 32, "multiple": 8, **sizing}
-    return Task(Loading(Sizing(**rule), None, 10**6), Pictures(folder / "out", 1.0))
+    return Task(Loading(Sizing(**rule), None, 10**6), Pictures(folder / "out"))
 
 
 def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,8 @@ def test_the_same_as_here_in_order(folder: Path) -> None:
             assert isinstance(item, Loaded)
             assert (item.sha256, item.view, item.image) == (here.sha256, here.view, None)
             np.testing.assert_array_equal(item.pixels, here.pixels)
-            done = decoders.finish(i, paths[i], _map(here), f"sub/{i}.png").result()
+            shown = Shown(limit=1.0)
+            done = decoders.finish(i, paths[i], _map(here), f"sub/{i}.png", shown).result()
             assert done == Drawn()
             drawn = encode_png(heatmap(here.decoded, _map(here), 1.0))
             assert (folder / "out" / "heatmaps" / "sub" / f"{i}.png").read_bytes() == drawn

@@ -18,10 +18,11 @@ from fastapi import HTTPException, Request
 
 from anomaly.errors import OutputError
 from anomaly.model.checkpoint import load
+from anomaly.model.folder import find_models
 from anomaly.service.bodies import Bodies, Limits, file_in_form, shown_name
 from anomaly.service.engine import BusyError, Engine
 from anomaly.service.guard import Guard, is_loopback
-from anomaly.service.lineup import Lineup, find_models
+from anomaly.service.lineup import Lineup
 from anomaly.service.record import Answer, Record
 from anomaly.service.recorder import Recorder
 

@@ -1,0 +1,137 @@
+"""The runs of a config: one, or one for each product that it lists."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anomaly.cli.trained import train_and_say
+from anomaly.config.categories import by_product
+from anomaly.errors import AnomalyError, OutputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from anomaly.config.schema import Config
+    from anomaly.datasets import Dataset
+
+log = logging.getLogger(__name__)
+
+
+def train_products(
+    config: Config, datasets: Sequence[Dataset], output: Path, *, overwrite: bool, **how: Any
+) -> int:
+    """Train a model for each category that a config lists, each a run in a folder.
+
+    One that is there already and was trained with the same settings is kept, unless it is to be
+    overwritten. Where one fails, the others go on.
+
+    Args:
+        config: lists categories.
+        datasets: of these, in their order.
+        output: the folder of their runs.
+        overwrite: train those again that are there already.
+        how: further arguments of `train_and_say`.
+
+    Returns:
+        The exit code: 3 where images or a product couldn't be used, 2 where no product could.
+    """
+    from anomaly.files.output_lock import locked
+    from anomaly.model.run_folder import check_same
+
+    if (output / "model").exists():  # it would hide those beside it
+        raise OutputError(
+            f"{output} holds the run of one model; give another --output for those of several "
+            "products"
+        )
+    codes: list[int] = []
+    names = list(by_product(config))
+    for number, (name, dataset) in enumerate(zip(names, datasets, strict=True), 1):
+        place = output / name
+        log.info("%s, product %d of %d", name, number, len(datasets))
+        try:
+            with locked(place):
+                others = names[: number - 1] if overwrite else names
+                mine = product_config(config, name, output, others)
+                if (place / "model").exists() and not overwrite:
+                    check_same(place, mine, "--overwrite trains all products again")
+                    log.info("%s was trained with these settings before, and is kept", name)
+                    codes.append(0)
+                else:
+                    code = train_and_say(
+                        mine, dataset, place, overwrite=overwrite, product=name, **how
+                    )
+                    codes.append(code)
+        except AnomalyError as error:
+            log.error("%s: %s", name, error)
+            codes.append(2)
+    if min(codes) == 2:
+        return 2
+    print(f"all in {output}: anomaly infer --model {shlex.quote(str(output))} tells them apart")
+    return 3 if any(codes) else 0
+
+
+def product_config(config: Config, product: str, folder: Path, others: Sequence[str]) -> Config:
+    """The config of one of several products, in the precision that the others' models have.
+
+    Models share a pass of the network only if they have one precision, so that the first that is
+    trained settles it where it is left open.
+
+    Args:
+        config: lists categories.
+        product: one of them.
+        folder: of their runs.
+        others: those that it is to go with, as far as they are trained.
+    """
+    from anomaly.model.manifest import MANIFEST, read_manifest
+
+    mine = by_product(config)[product]
+    trained = [one for one in others if (folder / one / "model" / MANIFEST).is_file()]
+    if config.precision != "auto" or not trained:
+        return mine
+    made = read_manifest(folder / trained[0] / "model")["made_with"]
+    return mine.model_copy(update={"precision": made["precision"]})
+
+
+def trained_run(
+    config_file: str,
+    overrides: Sequence[str],
+    runs: Path,
+    device: torch.device,
+    threads: int,
+    product: str = "",
+) -> Path:
+    """The run of a config, trained now unless it has been before.
+
+    Args:
+        config_file: the config, or its bare name.
+        overrides: of its settings.
+        runs: the folder of runs.
+        device: where to compute.
+        threads: decoding processes.
+        product: one of the categories that it lists; empty where it lists none.
+
+    Raises:
+        ConfigError: a run of this name was trained with other settings.
+        AnomalyError: training failed.
+    """
+    from anomaly.config.files import load_config
+    from anomaly.datasets import open_dataset
+    from anomaly.files.output_lock import locked
+    from anomaly.model.run_folder import check_same
+
+    config = load_config(config_file, overrides)
+    run = runs / config.name
+    if product:
+        config = product_config(config, product, run, list(by_product(config)))
+        run = run / product
+    with locked(run):  # it may be being trained
+        if (run / "model").exists():
+            check_same(run, config)
+        else:
+            dataset = open_dataset(config.data.format, config.data.root, config.data.category)
+            train_and_say(config, dataset, run, device=device, threads=threads, product=product)
+    return run

@@ -1,0 +1,274 @@
+"""Predictor: images -> predictions, by one model or by several that share a backbone's pass."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast, overload
+
+from anomaly.errors import DataError, ImageError
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.geometry import Tiling
+from anomaly.imaging.given import AxisOrder, Channels, Given, ImageLike, is_one, sources
+from anomaly.imaging.image import Image
+from anomaly.imaging.preprocessing import (
+    Loaded,
+    UnusableImage,
+    by_shape,
+    refusal,
+    refuse_missed,
+)
+from anomaly.imaging.shared_decoders import load_shared
+from anomaly.model.appearance import Appearance
+from anomaly.model.mosaic import score_tiles
+from anomaly.model.prediction import Prediction
+from anomaly.runtime import in_parallel, take_threads
+
+if TYPE_CHECKING:
+    from anomaly.model.detector import AnomalyDetector
+
+log = logging.getLogger(__name__)
+
+
+class Predictor:
+    """What makes predictions: one model, or several that share what the backbone makes of images.
+
+    An image goes through the backbone once. A subclass says which models there are, and which of
+    them scores an image that looks as this one does. Nothing in it changes while it runs, so
+    threads may share it.
+    """
+
+    @property
+    def models(self) -> Mapping[str, AnomalyDetector]:
+        """The models that may score an image, by product; a single one by an empty name."""
+        raise NotImplementedError
+
+    def told(self, look: Appearance) -> tuple[str, str]:
+        """Which model scores an image, by product, and why a person has to look at it.
+
+        Args:
+            look: the image as a whole.
+
+        Returns:
+            A key of `models`; and the reason, whatever the score, empty where there is none.
+        """
+        raise NotImplementedError
+
+    @property
+    def lead(self) -> AnomalyDetector:
+        """One of the models, for what all of them share: backbone, image settings, device."""
+        return next(iter(self.models.values()))
+
+    @property
+    def only_product(self) -> str:
+        """The product of every image; empty for a single model, and where images are told."""
+        return next(iter(self.models)) if len(self.models) == 1 else ""
+
+    @overload
+    def predict(  # type: ignore[overload-overlap]  # a str is a collection, too
+        self,
+        images: ImageLike,
+        *,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: AxisOrder | None = None,
+    ) -> Prediction: ...
+
+    @overload
+    def predict(
+        self,
+        images: Iterable[ImageLike],
+        *,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: AxisOrder | None = None,
+    ) -> list[Prediction]: ...
+
+    def predict(
+        self,
+        images: ImageLike | Iterable[ImageLike],
+        *,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: AxisOrder | None = None,
+    ) -> Prediction | list[Prediction]:
+        """Score one image, or several.
+
+        An image is a path, an array (H, W) or (H, W, 3) of uint8, uint16 or floats, a PIL image, or
+        a torch tensor. The pixels of an array and a lossless file of the same score the same.
+
+        Args:
+            images: one image, or a list of images.
+            channels: order of an array's colours: `rgb`, or `bgr` as OpenCV gives them.
+            full_scale: an array's value that means white; floats have to state it. By default 255
+                for uint8 and 65535, or what the model's `image.bit_depth` says, for uint16.
+            layout: an array's axes, `HW`, `HWC` or `CHW`; tensors have to state them.
+
+        Returns:
+            One prediction for one image; for several a list in their order.
+
+        Raises:
+            ImageError: an image can't be used; says which and why. `stream` goes on instead.
+            DataError: `channels`, `full_scale` or `layout` isn't a legal value.
+        """
+        given = self._given(channels, full_scale, layout)
+        if is_one(images):
+            (result,) = map(_scored, self._results([images], given))
+            return result
+        every = map(_scored, self._results(cast(Iterable[ImageLike], images), given))
+        return sorted(every, key=lambda one: one.index)
+
+    def stream(
+        self,
+        images: Iterable[ImageLike],
+        *,
+        on_error: Callable[[ImageLike, ImageError], object] | None = None,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: AxisOrder | None = None,
+    ) -> Iterator[Prediction]:
+        """Score many images, one after the other, and go on where one can't be used.
+
+        Args:
+            images: as for `predict`; read only a few batches ahead of what is yielded.
+            on_error: called with each image that can't be used, and the ImageError that says why.
+                By default that is logged as a warning.
+            channels: order of an array's colours, as for `predict`.
+            full_scale: an array's value that means white, as for `predict`.
+            layout: an array's axes, as for `predict`.
+
+        Yields:
+            A prediction for each image that can be used. Images of several shapes may come in
+            another order; `index` is the place among `images`.
+        """
+        waiting: dict[int, ImageLike] = {}
+
+        def noted() -> Iterator[ImageLike]:
+            for index, image in enumerate(images):
+                waiting[index] = image
+                yield image
+
+        for result in self._results(noted(), self._given(channels, full_scale, layout)):
+            image = waiting.pop(result.index)
+            if isinstance(result, Prediction):
+                yield result
+            elif on_error is not None:
+                on_error(image, ImageError(result.reason, result.status))
+            else:
+                log.warning("skipped: %s", result.reason)
+
+    def _given(
+        self, channels: Channels, full_scale: float | None, layout: AxisOrder | None
+    ) -> Given:
+        image = self.lead.config.image
+        return Given(channels, full_scale, layout, image.bit_depth, image.max_pixels)
+
+    def _results(
+        self, images: Iterable[ImageLike], given: Given
+    ) -> Iterator[Prediction | UnusableImage]:
+        loaded = self.fitting(load_shared(sources(images, given), self.lead.loading))
+        return self.predict_batches(by_shape(loaded, self.lead.config.batch_size))
+
+    def score_all(
+        self,
+        images: Sequence[Path | Image],
+        *,
+        batch_size: int | None = None,
+        workers: int = 2,
+        keep_images: bool = False,
+    ) -> Iterator[Prediction | UnusableImage]:
+        """Score images with decoding processes of their own, and tell of those that can't be used.
+
+        Args:
+            images: files, or pixels that are decoded already.
+            batch_size: images at once; the config's by default.
+            workers: decoding processes.
+            keep_images: whether the predictions are to have the decoded images.
+
+        Yields:
+            One result for each image, `UnusableImage` for those that can't be used. With images of
+            several shapes the order isn't that of `images`; `index` tells.
+        """
+        task = Task(self.lead.loading, keep_image=keep_images)
+        with Decoders(min(workers, len(images)), task) as decoders:
+            loaded = self.fitting(decoders.load_all(enumerate(images)))
+            yield from self.predict_batches(
+                by_shape(loaded, batch_size or self.lead.config.batch_size)
+            )
+
+    def fitting(self, items: Iterable[Loaded | UnusableImage]) -> Iterator[Loaded | UnusableImage]:
+        """Refuse images whose patches all lie outside the region, so that no batch holds any.
+
+        Args:
+            items: loaded images; those refused already pass through.
+        """
+        return refuse_missed(items, self.lead.embedder.grid, self.lead.region)
+
+    def predict_batches(
+        self, batches: Iterable[list[Loaded] | UnusableImage]
+    ) -> Iterator[Prediction | UnusableImage]:
+        """Score loaded images, as `anomaly.imaging.preprocessing.by_shape` gathers them.
+
+        Args:
+            batches: images of one network size each, gathered from what `fitting` lets pass.
+
+        Yields:
+            One result for each image, in the batches' order.
+        """
+        take_threads()
+        tiled = self.lead.config.image.tile is not None
+        # A large image's tiles go side by side already.
+        together = map if tiled else partial(in_parallel, device=self.lead.device)
+        for results in together(self._attempt, batches):
+            yield from results
+
+    def _attempt(self, batch: list[Loaded] | UnusableImage) -> Sequence[Prediction | UnusableImage]:
+        if isinstance(batch, UnusableImage):
+            return [batch]
+        try:
+            scored = self.score(batch)
+        except (ImageError, DataError) as error:
+            # A large image that has vanished between two tiles; another grid than PaDiM's.
+            return [refusal(item.index, item.name, error) for item in batch]
+        return [one if math.isfinite(one.score) else _unscored(one) for one in scored]
+
+    def score(self, batch: Sequence[Loaded]) -> list[Prediction]:
+        """Score loaded images of one network size, or large images in tiles.
+
+        Raises:
+            DataError: the region to look at holds none of an image's patches, or the scorer
+                doesn't take its grid.
+        """
+        if isinstance(batch[0].view, Tiling):
+            return [score_tiles(self, item) for item in batch]
+        done: dict[int, Prediction] = {}
+        with self.lead.embedder.quietly():
+            embedded = self.lead.embedded(batch)
+            told = [self.told(look) for look in embedded.looks]
+            for product in dict.fromkeys(name for name, _ in told):
+                places = [place for place, (name, _) in enumerate(told) if name == product]
+                model, mine = self.models[product], embedded.only(places)
+                every = zip(places, *model.patches_of(mine, batch[0].layout), strict=True)
+                for place, patches, score in every:
+                    item, reason = batch[place], told[place][1]
+                    done[place] = model.prediction(item, patches, score, product, reason)
+        return [done[place] for place in range(len(batch))]
+
+
+def _unscored(one: Prediction) -> UnusableImage:
+    return UnusableImage(
+        one.index,
+        "failed",
+        f"{one.name}: its score isn't a finite number, so the model is damaged or numbers overflow "
+        "in its network; try another image, --precision fp32, or train again",
+    )
+
+
+def _scored(result: Prediction | UnusableImage) -> Prediction:
+    if isinstance(result, UnusableImage):
+        raise ImageError(result.reason, result.status)
+    return result
