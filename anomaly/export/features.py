@@ -71,7 +71,7 @@ def from_model(folder: Path, layers: Sequence[str] | None = None) -> Source:
         )
     layers = layers or detector.extractor.layers
     network = build(name)
-    outputs = truncate_in_place(network, layers, 256)
+    _, outputs = truncate_in_place(network, layers)
     kept = detector.extractor.network.state_dict()
     missing = [key for key in network.state_dict() if key not in kept]
     if missing:
@@ -103,7 +103,7 @@ def from_backbone(
     """
     layers = layers or _default_layers(name)
     network = build(name)
-    outputs = truncate_in_place(network, layers, size)
+    _, outputs = truncate_in_place(network, layers, size)
     multiple = side_multiple(build(name), layers)
     if not square and multiple is None:
         raise ConfigError(

@@ -194,11 +194,7 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int | None = None
         LayerError: a layer doesn't exist, never runs, or gives neither a map nor tokens; or it
             gives something else than a map (B, C, h, w), of a network that takes squares only.
     """
-    sides = (probe,) if probe else PROBES
-    try:
-        probe, outputs = sides[0], truncate_in_place(network, layers, sides[0])
-    except LayerError:
-        probe, outputs = sides[-1], truncate_in_place(network, layers, sides[-1])
+    probe, outputs = truncate_in_place(network, layers, probe)
     layouts = tuple(layout_of(path, output, probe) for path, output in outputs.items())
     oblong = all(layout.axes == "map" for layout in layouts) or takes(
         network, probe, 2 * probe, list(outputs)
@@ -218,23 +214,35 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int | None = None
     )
 
 
-@without_values()
-def truncate_in_place(network: nn.Module, layers: Sequence[str], probe: int) -> dict[str, Tensor]:
+def truncate_in_place(
+    network: nn.Module, layers: Sequence[str], probe: int | None = None
+) -> tuple[int, dict[str, Tensor]]:
     """Drop every part of a network that isn't needed to compute `layers`, in place.
 
     Args:
         network: on the meta device.
         layers: paths in any form that `anomaly.hooks.resolve` takes.
-        probe: side of the square dry-run image.
+        probe: side of the square dry-run image; by default the first of `PROBES` that it takes.
 
     Returns:
-        What each layer puts out for one such image, on the meta device, by canonical path, in the
-        order in which they run.
+        That side; and what each layer puts out for one such image, on the meta device, by canonical
+        path, in the order in which they run.
 
     Raises:
         LayerError: a layer doesn't exist, never runs, or puts out several tensors; or the network
             doesn't take images of this size.
     """
+    first, *others = (probe,) if probe else PROBES
+    try:
+        return first, _truncated(network, layers, first)
+    except LayerError:
+        if not others:
+            raise
+        return others[0], _truncated(network, layers, others[0])
+
+
+@without_values()
+def _truncated(network: nn.Module, layers: Sequence[str], probe: int) -> dict[str, Tensor]:
     paths = list(dict.fromkeys(resolve(network, layer)[0] for layer in layers))
     order: list[str] = []
     used = Reads()
