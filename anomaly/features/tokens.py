@@ -48,7 +48,8 @@ class Layout:
         if self.axes == "tokens":
             height, width = size[0] // self.stride, size[1] // self.stride
             patches = output[:, output.shape[1] - height * width :]
-            output = patches.reshape(len(patches), height, width, -1).contiguous()
+            # Its length as a shape's, which stays free in a traced graph; len() is a plain number.
+            output = patches.reshape(patches.shape[0], height, width, -1).contiguous()
         return output.permute(0, 3, 1, 2)
 
 
