@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import ModelError
+from anomaly.export.resampling import resampled_by_products
 from anomaly.features.engine import ENGINES, installed
 from anomaly.features.folding import folded
 from anomaly.hooks import capture
@@ -136,7 +137,7 @@ def _trace(
                 module.eval(), (images,), dynamic_shapes=(sizes,), strict=False
             )
             program = torch.onnx.export(
-                traced,
+                resampled_by_products(traced),
                 (images,),
                 input_names=["images"],
                 output_names=names,
