@@ -3,7 +3,8 @@
     python -m benchmarks.coreset [--features FILE.npy] [--anomalib-python .venv-anomalib/bin/python]
 
 The peers are timed on their first steps only, whose number is stated, and scaled up: each step of
-theirs costs the same. Runs alternate; figures are medians. `--true-dimensions 12 --points 60000`
+theirs costs the same; with --anomalib-steps of as many as there are picks its covering radius is
+measured, too. Runs alternate; figures are medians. `--true-dimensions 12 --points 60000`
 measures on generated numbers, 128 a point, that lie in so many dimensions.
 """
 
@@ -23,7 +24,8 @@ from torch import Tensor
 from anomaly.scorers.patchcore.coreset import covering_radius, greedy_k_center, random_projection
 from benchmarks.inputs import embeddings, machine, of_few_dimensions
 
-# Prints the seconds that the given numbers of steps take, its random projection included.
+# Prints the seconds that the given numbers of steps take, its random projection included, and keeps
+# the picks of the last.
 ANOMALIB = """
 import sys, time, numpy, torch
 from anomalib.models.components import KCenterGreedy
@@ -32,8 +34,9 @@ points = torch.from_numpy(numpy.load(sys.argv[1]))
 for steps in map(int, sys.argv[3:]):
     sampler = KCenterGreedy(embedding=points, sampling_ratio=(steps + 0.5) / len(points))
     start = time.perf_counter()
-    sampler.select_coreset_idxs()
+    picks = sampler.select_coreset_idxs()
     print("SECONDS", time.perf_counter() - start)
+numpy.save(sys.argv[1], numpy.array([int(pick) for pick in picks]))
 """
 
 
@@ -52,16 +55,18 @@ def textbook(points: Tensor, steps: int, first: int) -> tuple[list[int], float]:
     return picks[:steps], time.perf_counter() - start
 
 
-def anomalib(python: Path, features: Tensor, size: int, steps: int) -> float:
-    """Seconds that anomalib's sampler would take for `size` picks."""
+def anomalib(python: Path, features: Tensor, size: int, steps: int) -> tuple[float, Tensor]:
+    """Seconds that anomalib's sampler takes, or would take, for `size` picks; those it has made."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "features.npy"
         np.save(file, features.numpy())
         few = max(2, steps // 5)
         command = [python, "-c", ANOMALIB, file, torch.get_num_threads(), few, steps]
         run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+        picks = torch.from_numpy(np.load(file))
     seconds = [float(x.split()[1]) for x in run.stdout.splitlines() if x.startswith("SECONDS")]
-    return seconds[1] + (size - steps) * (seconds[1] - seconds[0]) / (steps - few)
+    more = (size - steps) * (seconds[1] - seconds[0]) / (steps - few)
+    return seconds[1] + more, picks
 
 
 def measure(features: Tensor, ratio: float, args: argparse.Namespace) -> None:
@@ -86,14 +91,18 @@ def measure(features: Tensor, ratio: float, args: argparse.Namespace) -> None:
         f"{seconds:.2f} s",
         f"{loop:.1f} s = {loop / seconds:.0f}× (on {len(steps)} steps; {same:.1%} same picks)",
     ]
+    peers: Tensor | None = None
     if args.anomalib_python:
-        peer = anomalib(args.anomalib_python, features, size, args.anomalib_steps)
-        cells.append(f"{peer:.0f} s = {peer / seconds:.0f}× (on {args.anomalib_steps} steps)")
+        few = min(size, args.anomalib_steps)
+        peer, peers = anomalib(args.anomalib_python, features, size, few)
+        cells.append(f"{peer:.0f} s = {peer / seconds:.0f}× (on {few} steps)")
     else:
         cells.append("not measured")
     cells.append(f"{chosen.covering_radius:.3f}")
-    full = covering_radius(features, features[chosen.picks.cpu()]) if args.full_radius else None
-    cells.append("not measured" if full is None else f"{full:.3f}")
+    for some in (chosen.picks.cpu(), peers if peers is not None and len(peers) == size else None):
+        measured = args.full_radius and some is not None
+        full = covering_radius(features, features[some]) if measured else None
+        cells.append("not measured" if full is None else f"{full:.3f}")
     print("| " + " | ".join(cells) + " |", flush=True)
 
 
@@ -113,8 +122,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(machine() + "\n")
-    print("| points | picks | anomaly | textbook loop | anomalib | radius, selection | full |")
-    print("|---|---|---|---|---|---|---|")
+    print("| points | picks | anomaly | textbook loop | anomalib | radius | full | anomalib's |")
+    print("|---|---|---|---|---|---|---|---|")
     for count in args.points:
         if args.true_dimensions:
             features = of_few_dimensions(count, 128, args.true_dimensions)

@@ -23,7 +23,6 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.model.checkpoint import load
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.training import train as learn
-from anomaly.runtime.memory import keep_memory
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -107,7 +106,6 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--singles", type=int, default=60)
     arguments = parser.parse_args()
-    keep_memory()
     torch.set_num_threads(arguments.threads)
     cv2.setNumThreads(1)
     if arguments.task == "infer":

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from anomaly.runtime.memory import keep_memory
 from anomaly.scorers.patchcore.coreset import greedy_k_center, random_projection
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 from benchmarks.inputs import PATCHES_AN_IMAGE, embeddings, generated, machine, whole_images
@@ -84,7 +83,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    keep_memory()
     torch.set_num_threads(args.threads)
     print(machine() + "\n")
     print("| bank | queries | method | an image | of faiss Flat | exact | index built in |")

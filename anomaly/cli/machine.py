@@ -149,9 +149,7 @@ def device_and_threads(
     import cv2
 
     from anomaly.runtime import CPU, device_of, use_threads
-    from anomaly.runtime.memory import keep_memory
 
-    keep_memory()
     use_threads(threads)  # torch and faiss follow when they are imported
     cv2.setNumThreads(1)  # files are decoded in parallel already
     exported = [_is_exported(folder) for folder in models or _named(options)]

@@ -87,10 +87,8 @@ class _Scorer:
         from anomaly.imaging.decoder_pool import Decoders
         from anomaly.model.product_folder import load
         from anomaly.runtime import use_threads
-        from anomaly.runtime.memory import keep_memory
 
         job = self._job
-        keep_memory()
         use_threads(job.threads)
         cv2.setNumThreads(1)
         self._manifest = read_manifest(job.manifest)

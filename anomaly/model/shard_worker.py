@@ -157,7 +157,6 @@ class ShardWorker:
         from anomaly.imaging.decoder_pool import Decoders
         from anomaly.imaging.decoder_worker import Task
         from anomaly.runtime import device_of, use_threads
-        from anomaly.runtime.memory import keep_memory
 
         job = self._job
         if not job.scratch.is_dir():
@@ -167,7 +166,6 @@ class ShardWorker:
             )
         with suppress(OSError):
             os.chdir(job.folder)
-        keep_memory()
         use_threads(job.threads)
         cv2.setNumThreads(1)
         self._device = device_of(job.device)

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
+from torch import Tensor
 
 from anomaly.scorers.patchcore.search import screened_index
 from anomaly.scorers.patchcore.search.coarse_screen import (
+    CoarseScreen,
     Float32Screen,
     Int8Screen,
     has_exact_int8,
@@ -19,6 +21,10 @@ from anomaly.scorers.patchcore.search.screened_index import ScreenedIndex
 
 quick = pytest.mark.skipif(not has_exact_int8(), reason="no exact products of 8-bit numbers here")
 SCREENS = [Float32Screen, pytest.param(Int8Screen, marks=quick)]
+
+
+def room(screen: CoarseScreen, queries: Tensor, bank: Tensor) -> Tensor:
+    return torch.empty(len(queries), len(bank), dtype=screen.dtype)
 
 
 @pytest.mark.parametrize("screen", SCREENS)
@@ -41,7 +47,7 @@ def test_nothing_is_ruled_out_wrongly(
     mine = queries.square().sum(1)
     tried = screen(bank, norms)
     exact = torch.from_numpy(cdist(queries.double(), bank[:-2].double(), "sqeuclidean"))
-    bounds = tried.bounds(queries, mine)
+    bounds = tried.bounds(queries, mine, room(tried, queries, bank))
     for rank in (0, 3, 60):
         limit = exact.sort(1).values[:, rank]
         passing = bounds <= tried.limits(queries, mine, limit.float())[:, None]
@@ -59,7 +65,7 @@ def test_of_a_query_that_is_no_number_nothing_at_infinity_passes(
     norms[-3:] = torch.inf
     queries = torch.full((2, 8), strange)
     tried, mine = screen(bank, norms), queries.square().sum(1)
-    bounds = tried.bounds(queries, mine)
+    bounds = tried.bounds(queries, mine, room(tried, queries, bank))
     limits = tried.limits(queries, mine, mine)
     assert not bool((bounds <= limits[:, None])[:, -3:].any())
     if math.isnan(strange):
@@ -75,7 +81,8 @@ def test_most_others_are_ruled_out(screen: type) -> None:
     norms = queries.square().sum(1)
     tried = screen(bank, bank.square().sum(1))
     limits = tried.limits(queries, norms, 1.5 * exact.amin(1).float())
-    passing = tried.bounds(queries, norms) <= limits[:, None]
+    bounds = tried.bounds(queries, norms, room(tried, queries, bank))
+    passing = bounds <= limits[:, None]
     assert int(passing.sum()) < 1.05 * int((exact <= 1.6 * exact.amin(1)[:, None]).sum())
 
 

@@ -21,10 +21,23 @@ _BEYOND = 1 << 30
 
 
 class CoarseScreen(Protocol):
-    """Tells which bank vectors may be within a distance. Bounds of it are comparable numbers."""
+    """Tells which bank vectors may be within a distance. Bounds of it are comparable numbers.
 
-    def bounds(self, coarse: Tensor, norms: Tensor) -> Tensor:
-        """(Q, M), lower for nearer: of coordinates (Q, d) of queries with squared norms (Q,)."""
+    Attributes:
+        dtype: of the bounds.
+    """
+
+    dtype: torch.dtype
+
+    def bounds(self, coarse: Tensor, norms: Tensor, out: Tensor) -> Tensor:
+        """(Q, M), lower for nearer: of coordinates (Q, d) of queries with squared norms (Q,).
+
+        Args:
+            coarse: the queries' coordinates.
+            norms: their squared norms.
+            out: (Q, M), where they are written. Fresh memory for each product, which the system
+                fills with zeros first, would take as long as the product.
+        """
         ...
 
     def limits(self, coarse: Tensor, norms: Tensor, squared: Tensor) -> Tensor:
@@ -47,13 +60,15 @@ class Float32Screen:
         norms: (M,) float32 squared norms of the bank's vectors, whatever else they have.
     """
 
+    dtype = torch.float32
+
     def __init__(self, coarse: Tensor, norms: Tensor) -> None:
         self._coarse = coarse
         self._norms = norms
 
-    def bounds(self, coarse: Tensor, norms: Tensor) -> Tensor:
+    def bounds(self, coarse: Tensor, norms: Tensor, out: Tensor) -> Tensor:
         """See `CoarseScreen`."""
-        return torch.addmm(self._norms, coarse, self._coarse.T, alpha=-2)
+        return torch.addmm(self._norms, coarse, self._coarse.T, alpha=-2, out=out)
 
     def limits(self, coarse: Tensor, norms: Tensor, squared: Tensor) -> Tensor:
         """See `CoarseScreen`."""
@@ -82,6 +97,8 @@ class Int8Screen:
         norms: (M,) float32; infinite for vectors that mustn't be found, which come last.
     """
 
+    dtype = torch.int32
+
     def __init__(self, coarse: Tensor, norms: Tensor) -> None:
         self._count = int(norms.isfinite().sum())
         found = coarse[: self._count]
@@ -98,13 +115,13 @@ class Int8Screen:
         )
         self._coarse[: self._count] = torch.cat([rounded, digits], dim=1).to(torch.int8)
 
-    def bounds(self, coarse: Tensor, norms: Tensor) -> Tensor:
+    def bounds(self, coarse: Tensor, norms: Tensor, out: Tensor) -> Tensor:
         """See `CoarseScreen`."""
         rounded, _ = self._rounded(coarse - self._centre)
         units = rounded.new_full((len(coarse), _DIGITS + 1), _LARGEST)
         units[:, -1] = 1
         queries = torch.cat([-rounded, units], dim=1).to(torch.int8)
-        bounds: Tensor = torch._int_mm(queries, self._coarse.T)
+        bounds: Tensor = torch._int_mm(queries, self._coarse.T, out=out)
         bounds[:, self._count :] = _BEYOND + 1
         return bounds
 

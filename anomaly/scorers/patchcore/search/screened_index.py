@@ -102,10 +102,12 @@ class ScreenedIndex:
         coarse, norms = self._reduce(queries)
         size = min(max(1, _BLOCK // len(self._bank)), _QUERIES)
         undecided = torch.zeros(len(queries), dtype=torch.bool)
+        room = torch.empty(size, self._groups * _GROUP, dtype=self._screen.dtype)
         pairs = []
         for start in range(0, len(queries), size):
             block = slice(start, start + size)
-            rows, columns = self._near(queries[block], coarse[block], norms[block], k)
+            some = queries[block], coarse[block], norms[block]
+            rows, columns = self._near(*some, k, room[: len(some[0])])
             # None pass where all queries are NaN.
             if not len(rows) or len(rows) > _MANY * len(norms[block]) * len(self._bank):
                 undecided[block] = True
@@ -117,10 +119,13 @@ class ScreenedIndex:
         return self._nearest(queries, rows, columns, k).masked_fill_(undecided[:, None], -1)
 
     def _near(
-        self, queries: Tensor, coarse: Tensor, norms: Tensor, k: int
+        self, queries: Tensor, coarse: Tensor, norms: Tensor, k: int, room: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Rows and columns of the pairs of queries and vectors that may be of the k nearest."""
-        bounds = self._screen.bounds(coarse, norms).view(len(queries), self._groups, _GROUP)
+        """Rows and columns of the pairs of queries and vectors that may be of the k nearest.
+
+        Bounds are written into `room`.
+        """
+        bounds = self._screen.bounds(coarse, norms, room).view(-1, self._groups, _GROUP)
         least = bounds.amin(2)
         # Of a query that is NaN any are the least, those that fill the last group among them.
         nearest = _least(bounds, least, k).clamp_(max=len(self._bank) - 1)
