@@ -63,7 +63,8 @@ class Variant:
         finest: the layer whose grid the embeddings have; finer maps are averaged down to it. 0 for
             the finest of those joined.
         compress: what numbers x of the embeddings become: `sqrt`, `asinh` of x over their mean
-            absolute value in the training set (`asinh_image`: in the image), or `unit` vectors.
+            absolute value in the training set (`asinh12`: over twelve times that, `asinh_image`:
+            over that of the image), or `unit` vectors.
         shots: training images of PatchCore, drawn by the seed; 0 for all.
     """
 
@@ -133,7 +134,9 @@ def _compressed(x: Tensor, how: str, mean: float) -> Tensor:
         return x.sign() * x.abs().sqrt()
     if how == "unit":
         return F.normalize(x, dim=-1)
-    return torch.asinh(x / (x.abs().mean() if how == "asinh_image" else mean)) if how else x
+    if how == "asinh_image":
+        return torch.asinh(x / x.abs().mean())
+    return torch.asinh(x / mean / float(how.removeprefix("asinh") or 1)) if how else x
 
 
 @lru_cache(maxsize=1)

@@ -30,6 +30,7 @@ MODELS = {
     "PatchCore 10 %": ["--kind", "patchcore", "--ratio", "0.1"],
     "PaDiM 100": ["--kind", "padim", "--dimensions", "100"],
     "PaDiM 550": ["--kind", "padim", "--dimensions", "550"],
+    "subspace": ["--kind", "subspace"],
 }
 
 
