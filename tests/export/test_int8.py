@@ -356,8 +356,7 @@ def test_real_images(category: str, engine: str, tmp_path: Path, command: Comman
     data = SHARED / "data" / category
     if not (data.exists() and weights.exists()):
         pytest.skip(f"{data} or {weights} is absent")
-    layout = "mvtec" if "mvtec" in category else "good_defect"
-    sets = [f"data.root={data}", f"data.format={layout}", "backbone.name=resnet50_v1",
+    sets = [f"data.root={data}", "data.format=mvtec", "backbone.name=resnet50_v1",
             f"backbone.weights={weights}", "model.coreset_ratio=0.01"]  # fmt: skip
     flags = [part for one in sets for part in ("--set", one)]
     run = tmp_path / "run"
