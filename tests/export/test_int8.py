@@ -369,8 +369,7 @@ def test_real_images(category: str, engine: str, tmp_path: Path, command: Comman
         assert command("evaluate", chosen)[0] in (0, 3)
         figures.append(json.loads((tmp_path / name / "metrics.json").read_text())["mean"])
     assert figures[1]["image_auroc"] > figures[0]["image_auroc"] - 0.005
-    # Other seeds of a bank move magnetic tile's by 0.008 (benchmarks/ACCURACY.md).
-    assert figures[1]["pixel_auroc"] > figures[0]["pixel_auroc"] - 0.01
+    assert figures[1]["pixel_auroc"] > figures[0]["pixel_auroc"] - 0.005
     compare = ["--compare", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "c"]
     code, out, _ = command("evaluate", compare)
     assert code == 0

@@ -69,7 +69,9 @@ def test_of_a_query_that_is_no_number_nothing_at_infinity_passes(
     limits = tried.limits(queries, mine, mine)
     assert not bool((bounds <= limits[:, None])[:, -3:].any())
     if math.isnan(strange):
-        assert not bool((bounds <= limits[:, None]).any())
+        # Processors differ in the sign of a NaN that they make; whole numbers have none.
+        either = [bounds, -bounds] if bounds.is_floating_point() else [bounds]
+        assert not any(bool((signed <= limits[:, None]).any()) for signed in either)
 
 
 @pytest.mark.parametrize("screen", SCREENS)

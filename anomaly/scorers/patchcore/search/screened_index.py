@@ -241,19 +241,22 @@ def _leading_axes(vectors: Tensor, count: int) -> Tensor:
     """About the `count` leading principal axes (D, count) of centred vectors, orthonormal.
 
     By subspace iteration (Halko et al. 2011): how close they come decides the screen's speed,
-    never its result. One thread alone makes them orthonormal: that takes thousands of small steps,
-    after each of which several would wait for each other, for a second where a core is busy.
+    never its result.
     """
     generator = torch.Generator().manual_seed(0)
     axes = torch.randn(vectors.shape[1], count, generator=generator)
     for _ in range(_ITERATIONS):
-        products = [vectors.T @ (vectors @ axes)]
-        (axes,) = spread(lambda one: torch.linalg.qr(one).Q, products, vectors.device)
+        axes = _orthonormal(vectors.T @ (vectors @ axes))
     # Turned, so that all coordinates are about equally wide, as `Int8Screen` wants them.
-    (turn,) = spread(
-        lambda one: torch.linalg.qr(one).Q,
-        [torch.randn(count, count, generator=generator)],
-        vectors.device,
-    )
-    turned: Tensor = axes @ turn
-    return turned
+    return axes @ _orthonormal(torch.randn(count, count, generator=generator))
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """An orthonormal basis (D, n) of the span of columns (D, n).
+
+    One thread alone makes it: that takes thousands of small steps, after each of which several
+    would wait for each other, for a second where a core is busy.
+    """
+    (basis,) = spread(lambda one: torch.linalg.qr(one).Q, [columns], columns.device)
+    found: Tensor = basis
+    return found
