@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,8 +114,10 @@ def _run(options: argparse.Namespace) -> int:
             category = _distinct(outcome, Path(outcome.model), {c.name for c in categories})
             report = folder.add(category)
             print(f"{category.name}: {report}")
-            # The pictures are in the report; only the figures are needed from here on.
-            categories.append(replace(category, tiles={}))
+            # The pictures are in the report; only the figures are needed from here on, and how
+            # the images of one of several products look.
+            looks = category.looks if source.product else {}
+            categories.append(replace(category, tiles={}, looks=looks))
             if source.product:
                 sets.setdefault(Path(outcome.model).parent, []).append(categories[-1])
         except AnomalyError as error:
@@ -134,35 +136,28 @@ def _run(options: argparse.Namespace) -> int:
             folder.finish(categories, failures)
     for place, members in sets.items():
         if len(members) > 1:
-            _tell_apart(place, members, options)
+            _tell_apart(place, members)
     return _say(categories, failures, options.output)
 
 
-def _tell_apart(folder: Path, members: Sequence[Category], options: argparse.Namespace) -> None:
+def _tell_apart(folder: Path, members: Sequence[Category]) -> None:
     """Say how many test images of each product are taken for another one.
 
     Args:
         folder: of the products' runs.
         members: their evaluations.
-        options: of the command.
     """
-    from anomaly.evaluation.telling import taken_for
-    from anomaly.model.product_folder import load
-    from anomaly.model.products import ProductSet
+    from anomaly.model.appearance_model import nearest
+    from anomaly.model.product_folder import appearances
 
-    device, threads = machine.device_and_threads(options)
     try:
-        products = load(folder, device)
+        known = appearances(folder)
     except AnomalyError as error:
         log.warning("which product an image shows can't be told: %s", error)
         return
-    assert isinstance(products, ProductSet)
     for category in members:
         product = Path(category.model).name
-        samples = [one.sample for one in category.scored if one.image_score is not None]
-        with ProgressLine() as line:
-            progress = partial(line, f"{product}, telling")
-            counts = taken_for(products, samples, workers=threads, progress=progress)
+        counts = Counter(nearest(known, look) for look in category.looks.values())
         others = [f"{count} for {name}" for name, count in counts.items() if name != product]
         right = f"{counts[product]} of {counts.total()} test images are taken for it"
         print(f"{product}: {', '.join([right, *others])}")

@@ -6,7 +6,7 @@ reason. They need a person, not a confident reject.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -201,6 +201,16 @@ def _widened(name: str, values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     factor = max((high + _DARK) / (low + _DARK), _LEAST_FACTOR[name])
     return low / factor, high * factor
+
+
+def nearest(models: Mapping[str, AppearanceModel], one: Appearance) -> str:
+    """Which product an image looks most like: that whose training images it is least far from.
+
+    Args:
+        models: what the images of each product look like, by product.
+        one: the image as a whole.
+    """
+    return min(models, key=lambda product: models[product].distance(one))
 
 
 def _root_mean_square(difference: Floats) -> Floats:

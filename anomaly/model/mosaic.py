@@ -52,8 +52,8 @@ def score_tiles(predictor: Predictor, item: Loaded) -> Prediction:
             mosaics[product].put(batch, patches, scores)
     assert whole is not None
     product, reason = predictor.told(whole)
-    mosaic = mosaics[product]
-    return predictor.models[product].prediction(item, mosaic.patches, mosaic.best, product, reason)
+    model, mosaic = predictor.models[product], mosaics[product]
+    return model.prediction(item, whole, mosaic.patches, mosaic.best, product, reason)
 
 
 class _Mosaic:

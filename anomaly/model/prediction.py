@@ -19,6 +19,7 @@ from anomaly.imaging.shared_decoders import load_shared
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
 from anomaly.maps.regions import MarkedRegion, marked_regions
+from anomaly.model.appearance import Appearance
 
 _NOTEBOOK_PIXELS = 600_000
 
@@ -40,6 +41,7 @@ class Prediction:
         smoothing: of the anomaly map, in network pixels.
         halo_damping: how much a patch beside a higher one is lowered on the anomaly map.
         loading: how the image was turned into the network's input, what of it counts included.
+        look: what the image is like as a whole.
         thresholds: the model's; None where it has none.
         reason: why a person has to look whatever the score: the image isn't like the training
             images at all, it is blank, or it looks like another product than the one that was
@@ -58,6 +60,7 @@ class Prediction:
     smoothing: float
     halo_damping: float
     loading: Loading
+    look: Appearance
     thresholds: Thresholds | None = None
     reason: str = ""
     product: str = ""

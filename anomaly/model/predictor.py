@@ -254,8 +254,9 @@ class Predictor:
                 model, mine = self.models[product], embedded.only(places)
                 every = zip(places, *model.patches_of(mine, batch[0].layout), strict=True)
                 for place, patches, score in every:
-                    item, reason = batch[place], told[place][1]
-                    done[place] = model.prediction(item, patches, score, product, reason)
+                    item, look = batch[place], embedded.looks[place]
+                    reason = told[place][1]
+                    done[place] = model.prediction(item, look, patches, score, product, reason)
         return [done[place] for place in range(len(batch))]
 
 

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.numpy import load_file
+
 from anomaly.config.methods import METHODS
 from anomaly.errors import ModelError
 from anomaly.model import checkpoint
+from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.exported import files_of, read_export
-from anomaly.model.folder import find_products
+from anomaly.model.folder import check_files, find_products
 from anomaly.model.manifest import read_manifest
 from anomaly.model.products import AnyModel, ProductSet, check_product
 from anomaly.model.saving import BACKBONE, USUAL
@@ -63,6 +66,27 @@ def load(
         like = next(iter(models.values()), None)
         models[name] = checkpoint.load(place, device, precision, like=like)
     return ProductSet(models, product or "", folder)
+
+
+def appearances(folder: Path) -> dict[str, AppearanceModel]:
+    """What the images of each of several products look like, without their networks and scorers.
+
+    Args:
+        folder: of the products' runs.
+
+    Raises:
+        ModelError: as `load`.
+    """
+    products = find_products(folder)
+    _check_sharing(folder, products, None)
+    _check_looks(folder, products)
+    return {name: _appearance(place) for name, place in products.items()}
+
+
+def _appearance(place: Path) -> AppearanceModel:
+    files = files_of(read_manifest(place), read_export(place))
+    check_files(place, {USUAL: files[USUAL]}, files.keys() - {USUAL})
+    return AppearanceModel.from_tensors(load_file(place / USUAL))
 
 
 def _check_sharing(folder: Path, products: Mapping[str, Path], precision: str | None) -> None:

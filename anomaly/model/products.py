@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from anomaly.errors import ModelError
 from anomaly.model.appearance import Appearance
+from anomaly.model.appearance_model import nearest
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.predictor import Predictor
 
@@ -76,24 +77,24 @@ class ProductSet(Predictor):
             The product that was given, or the one whose training images' mean embedding is
             nearest; and the reason, empty where there is none.
         """
-        nearest = self._nearest(look)
-        product = self.product or nearest
-        own, other = self.products[product], self.products[nearest].appearance
+        seen = self._nearest(look)
+        product = self.product or seen
+        own, other = self.products[product], self.products[seen].appearance
         # What is far from all products is nearest to one of them, too.
-        if nearest != product and other is not None and not other.deviation(look):
-            return product, look.blank or f"looks like {nearest}, not {product}"
+        if seen != product and other is not None and not other.deviation(look):
+            return product, look.blank or f"looks like {seen}, not {product}"
         return product, own.reason_to_look(look)
 
     def _nearest(self, look: Appearance) -> str:
         """The product that an image looks most like; the one given where that can't be told."""
-        distances = {
-            name: one.appearance.distance(look)
+        known = {
+            name: one.appearance
             for name, one in self.products.items()
             if one.appearance is not None
         }
-        if len(distances) < len(self.products):
+        if len(known) < len(self.products):
             return self.product or next(iter(self.products))
-        return min(distances, key=distances.__getitem__)
+        return nearest(known, look)
 
 
 # What makes predictions: one model, or those of several products.

@@ -143,12 +143,19 @@ class ScoringPipeline:
         return patches, scores.tolist()
 
     def prediction(
-        self, item: Loaded, patches: Patches, score: float, product: str, reason: str
+        self,
+        item: Loaded,
+        look: Appearance,
+        patches: Patches,
+        score: float,
+        product: str,
+        reason: str,
     ) -> Prediction:
         """What is made of one image.
 
         Args:
             item: the image.
+            look: what it is like as a whole.
             patches: its own, those of all its tiles together.
             score: its image score.
             product: that it was scored as; empty for a model that isn't one of several.
@@ -166,6 +173,7 @@ class ScoringPipeline:
             smoothing=self.config.model.smoothing,
             halo_damping=self.config.model.halo_damping,
             loading=self.loading,
+            look=look,
             thresholds=self.thresholds,
             reason=reason,
             product=product,

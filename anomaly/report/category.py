@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from anomaly.calibration import Thresholds
 from anomaly.datasets import Dataset, Sample
 from anomaly.errors import DataError
-from anomaly.evaluation.evaluate import Evaluation, Scored, score_test_split
+from anomaly.evaluation.evaluate import Evaluation, Map, Mask, Scored, score_test_split
 from anomaly.evaluation.metrics import Confusion, confusion
 from anomaly.evaluation.test_split import images_to_test, not_learned
+from anomaly.model.appearance import Appearance
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.prediction import Prediction
 from anomaly.model.run_folder import training_record
 from anomaly.model.settings import images_meant, portable
 from anomaly.report.page import utc_now
@@ -45,6 +47,7 @@ class Category:
         date: of the evaluation, in UTC.
         seconds: that scoring the test split took.
         tiles: by the images' places in the test split; empty for no report.
+        looks: what each image that was scored is like as a whole, by its place.
     """
 
     evaluation: Evaluation
@@ -61,6 +64,7 @@ class Category:
     date: str = ""
     seconds: float = 0.0
     tiles: Mapping[int, Tile] = field(default_factory=dict)
+    looks: Mapping[int, Appearance] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         figures = {k: v for k, v in self.metrics.items() if k.endswith(("auroc", "aupro"))}
@@ -177,6 +181,12 @@ def evaluated(
     """
     started = time.perf_counter()
     limit = None if detector.thresholds is None else detector.thresholds.pixel
+    looks: dict[int, Appearance] = {}
+
+    def take(prediction: Prediction, _: Sample, anomaly_map: Map, mask: Mask | None) -> None:
+        looks[prediction.index] = prediction.look
+        tiles.add(prediction, anomaly_map, mask)
+
     with Tiles(len(samples), limit, workers) as tiles:
         evaluation = score_test_split(
             detector,
@@ -184,7 +194,7 @@ def evaluated(
             mask_above=mask_above,
             workers=workers,
             progress=progress,
-            visit=lambda prediction, _, anomaly_map, mask: tiles.add(prediction, anomaly_map, mask),
+            visit=take,
         )
         pictures = tiles.finished()
     folder = Path(model) if model else detector.folder
@@ -203,6 +213,7 @@ def evaluated(
         date=utc_now(),
         seconds=time.perf_counter() - started,
         tiles=pictures,
+        looks=looks,
     )
 
 

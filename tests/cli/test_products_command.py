@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from conftest import Command, result_files, train_products_arguments
 
 import anomaly
+from anomaly.features.extractor import FeatureExtractor
 
 PRODUCTS = ("disc", "stripes")
 
@@ -216,6 +218,35 @@ def test_each_product_is_checked_and_evaluated(
     assert code == 0
     assert "can't be told" in err
     assert {f.name for f in (tmp_path / "again").iterdir()} >= {"index.html", *PRODUCTS}
+
+
+def test_telling_products_apart_costs_no_further_pass(
+    two_products: Path,
+    product_runs: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(two_products, data)
+    shutil.copy(data / "stripes" / "test" / "good" / "012.png", data / "disc" / "test" / "good")
+    seen: list[int] = []
+    run = FeatureExtractor.__call__
+
+    def counted(self: FeatureExtractor, batch: Any) -> Any:
+        seen.append(len(batch))
+        return run(self, batch)
+
+    monkeypatch.setattr(FeatureExtractor, "__call__", counted)
+    where = ["--output", tmp_path / "evaluation", "--data-root", data, "--device", "cpu"]
+    code, out, err = command("evaluate", ["--model", product_runs, *where])
+    assert code == 0, err
+    assert "disc: 6 of 7 test images are taken for it, 1 for stripes\n" in out
+    assert "stripes: 6 of 6 test images are taken for it\n" in out
+    assert sum(seen) == 13
+    paths = sorted((data / "disc" / "test").rglob("*.png"))
+    found = anomaly.load(product_runs, "cpu").predict(paths)
+    assert Counter(one.product for one in found) == {"disc": 6, "stripes": 1}
 
 
 def test_a_single_name_trains_as_ever(two_products: Path, tmp_path: Path, command: Command) -> None:
