@@ -6,15 +6,13 @@ import logging
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from anomaly.cli.trained import train_and_say
+from anomaly.cli.trained import TrainOptions, train_and_say
 from anomaly.config.categories import by_product
 from anomaly.errors import AnomalyError, OutputError
 
 if TYPE_CHECKING:
-    import torch
-
     from anomaly.config.schema import Config
     from anomaly.datasets import Dataset
 
@@ -22,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def train_products(
-    config: Config, datasets: Sequence[Dataset], output: Path, *, overwrite: bool, **how: Any
+    config: Config, datasets: Sequence[Dataset], output: Path, how: TrainOptions
 ) -> int:
     """Train a model for each category that a config lists, each a run in a folder.
 
@@ -33,15 +31,11 @@ def train_products(
         config: lists categories.
         datasets: of these, in their order.
         output: the folder of their runs.
-        overwrite: train those again that are there already.
-        how: further arguments of `train_and_say`.
+        how: to train.
 
     Returns:
         The exit code: 3 where images or a product couldn't be used, 2 where no product could.
     """
-    from anomaly.files.output_lock import locked
-    from anomaly.model.run_folder import check_same
-
     if (output / "model").exists():  # it would hide those beside it
         raise OutputError(
             f"{output} holds the run of one model; give another --output for those of several "
@@ -50,28 +44,86 @@ def train_products(
     codes: list[int] = []
     names = list(by_product(config))
     for number, (name, dataset) in enumerate(zip(names, datasets, strict=True), 1):
-        place = output / name
         log.info("%s, product %d of %d", name, number, len(datasets))
         try:
-            with locked(place):
-                others = names[: number - 1] if overwrite else names
-                mine = product_config(config, name, output, others)
-                if (place / "model").exists() and not overwrite:
-                    check_same(place, mine, "--overwrite trains all products again")
-                    log.info("%s was trained with these settings before, and is kept", name)
-                    codes.append(0)
-                else:
-                    code = train_and_say(
-                        mine, dataset, place, overwrite=overwrite, product=name, **how
-                    )
-                    codes.append(code)
+            others = names[: number - 1] if how.overwrite else names
+            mine = product_config(config, name, output, others)
+            remedy = "--overwrite trains all products again"
+            code = _train_unless_there(mine, dataset, output / name, how, name, remedy)
         except AnomalyError as error:
             log.error("%s: %s", name, error)
-            codes.append(2)
+            code = 2
+        if code is None:
+            log.info("%s was trained with these settings before, and is kept", name)
+        codes.append(code or 0)
     if min(codes) == 2:
         return 2
     print(f"all in {output}: anomaly infer --model {shlex.quote(str(output))} tells them apart")
     return 3 if any(codes) else 0
+
+
+def trained_run(
+    config_file: str, overrides: Sequence[str], runs: Path, how: TrainOptions, product: str = ""
+) -> Path:
+    """The run of a config, trained now unless it has been before.
+
+    Args:
+        config_file: the config, or its bare name.
+        overrides: of its settings.
+        runs: the folder of runs.
+        how: to train.
+        product: one of the categories that it lists; empty where it lists none.
+
+    Raises:
+        ConfigError: a run of this name was trained with other settings.
+        AnomalyError: training failed.
+    """
+    from anomaly.config.files import load_config
+    from anomaly.datasets import open_dataset
+
+    config = load_config(config_file, overrides)
+    run = runs / config.name
+    if product:
+        config = product_config(config, product, run, list(by_product(config)))
+        run = run / product
+    dataset = open_dataset(config.data.format, config.data.root, config.data.category)
+    _train_unless_there(config, dataset, run, how, product)
+    return run
+
+
+def _train_unless_there(
+    config: Config,
+    dataset: Dataset,
+    run: Path,
+    how: TrainOptions,
+    product: str = "",
+    remedy: str = "",
+) -> int | None:
+    """Train into a run's folder, unless a run of the same settings is there and is to stay.
+
+    Args:
+        config: all settings.
+        dataset: that they name.
+        run: the folder.
+        how: to train.
+        product: names it, for progress; empty for one that isn't one of several.
+        remedy: what to do where the run was trained with other settings, see `check_same`.
+
+    Returns:
+        The exit code of training; None where the run stays.
+
+    Raises:
+        ConfigError: a run that is there was trained with other settings.
+        AnomalyError: training failed.
+    """
+    from anomaly.files.output_lock import locked
+    from anomaly.model.run_folder import check_same
+
+    with locked(run):  # it may be being trained
+        if (run / "model").exists() and not how.overwrite:
+            check_same(run, config, dataset, remedy)
+            return None
+        return train_and_say(config, dataset, run, how, product)
 
 
 def product_config(config: Config, product: str, folder: Path, others: Sequence[str]) -> Config:
@@ -94,44 +146,3 @@ def product_config(config: Config, product: str, folder: Path, others: Sequence[
         return mine
     made = read_manifest(folder / trained[0] / "model")["made_with"]
     return mine.model_copy(update={"precision": made["precision"]})
-
-
-def trained_run(
-    config_file: str,
-    overrides: Sequence[str],
-    runs: Path,
-    device: torch.device,
-    threads: int,
-    product: str = "",
-) -> Path:
-    """The run of a config, trained now unless it has been before.
-
-    Args:
-        config_file: the config, or its bare name.
-        overrides: of its settings.
-        runs: the folder of runs.
-        device: where to compute.
-        threads: decoding processes.
-        product: one of the categories that it lists; empty where it lists none.
-
-    Raises:
-        ConfigError: a run of this name was trained with other settings.
-        AnomalyError: training failed.
-    """
-    from anomaly.config.files import load_config
-    from anomaly.datasets import open_dataset
-    from anomaly.files.output_lock import locked
-    from anomaly.model.run_folder import check_same
-
-    config = load_config(config_file, overrides)
-    run = runs / config.name
-    if product:
-        config = product_config(config, product, run, list(by_product(config)))
-        run = run / product
-    with locked(run):  # it may be being trained
-        if (run / "model").exists():
-            check_same(run, config)
-        else:
-            dataset = open_dataset(config.data.format, config.data.root, config.data.category)
-            train_and_say(config, dataset, run, device=device, threads=threads, product=product)
-    return run

@@ -219,11 +219,12 @@ def made(source: Source, options: argparse.Namespace, device: Any, threads: int)
         AnomalyError: it can't be trained or evaluated.
     """
     from anomaly.cli.config_runs import trained_run
+    from anomaly.cli.trained import TrainOptions
 
     folder = Path(source.named) / source.product
     if options.config:
-        how = (options.overrides, options.runs, device, threads)
-        folder = trained_run(source.named, *how, product=source.product)
+        how = TrainOptions(device, threads)
+        folder = trained_run(source.named, options.overrides, options.runs, how, source.product)
     return _evaluate(folder, options, device, threads)
 
 

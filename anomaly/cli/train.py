@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from anomaly.cli import machine
 from anomaly.cli.config_runs import train_products
-from anomaly.cli.trained import train_and_say
+from anomaly.cli.trained import TrainOptions, train_and_say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,13 +39,8 @@ def run(options: argparse.Namespace) -> int:
         datasets = [open_dataset(data.format, data.root, category) for category in listed]
         device, threads = machine.device_and_threads(options)
         with machine.cluster(options) as cluster:
-            how: dict[str, Any] = {
-                "device": device,
-                "threads": threads,
-                "calibrate": not options.no_calibrate,
-                "overwrite": options.overwrite,
-                "cluster": cluster,
-            }
+            calibrate, overwrite = not options.no_calibrate, options.overwrite
+            how = TrainOptions(device, threads, calibrate, overwrite, cluster)
             if isinstance(data.category, tuple):
-                return train_products(config, datasets, output, **how)
-            return train_and_say(config, datasets[0], output, **how)
+                return train_products(config, datasets, output, how)
+            return train_and_say(config, datasets[0], output, how)

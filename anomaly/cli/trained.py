@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +25,36 @@ _LISTED = 5  # refused images; the others are counted
 _FEW = 16  # images of which turned copies may add something
 
 
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a command trains, whatever the config.
+
+    Attributes:
+        device: where to compute.
+        threads: decoding processes.
+        calibrate: whether to find thresholds.
+        overwrite: replace an earlier run.
+        cluster: whose workers compute features and scores; None for this process.
+    """
+
+    device: torch.device
+    threads: int
+    calibrate: bool = True
+    overwrite: bool = False
+    cluster: Cluster | None = None
+
+
 def train_and_say(
-    config: Config,
-    dataset: Dataset,
-    output: Path,
-    *,
-    device: torch.device,
-    threads: int,
-    calibrate: bool = True,
-    overwrite: bool = False,
-    cluster: Cluster | None = None,
-    product: str = "",
+    config: Config, dataset: Dataset, output: Path, how: TrainOptions, product: str = ""
 ) -> int:
     """Train one model, and print what came of it.
+
+    Args:
+        config: all settings.
+        dataset: what to learn from.
+        output: the run's folder.
+        how: to train.
+        product: names it, for progress; empty for one that isn't one of several.
 
     Returns:
         The exit code: 3 where images couldn't be used.
@@ -52,11 +70,11 @@ def train_and_say(
             config,
             dataset,
             output,
-            device=device,
-            workers=threads,
-            calibrate=calibrate,
-            overwrite=overwrite,
-            cluster=cluster,
+            device=how.device,
+            workers=how.threads,
+            calibrate=how.calibrate,
+            overwrite=how.overwrite,
+            cluster=how.cluster,
             progress=progress,
         )
     _say(summary, output, training.detector.thresholds)

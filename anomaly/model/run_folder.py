@@ -14,7 +14,7 @@ import yaml
 
 from anomaly.config.parsing import parse_config
 from anomaly.config.schema import Config
-from anomaly.datasets import Dataset, Sample, open_dataset
+from anomaly.datasets import Dataset, Sample
 from anomaly.errors import ConfigError, DataError, why
 from anomaly.files.own_outputs import TRAIN
 from anomaly.files.writing import as_json, claim, short_name, write
@@ -123,12 +123,13 @@ def training_record(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def check_same(run: Path, config: Config, remedy: str = "") -> None:
+def check_same(run: Path, config: Config, dataset: Dataset, remedy: str = "") -> None:
     """See that a run was trained with the settings of a config, on its data set.
 
     Args:
         run: its folder.
         config: the settings.
+        dataset: that the config names.
         remedy: what to do where it wasn't; by default that of a command with --runs.
 
     Raises:
@@ -145,7 +146,6 @@ def check_same(run: Path, config: Config, remedy: str = "") -> None:
             f"evaluate it as it is with --model {run}"
         ) from None
     now = dict(flat(portable(config)))
-    dataset = open_dataset(config.data.format, config.data.root, config.data.category)
     now["data folder"] = str(dataset.folder.absolute())
     if now["precision"] == "auto":  # settled at training
         before["precision"] = now["precision"]
