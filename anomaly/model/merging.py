@@ -13,7 +13,7 @@ from anomaly.features.exported import ExportedNetwork
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.settings import flat, portable
+from anomaly.model.settings import MASKS, flat, portable
 from anomaly.model.threshold_files import change
 from anomaly.model.updating import rates_of, unique_names
 
@@ -89,8 +89,7 @@ def _settings(detector: AnomalyDetector) -> dict[str, Any]:
     """What has to be equal, by key."""
     manifest = detector.manifest
     files = {
-        f"{name} (sha256)": manifest["files"].get(name, {}).get("sha256")
-        for name in ("region.png", "ignore.png")
+        f"{name} (sha256)": manifest["files"].get(name, {}).get("sha256") for name in MASKS.values()
     }
     settings = {k: v for k, v in flat(portable(detector.config)) if not k.startswith(_FREE)}
     backbone = {f"backbone.{key}": value for key, value in manifest["backbone"].items()}

@@ -17,7 +17,7 @@ from anomaly.model.folder import check_files, find_products
 from anomaly.model.manifest import read_manifest
 from anomaly.model.products import AnyModel, ProductSet, check_product
 from anomaly.model.saving import BACKBONE, USUAL
-from anomaly.model.settings import flat, portable
+from anomaly.model.settings import MASKS, flat, portable
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +133,7 @@ def _shared(place: Path, precision: str | None) -> dict[str, Any]:
         **{
             f"the content of {name}": one["sha256"]
             for name, one in files.items()
-            if Path(name).stem in (stem, "region", "ignore")
+            if Path(name).stem == stem or name in MASKS.values()
         },
     }
 

@@ -19,7 +19,7 @@ from anomaly.files.writing import share
 from anomaly.imaging.region import DrawnMask, Region
 from anomaly.model.folder import appearing, file_entry, model_id
 from anomaly.model.manifest import write_manifest
-from anomaly.model.settings import portable
+from anomaly.model.settings import MASKS, portable
 from anomaly.model.threshold_files import write_history, write_thresholds
 from anomaly.runtime import get_threads
 
@@ -148,7 +148,7 @@ def _pictures(region: Region | None) -> dict[str, bytes]:
     """The masks that say where to look, as PNG files by name."""
     shapes = {} if region is None else {"region": region.look, "ignore": region.ignore}
     return {
-        f"{name}.png": cv2.imencode(".png", shape.pixels.astype(np.uint8) * 255)[1].tobytes()
+        MASKS[name]: cv2.imencode(".png", shape.pixels.astype(np.uint8) * 255)[1].tobytes()
         for name, shape in shapes.items()
         if isinstance(shape, DrawnMask)
     }

@@ -20,6 +20,8 @@ from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
 # What most networks shrink an image by in all: every layer's grid is then an even number of the
 # next one's, and images of many aspects share so few sizes that batches are full.
 _LEAST_MULTIPLE = 32
+# Pictures in a model folder that say where to look, by the setting that they come from.
+MASKS = {"region": "region.png", "ignore": "ignore.png"}
 
 
 _TURNS = {
@@ -129,9 +131,9 @@ def portable(config: Config) -> dict[str, Any]:
     del values["data"]["root"]
     if config.backbone.weights not in ("imagenet", "random"):
         values["backbone"]["weights"] = Path(config.backbone.weights).name
-    for part in ("region", "ignore"):
+    for part, name in MASKS.items():
         if values["image"][part] and values["image"][part]["png"]:
-            values["image"][part]["png"] = f"{part}.png"
+            values["image"][part]["png"] = name
     return values
 
 

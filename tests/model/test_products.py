@@ -16,6 +16,7 @@ import anomaly
 from anomaly.cli import main
 from anomaly.errors import ModelError
 from anomaly.features.extractor import FeatureExtractor
+from anomaly.imaging.region import DrawnMask, Region
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
 from anomaly.model.products import ProductSet
@@ -157,6 +158,10 @@ def _other_weights(one: AnomalyDetector) -> AnomalyDetector:
     return one
 
 
+def _with_a_region(one: AnomalyDetector) -> AnomalyDetector:
+    return replace(one, region=Region(None, DrawnMask(np.eye(96, 120, dtype=bool))))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -164,8 +169,9 @@ def _other_weights(one: AnomalyDetector) -> AnomalyDetector:
         (_with("model", embedding="adaptive"), "model.embedding is 'concat' in disc"),
         (_other_precision, "precision is 'fp32' in disc and 'bf16' in stripes"),
         (_other_weights, "the content of backbone.safetensors is"),
+        (_with_a_region, "the content of ignore.png is None in disc"),
     ],
-    ids=["area", "embedding", "precision", "weights"],
+    ids=["area", "embedding", "precision", "weights", "region"],
 )
 def test_models_that_cannot_share_a_pass_are_refused(
     product_runs: Path, tmp_path: Path, change: Change, said: str
