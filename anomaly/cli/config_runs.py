@@ -58,7 +58,8 @@ def train_products(
         codes.append(code or 0)
     if min(codes) == 2:
         return 2
-    print(f"all in {output}: anomaly infer --model {shlex.quote(str(output))} tells them apart")
+    if len(names) > 1:
+        print(f"all in {output}: anomaly infer --model {shlex.quote(str(output))} tells them apart")
     return 3 if any(codes) else 0
 
 

@@ -123,6 +123,8 @@ def run(options: argparse.Namespace) -> int:
         from anomaly.model.products import check_product
 
         check_product(options.model, products, options.product)
+    elif len(products) == 1:
+        log.log(NOTE, "%s holds one run, %s, which scores all images", options.model, *products)
     if options.manifest is not None:
         from anomaly.cli import infer_ray, infer_shard
 

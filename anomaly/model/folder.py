@@ -40,9 +40,11 @@ def find_model(folder: str | Path, *, exported: bool = True) -> Path:
             )
         return found
     if inside := _models_inside(folder):
+        first = folder / next(iter(inside))
+        if len(inside) == 1:
+            raise ModelError(f"{folder} is a folder of runs that holds one; give that: {first}")
         raise ModelError(
-            f"{folder} holds several models ({', '.join(inside)}); give one of them, "
-            f"{folder / next(iter(inside))} say"
+            f"{folder} holds several models ({', '.join(inside)}); give one of them, {first} say"
         )
     if not folder.exists():
         raise ModelError(
@@ -68,6 +70,8 @@ def find_models(folder: Path) -> dict[str, Path]:
 
 def find_products(folder: str | Path) -> dict[str, Path]:
     """The models of a folder that isn't one itself, by product; empty for a model or a run.
+
+    A folder of a single run is that of one product: a config may list one, and others may follow.
 
     Raises:
         ModelError: there is none.

@@ -249,6 +249,40 @@ def test_telling_products_apart_costs_no_further_pass(
     assert Counter(one.product for one in found) == {"disc": 6, "stripes": 1}
 
 
+def test_a_folder_that_holds_one_run_is_that_of_one_product(
+    product_runs: Path, two_products: Path, tmp_path: Path, command: Command
+) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(product_runs / "disc", runs / "disc")
+    tested = ("--input", two_products / "disc" / "test")
+    code, _, err = infer(command, runs, tmp_path / "out", *tested)
+    assert code == 0
+    assert f"{runs} holds one run, disc, which scores all images" in err
+    code, _, err = infer(command, runs / "disc", tmp_path / "alone", *tested)
+    assert (code, "holds one run" in err) == (0, False)
+    rows, alone = rows_of(tmp_path / "out"), rows_of(tmp_path / "alone")
+    assert {row["product"] for row in rows} == {"disc"}
+    same = rows[0].keys() - {"product", "time", "milliseconds"}
+    assert [[row[key] for key in same] for row in rows] == [
+        [row[key] for key in same] for row in alone
+    ]
+    code, out, _ = command("evaluate", ["--model", runs, "--output", tmp_path / "evaluation"])
+    assert code == 0
+    assert (tmp_path / "evaluation" / "disc" / "report.html").is_file()
+    assert "are taken for it" not in out
+    code, _, err = command("calibrate", ["--model", runs, "--threshold", 1])
+    assert (code, f"holds one; give that: {runs / 'disc'}" in err) == (2, True)
+
+
+def test_a_list_of_one_product_trains_a_folder_of_one_run(
+    two_products: Path, tmp_path: Path, command: Command
+) -> None:
+    code, out, _ = train(command, two_products, tmp_path / "runs", "data.category=[disc]")
+    assert code == 0
+    assert "tells them apart" not in out
+    assert (tmp_path / "runs" / "disc" / "model").is_dir()
+
+
 def test_a_single_name_trains_as_ever(two_products: Path, tmp_path: Path, command: Command) -> None:
     listed = train_products_arguments(two_products, tmp_path / "one", "data.category=disc")
     assert command("train", listed)[0] == 0
