@@ -48,11 +48,11 @@ def expected(manifest: Path, run_folder: Path, tmp_path_factory: pytest.TempPath
     return _joined(manifest, output)
 
 
-def _joined(manifest: Path, output: Path) -> bytes:
+def _joined(manifest: Path, output: Path, code: int = 3) -> bytes:
     from anomaly.cli import main
 
     table = output.parent / "joined.csv"
-    assert main(["merge-results", str(manifest), str(output), "--output", str(table)]) == 3
+    assert main(["merge-results", str(manifest), str(output), "--output", str(table)]) == code
     return table.read_bytes()
 
 
@@ -64,21 +64,36 @@ def _infer(*arguments: str) -> "subprocess.Popen[str]":
     )
 
 
+def _said(process: "subprocess.Popen[str]", code: int = 0, seconds: float = 400) -> str:
+    with process:
+        out, err = process.communicate(timeout=seconds)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    return out + err
+
+
 def test_workers_on_this_machine_make_the_table_of_one_process(
     manifest: Path, run_folder: Path, expected: bytes, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    more = ("--ray", "local", "--workers", 2)
-    with _infer(*_arguments(manifest, run_folder, output, *more)) as process:
-        said, err = process.communicate(timeout=400)
-    assert process.returncode == 0, err
-    assert "60 of 63 images scored" in said
-    assert "Traceback" not in err
+    arguments = _arguments(manifest, run_folder, output, "--ray", "local", "--workers", 2)
+    assert "60 of 63 images scored" in _said(_infer(*arguments))
     assert _joined(manifest, output) == expected
-    with _infer(*_arguments(manifest, run_folder, output, *more)) as process:
-        _, err = process.communicate(timeout=400)
-    assert process.returncode == 2
-    assert "8 of 8 chunks already; add --resume" in err
+    assert "8 of 8 chunks already; add --resume" in _said(_infer(*arguments), 2)
+
+
+def test_workers_tell_products_apart_as_one_process_does(
+    product_runs: Path, two_products: Path, tmp_path: Path, command: Command
+) -> None:
+    file, tables = tmp_path / "manifest.parquet", []
+    inputs = [two_products / product / "test" for product in ("disc", "stripes")]
+    assert command("manifest", ["--input", *inputs, "--chunk", 4, "--output", file])[0] == 0
+    for more in ((), ("--ray", "local", "--workers", 2)):
+        output = tmp_path / str(len(more)) / "out"
+        assert "12 of 12" in _said(_infer(*_arguments(file, product_runs, output, *more)))
+        tables.append(_joined(file, output, 0))
+    assert tables[0] == tables[1]
+    assert [tables[1].count(f",{one}\n".encode()) for one in ("disc", "stripes")] == [6, 6]
 
 
 def test_what_does_not_go_together(
@@ -92,8 +107,7 @@ def test_what_does_not_go_together(
     assert "--shard can't be given with --ray" in err("--ray", "local", "--shard", "0/2")
     assert "--workers is about a Ray cluster" in err("--workers", "2")
     assert "--workers is 0" in err("--ray", "local", "--workers", "0")
-    images = manifest.parent / "images"
-    plain = ["--model", run_folder, "--input", images, "--output", tmp_path / "o"]
+    plain = ["--model", run_folder, "--input", manifest.parent, "--output", tmp_path / "o"]
     code, _, said = command("infer", [*plain, "--ray", "local"])
     assert (code, "--ray is about chunks of a manifest" in said) == (2, True)
 
@@ -116,9 +130,7 @@ def test_what_is_killed_costs_nothing(
             else:
                 process.kill()
         if turn % 2 == 0:
-            with _infer(*_arguments(manifest, run_folder, output, *more)) as process:
-                _, err = process.communicate(timeout=400)
-            assert process.returncode == 0, err
+            _said(_infer(*_arguments(manifest, run_folder, output, *more)))
         assert _joined(manifest, output) == expected
 
 
@@ -160,8 +172,7 @@ def test_nodes_that_die_cost_nothing(
             with _infer(*_arguments(manifest, run_folder, output, *more)) as process:
                 _wait_for_parts(output, rng.randrange(1, 4), process)
                 cluster.remove_node(nodes.pop(rng.randrange(2)), allow_graceful=False)
-                _, err = process.communicate(timeout=400)
-            assert process.returncode == 0, err
+                _said(process)
             assert _joined(manifest, output) == expected
             nodes.append(cluster.add_node(num_cpus=1))
     finally:
@@ -195,8 +206,7 @@ def test_nodes_come_and_go_and_poison_is_alone(
         ) as process:
             _wait_for_parts(output, 2, process)
             cluster.remove_node(nodes[0], allow_graceful=False)
-            said, err = process.communicate(timeout=500)
-        assert process.returncode == 0, err
+            said = _said(process, seconds=500)
         assert "59 of 63 images scored" in said
         assert "4 failed" in said or ("3 unreadable" in said and "1 failed" in said)
     finally:
@@ -244,9 +254,7 @@ def test_twenty_thousand_images_on_two_nodes(
         more = ("--ray", cluster.address, "--heatmap", "none")
         started = time.monotonic()
         output = tmp_path / "many" / "out"
-        with _infer(*_arguments(manifest, run_folder, output, *more)) as process:
-            said, err = process.communicate(timeout=3000)
-        assert process.returncode == 0, err
+        said = _said(_infer(*_arguments(manifest, run_folder, output, *more)), seconds=3000)
         assert "19797 of 20000 images scored" in said
         assert "200 unreadable, 3 failed" in said
         print(f"one process {alone:.0f} s, two nodes {time.monotonic() - started:.0f} s")
