@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 from itertools import islice
@@ -25,9 +25,10 @@ from torch import Tensor
 from anomaly.calibration import Thresholds, thresholds_from
 from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import AnomalyError, DataError, ModelError
+from anomaly.errors import DataError
 from anomaly.evaluation.test_split import dataset_of
-from anomaly.export.graph import quiet, write_graph
+from anomaly.export.graph import write_graph
+from anomaly.export.int8_graph import quantise
 from anomaly.features.engine import Graph
 from anomaly.features.exported import ExportedNetwork
 from anomaly.files.writing import sha256_of
@@ -49,8 +50,6 @@ from anomaly.scorers.base import Fitter
 
 CALIBRATED_ON = 100  # training images whose activations say how far these reach
 _TILES = 300  # of large images, together
-# Computed in int8 beside a convolution; attention and the method's alignment stay in fp32.
-_OPERATORS = ["Conv", "Add", "Clip", "MaxPool", "Relu"]
 
 
 def training_images(
@@ -131,14 +130,17 @@ def quantised(
     """
     count = 0
 
-    def inputs() -> Iterator[NDArray[np.float32]]:
+    def inputs(stage: str) -> Iterator[NDArray[np.float32]]:
         nonlocal count
+        count = 0
         for images in _inputs(parent, samples, workers):
             count += 1
-            progress("ranges", count, max(count, min(len(samples), CALIBRATED_ON)))
+            progress(stage, count, max(count, min(len(samples), CALIBRATED_ON)))
             yield images
 
-    said = write_graph(parent, draft, engine, quantise=lambda file: _quantise(file, inputs()))
+    said = write_graph(
+        parent, draft, engine, quantise=lambda file: quantise(file, inputs, parent.normalise)
+    )
     own = parent.extractor
     graph = Graph(draft / said["file"], engine, "int8", get_threads())
     network: Any = _Embedding(graph, own.layers, own.channels, own.strides, own.patch)
@@ -180,57 +182,6 @@ def _inputs(
         used = (batch for batch in batches if not isinstance(batch, UnusableImage))
         for batch in islice(used, _TILES):
             yield np.ascontiguousarray(batch[0].pixels.transpose(2, 0, 1)[None])
-
-
-def _quantise(file: Path, inputs: Iterable[NDArray[np.float32]]) -> None:
-    """Rewrite a graph: quantised weights, and pairs of nodes that round its activations.
-
-    Weights have 7 bits. Processors without VNNI add products of 8 × 8 bits in pairs, within 16
-    bits, which overflow: with 8 bits ResNet-50's embeddings there are something else altogether.
-    With 7 bits none can, and all processors give the same bits.
-    """
-    import onnx
-    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
-
-    graph = onnx.load(file).graph
-    types = {node.op_type for node in graph.node}
-    if "Conv" not in types or "LayerNormalization" in types:
-        raise ModelError(
-            "int8 is for convolutions, and this network multiplies matrices, as transformers and "
-            "ConvNeXt do; use --precision fp32"
-        )
-    ours = [n.name for n in graph.node if n.op_type == "Conv" and "network." not in n.input[1]]
-
-    class Reader(CalibrationDataReader):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self._left = iter(inputs)
-
-        def get_next(self) -> dict[str, NDArray[np.float32]] | None:
-            images = next(self._left, None)
-            return None if images is None else {"images": images}
-
-    try:
-        with quiet():
-            quantize_static(
-                file,
-                file,
-                Reader(),
-                op_types_to_quantize=_OPERATORS,
-                nodes_to_exclude=ours,
-                per_channel=True,
-                reduce_range=True,
-                activation_type=QuantType.QUInt8,
-                weight_type=QuantType.QInt8,
-            )
-    except AnomalyError:
-        raise
-    except Exception:  # of many kinds, about operators
-        raise ModelError(
-            "this network can't be quantised; use --precision fp32, or train with another backbone"
-        ) from None
-    model = onnx.load(file)
-    del model.metadata_props[:]
-    onnx.save(model, file)
 
 
 def _learned_again(

@@ -20,7 +20,7 @@ from patch_lists import PatchList
 
 from anomaly.cli import main
 from anomaly.datasets import Sample
-from anomaly.errors import DataError, ModelError
+from anomaly.errors import DataError
 from anomaly.export import models, quantised
 from anomaly.files.writing import sha256_of
 from anomaly.imaging.preprocessing import Loaded
@@ -257,16 +257,6 @@ def test_what_int8_needs_and_lacks(
     assert code == 2
     assert "exporting needs onnxruntime: pip install 'anomaly[export,openvino]'" in err
     assert not output.exists()
-
-
-def test_a_network_without_convolutions_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "network.onnx"
-    value = onnx.helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, [1, 3])
-    out = onnx.helper.make_tensor_value_info("embeddings", onnx.TensorProto.FLOAT, [1, 3])
-    node = onnx.helper.make_node("LayerNormalization", ["images", "images"], ["embeddings"])
-    onnx.save(onnx.helper.make_model(onnx.helper.make_graph([node], "g", [value], [out])), file)
-    with pytest.raises(ModelError, match="int8 is for convolutions"):
-        quantised._quantise(file, [])
 
 
 def test_a_bank_again_has_its_patches_and_a_true_covering_radius() -> None:
