@@ -26,7 +26,9 @@ from anomaly.model.training import train as learn
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    model = {"kind": args.kind, "coreset_ratio": args.ratio, "dimensions": args.dimensions}
+    model: dict[str, Any] = {"kind": args.kind, "coreset_ratio": args.ratio, "dimensions": args.dimensions}
+    if args.vectors:
+        model["coreset_size"] = args.vectors
     settings = {
         "image": {"resize": args.size},
         "backbone": {"name": args.backbone, "weights": args.weights},
@@ -97,6 +99,7 @@ if __name__ == "__main__":
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--kind", default="patchcore")
     parser.add_argument("--ratio", type=float, default=0.01)
+    parser.add_argument("--vectors", type=int, help="of the bank, instead of --ratio")
     parser.add_argument("--dimensions", type=int, default=100)
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--size", type=int, default=256)

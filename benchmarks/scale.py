@@ -1,12 +1,15 @@
 """More and more images: training, and the process that shares a job out among workers.
 
 python -m benchmarks.scale --weights FILE.safetensors [--counts 500 2000 5000]
+python -m benchmarks.scale --weights FILE.safetensors --counts 1000 10000 100000 --side 64
+                           --vectors 2000 --limits 256
 python -m benchmarks.scale --lines 10000 10000000
 python -m benchmarks.scale --overhead runs/my_part /path/to/images
 
-The first trains: seconds and peak memory, and how near the coreset comes. The second lists images
+The first trains: seconds and peak memory, and how near the coreset comes. The second does so with
+small images and a bank of one size, so that a hundred thousand take minutes. The third lists images
 that don't exist, and has workers that do nothing finish all chunks but those of every other part,
-which is there already: the memory of `manifest`, and of `infer --ray` beside its workers. The third
+which is there already: the memory of `manifest`, and of `infer --ray` beside its workers. The fourth
 scores images in one process with two threads, and with two workers of one: seconds of all, images
 a second from the first part on (without what starting takes), and processor time.
 """
@@ -24,7 +27,7 @@ from pathlib import Path
 from benchmarks.process import run
 
 
-def generate(folder: Path, count: int) -> None:
+def generate(folder: Path, count: int, side: int) -> None:
     """Images of one textured part in ever other places and light."""
     import cv2
     import numpy as np
@@ -32,12 +35,12 @@ def generate(folder: Path, count: int) -> None:
     folder.mkdir()
     for i in range(count):
         rng = np.random.default_rng(i)
-        noise = rng.normal(128, 40, (64, 64, 3)).astype(np.float32)
-        image = cv2.resize(noise, (256, 256), interpolation=cv2.INTER_CUBIC)
-        centre = tuple(int(v) for v in rng.integers(112, 144, 2))
-        cv2.circle(image, centre, 80, (180.0 + rng.normal(0, 8), 150.0, 90.0), -1, cv2.LINE_AA)
+        noise = rng.normal(128, 40, (side // 4, side // 4, 3)).astype(np.float32)
+        image = cv2.resize(noise, (side, side), interpolation=cv2.INTER_CUBIC)
+        centre = tuple(int(v) for v in rng.integers(side * 7 // 16, side * 9 // 16, 2))
+        cv2.circle(image, centre, side * 5 // 16, (180.0 + rng.normal(0, 8), 150.0, 90.0), -1, cv2.LINE_AA)
         image += rng.normal(0, 6, image.shape)
-        cv2.imwrite(str(folder / f"{i:05d}.png"), np.clip(image, 0, 255).astype(np.uint8))
+        cv2.imwrite(str(folder / f"{i:06d}.png"), np.clip(image, 0, 255).astype(np.uint8))
 
 
 def list_images(folder: Path, lines: int) -> None:
@@ -129,6 +132,8 @@ def main() -> None:
     parser.add_argument("--lines", type=int, nargs="+", help="of manifests to share out")
     parser.add_argument("--counts", type=int, nargs="+", default=[500, 2000, 5000])
     parser.add_argument("--limits", type=int, nargs="+", default=[256, 16_000], help="MiB")
+    parser.add_argument("--side", type=int, default=256, help="of the images, in pixels")
+    parser.add_argument("--vectors", type=int, help="of the bank (default: 1 %% of the patches)")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     from benchmarks.inputs import machine  # torch would be in the others' memory
@@ -142,23 +147,26 @@ def main() -> None:
         return
     if args.weights is None:
         parser.error("give --weights, --lines or --overhead")
-    print("| images | memory_limit | fit | peak memory | covering radius | exact |")
-    print("|---|---|---|---|---|---|")
+    print("| images | memory_limit | fit | an image | peak memory | covering radius | exact |")
+    print("|---|---|---|---|---|---|---|")
     for count in args.counts:
         with tempfile.TemporaryDirectory() as folder:
-            generate(Path(folder) / "good", count)
+            generate(Path(folder) / "good", count, args.side)
             for limit in args.limits:
                 command: list[object] = [sys.executable, "-m", "benchmarks.our_side", "fit"]
                 command += ["--images", f"{folder}/good", "--weights", args.weights.absolute()]
                 command += ["--output", f"{folder}/out", "--checkpoint", f"{folder}/model"]
                 command += ["--memory-limit", limit, "--threads", args.threads]
+                command += ["--size", args.side]
+                command += ["--vectors", args.vectors] if args.vectors else []
                 outcome = run(command)
                 r = outcome.result
                 if outcome.failed:
-                    print(f"| {count} | {limit} MiB | failed: {outcome.failed[-120:]!r} | | | |")
+                    print(f"| {count} | {limit} MiB | failed: {outcome.failed[-120:]!r} | | | | |")
                     continue
                 print(
-                    f"| {count} | {limit} MiB | {r['seconds']:.0f} s | {outcome.peak / 1e9:.2f} GB "
+                    f"| {count} | {limit} MiB | {r['seconds']:.0f} s "
+                    f"| {1000 * r['seconds'] / count:.1f} ms | {outcome.peak / 1e9:.2f} GB "
                     f"| {r['covering_radius']:.3f} | {r['exact']} |",
                     flush=True,
                 )

@@ -29,7 +29,7 @@ class Appearance:
         light_squared: sum of its squares.
         edges: sum of the brightness's second derivative, absolute.
         patches: how many patches counted.
-        embedding: (D,) sum of their embeddings.
+        embedding: (D,) sum of their embeddings, float64 or float32.
         squared: sum of the squares of all their values.
         darkest: the lowest brightness of a pixel.
         brightest: the highest.
@@ -40,7 +40,7 @@ class Appearance:
     light_squared: float
     edges: float
     patches: int
-    embedding: Floats
+    embedding: Floats | NDArray[np.float32]
     squared: float
     darkest: float
     brightest: float
@@ -78,7 +78,7 @@ class Appearance:
 
     def mean_embedding(self) -> Floats:
         """(D,)."""
-        return self.embedding / max(self.patches, 1)
+        return np.asarray(self.embedding, np.float64) / max(self.patches, 1)
 
     def variance(self) -> float:
         """Of the embeddings of the image's patches, the mean over their values."""

@@ -35,6 +35,9 @@ _FARTHER = 1.25
 _DARK = 0.002  # half a level of 255
 
 
+_AT_ONCE = 256  # images whose mean embeddings are held a second time
+
+
 @dataclass(frozen=True, eq=False)
 class AppearanceModel:
     """What the training images look like.
@@ -61,19 +64,31 @@ class AppearanceModel:
     @classmethod
     def measured(cls, looks: Sequence[Appearance]) -> AppearanceModel:
         """What images look like, however few; few don't show what is usual."""
-        figures = [one.figures() for one in looks]
-        values = {name: [f[name] for f in figures] for name in _LEAST_FACTOR}
-        embeddings = np.stack([one.mean_embedding() for one in looks])
-        mean = embeddings.mean(axis=0)
-        spread = float(np.mean([one.variance() for one in looks])) ** 0.5 + 1e-12
+        mean = _mean_of(looks)
+        return cls._from(_figures(looks), _variances(looks), mean, _away(looks, mean))
+
+    @classmethod
+    def _from(
+        cls, figures: Floats, variances: Floats, mean: Floats, away: Floats
+    ) -> AppearanceModel:
+        """The model of N images.
+
+        Args:
+            figures: (N, 3), in the order of `_LEAST_FACTOR`.
+            variances: (N,) of the patches' embeddings within each image.
+            mean: (D,) of their mean embeddings.
+            away: (N,), how far each of these is from the mean.
+        """
+        values = dict(zip(_LEAST_FACTOR, figures.T.tolist(), strict=True))
+        spread = float(np.mean(variances)) ** 0.5 + 1e-12
         # The others' mean is farther away than the mean of all.
-        others = len(looks) / max(len(looks) - 1, 1)
+        others = len(away) / max(len(away) - 1, 1)
         return cls(
             ranges={name: _widened(name, v) for name, v in values.items()},
             seen={name: (min(v), max(v)) for name, v in values.items()},
             mean=mean,
             spread=spread,
-            seen_distance=others * float(_root_mean_square(embeddings - mean).max()) / spread,
+            seen_distance=others * float(away.max()) / spread,
         )
 
     def merged(self, images: int, other: AppearanceModel, others: int) -> AppearanceModel:
@@ -174,15 +189,16 @@ def odd_among(looks: Sequence[Appearance]) -> list[int]:
     blank = [place for place, one in enumerate(looks) if one.blank]
     if len(looks) <= LEAST_IMAGES:
         return blank
-    figures = [list(one.figures().values()) for one in looks]
-    embeddings = np.stack([one.mean_embedding() for one in looks])
-    distances = _root_mean_square(embeddings - embeddings.mean(axis=0))
-    outer = {*np.argmin(figures, axis=0), *np.argmax(figures, axis=0), int(np.argmax(distances))}
+    figures, variances, mean = _figures(looks), _variances(looks), _mean_of(looks)
+    farthest = int(_away(looks, mean).argmax())
+    outer = {*np.argmin(figures, axis=0), *np.argmax(figures, axis=0), farthest}
     odd = []
     for place in sorted(map(int, outer)):
-        usual = AppearanceModel.of([*looks[:place], *looks[place + 1 :]])
-        assert usual is not None
-        if usual.deviation(looks[place]):
+        own = looks[place].mean_embedding()
+        others = mean + (mean - own) / (len(looks) - 1)  # their mean
+        away = np.delete(_away(looks, others), place)
+        left = np.delete(figures, place, axis=0), np.delete(variances, place)
+        if AppearanceModel._from(*left, others, away).deviation(looks[place]):
             odd.append(place)
     return sorted({*odd, *blank})
 
@@ -211,6 +227,32 @@ def nearest(models: Mapping[str, AppearanceModel], one: Appearance) -> str:
         one: the image as a whole.
     """
     return min(models, key=lambda product: models[product].distance(one))
+
+
+def _figures(looks: Sequence[Appearance]) -> Floats:
+    """Brightness, contrast and sharpness of each image, (N, 3)."""
+    return np.array([[*one.figures().values()] for one in looks])
+
+
+def _variances(looks: Sequence[Appearance]) -> Floats:
+    return np.array([one.variance() for one in looks])
+
+
+def _mean_of(looks: Sequence[Appearance]) -> Floats:
+    """The mean (D,) of images' mean embeddings, which aren't held a second time."""
+    total = np.zeros_like(looks[0].mean_embedding())
+    for one in looks:
+        total += one.mean_embedding()
+    return total / len(looks)
+
+
+def _away(looks: Sequence[Appearance], mean: Floats) -> Floats:
+    """How far each image's mean embedding is from a mean (D,): (N,)."""
+    found = []
+    for first in range(0, len(looks), _AT_ONCE):
+        some = np.stack([one.mean_embedding() for one in looks[first : first + _AT_ONCE]])
+        found.append(_root_mean_square(some - mean))
+    return np.concatenate(found)
 
 
 def _root_mean_square(difference: Floats) -> Floats:

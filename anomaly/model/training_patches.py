@@ -221,7 +221,7 @@ class TrainingPatches(PatchSet):
     ) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
         file = TensorFile(self._scratch, shared=self._shared)
         points = None if matrix_of is None else KeptPoints(self._scratch, shared=self._shared)
-        sums: NDArray[np.float64] | None = None
+        sums: NDArray[np.float32] | None = None
         rows = {index: row for row, index in enumerate(self._images)}
         self.refused, self.hashes, self.looks, self._counts = [], {}, {}, {}
         started = time.perf_counter()
@@ -246,7 +246,7 @@ class TrainingPatches(PatchSet):
                 # In one block: small arrays that stay among large ones that go keep the memory of
                 # these from being used again.
                 if sums is None:
-                    sums = np.empty((len(self._images), len(one.embedding)))
+                    sums = np.empty((len(self._images), len(one.embedding)), np.float32)
                 row = rows[item.index]
                 sums[row] = total.embedding
                 self.looks[item.index] = replace(total, embedding=sums[row])

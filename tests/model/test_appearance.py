@@ -2,6 +2,7 @@
 
 import csv
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import cv2
@@ -123,6 +124,24 @@ def test_odd_ones_out_are_those_that_the_others_would_not_accept() -> None:
     every = [i for i, one in enumerate(looks) if without(i).deviation(one)]
     assert odd_among(looks) == every == [7, 21]
     assert odd_among(looks[:LEAST_IMAGES]) == []
+
+
+def test_mean_embeddings_of_many_images_are_not_held_twice() -> None:
+    rng = np.random.default_rng(0)
+    sums = rng.normal(64, 1, (1000, 2048)).astype(np.float32)
+    looks = [Appearance(1024, 500, 250, 9, 64, row, 64 * 3000, 0.1, 0.9) for row in sums]
+    tracemalloc.start()
+    try:
+        usual = AppearanceModel.measured(looks)
+        odd_among(looks)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 14e6  # 256 at once, three times; all of them take 16 MB in float64
+    means = sums.astype(np.float64) / 64
+    away = np.sqrt(np.square(means - means.mean(0)).mean(1)).max()
+    np.testing.assert_allclose(usual.mean, means.mean(0), rtol=1e-12)
+    assert usual.seen_distance == pytest.approx(1000 / 999 * away / usual.spread, rel=1e-9)
 
 
 def test_odd_images_are_for_review(
