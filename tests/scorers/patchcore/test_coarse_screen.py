@@ -47,10 +47,11 @@ def test_nothing_is_ruled_out_wrongly(
     mine = queries.square().sum(1)
     tried = screen(bank, norms)
     exact = torch.from_numpy(cdist(queries.double(), bank[:-2].double(), "sqeuclidean"))
-    bounds = tried.bounds(queries, mine, room(tried, queries, bank))
+    prepared = tried.prepared(queries, mine)
+    bounds = tried.bounds(prepared, room(tried, queries, bank))
     for rank in (0, 3, 60):
         limit = exact.sort(1).values[:, rank]
-        passing = bounds <= tried.limits(queries, mine, limit.float())[:, None]
+        passing = bounds <= tried.limits(prepared, limit.float())[:, None]
         assert bool(passing[:, :-2][exact <= limit[:, None]].all())
         assert not bool(passing[:, -2:].any())  # vectors at infinity
 
@@ -65,8 +66,9 @@ def test_of_a_query_that_is_no_number_nothing_at_infinity_passes(
     norms[-3:] = torch.inf
     queries = torch.full((2, 8), strange)
     tried, mine = screen(bank, norms), queries.square().sum(1)
-    bounds = tried.bounds(queries, mine, room(tried, queries, bank))
-    limits = tried.limits(queries, mine, mine)
+    prepared = tried.prepared(queries, mine)
+    bounds = tried.bounds(prepared, room(tried, queries, bank))
+    limits = tried.limits(prepared, mine)
     assert not bool((bounds <= limits[:, None])[:, -3:].any())
     if math.isnan(strange):
         # Processors differ in the sign of a NaN that they make; whole numbers have none.
@@ -82,8 +84,9 @@ def test_most_others_are_ruled_out(screen: type) -> None:
     exact = torch.from_numpy(cdist(queries, bank, "sqeuclidean"))
     norms = queries.square().sum(1)
     tried = screen(bank, bank.square().sum(1))
-    limits = tried.limits(queries, norms, 1.5 * exact.amin(1).float())
-    bounds = tried.bounds(queries, norms, room(tried, queries, bank))
+    prepared = tried.prepared(queries, norms)
+    limits = tried.limits(prepared, 1.5 * exact.amin(1).float())
+    bounds = tried.bounds(prepared, room(tried, queries, bank))
     passing = bounds <= limits[:, None]
     assert int(passing.sum()) < 1.05 * int((exact <= 1.6 * exact.amin(1)[:, None]).sum())
 

@@ -29,18 +29,24 @@ class CoarseScreen(Protocol):
 
     dtype: torch.dtype
 
-    def bounds(self, coarse: Tensor, norms: Tensor, out: Tensor) -> Tensor:
-        """(Q, M), lower for nearer: of coordinates (Q, d) of queries with squared norms (Q,).
+    def prepared(self, coarse: Tensor, norms: Tensor) -> tuple[Tensor, ...]:
+        """Queries of coordinates (Q, d) and squared norms (Q,), as `bounds` and `limits` take them.
+
+        Each of the tensors has a row, or a number, for each query.
+        """
+        ...
+
+    def bounds(self, queries: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """(Q, M), lower for nearer.
 
         Args:
-            coarse: the queries' coordinates.
-            norms: their squared norms.
+            queries: as `prepared` gave them.
             out: (Q, M), where they are written. Fresh memory for each product, which the system
                 fills with zeros first, would take as long as the product.
         """
         ...
 
-    def limits(self, coarse: Tensor, norms: Tensor, squared: Tensor) -> Tensor:
+    def limits(self, queries: tuple[Tensor, ...], squared: Tensor) -> Tensor:
         """(Q,) that bounds don't exceed where the coordinates' squared distance is `squared`.
 
         No bound is within the limit of a query that is NaN.
@@ -66,12 +72,17 @@ class Float32Screen:
         self._coarse = coarse
         self._norms = norms
 
-    def bounds(self, coarse: Tensor, norms: Tensor, out: Tensor) -> Tensor:
+    def prepared(self, coarse: Tensor, norms: Tensor) -> tuple[Tensor, ...]:
         """See `CoarseScreen`."""
-        return torch.addmm(self._norms, coarse, self._coarse.T, alpha=-2, out=out)
+        return coarse, norms
 
-    def limits(self, coarse: Tensor, norms: Tensor, squared: Tensor) -> Tensor:
+    def bounds(self, queries: tuple[Tensor, ...], out: Tensor) -> Tensor:
         """See `CoarseScreen`."""
+        return torch.addmm(self._norms, queries[0], self._coarse.T, alpha=-2, out=out)
+
+    def limits(self, queries: tuple[Tensor, ...], squared: Tensor) -> Tensor:
+        """See `CoarseScreen`."""
+        norms = queries[1]
         limits = squared - norms + ROUNDING * (norms + squared)
         return limits.clamp_(max=torch.finfo(torch.float32).max)  # below infinity
 
@@ -115,21 +126,25 @@ class Int8Screen:
         )
         self._coarse[: self._count] = torch.cat([rounded, digits], dim=1).to(torch.int8)
 
-    def bounds(self, coarse: Tensor, norms: Tensor, out: Tensor) -> Tensor:
+    def prepared(self, coarse: Tensor, norms: Tensor) -> tuple[Tensor, ...]:
         """See `CoarseScreen`."""
-        rounded, _ = self._rounded(coarse - self._centre)
+        rounded, moved = self._rounded(coarse - self._centre)
         units = rounded.new_full((len(coarse), _DIGITS + 1), _LARGEST)
         units[:, -1] = 1
-        queries = torch.cat([-rounded, units], dim=1).to(torch.int8)
-        bounds: Tensor = torch._int_mm(queries, self._coarse.T, out=out)
+        digits = torch.cat([-rounded, units], dim=1).to(torch.int8)
+        return digits, rounded.square().sum(1), moved + self._moved, norms
+
+    def bounds(self, queries: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """See `CoarseScreen`."""
+        bounds: Tensor = torch._int_mm(queries[0], self._coarse.T, out=out)
         bounds[:, self._count :] = _BEYOND + 1
         return bounds
 
-    def limits(self, coarse: Tensor, norms: Tensor, squared: Tensor) -> Tensor:
+    def limits(self, queries: tuple[Tensor, ...], squared: Tensor) -> Tensor:
         """See `CoarseScreen`."""
-        rounded, moved = self._rounded(coarse - self._centre)
-        widest = (squared.sqrt() + moved + self._moved).square() + ROUNDING * (norms + squared)
-        halves: Tensor = (widest.double() / self._step**2 - rounded.square().sum(1)) / 2
+        _, rounded, moved, norms = queries
+        widest = (squared.sqrt() + moved).square() + ROUNDING * (norms + squared)
+        halves: Tensor = (widest.double() / self._step**2 - rounded) / 2
         # What is no number lets nothing through, and what is too large lets all through.
         return halves.nan_to_num_(nan=-_BEYOND).floor_().clamp_(-_BEYOND, _BEYOND).int()
 

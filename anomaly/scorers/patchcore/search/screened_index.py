@@ -99,17 +99,18 @@ class ScreenedIndex:
 
     def _search(self, queries: Tensor, k: int) -> Tensor:
         """The k nearest (Q, k) of each query; -1 for all where too many vectors might be."""
-        coarse, norms = self._reduce(queries)
+        prepared = self._screen.prepared(*self._reduce(queries))
         size = min(max(1, _BLOCK // len(self._bank)), _QUERIES)
         undecided = torch.zeros(len(queries), dtype=torch.bool)
         room = torch.empty(size, self._groups * _GROUP, dtype=self._screen.dtype)
         pairs = []
         for start in range(0, len(queries), size):
             block = slice(start, start + size)
-            some = queries[block], coarse[block], norms[block]
-            rows, columns = self._near(*some, k, room[: len(some[0])])
+            some = queries[block]
+            ready = tuple(each[block] for each in prepared)
+            rows, columns = self._near(some, ready, k, room[: len(some)])
             # None pass where all queries are NaN.
-            if not len(rows) or len(rows) > _MANY * len(norms[block]) * len(self._bank):
+            if not len(rows) or len(rows) > _MANY * len(some) * len(self._bank):
                 undecided[block] = True
             else:
                 pairs.append((rows + start, columns))
@@ -119,18 +120,18 @@ class ScreenedIndex:
         return self._nearest(queries, rows, columns, k).masked_fill_(undecided[:, None], -1)
 
     def _near(
-        self, queries: Tensor, coarse: Tensor, norms: Tensor, k: int, room: Tensor
+        self, queries: Tensor, prepared: tuple[Tensor, ...], k: int, room: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Rows and columns of the pairs of queries and vectors that may be of the k nearest.
 
         Bounds are written into `room`.
         """
-        bounds = self._screen.bounds(coarse, norms, room).view(-1, self._groups, _GROUP)
+        bounds = self._screen.bounds(prepared, room).view(-1, self._groups, _GROUP)
         least = bounds.amin(2)
         # Of a query that is NaN any are the least, those that fill the last group among them.
         nearest = _least(bounds, least, k).clamp_(max=len(self._bank) - 1)
         limit = self._farthest(queries, nearest)
-        return _passing(bounds, least, self._screen.limits(coarse, norms, limit))
+        return _passing(bounds, least, self._screen.limits(prepared, limit))
 
     def _nearest(self, queries: Tensor, rows: Tensor, columns: Tensor, k: int) -> Tensor:
         """The k nearest (Q, k) among pairs, of which each row has k at least.
