@@ -26,7 +26,11 @@ from anomaly.model.training import train as learn
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    model: dict[str, Any] = {"kind": args.kind, "coreset_ratio": args.ratio, "dimensions": args.dimensions}
+    model: dict[str, Any] = {
+        "kind": args.kind,
+        "coreset_ratio": args.ratio,
+        "dimensions": args.dimensions,
+    }
     if args.vectors:
         model["coreset_size"] = args.vectors
     settings = {

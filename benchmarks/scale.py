@@ -7,11 +7,11 @@ python -m benchmarks.scale --lines 10000 10000000
 python -m benchmarks.scale --overhead runs/my_part /path/to/images
 
 The first trains: seconds and peak memory, and how near the coreset comes. The second does so with
-small images and a bank of one size, so that a hundred thousand take minutes. The third lists images
-that don't exist, and has workers that do nothing finish all chunks but those of every other part,
-which is there already: the memory of `manifest`, and of `infer --ray` beside its workers. The fourth
-scores images in one process with two threads, and with two workers of one: seconds of all, images
-a second from the first part on (without what starting takes), and processor time.
+small images and a bank of one size, so that a hundred thousand take minutes. The third lists
+images that don't exist, and has workers that do nothing finish all chunks but those of every other
+part, which is there already: the memory of `manifest`, and of `infer --ray` beside its workers.
+The fourth scores images in one process with two threads, and with two workers of one: seconds of
+all, images a second from the first part on (without what starting takes), and processor time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def generate(folder: Path, count: int, side: int) -> None:
         noise = rng.normal(128, 40, (side // 4, side // 4, 3)).astype(np.float32)
         image = cv2.resize(noise, (side, side), interpolation=cv2.INTER_CUBIC)
         centre = tuple(int(v) for v in rng.integers(side * 7 // 16, side * 9 // 16, 2))
-        cv2.circle(image, centre, side * 5 // 16, (180.0 + rng.normal(0, 8), 150.0, 90.0), -1, cv2.LINE_AA)
+        cv2.circle(
+            image, centre, side * 5 // 16, (180.0 + rng.normal(0, 8), 150.0, 90.0), -1, cv2.LINE_AA
+        )
         image += rng.normal(0, 6, image.shape)
         cv2.imwrite(str(folder / f"{i:06d}.png"), np.clip(image, 0, 255).astype(np.uint8))
 
@@ -147,8 +149,8 @@ def main() -> None:
         return
     if args.weights is None:
         parser.error("give --weights, --lines or --overhead")
-    print("| images | memory_limit | fit | an image | peak memory | covering radius | exact |")
-    print("|---|---|---|---|---|---|---|")
+    print("| images | limit | fit | an image | features | memory | covering radius | exact |")
+    print("|---|---|---|---|---|---|---|---|")
     for count in args.counts:
         with tempfile.TemporaryDirectory() as folder:
             generate(Path(folder) / "good", count, args.side)
@@ -162,11 +164,14 @@ def main() -> None:
                 outcome = run(command)
                 r = outcome.result
                 if outcome.failed:
-                    print(f"| {count} | {limit} MiB | failed: {outcome.failed[-120:]!r} | | | | |")
+                    print(
+                        f"| {count} | {limit} MiB | failed: {outcome.failed[-120:]!r} | | | | | |"
+                    )
                     continue
                 print(
                     f"| {count} | {limit} MiB | {r['seconds']:.0f} s "
-                    f"| {1000 * r['seconds'] / count:.1f} ms | {outcome.peak / 1e9:.2f} GB "
+                    f"| {1000 * r['seconds'] / count:.1f} ms | {r['stages']['features']:.0f} s "
+                    f"| {outcome.peak / 1e9:.2f} GB "
                     f"| {r['covering_radius']:.3f} | {r['exact']} |",
                     flush=True,
                 )
