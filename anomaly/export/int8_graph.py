@@ -26,8 +26,9 @@ from anomaly.runtime import get_threads
 
 # Computed in int8 beside a convolution; attention and the method's alignment stay in fp32.
 _OPERATORS = ["Conv", "Add", "Clip", "MaxPool", "Relu"]
-_BACKBONE = "network."  # what its weights' names begin with
-# Of the widest channel: what is hardly ever active on good images isn't blown up without limit.
+_BACKBONE = "network."  # in the names of its weights
+# What a channel is taken to reach at least, as a share of the widest one: those that are hardly
+# ever active on good images aren't blown up without limit.
 _NARROWEST = 0.01
 
 # Network inputs (1, 3, H, W), for the stage of that name.
@@ -62,11 +63,6 @@ def quantise(file: Path, inputs: Inputs, normalise: Normalisation) -> None:
         )
     ours = [n.name for n in model.graph.node if n.op_type == "Conv" and not _is_backbone(n)]
 
-    first = next(n for n in model.graph.node if n.op_type == "Conv")
-    scales = normalise.mean, normalise.std
-    dark, bright = ([(end - m) / s for m, s in zip(*scales, strict=True)] for end in (0, 1))
-    reach = {"rmin": np.float32(min(dark)), "rmax": np.float32(max(bright))}
-
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
             self._left = inputs("ranges")
@@ -91,7 +87,7 @@ def quantise(file: Path, inputs: Inputs, normalise: Normalisation) -> None:
                 weight_type=QuantType.QInt8,
                 extra_options={
                     "CalibMovingAverage": True,  # means over the images
-                    "TensorQuantOverrides": {first.input[0]: [reach]},
+                    "TensorQuantOverrides": _input_range(model.graph, normalise),
                 },
             )
     except AnomalyError:
@@ -103,6 +99,21 @@ def quantise(file: Path, inputs: Inputs, normalise: Normalisation) -> None:
     model = onnx.load(file)
     del model.metadata_props[:]
     onnx.save(model, file)
+
+
+def _input_range(graph: Any, normalise: Normalisation) -> dict[str, list[dict[str, Any]]]:
+    """What normalised images can reach, for the tensor that the first convolution reads.
+
+    Training images may all be dark, and a bright one would be cut off. Empty for a network that
+    does something else to images first.
+    """
+    read = next(node for node in graph.node if node.op_type == "Conv").input[0]
+    made_by = next((node.op_type for node in graph.node if read in node.output), None)
+    if made_by not in (None, "Div"):
+        return {}
+    scales = normalise.mean, normalise.std
+    dark, bright = ([(end - m) / s for m, s in zip(*scales, strict=True)] for end in (0, 1))
+    return {read: [{"rmin": np.float32(min(dark)), "rmax": np.float32(max(bright))}]}
 
 
 def _is_backbone(convolution: Any) -> bool:
