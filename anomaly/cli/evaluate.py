@@ -114,10 +114,8 @@ def _run(options: argparse.Namespace) -> int:
             category = _distinct(outcome, Path(outcome.model), {c.name for c in categories})
             report = folder.add(category)
             print(f"{category.name}: {report}")
-            # The pictures are in the report; only the figures are needed from here on, and how
-            # the images of one of several products look.
-            looks = category.looks if source.product else {}
-            categories.append(replace(category, tiles={}, looks=looks))
+            # The pictures are in the report; only the figures are needed from here on.
+            categories.append(replace(category, tiles={}))
             if source.product:
                 sets.setdefault(Path(outcome.model).parent, []).append(categories[-1])
         except AnomalyError as error:
@@ -225,10 +223,13 @@ def made(source: Source, options: argparse.Namespace, device: Any, threads: int)
     if options.config:
         how = TrainOptions(device, threads)
         folder = trained_run(source.named, options.overrides, options.runs, how, source.product)
-    return _evaluate(folder, options, device, threads)
+    return _evaluate(folder, options, device, threads, told=bool(source.product))
 
 
-def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: int) -> Category:
+def _evaluate(
+    folder: Path, options: argparse.Namespace, device: Any, threads: int, told: bool
+) -> Category:
+    """Evaluate one model; `told`, if its images are to be told from those of other products."""
     from anomaly.evaluation.test_split import images_to_test
     from anomaly.model.checkpoint import load
     from anomaly.report.category import evaluated
@@ -251,6 +252,7 @@ def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: i
             workers=threads,
             progress=lambda done, total: progress(detector.config.name, done, total),
             model=str(folder),
+            keep_looks=told,
         )
 
 

@@ -47,7 +47,8 @@ class Category:
         date: of the evaluation, in UTC.
         seconds: that scoring the test split took.
         tiles: by the images' places in the test split; empty for no report.
-        looks: what each image that was scored is like as a whole, by its place.
+        looks: what each image that was scored is like as a whole, by its place; empty unless asked
+            for.
     """
 
     evaluation: Evaluation
@@ -164,6 +165,7 @@ def evaluated(
     workers: int = 2,
     progress: Progress = lambda done, total: None,
     model: str = "",
+    keep_looks: bool = False,
 ) -> Category:
     """Score test images and draw them for the report.
 
@@ -175,6 +177,7 @@ def evaluated(
         workers: decoding processes, besides one for masks.
         progress: called with (done, total).
         model: the model's folder, as the user named it.
+        keep_looks: whether to keep what each image is like as a whole, some kB of it.
 
     Raises:
         DataError: as `evaluate`.
@@ -184,7 +187,8 @@ def evaluated(
     looks: dict[int, Appearance] = {}
 
     def take(prediction: Prediction, _: Sample, anomaly_map: Map, mask: Mask | None) -> None:
-        looks[prediction.index] = prediction.look
+        if keep_looks:
+            looks[prediction.index] = prediction.look
         tiles.add(prediction, anomaly_map, mask)
 
     with Tiles(len(samples), limit, workers) as tiles:
