@@ -11,7 +11,7 @@ embeddings all of that takes away a quarter of what rounding adds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,24 +136,37 @@ class _Link:
 
 
 def _links(graph: Any) -> Iterator[_Link]:
-    """The tensors of a graph whose channels may be scaled."""
-    users: dict[str, list[Any]] = {output.name: [] for output in graph.output}
-    outputs = {*users}
+    """The tensors of a graph whose channels may be scaled.
+
+    Not where weights or biases are no constants, or are another node's as well: equal ones may be
+    stored once.
+    """
+    stored = {one.name for one in graph.initializer}
+    users: dict[str, list[Any]] = {}
     for node in graph.node:
         for name in node.input:
             users.setdefault(name, []).append(node)
+    for output in graph.output:  # somebody else uses these
+        users.pop(output.name, None)
     for writer in graph.node:
         if writer.op_type != "Conv" or not _is_backbone(writer):
             continue
-        tensor, positive = writer.output[0], False
-        while tensor not in outputs and len(after := users.get(tensor, [])) == 1:
-            if after[0].op_type not in ("Relu", "MaxPool"):
-                break
-            positive |= after[0].op_type == "Relu"
-            tensor = after[0].output[0]
-        readers = [] if tensor in outputs else users.get(tensor, [])
-        if positive and readers and all(_reads_all(one) for one in readers):
+        tensor = _behind_relu(writer.output[0], users)
+        readers = users.get(tensor, [])
+        if not readers or not all(map(_reads_all, readers)):
+            continue
+        scaled = [*writer.input[1:], *(reader.input[1] for reader in readers)]
+        if all(name in stored and len(users[name]) == 1 for name in scaled):
             yield _Link(writer, tensor, readers)
+
+
+def _behind_relu(tensor: str, users: Mapping[str, list[Any]]) -> str:
+    """What ReLU and pooling make of a tensor that nothing else uses; empty without a ReLU."""
+    positive = False
+    while len(after := users.get(tensor, [])) == 1 and after[0].op_type in ("Relu", "MaxPool"):
+        positive |= after[0].op_type == "Relu"
+        tensor = after[0].output[0]
+    return tensor if positive else ""
 
 
 def _reads_all(node: Any) -> bool:

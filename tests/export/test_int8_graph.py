@@ -79,6 +79,18 @@ def test_equalised_channels_say_the_same_and_reach_alike(graph: Path) -> None:
     assert reach.max() / reach.min() < 200  # 10⁴ before: the root of both ratios
 
 
+def test_what_is_stored_once_for_two_convolutions_is_left_alone(graph: Path) -> None:
+    model = onnx.load(graph)
+    names = [one.name for one in model.graph.initializer]
+    first, second = (f"network.{one}.bias" for one in "ac")
+    assert {first, second} <= {*names}
+    for node in model.graph.node:
+        node.input[:] = [first if name == second else name for name in node.input]
+    before = run(model)
+    int8_graph._equalise(model, images(0))
+    assert np.array_equal(run(model), before)
+
+
 def test_less_is_lost_than_by_rounding_alone(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     true, lost = run(graph), []
     for equalise in (lambda *_: None, int8_graph._equalise):

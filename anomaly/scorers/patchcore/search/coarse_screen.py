@@ -30,9 +30,14 @@ class CoarseScreen(Protocol):
     dtype: torch.dtype
 
     def prepared(self, coarse: Tensor, norms: Tensor) -> tuple[Tensor, ...]:
-        """Queries of coordinates (Q, d) and squared norms (Q,), as `bounds` and `limits` take them.
+        """Queries as `bounds` and `limits` take them.
 
-        Each of the tensors has a row, or a number, for each query.
+        Args:
+            coarse: (Q, d), their coordinates.
+            norms: (Q,), their squared norms.
+
+        Returns:
+            Tensors that each have a row, or a number, for each query.
         """
         ...
 
@@ -127,12 +132,16 @@ class Int8Screen:
         self._coarse[: self._count] = torch.cat([rounded, digits], dim=1).to(torch.int8)
 
     def prepared(self, coarse: Tensor, norms: Tensor) -> tuple[Tensor, ...]:
-        """See `CoarseScreen`."""
+        """See `CoarseScreen`.
+
+        Rows of the product, squared norms of the rounded coordinates in steps, the most by which
+        rounding moves a query and a vector together, and the squared norms.
+        """
         rounded, moved = self._rounded(coarse - self._centre)
         units = rounded.new_full((len(coarse), _DIGITS + 1), _LARGEST)
         units[:, -1] = 1
-        digits = torch.cat([-rounded, units], dim=1).to(torch.int8)
-        return digits, rounded.square().sum(1), moved + self._moved, norms
+        factors = torch.cat([-rounded, units], dim=1).to(torch.int8)
+        return factors, rounded.square().sum(1), moved + self._moved, norms
 
     def bounds(self, queries: tuple[Tensor, ...], out: Tensor) -> Tensor:
         """See `CoarseScreen`."""
@@ -142,9 +151,9 @@ class Int8Screen:
 
     def limits(self, queries: tuple[Tensor, ...], squared: Tensor) -> Tensor:
         """See `CoarseScreen`."""
-        _, rounded, moved, norms = queries
+        _, lengths, moved, norms = queries
         widest = (squared.sqrt() + moved).square() + ROUNDING * (norms + squared)
-        halves: Tensor = (widest.double() / self._step**2 - rounded) / 2
+        halves: Tensor = (widest.double() / self._step**2 - lengths) / 2
         # What is no number lets nothing through, and what is too large lets all through.
         return halves.nan_to_num_(nan=-_BEYOND).floor_().clamp_(-_BEYOND, _BEYOND).int()
 
