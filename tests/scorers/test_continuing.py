@@ -12,8 +12,9 @@ from patch_lists import PatchList
 from anomaly.errors import ModelError
 from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.padim.fitter import GaussianFitter
-from anomaly.scorers.patchcore.coreset import distances_to_nearest, pick_beyond
+from anomaly.scorers.patchcore.coreset import pick_beyond
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
+from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
 
 GRID = (4, 5)
 DIM = 12

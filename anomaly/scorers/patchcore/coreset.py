@@ -27,6 +27,7 @@ from anomaly.errors import ConfigError
 from anomaly.runtime import spreading
 from anomaly.scorers.base import Progress
 from anomaly.scorers.patchcore.cover import Cover
+from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
 
 # A pool is 1 MiB at 128 numbers a point, and a pick reads it once; with a larger one, picks cost
 # more than the rounds that are saved.
@@ -197,17 +198,6 @@ def _loop(
         left[best] = -1.0
     farthest = (-left).argsort()[:_FARTHEST]
     return picked, places[farthest[left[farthest] >= floor]].tolist()
-
-
-def distances_to_nearest(points: Tensor, centres: Tensor) -> Tensor:
-    """Distance (N,) of each point (N, d) to its nearest centre (K, d).
-
-    Quickest where early centres are spread well, as those of a coreset are.
-    """
-    with spreading(points.device) as spread:
-        cover = Cover(points, spread, len(centres))
-        cover.add(centres)
-    return cover.bounds.sqrt()
 
 
 def covering_radius(points: Tensor, centres: Tensor) -> float:

@@ -15,15 +15,12 @@ from anomaly.scorers.patchcore.coreset import pick_beyond
 from anomaly.scorers.patchcore.held_out import (
     orphans,
     repaired,
-    squared_to_parts,
     together,
     with_more,
 )
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
+from anomaly.scorers.patchcore.nearest_centres import squared_to_nearest
 from anomaly.scorers.patchcore.projected import in_chunks
-
-# Points that meet the bank at once.
-_CHUNK = 8192
 
 
 def extended(
@@ -49,7 +46,7 @@ def extended(
         added = centres[:0]
         for points, bounds, places in _uncovered(bank, centres, patches, projection, memory_limit):
             if len(added):
-                bounds = torch.minimum(bounds, squared_to_parts(points, [added])[:, 0])
+                bounds = torch.minimum(bounds, squared_to_nearest(points, added))
             new = pick_beyond(points, bounds, bank.covering_radius)
             added = torch.cat([added, points[new]])
             picks.append(places[new])
@@ -81,12 +78,12 @@ def extended_without(
     owners = torch.tensor([-1] * known + added, device=bank.vectors.device)
     with torch.inference_mode():
         centres = bank.vectors @ projection
-        parts = [centres[owners == k] for k in range(len(folds))]
+        owned = centres[known:], owners[known:]
         picks = []
         uncovered = partial(_no_longer_covered, bank.covering_radius**2)
-        lost = orphans(patches, fold_of, parts, projection, uncovered)
+        lost = orphans(patches, fold_of, owned, projection, uncovered)
         for points, bounds, places in lost:
-            bounds = torch.minimum(bounds, squared_to_parts(points, [centres[:known]])[:, 0])
+            bounds = torch.minimum(bounds, squared_to_nearest(points, centres[:known]))
             picks.append(places[pick_beyond(points, bounds, bank.covering_radius)])
         yield from repaired(bank, owners, patches, picks)
 
@@ -112,8 +109,8 @@ def _uncovered(
     """
     held: list[tuple[Tensor, Tensor, Tensor]] = []
     size, none = 0, True
-    for points, places, _ in in_chunks(patches.projected(lambda _: projection), _CHUNK):
-        bounds = squared_to_parts(points, [centres])[:, 0]
+    for points, places, _ in in_chunks(patches.projected(lambda _: projection)):
+        bounds = squared_to_nearest(points, centres)
         # A NaN is kept, to be told of.
         far = ~(bounds <= bank.covering_radius**2)
         held.append((points[far], bounds[far], places[far]))

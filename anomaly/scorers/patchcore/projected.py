@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from anomaly.scorers.base import PatchSet
-from anomaly.scorers.patchcore.coreset import distances_to_nearest, random_projection
+from anomaly.scorers.patchcore.coreset import random_projection
+from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
 
-# Points that meet centres at once: enough to be grouped, see `Cover`.
-_MEASURED = 1 << 17
+# Points that meet centres at once, at least: enough to be grouped, see `nearest_centres`.
+_CHUNK = 1 << 17
 
 
 class ProjectedPatches:
@@ -75,13 +76,12 @@ class ProjectedPatches:
 
 
 def in_chunks(
-    pieces: Iterable[tuple[int, Tensor]], rows: int
+    pieces: Iterable[tuple[int, Tensor]],
 ) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
-    """Points of several images at once.
+    """Points of several images at once, at least 131,072 but for the last.
 
     Args:
         pieces: training images, and points (n, d) of each or of a part of it.
-        rows: how many points there are to be at least, but for the last.
 
     Yields:
         Points (N, d), where they come from (N, 2), see `ProjectedPatches.places`, and how many
@@ -98,7 +98,7 @@ def in_chunks(
         places.append(torch.stack([torch.full_like(rank, image), rank], 1))
         held.append(points)
         count += len(points)
-        if count >= rows:
+        if count >= _CHUNK:
             yield torch.cat(held), torch.cat(places), [len(some) for some in held]
             held, places, count = [], [], 0
     if held:
@@ -112,5 +112,5 @@ def _distances(
     with torch.inference_mode():
         return [
             (distances_to_nearest(points, centres), lengths)
-            for points, _, lengths in in_chunks(patches.projected(lambda _: matrix), _MEASURED)
+            for points, _, lengths in in_chunks(patches.projected(lambda _: matrix))
         ]

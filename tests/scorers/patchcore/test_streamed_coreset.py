@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from anomaly.scorers.patchcore.coreset import distances_to_nearest, greedy_k_center
+from anomaly.scorers.patchcore.coreset import greedy_k_center
+from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
 from anomaly.scorers.patchcore.streamed_coreset import StreamedSelection, select_streamed
 
 DIM = 12
