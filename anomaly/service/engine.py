@@ -8,6 +8,7 @@ request is answered once its row is in the record.
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -28,6 +29,8 @@ from anomaly.runtime import get_threads
 from anomaly.service.pictures import Drawn, LinePictures, Wanted
 from anomaly.service.record import Answer
 from anomaly.service.recorder import Recorder
+
+log = logging.getLogger(__name__)
 
 BATCH_SECONDS = 0.005  # that a decoded part waits for others at most
 
@@ -176,11 +179,15 @@ class Engine:
 
     def _work(self) -> None:
         while (gathered := self._gather()) is not None:
+            left = {item.index for item in gathered}
             try:
-                self._score(gathered)
+                for result in self._score(gathered):
+                    self._draw(result)
+                    left.discard(result.index)
             except Exception as error:  # a mistake of ours mustn't end the service
-                for item in gathered:
-                    self._refuse(item.index, f"scoring it failed: {type(error).__name__}")
+                log.exception("scoring parts by %s failed", self.name)
+                for index in left:  # others are being drawn or written down already
+                    self._refuse(index, f"scoring it failed: {type(error).__name__}")
 
     def _gather(self) -> list[Loaded | UnusableImage] | None:
         """What is ready: waits for the first one, and a moment for others that are underway."""
@@ -208,14 +215,15 @@ class Engine:
                 self._decoding -= 1
         return item
 
-    def _score(self, gathered: Sequence[Loaded | UnusableImage]) -> None:
+    def _score(
+        self, gathered: Sequence[Loaded | UnusableImage]
+    ) -> Iterator[Prediction | UnusableImage]:
         batch_size = self.model.config.batch_size
         # Every thread gets a batch of its own, if a small one.
         share = -(-len(gathered) // get_threads())
         items = self.model.fitting(iter(gathered))
         batches: Iterator[Any] = by_shape(items, max(1, min(batch_size, share)))
-        for result in self.model.predict_batches(batches):
-            self._draw(result)
+        return self.model.predict_batches(batches)
 
     def _draw(self, result: Prediction | UnusableImage) -> None:
         part = self._parts.get(result.index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 
 from anomaly.errors import OutputError
 from anomaly.service.record import Answer, Record
+
+log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 64  # answers in one transaction
 
@@ -20,7 +23,8 @@ class Recorder:
 
     Args:
         record: where to.
-        told: called with each part that was written, in order.
+        told: called with each part that was written, in order; an exception that it raises is
+            logged.
     """
 
     def __init__(self, record: Record, told: Callable[[int, Answer], object]) -> None:
@@ -42,7 +46,8 @@ class Recorder:
 
         Args:
             answer: what was said.
-            then: called with the part's number, or with what was in the way.
+            then: called with the part's number, or with what was in the way; an exception that it
+                raises is logged.
         """
         self._waiting.put(_Waiting(answer, then))
 
@@ -68,8 +73,16 @@ class Recorder:
             numbers = [error] * len(items)
         for item, number in zip(items, numbers, strict=True):
             if isinstance(number, int):
-                self._told(number, item.answer)
-            item.then(number)
+                _call(self._told, number, item.answer)
+            _call(item.then, number)
+
+
+def _call(callback: Callable[..., object], *arguments: object) -> None:
+    """Call back; a mistake there mustn't keep the next parts from being written down."""
+    try:
+        callback(*arguments)
+    except Exception:
+        log.exception("handing an answer on failed")
 
 
 @dataclass(frozen=True)

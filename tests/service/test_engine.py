@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from conftest import Command
 from fastapi import HTTPException, Request
 
 from anomaly.errors import OutputError
+from anomaly.imaging.decoder_pool import Decoders
 from anomaly.model.checkpoint import load
 from anomaly.model.folder import find_models
 from anomaly.service.bodies import Bodies, Limits, file_in_form, shown_name
@@ -94,6 +96,60 @@ def test_what_cannot_be_written_down_is_not_answered(
     ):
         engine.submit(data).result(20)
     assert told == []
+
+
+def test_a_part_that_is_being_drawn_when_scoring_fails_is_answered_once(
+    run_folder: Path, product: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(run_folder, "cpu")
+    score, finish = type(model).predict_batches, Decoders.finish
+    fails, drawn = [True], threading.Event()
+
+    def one_and_no_more(self: Any, batches: Any) -> Iterator[Any]:
+        for result in score(self, batches):
+            yield result
+            if fails and fails.pop():
+                raise RuntimeError("CUDA out of memory")
+
+    def later(self: Any, *part: Any) -> Future[Any]:
+        found, held = finish(self, *part), Future[Any]()
+        threading.Thread(target=lambda: held.set_result(drawn.wait(20) and found.result())).start()
+        return held
+
+    monkeypatch.setattr(type(model), "predict_batches", one_and_no_more)
+    monkeypatch.setattr(Decoders, "finish", later)
+    monkeypatch.setattr("anomaly.service.engine.BATCH_SECONDS", 5.0)  # both are gathered
+    gate.may.set()
+    data = (product / "test" / "good" / "000.png").read_bytes()
+    with (
+        Recorder(gate, print) as recorder,
+        Engine("disc", model, recorder, workers=1) as engine,
+    ):
+        both = [engine.submit(data, name) for name in ("a", "b")]
+        wait(both, 20, "FIRST_COMPLETED")
+        drawn.set()
+        rows = [future.result(20).answer.row for future in both]
+        assert sorted(row.status for row in rows) == ["failed", "ok"]
+        assert [row.reason for row in rows if row.reason] == ["scoring it failed: RuntimeError"]
+        assert engine.submit(data, "c").result(20).answer.row.status == "ok"
+    assert len(gate.parts()) == 3
+
+
+def test_the_record_goes_on_when_a_callback_fails(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    from test_record import answer
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a mistake")
+
+    gate.may.set()
+    found: list[int | OutputError] = []
+    with Recorder(gate, fail) as recorder:
+        recorder.put(answer("good", 1), fail)
+        recorder.put(answer("good", 2), found.append)
+    assert found == [2]
+    assert caplog.text.count("RuntimeError: a mistake") == 3
 
 
 def test_a_model_whose_golden_parts_have_moved_is_not_let_in(
