@@ -82,6 +82,9 @@ class Outbox:
                 if not self._closing.is_set():
                     log.error("nothing is sent to %s: %s", self._sink.shown, error)
                 pause = _LOOK_SECONDS
+            except Exception as error:  # a mistake of ours; its text may hold what is secret
+                log.error("sending to %s failed: %s", self._sink.shown, type(error).__name__)
+                pause = _LOOK_SECONDS
             if pause and self._closing.is_set():
                 self._sink.close()
                 return

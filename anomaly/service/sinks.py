@@ -213,13 +213,14 @@ def _split(url: str, option: str, schemes: tuple[str, ...]) -> tuple[SplitResult
     try:
         parts = urlsplit(url)
         port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
-    except ValueError:
+        (parts.hostname or "").encode("idna")  # as looking it up will
+    except ValueError:  # UnicodeError is one
         parts, port = urlsplit(""), 0
     plain = url.isascii() and url.isprintable() and " " not in url
     if parts.scheme not in schemes or not parts.hostname or not plain:
         raise AnomalyError(
             f"{option} takes an address that begins with {' or '.join(f'{s}://' for s in schemes)}"
-            " and a host, without spaces"
+            " and a valid host, without spaces"
         )
     return parts, port
 

@@ -132,6 +132,36 @@ def test_what_a_webhook_answers_decides(tmp_path: Path, caplog: pytest.LogCaptur
     assert "word" not in caplog.text
 
 
+def test_a_mistake_in_sending_does_not_end_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "_LOOK_SECONDS", 0.1)
+    sent: list[bytes] = []
+
+    class Mistaken:
+        shown = name = "http://host:80"
+
+        def send(self, message: bytes, key: str) -> None:
+            sent.append(message)
+            if len(sent) == 1:
+                raise RuntimeError("secret")
+
+        def close(self) -> None:
+            pass
+
+    with (
+        closing(Record(tmp_path / "line.sqlite")) as record,
+        Outbox(record, Mistaken()) as box,
+    ):
+        record.add([part("0.png"), part("1.png")])
+        box.wake()
+        until(lambda: box.state() == (0, 0))
+    assert len(sent) == 3
+    assert sent[0] == sent[1]
+    assert "sending to http://host:80 failed: RuntimeError" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_pauses_grow_to_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with closing(Record(tmp_path / "line.sqlite")) as record:
@@ -145,7 +175,7 @@ def test_pauses_grow_to_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_addresses_that_make_no_sense(command: Command, tmp_path: Path) -> None:
     for url in ("line", "ftp://host/", "http://", "http://host:port/", "http://a b/", "http://é/",
-                "http://host/\nX: y"):  # fmt: skip
+                "http://host/\nX: y", "http://a..b/x", f"http://{'a' * 64}/"):  # fmt: skip
         with pytest.raises(AnomalyError, match="--webhook takes an address"):
             Webhook(url)
     for url in ("mqtt://host", "mqtt://host/", "mqtt://host/a/%23", "mqtt://host/a?b"):
