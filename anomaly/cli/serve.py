@@ -87,13 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal comes."""
-    from anomaly.files.output_lock import locked
+    from anomaly.files.output_lock import locked_file
 
     _check(options)
     token = _token(options)
     _check_open(options, token)
     record, sinks = _record(options), _sinks(options)
-    with locked(record.parent), Stopping() as stop:
+    with locked_file(record), Stopping() as stop:
         from anomaly.model.folder import find_models
         from anomaly.service.bodies import Limits
         from anomaly.service.line import Line

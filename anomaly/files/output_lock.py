@@ -1,5 +1,10 @@
 """One run at a time in an output folder: a lock that ends with the process that holds it.
 
+Who writes a model, or anything else of a run, holds the lock of the run's folder: `train`, `start`,
+`update`, `merge`, `calibrate`, `deploy` and `export`. (For a model folder that lies in no run it is
+the lock of that folder.) Who only reads models, as `serve` does, holds none; its record, a file
+that it writes to as long as it runs, has a lock of its own.
+
 The lock is the operating system's, on a file in the folder, so that a killed process leaves none
 behind. Network file systems pass it on to their server (NFS from Linux 2.6.12 on, SMB); where the
 file system has no locks, a file in the local temporary folder stands in, and only runs of the
@@ -15,6 +20,7 @@ import os
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +35,8 @@ LOCK = ".anomaly-lock"
 _ATTEMPTS = 100
 _NOTE_SECONDS = 0.05  # after which a run that has just got the lock has said who it is
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
-_held: set[str] = set()  # real paths of the folders that this process has locked
+# Real paths of what is locked, and the thread that has locked it.
+_held: set[tuple[str, int]] = set()
 
 
 @contextmanager
@@ -37,28 +44,55 @@ def locked(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder; what this made and nothing was written into goes again.
 
     Args:
-        folder: made if need be. One that this process has locked already stays so.
+        folder: made if need be. One that this thread has locked already stays so: a command may
+            run others within its lock. Another thread of this process is kept out, too.
 
     Raises:
         OutputError: another run is at work there, or the folder can't be made or written to.
     """
-    place = os.path.realpath(folder)
-    if place in _held:
+    with _locked(folder, folder / LOCK):
+        yield
+
+
+@contextmanager
+def locked_file(file: Path) -> Iterator[None]:
+    """Keep other runs from a file; all others in its folder may be written to meanwhile.
+
+    Args:
+        file: needn't be there; its folder is made if need be, and goes again as with `locked`.
+
+    Raises:
+        OutputError: another run writes to it, or its folder can't be made or written to.
+    """
+    with _locked(file, file.resolve().with_name(f".{file.resolve().name}{LOCK}")):
+        yield
+
+
+@contextmanager
+def _locked(what: Path, lock: Path) -> Iterator[None]:
+    """Hold a lock file.
+
+    Args:
+        what: it stands for.
+        lock: the file, whose folder is made if need be.
+    """
+    holder = os.path.realpath(what), threading.get_ident()
+    if holder in _held:
         yield
         return
     made: list[Path] = []
     try:
         try:
-            made += [path for path in (folder, *folder.parents) if not path.exists()]
-            file, handle = _take(folder)
+            made += [path for path in lock.parents if not path.exists()]
+            file, handle = _take(what, lock)
         except OSError as error:
-            where = folder if error.filename in (None, str(folder / LOCK)) else error.filename
+            where = what if error.filename in (None, str(lock)) else error.filename
             raise OutputError(f"{where} can't be written to: {error.strerror}") from None
-        _held.add(place)
+        _held.add(holder)
         try:
             yield
         finally:
-            _held.discard(place)
+            _held.discard(holder)
             _release(file, handle)
     finally:
         for path in made:
@@ -66,33 +100,33 @@ def locked(folder: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def _take(folder: Path) -> tuple[Path, int]:
-    """The lock file and its descriptor."""
+def _take(what: Path, lock: Path) -> tuple[Path, int]:
+    """The lock file, or what stands in for it, and its descriptor."""
     try:
-        return _hold(folder, folder / LOCK)
+        return _hold(what, lock)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        (folder / LOCK).unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
         log.warning(
             "%s: its file system has no locks (%s); a run of another machine there goes unnoticed",
-            folder,
+            what,
             error.strerror,
         )
-    place = hashlib.blake2b(os.fsencode(os.path.realpath(folder)), digest_size=12).hexdigest()
-    return _hold(folder, Path(tempfile.gettempdir()) / f"anomaly-{place}.lock")
+    place = hashlib.blake2b(os.fsencode(os.path.realpath(what)), digest_size=12).hexdigest()
+    return _hold(what, Path(tempfile.gettempdir()) / f"anomaly-{place}.lock")
 
 
-def _hold(folder: Path, file: Path) -> tuple[Path, int]:
+def _hold(what: Path, file: Path) -> tuple[Path, int]:
     for _ in range(_ATTEMPTS):
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         try:
             handle = _open(file)
         except FileNotFoundError:  # a run that failed has just removed its new folder
             continue
         try:
             if not _lock(handle):
-                raise _in_use(folder, handle)
+                raise _in_use(what, handle)
             if _is_at(handle, file):
                 _note(handle)
                 return file, handle
@@ -100,7 +134,7 @@ def _hold(folder: Path, file: Path) -> tuple[Path, int]:
             os.close(handle)
             raise
         os.close(handle)  # the run that held it has just ended, and taken the file away
-    raise OutputError(f"{folder} is in use by runs that come and go; try again")
+    raise OutputError(f"{what} is in use by runs that come and go; try again")
 
 
 def _open(file: Path) -> int:
@@ -152,14 +186,14 @@ def _note(handle: int) -> None:
         os.write(handle, text.encode())
 
 
-def _in_use(folder: Path, handle: int) -> OutputError:
+def _in_use(what: Path, handle: int) -> OutputError:
     time.sleep(_NOTE_SECONDS)
     who = ""
     with suppress(OSError):
         who = os.read(handle, 500).decode(errors="replace")
     return OutputError(
-        f"{folder} is in use by another run ({who or 'which one is not known'}); wait until that "
-        "has ended, or write to another folder"
+        f"{what} is in use by another run ({who or 'which one is not known'}); wait until that "
+        "has ended, or write elsewhere"
     )
 
 

@@ -93,10 +93,10 @@ def deploy(new: Path, run: Path) -> None:
         raise OutputError(
             f"{run} is a model folder, which holds one version; give the run's folder"
         )
-    if _id(run) == _id(new.parent, new.name):
-        raise OutputError(f"{run} holds this model already ({_id(run)}); nothing is changed")
     draft = draft_of(run / "model")
     with _changing(run):
+        if _id(run) == _id(new.parent, new.name):
+            raise OutputError(f"{run} holds this model already ({_id(run)}); nothing is changed")
         try:
             shutil.copytree(new, draft / "model")
             if new.name == "model" and (new.parent / "golden").is_dir():
@@ -119,14 +119,14 @@ def back(run: Path) -> str:
     Raises:
         OutputError: there is none before, or the folder can't be written.
     """
-    before = [one for one in _kept(run, _EARLIER) if (one / "model" / MANIFEST).is_file()]
-    if not before:
-        raise OutputError(f"{run} has no earlier version (none in {run / _EARLIER})")
     with _changing(run):
+        before = [one for one in _kept(run, _EARLIER) if (one / "model" / MANIFEST).is_file()]
+        if not before:
+            raise OutputError(f"{run} has no earlier version (none in {run / _EARLIER})")
         _move(run, _numbered(run, _WITHDRAWN))
         _move(before[-1], run)
         shutil.rmtree(before[-1])
-    return _id(run)
+        return _id(run)
 
 
 def _id(run: Path, name: str = "model") -> str:
@@ -154,8 +154,7 @@ def _move(source: Path, target: Path) -> None:
 
 @contextmanager
 def _changing(run: Path) -> Iterator[None]:
-    # The lock isn't the run's own: a service that writes its record there holds that.
-    with locked(run / _EARLIER):
+    with locked(run):
         try:
             yield
         except (OSError, ValueError) as error:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,15 @@ from conftest import FAST, REPOSITORY, Command, train_arguments, write_part, wri
 from anomaly.cli import COMMANDS
 from anomaly.errors import OutputError
 from anomaly.files import output_lock
-from anomaly.files.output_lock import LOCK, locked
+from anomaly.files.output_lock import LOCK, locked, locked_file
 
 _HOLD = """
 import sys
 from pathlib import Path
-from anomaly.files.output_lock import locked
+from anomaly.files.output_lock import locked, locked_file
+place = Path(sys.argv[1])
 try:
-    with locked(Path(sys.argv[1])):
+    with locked_file(place) if place.suffix else locked(place):
         print("held", flush=True)
         sys.stdin.read()
 except Exception as error:
@@ -32,10 +34,10 @@ except Exception as error:
 """
 
 
-def _hold(folder: Path) -> "subprocess.Popen[str]":
-    """Another process that tries to lock a folder, and keeps it until its input ends."""
+def _hold(place: Path) -> "subprocess.Popen[str]":
+    """Another process that tries to lock a folder or a file, and keeps it until its input ends."""
     return subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(folder)],
+        [sys.executable, "-c", _HOLD, str(place)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -50,11 +52,11 @@ def _first_line(process: "subprocess.Popen[str]") -> str:
 
 @pytest.fixture
 def occupied(tmp_path: Path) -> Iterator[Callable[[Path], int]]:
-    """Has another process lock a folder; returns its id."""
+    """Has another process lock a folder or a file; returns its id."""
     holders: list[subprocess.Popen[str]] = []
 
-    def occupy(folder: Path) -> int:
-        holders.append(_hold(folder))
+    def occupy(place: Path) -> int:
+        holders.append(_hold(place))
         assert _first_line(holders[-1]) == "held"
         return holders[-1].pid
 
@@ -78,6 +80,39 @@ def test_nothing_is_left_of_a_lock(tmp_path: Path) -> None:
     with locked(folder):
         (folder / "result").touch()
     assert [f.name for f in folder.iterdir()] == ["result"]
+
+
+def test_a_file_is_locked_and_not_its_folder(
+    tmp_path: Path, occupied: Callable[[Path], int]
+) -> None:
+    file = tmp_path / "new" / "line.db"
+    with locked_file(file):
+        assert [f.name for f in file.parent.iterdir()] == [f".line.db{LOCK}"]
+        with locked_file(tmp_path / "new" / ".." / "new" / "line.db"), locked(file.parent):
+            pass
+    assert list(tmp_path.iterdir()) == []
+    process = occupied(file)
+    for name in ("line.db", "link.db"):  # by whatever name
+        if name == "link.db":
+            (tmp_path / name).symlink_to(file)
+        place = file if name == "line.db" else tmp_path / name
+        with pytest.raises(OutputError, match=f"{name} is in use by another run .* {process} on "):
+            locked_file(place).__enter__()
+    with locked(file.parent), locked_file(file.with_name("other.db")):
+        pass
+
+
+def test_another_thread_is_kept_out(tmp_path: Path) -> None:
+    def enter() -> None:
+        with locked(tmp_path):
+            pass
+
+    with ThreadPoolExecutor(1) as other:
+        with locked(tmp_path):
+            enter()
+            with pytest.raises(OutputError, match=f"in use by another run .*{os.getpid()} on "):
+                other.submit(enter).result()
+        other.submit(enter).result()
 
 
 def test_exactly_one_of_two_wins(tmp_path: Path) -> None:
@@ -143,18 +178,20 @@ def test_every_command_that_writes_minds_the_lock(
     golden = tmp_path / "golden"
     write_part(golden / "a.png", seed=1)
     out = tmp_path / "out"
-    process = {folder: occupied(folder) for folder in (out, model, golden)}
+    record = out / "record.db"
+    process = {place: occupied(place) for place in (out, model, golden, record)}
     before = _files(tmp_path)
     export = ["--model", model, "--to", "onnx", "--golden", golden, "--output", out]
-    serve = ["--models", model, "--record", out / "record.db", "--port", 0]
+    serve = ["--models", model, "--record", record, "--port", 0]
     lines = _commands(product, model, golden, out)
     update = ["--model", model, "--good", golden, "--output", out]
-    lines += [("export", export, out), ("serve", serve, out)]
+    lines += [("export", export, out), ("serve", serve, record)]
+    lines += [("deploy", ["--to", model, "--back"], model)]
     lines += [("update", update, out), ("merge", [model, model, "--output", out], out)]
     # These write one file that appears whole, add to a record or a store, or run others; shards
-    # share their folder. `deploy` has a lock of its own.
+    # share their folder.
     single = {"manifest", "merge-results", "drift", "region", "feedback", "demo"}
-    single |= {"deploy", "register"}
+    single |= {"register"}
     nothing = {"check", "layers", "completion"}
     assert {name for name, _, _ in lines} == COMMANDS.keys() - nothing - single
     for name, arguments, folder in lines:

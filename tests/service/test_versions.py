@@ -112,6 +112,18 @@ def _number(answer: tuple[int, Any]) -> int:
     return int(answer[1]["id"])
 
 
+def test_thresholds_of_the_very_run_that_is_served_can_be_changed(
+    line: Path, command: Command
+) -> None:
+    run = line / "disc"
+    old = model_id(run / "model")
+    with serving(run) as served:  # its record lies in the run, too
+        code, _, err = command("calibrate", ["--model", run, "--threshold", 3.0])
+        assert code == 0, err
+        assert until(served, lambda model: model["model_id"] != old)["state"] == "ready"
+    assert (run / "line.sqlite").is_file()
+
+
 def test_a_bad_version_is_refused_and_the_old_one_goes_on(
     line: Path, other: Path, product: Path, command: Command
 ) -> None:
