@@ -80,19 +80,24 @@ class Actor:
 
 
 def then(asked: Future[Any], after: Callable[[Any], Result]) -> Future[Result]:
-    """What a function makes of an answer; errors pass on.
+    """What a function makes of an answer to come.
 
     Args:
         asked: the answer to come.
         after: called with it, in the thread that it comes in.
+
+    Returns:
+        What `after` returns; raises what it or `asked` raises.
     """
     made: Future[Result] = Future()
 
     def tell(found: Future[Any]) -> None:
-        if error := found.exception():
+        try:
+            result = after(found.result())
+        except BaseException as error:  # whoever waits has to be told
             made.set_exception(error)
         else:
-            made.set_result(after(found.result()))
+            made.set_result(result)
 
     asked.add_done_callback(tell)
     return made

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from anomaly.errors import DataError, OutputError
+from anomaly.runtime.actors import then
 from anomaly.runtime.dispatch import WorkerDied, dispatch
 
 _SIZE = 17
@@ -149,3 +150,17 @@ def test_it_stops_when_it_is_told_to() -> None:
     )
     assert 2 * _SIZE <= counts["ok"] <= 4 * _SIZE
     assert machines.stopped == machines.hired
+
+
+def test_what_follows_on_an_answer_fails_and_nobody_waits_for_ever() -> None:
+    asked: Future[int] = Future()
+    divided, more = then(asked, lambda value: 1 // value), then(asked, lambda value: value + 1)
+    asked.set_result(0)
+    assert more.result(1) == 1
+    with pytest.raises(ZeroDivisionError):
+        divided.result(1)
+    lost: Future[int] = Future()
+    passed = then(lost, lambda value: value)
+    lost.set_exception(WorkerDied())
+    with pytest.raises(WorkerDied):
+        passed.result(1)
