@@ -12,14 +12,12 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from anomaly import __version__
-from anomaly.errors import ImageError, OutputError
+from anomaly.errors import OutputError
 from anomaly.imaging.given import ImageLike, is_one
-from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.inference.rows import Row, row_of
 from anomaly.model.checkpoint import load
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import EXPORT, find_model
-from anomaly.model.prediction import Prediction
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -115,13 +113,7 @@ class ScoringModel:
         import pandas as pd
 
         begun, given = time.perf_counter(), _listed(images)
-        results: dict[int, Prediction | UnusableImage] = {}
-        errors: list[ImageError] = []
-        for one in self._model.stream(given, on_error=lambda _, error: errors.append(error)):
-            results[one.index] = one
-        failed = [index for index in range(len(given)) if index not in results]
-        for index, error in zip(failed, errors, strict=True):  # they come in order
-            results[index] = UnusableImage(index, error.status, str(error))
+        results = {one.index: one for one in self._model.results(given)}
         names = [str(i) if isinstance(i, str | os.PathLike) else "" for i in given]
         rows = (row_of(results[i], self._model, name, begun) for i, name in enumerate(names))
         return pd.DataFrame([asdict(row) for row in rows], columns=[f.name for f in fields(Row)])

@@ -117,9 +117,9 @@ class Predictor:
         """
         given = self._given(channels, full_scale, layout)
         if is_one(images):
-            (result,) = map(_scored, self._results([images], given))
+            (result,) = map(_scored, self.results([images], given))
             return result
-        every = map(_scored, self._results(cast(Iterable[ImageLike], images), given))
+        every = map(_scored, self.results(cast(Iterable[ImageLike], images), given))
         return sorted(every, key=lambda one: one.index)
 
     def stream(
@@ -152,7 +152,7 @@ class Predictor:
                 waiting[index] = image
                 yield image
 
-        for result in self._results(noted(), self._given(channels, full_scale, layout)):
+        for result in self.results(noted(), self._given(channels, full_scale, layout)):
             image = waiting.pop(result.index)
             if isinstance(result, Prediction):
                 yield result
@@ -167,9 +167,20 @@ class Predictor:
         image = self.lead.config.image
         return Given(channels, full_scale, layout, image.bit_depth, image.max_pixels)
 
-    def _results(
-        self, images: Iterable[ImageLike], given: Given
+    def results(
+        self, images: Iterable[ImageLike], given: Given | None = None
     ) -> Iterator[Prediction | UnusableImage]:
+        """Score images; one that can't be used has a result, too.
+
+        Args:
+            images: as for `predict`; read only a few batches ahead of what is yielded.
+            given: what arrays among them are; by default as `predict` takes them.
+
+        Yields:
+            One result for each image, `UnusableImage` for those that can't be used; in another
+            order than the images', as `index` tells.
+        """
+        given = given or self._given("rgb", None, None)
         loaded = self.fitting(load_shared(sources(images, given), self.lead.loading))
         return self.predict_batches(by_shape(loaded, self.lead.config.batch_size))
 

@@ -10,6 +10,9 @@ import pytest
 from conftest import Command
 
 import anomaly
+from anomaly.errors import DataError
+from anomaly.export.mlflow_model import ScoringModel
+from anomaly.model.prediction import Prediction
 
 
 @pytest.fixture
@@ -60,6 +63,26 @@ def test_a_registered_model_scores_paths_and_arrays(
     assert not list(kept.rglob("*.pkl"))
     told = mlflow.get_run(model.metadata.run_id).data.params
     assert (told["model_id"], told["method"]) == (local.model_id, "PatchCore")
+
+
+def test_each_refused_image_has_its_own_reason(
+    run_folder: Path, product: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is refused when it is scored comes later than one that can't be read."""
+    pytest.importorskip("pandas", reason="needs the extra [mlflow]")
+
+    def refuse(*_: object) -> list[Prediction]:
+        raise DataError("it has another grid")
+
+    model = anomaly.load(run_folder, device="cpu")
+    monkeypatch.setattr(type(model), "score", refuse)
+    whole = product / "test" / "good" / "000.png"
+    damaged = tmp_path / "damaged.png"
+    damaged.write_bytes(whole.read_bytes()[:-30])
+    table = ScoringModel(model).predict([str(whole), str(damaged)])
+    assert list(table["status"]) == ["unsupported", "unreadable"]
+    assert "another grid" in table["reason"][0]
+    assert "damaged.png" in table["reason"][1]
 
 
 @pytest.mark.slow
