@@ -21,20 +21,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Join models."""
     from anomaly.files.output_lock import locked
-    from anomaly.files.own_outputs import TRAIN
+    from anomaly.files.own_outputs import RUN
     from anomaly.files.writing import claim
     from anomaly.model.checkpoint import load
     from anomaly.model.folder import find_model
     from anomaly.model.merging import merge
+    from anomaly.model.run_folder import keep_run
 
     for folder in options.models:
         find_model(folder, exported=False)
     with locked(options.output):
-        claim(options.output, () if options.overwrite else TRAIN, overwrite=False)
+        claim(options.output, () if options.overwrite else RUN, overwrite=False)
         device, _ = machine.device_and_threads(options, options.models)
         models = [load(folder, device) for folder in options.models]
         merged = merge(models, [str(folder) for folder in options.models])
-        model_id = merged.save(options.output / "model", overwrite=options.overwrite)
+        overwrite = options.overwrite
+        model_id = keep_run(merged, options.output, options.models, overwrite=overwrite)
     if merged.thresholds is None:
         print("no thresholds, as one of the models has none; `anomaly calibrate --good` finds some")
     else:

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, paths: list[Path]) -> int:
-    from anomaly.inference.golden import moved_since, read_record, score_golden, write_record
+    from anomaly.model.golden import moved_since, read_record, score_golden, write_record
 
     recorded = None if options.record else read_record(options.golden)
 
@@ -73,8 +73,8 @@ def _run(options: argparse.Namespace, paths: list[Path]) -> int:
     if recorded["model_id"] != model.model_id:
         log.info(f"recorded with model {recorded['model_id']}, checked with {model.model_id}")
     moved = moved_since(recorded["images"], found, options.tolerance)
-    for line in moved:
-        print(line)
-    kept = len(found) - len({line.split(":")[0] for line in moved} & set(found))
+    for name, change in moved.items():
+        print(f"{name}: {change}")
+    kept = len(found.keys() - moved.keys())
     print(f"{kept} of {len(found)} images as recorded" + ("" if moved else ": ready"))
     return 1 if moved else 0

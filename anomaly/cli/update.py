@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from anomaly.errors import AnomalyError, DataError, OutputError
 
 if TYPE_CHECKING:
     from anomaly.datasets import Sample
-    from anomaly.evaluation.updating import Update
     from anomaly.model.detector import AnomalyDetector
 
 log = logging.getLogger(__name__)
@@ -68,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         pass, and nothing was written.
     """
     from anomaly.files.output_lock import locked
-    from anomaly.files.own_outputs import TRAIN
+    from anomaly.files.own_outputs import RUN
     from anomaly.files.writing import claim
     from anomaly.model.folder import find_model
 
@@ -81,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
             f"{output} is the model that is updated, which stays; name another folder"
         )
     with locked(output):
-        claim(output, () if options.overwrite else (*TRAIN, "golden"), overwrite=False)
+        claim(output, () if options.overwrite else RUN, overwrite=False)
         with tempfile.TemporaryDirectory(prefix=".update-", dir=output) as scratch:
             return _run(options, folder, Path(scratch))
 
@@ -118,7 +116,9 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
     if made.escapes and not options.force:
         print(f"{refusal(made.escapes)} (--force)")
         return 1
-    _keep(options, made, folder)
+    output: Path = options.output
+    model_id = made.keep(options.model, output, overwrite=options.overwrite)
+    print(f"model {model_id}, from {folder}, is in {output / 'model'}")
     return 3 if refused else 0
 
 
@@ -128,8 +128,9 @@ def _images(
     """The good images, and what verdicts are compared on."""
     from anomaly.datasets import Sample, check_good_inputs
     from anomaly.datasets.inputs import find_inputs
-    from anomaly.evaluation.updating import DEFECTS
+    from anomaly.evaluation.updating import DEFECTS, GOLDEN_PARTS
     from anomaly.imaging.listing import list_images
+    from anomaly.model.golden import golden_of
     from anomaly.model.updating import lineage
     from anomaly.service.confirmed import Confirmed, confirmed_parts
 
@@ -149,48 +150,12 @@ def _images(
             "serve): %d of the parts that people have judged",
             said.lost,
         )
-    good, golden = [*said.good, *named("good")], _golden(folder)
+    good, golden = [*said.good, *named("good")], golden_of(folder)
     if not good:
         raise DataError(f"{options.feedback} has no part with a picture that was called good")
     parts = list_images(golden) if golden else []
     return good, {
-        "golden parts": [Sample(p, p.relative_to(golden or p).as_posix()) for p in parts],
+        GOLDEN_PARTS: [Sample(p, p.relative_to(golden or p).as_posix()) for p in parts],
         "past parts": said.past,
         DEFECTS: [*said.defects, *named("defects")],
     }
-
-
-def _golden(folder: Path) -> Path | None:
-    """Where the golden parts of a run are recorded."""
-    from anomaly.files.own_outputs import GOLDEN
-
-    golden = folder.parent / "golden"
-    return golden if folder.name == "model" and (golden / GOLDEN).is_file() else None
-
-
-def _keep(options: argparse.Namespace, made: Update, folder: Path) -> None:
-    """Write the new run: model, where its data set is, and golden parts with today's scores."""
-    from anomaly.files.writing import as_json, write
-    from anomaly.inference.golden import write_record
-    from anomaly.model.run_folder import training_record
-
-    output: Path = options.output
-    golden = _golden(folder)
-    if golden is not None:
-        shutil.rmtree(output / "golden", ignore_errors=True)
-        shutil.copytree(golden, output / "golden")
-        found = {
-            one.name: {"image_score": one.scores[1], "verdict": one.after}
-            for one in made.compared.get("golden parts", ())
-        }
-    model_id = made.detector.save(output / "model", overwrite=options.overwrite)
-    if golden is not None:
-        write_record(output / "golden", model_id, found)
-    record = training_record(options.model)
-    kept = {name: record[name] for name in ("name", "data_folder") if name in record}
-    learned = len(made.detector.manifest["training_images"])
-    write(
-        output / "train.json",
-        as_json({**kept, "model_id": model_id, "images": {"learned": learned}}),
-    )
-    print(f"model {model_id}, from {folder}, is in {output / 'model'}")

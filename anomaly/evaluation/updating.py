@@ -19,6 +19,9 @@ from anomaly.files.writing import sha256_of
 from anomaly.imaging.given import Given, ImageLike
 from anomaly.imaging.image import Image, described
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.folder import find_model
+from anomaly.model.golden import golden_of
+from anomaly.model.run_folder import keep_run
 from anomaly.model.threshold_files import change
 from anomaly.model.training import StageProgress
 from anomaly.model.updating import Learned, learn
@@ -50,6 +53,28 @@ class Update:
     def escapes(self) -> list[str]:
         """The confirmed defects that were caught, and would pass."""
         return [one.name for one in self.compared.get(DEFECTS, ()) if one.escapes]
+
+    def keep(self, source: Path, output: Path, *, overwrite: bool = False) -> str:
+        """Write the new run: model, where its data set is, and golden parts with today's scores.
+
+        Args:
+            source: the model folder that was updated, or its run.
+            output: the new run's folder.
+            overwrite: replace an earlier run there.
+
+        Returns:
+            The new model's id.
+
+        Raises:
+            OutputError: an earlier run is there, or there is no room.
+        """
+        parts = golden_of(find_model(source))
+        said = {
+            one.name: {"image_score": one.scores[1], "verdict": one.after}
+            for one in self.compared.get(GOLDEN_PARTS, ())
+        }
+        golden = None if parts is None else (parts, said)
+        return keep_run(self.detector, output, [source], golden=golden, overwrite=overwrite)
 
     def lines(self) -> list[str]:
         """What was learned and what it changes, for people."""
@@ -84,7 +109,7 @@ class Update:
                 yield f"  and {len(changed) - _LISTED} more"
 
 
-DEFECTS = "confirmed defects"
+DEFECTS, GOLDEN_PARTS = "confirmed defects", "golden parts"
 
 
 def update(

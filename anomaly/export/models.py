@@ -29,7 +29,7 @@ from anomaly.model.detector import AnomalyDetector
 from anomaly.model.exported import exported_stages, open_network, write_export
 from anomaly.model.folder import HISTORY, appearing, file_entry, find_model, model_id
 from anomaly.model.manifest import MANIFEST
-from anomaly.model.run_folder import training_record
+from anomaly.model.run_folder import made_of, training_record
 from anomaly.model.saving import BACKBONE
 from anomaly.model.training import StageProgress
 
@@ -117,10 +117,7 @@ def export_model(
             values["quantised"] = {"calibrated_on": inputs, **found}
         write_export(draft, values)
         new_id = model_id(draft)
-    record = training_record(source)
-    if own is not parent:
-        kept = {name: record[name] for name in ("name", "data_folder") if name in record}
-        record = kept | {"model_id": new_id, "images": {"learned": len(samples)}}
+    record = training_record(source) if own is parent else made_of([source], own, new_id)
     if record:  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
     return values | {"model_id": new_id}

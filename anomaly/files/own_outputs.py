@@ -37,6 +37,8 @@ INFER = (
     PARTS,
 )
 TRAIN = ("model", "train.json", "suspects")
+# And what belongs to the model of a run: its golden parts.
+RUN = (*TRAIN, "golden")
 _EXPLANATION = "explanation.json"
 _MANIFEST = "manifest.json"
 

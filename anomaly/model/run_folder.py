@@ -1,9 +1,14 @@
-"""A run's folder: the model in `model/`, train.json about its training, pictures in `suspects/`."""
+"""A run's folder: the model in `model/`, and what belongs to it.
+
+train.json says what is known of its training, `suspects/` holds pictures of training images, and
+`golden/` golden parts, where people have recorded some.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -16,19 +21,22 @@ from anomaly.config.parsing import parse_config
 from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample
 from anomaly.errors import ConfigError, DataError, why
-from anomaly.files.own_outputs import TRAIN
+from anomaly.files.own_outputs import RUN, TRAIN
 from anomaly.files.writing import as_json, claim, short_name, write
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
+from anomaly.model.folder import appearing
+from anomaly.model.golden import Said, write_record
 from anomaly.model.settings import as_of_today, differences, flat, portable
 from anomaly.runtime import peak_memory
 
 if TYPE_CHECKING:
     import torch
 
+    from anomaly.model.detector import AnomalyDetector
     from anomaly.model.training import StageProgress, Training
     from anomaly.runtime.actors import Cluster
 
@@ -92,6 +100,61 @@ def train_run(
     summary["seconds"] = {stage: round(spent, 3) for stage, spent in seconds.items()}
     write(output / "train.json", as_json(summary))
     return training, summary
+
+
+def keep_run(
+    detector: AnomalyDetector,
+    output: Path,
+    sources: Sequence[Path],
+    *,
+    golden: tuple[Path, Said] | None = None,
+    overwrite: bool = False,
+) -> str:
+    """Write the run of a model that wasn't trained, but made of others.
+
+    Args:
+        detector: the model.
+        output: the run's folder.
+        sources: runs or model folders of the models that it was made of.
+        golden: a folder of golden parts that go along, and what the model says of them.
+        overwrite: replace an earlier run there, its golden parts included, once the model is
+            written.
+
+    Returns:
+        The model's id.
+
+    Raises:
+        OutputError: an earlier run is there, or there is no room.
+    """
+    claim(output, () if overwrite else RUN, overwrite=False)
+    model_id = detector.save(output / "model", overwrite=overwrite)
+    claim(output, ("golden", "suspects"), overwrite=True)
+    if golden is not None:
+        parts, said = golden
+        with appearing(output / "golden") as draft:
+            shutil.copytree(parts, draft, dirs_exist_ok=True)
+            write_record(draft, model_id, said)
+    write(output / "train.json", as_json(made_of(sources, detector, model_id)))
+    return model_id
+
+
+def made_of(sources: Sequence[Path], detector: AnomalyDetector, model_id: str) -> dict[str, Any]:
+    """What train.json says of a model that wasn't trained, but made of others.
+
+    Args:
+        sources: their runs or model folders. Where not all of them were trained on one data set,
+            nothing says where that of the new model is.
+        detector: the new model.
+        model_id: its id.
+    """
+    folders = {str(training_record(source).get("data_folder", "")) for source in sources}
+    folder = folders.pop() if len(folders) == 1 else ""
+    return {
+        "name": detector.config.name,
+        **({"data_folder": folder} if folder else {}),
+        "model_id": model_id,
+        "images": {"learned": len(detector.manifest["training_images"])},
+    }
 
 
 def trained_on(folder: Path) -> Path:

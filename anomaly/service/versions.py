@@ -18,13 +18,12 @@ import numpy as np
 
 from anomaly.errors import ModelError, OutputError, why
 from anomaly.files.output_lock import locked
-from anomaly.files.own_outputs import GOLDEN
 from anomaly.files.writing import draft_of
 from anomaly.imaging.image import Image
 from anomaly.imaging.listing import list_images
-from anomaly.inference.golden import moved_since, read_record, score_golden
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import model_id
+from anomaly.model.golden import golden_of, moved_since, read_record, score_golden
 from anomaly.model.manifest import MANIFEST
 
 _TOLERANCE = 0.01  # by which a golden part's score may have moved, as in `selfcheck`
@@ -48,8 +47,8 @@ def check(model: AnomalyDetector, folder: Path, workers: int) -> str:
         ModelError: a score or a verdict isn't as it was recorded.
         DataError: the record of golden parts is damaged.
     """
-    golden = folder.parent / "golden"
-    if folder.name != "model" or not (golden / GOLDEN).is_file():
+    golden = golden_of(folder)
+    if golden is None:
         # The first pass of a network takes longer than the others.
         grey = Image(np.full((256, 256, 3), 128, np.uint8), 255.0, "rgb8", "array", "")
         list(model.score_all([grey], workers=1))
@@ -58,10 +57,9 @@ def check(model: AnomalyDetector, folder: Path, workers: int) -> str:
     found = score_golden(model, list_images(golden), golden, workers)
     moved = moved_since(recorded, found, _TOLERANCE)
     if moved:
+        said = "; ".join(f"{name}: {change}" for name, change in list(moved.items())[:3])
         more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
-        raise ModelError(
-            f"its golden parts aren't scored as recorded in {golden}: {'; '.join(moved[:3])}{more}"
-        )
+        raise ModelError(f"its golden parts aren't scored as recorded in {golden}: {said}{more}")
     return f"every file's hash, and {len(found)} golden parts, which score as recorded"
 
 

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import cv2
 import pytest
 from conftest import Command, train_arguments, write_part
 
-from anomaly.inference.golden import moved_since
+from anomaly.model.golden import moved_since
 
 
 @pytest.fixture
@@ -60,6 +61,19 @@ def test_a_score_a_verdict_and_a_file_have_moved(
     assert "2 of 6 images as recorded" in out
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no name there has a colon")
+def test_a_name_with_a_colon_counts_once_it_has_moved(
+    run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    write_part(tmp_path / "golden" / "12:30.png", seed=101)
+    arguments = _arguments(run_folder, tmp_path / "golden")
+    assert command("selfcheck", [*arguments, "--record"])[0] == 0
+    write_part(tmp_path / "golden" / "12:30.png", seed=101, mark=(40, 50))
+    code, out, _ = command("selfcheck", arguments)
+    assert (code, "12:30.png: verdict good -> reject" in out) == (1, True)
+    assert "0 of 1 images as recorded" in out
+
+
 def test_another_model_is_said(
     run_folder: Path, product: Path, golden: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -78,4 +92,4 @@ def test_a_spoilt_record(run_folder: Path, golden: Path, command: Command, text:
 
 def test_an_image_without_a_score_is_never_as_recorded() -> None:
     said = {"a.png": {"image_score": None, "verdict": "failed"}}
-    assert moved_since(said, said, 1.0) == ["a.png: can't be scored: failed"]
+    assert moved_since(said, said, 1.0) == {"a.png": "can't be scored: failed"}

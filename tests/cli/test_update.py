@@ -187,6 +187,20 @@ def test_golden_parts_go_along(run_folder: Path, lamp: Path, update: Any, comman
     assert (code, "10 of 10 images as recorded" in out) == (0, True)
 
 
+def test_golden_parts_of_the_run_that_is_replaced_go(
+    run_folder: Path, lamp: Path, update: Any, tmp_path: Path
+) -> None:
+    """They say what another model has said of them, and a service would refuse this one."""
+    shutil.copytree(run_folder, tmp_path / "new")
+    golden = shutil.copytree(lamp / "other", tmp_path / "new" / "golden")
+    (golden / "golden.json").write_text('{"model_id": "a", "images": {}}')
+    code, _, err, _ = update(run_folder, "--good", lamp / "good")
+    assert (code, "/golden exists already" in err) == (2, True)
+    code, _, _, new = update(run_folder, "--good", lamp / "good", "--overwrite")
+    assert code == 0
+    assert sorted(file.name for file in new.iterdir()) == ["model", "train.json"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not MOBILENET.is_file(), reason=f"needs {MOBILENET.name}; `make test` gets it")
 def test_thirty_confirmed_parts_bring_false_rejects_below_the_promise(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,36 @@ def test_models_of_other_settings_are_refused_by_key(
         assert (code, key in err, to.exists()) == (2, True, False), err
     code, _, err = command("merge", [run_folder, "--output", tmp_path / "one"])
     assert (code, "one model is no two" in err) == (2, True)
+
+
+def test_nothing_is_left_of_the_run_that_a_merged_model_replaces(
+    run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    before = shutil.copytree(run_folder, tmp_path / "one")
+    shutil.copytree(before / "suspects", before / "golden")
+    moved = shutil.copytree(run_folder, tmp_path / "moved")
+    said = json.loads((moved / "train.json").read_text())
+    assert "bank_vectors" in said
+    (moved / "train.json").write_text(json.dumps(said | {"data_folder": "elsewhere"}))
+    arguments = [run_folder, run_folder, "--output", before, "--device", "cpu"]
+    code, _, err = command("merge", arguments)
+    assert (code, "golden exists already" in err) == (2, True)
+    assert command("merge", [*arguments, "--overwrite"])[0] == 0
+    assert sorted(file.name for file in before.iterdir()) == ["model", "train.json"]
+    record = json.loads((before / "train.json").read_text())
+    model = load(before, "cpu")
+    assert record == {
+        "name": model.config.name,
+        "data_folder": said["data_folder"],
+        "model_id": model.model_id,
+        "images": {"learned": 12},
+    }
+    # Of two data sets nothing says which one to evaluate on.
+    to = tmp_path / "both"
+    assert command("merge", [run_folder, moved, "--output", to, "--device", "cpu"])[0] == 0
+    assert "data_folder" not in json.loads((to / "train.json").read_text())
+    code, _, err = command("evaluate", ["--model", to, "--output", tmp_path / "figures"])
+    assert (code, "give --data-root" in err) == (2, True)
 
 
 def test_images_that_both_have_learned_count_once(run_folder: Path, padim_folder: Path) -> None:

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 Said: TypeAlias = dict[str, dict[str, Any]]
 
 
+def golden_of(model: Path) -> Path | None:
+    """The folder of the golden parts that are recorded beside a model folder, if there are any."""
+    golden = model.parent / "golden"
+    return golden if model.name == "model" and (golden / GOLDEN).is_file() else None
+
+
 def score_golden(
     model: AnomalyDetector,
     paths: Sequence[Path],
@@ -52,23 +58,23 @@ def _said(result: Prediction | UnusableImage) -> dict[str, Any]:
     return {"image_score": result.score, "verdict": result.verdict}
 
 
-def moved_since(recorded: Said, found: Said, tolerance: float) -> list[str]:
-    """One line for each image that isn't as recorded.
+def moved_since(recorded: Said, found: Said, tolerance: float) -> dict[str, str]:
+    """What has become of each image that isn't as recorded, by name, in the order of names.
 
     Args:
         recorded: what was said then.
         found: what is said now.
         tolerance: share by which a score may move.
     """
-    lines = []
+    moved = {}
     for name in sorted(recorded.keys() | found.keys()):
         if name not in found:
-            lines.append(f"{name}: recorded, but missing today")
+            moved[name] = "recorded, but missing today"
         elif name not in recorded:
-            lines.append(f"{name}: new; record again with --record")
+            moved[name] = "new; record again with --record"
         elif change := _change(recorded[name], found[name], tolerance):
-            lines.append(f"{name}: {change}")
-    return lines
+            moved[name] = change
+    return moved
 
 
 def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> str:
@@ -86,6 +92,11 @@ def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> st
 def write_record(folder: Path, model_id: str, found: Said) -> None:
     """Note what a model says of the golden images in their folder.
 
+    Args:
+        folder: where they are.
+        model_id: the model's.
+        found: what it says, as `score_golden` returns it.
+
     Raises:
         OutputError: no room, no permission.
     """
@@ -93,10 +104,13 @@ def write_record(folder: Path, model_id: str, found: Said) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The way back: `model_id` and `images`.
+    """What `write_record` has noted in a folder of golden images.
+
+    Returns:
+        `model_id`, and as `images` what the model said of each, by name.
 
     Raises:
-        DataError: there is none, or it is damaged.
+        DataError: nothing is noted there, or the record is damaged.
     """
     file = folder / GOLDEN
     try:
