@@ -79,14 +79,17 @@ _TRAINING = ("torch", "torchvision", "faiss", "sklearn", "scipy")
 
 
 def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
-    """What to tell of a package that isn't installed.
+    """The error to raise where a package of the extra `train` isn't installed.
 
     Args:
-        what: needs it: a command, say.
-        error: that it is missing.
+        what: the command or name that needs the package, for the message.
+        error: what importing the package has raised.
+
+    Returns:
+        An error whose message names the package and says how to install it.
 
     Raises:
-        ModuleNotFoundError: it isn't one of the extra `train`.
+        ModuleNotFoundError: `error` itself, where the package isn't one of that extra.
     """
     package = (error.name or "").partition(".")[0]
     if package not in _TRAINING:

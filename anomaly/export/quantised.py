@@ -166,7 +166,7 @@ class _Embedding(ExportedNetwork):
         return maps[0]
 
     def quietly(self) -> AbstractContextManager[Any]:
-        """A context in which torch keeps track of nothing for gradients."""
+        """A `torch.inference_mode` context, in which nothing is recorded for gradients."""
         return torch.inference_mode()
 
 

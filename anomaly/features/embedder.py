@@ -42,7 +42,7 @@ class Embedder:
             return self.align(self.maps(batch))
 
     def quietly(self) -> AbstractContextManager[Any]:
-        """A context in which torch keeps track of nothing for gradients."""
+        """A `torch.inference_mode` context, in which nothing is recorded for gradients."""
         return torch.inference_mode()
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:

@@ -93,14 +93,18 @@ class Graph:
 
 
 def installed(engine: str, what: str) -> Any:
-    """An engine's module.
+    """Import an engine's module.
 
     Args:
         engine: a key of `ENGINES`.
-        what: needs it, for the message: "… was exported for", say.
+        what: how the message begins, which goes on with the engine's name: "runs/x/model was
+            exported for", for example.
+
+    Returns:
+        The module: `onnxruntime` or `openvino`.
 
     Raises:
-        ModelError: it isn't installed.
+        ModelError: the engine isn't installed.
     """
     name, module, _ = ENGINES[engine]
     # OpenVINO's converter, which nobody here uses, would put an id for its statistics into the
@@ -115,15 +119,16 @@ def installed(engine: str, what: str) -> Any:
 
 
 def check_precision(engine: str, precision: str, what: str) -> None:
-    """See that an engine that is installed computes in a number format here.
+    """Check that an engine, which is installed, computes in a precision on this processor.
 
     Args:
         engine: a key of `ENGINES`.
         precision: `fp32`, `bf16` or `int8`.
-        what: asks for it, for the message.
+        what: how the message begins, which goes on with what is in the way: "runs/x/model was
+            exported in bf16", for example.
 
     Raises:
-        ModelError: it doesn't.
+        ModelError: the engine or the processor doesn't.
     """
     if precision != "bf16":
         return

@@ -65,7 +65,7 @@ class ExportedNetwork:
         return self._run(np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2))
 
     def quietly(self) -> AbstractContextManager[Any]:
-        """A context in which nothing is kept track of for gradients: any."""
+        """A context that does nothing: an exported network has no gradients."""
         return nullcontext()
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:

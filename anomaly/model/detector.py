@@ -46,14 +46,18 @@ class AnomalyDetector(ScoringPipeline, Predictor):
 
     @property
     def models(self) -> Mapping[str, AnomalyDetector]:
-        """Itself, by an empty name."""
+        """The models that may score an image, by product: this one alone, by an empty name."""
         return {"": self}
 
-    def told(self, look: Appearance) -> tuple[str, str]:
-        """Itself, by an empty name, and why a person has to look at an image, if so.
+    def product_of(self, look: Appearance) -> tuple[str, str]:
+        """The product that an image shows: a single model has one, which needs no name.
 
         Args:
             look: the image as a whole.
+
+        Returns:
+            An empty name; and why a person has to look at the image, whatever its score, empty
+            where there is no reason.
         """
         return "", self.reason_to_look(look)
 

@@ -51,7 +51,7 @@ def score_tiles(predictor: Predictor, item: Loaded) -> Prediction:
         for product, (patches, scores) in found.items():
             mosaics[product].put(batch, patches, scores)
     assert whole is not None
-    product, reason = predictor.told(whole)
+    product, reason = predictor.product_of(whole)
     model, mosaic = predictor.models[product], mosaics[product]
     return model.prediction(item, whole, mosaic.patches, mosaic.best, product, reason)
 

@@ -47,14 +47,15 @@ class Predictor:
         """The models that may score an image, by product; a single one by an empty name."""
         raise NotImplementedError
 
-    def told(self, look: Appearance) -> tuple[str, str]:
-        """Which model scores an image, by product, and why a person has to look at it.
+    def product_of(self, look: Appearance) -> tuple[str, str]:
+        """The product that an image shows, whose model scores it.
 
         Args:
             look: the image as a whole.
 
         Returns:
-            A key of `models`; and the reason, whatever the score, empty where there is none.
+            The product, a key of `models`; and why a person has to look at the image, whatever its
+            score, empty where there is no reason.
         """
         raise NotImplementedError
 
@@ -259,14 +260,14 @@ class Predictor:
         done: dict[int, Prediction] = {}
         with self.lead.embedder.quietly():
             embedded = self.lead.embedded(batch)
-            told = [self.told(look) for look in embedded.looks]
-            for product in dict.fromkeys(name for name, _ in told):
-                places = [place for place, (name, _) in enumerate(told) if name == product]
+            products = [self.product_of(look) for look in embedded.looks]
+            for product in dict.fromkeys(name for name, _ in products):
+                places = [place for place, (name, _) in enumerate(products) if name == product]
                 model, mine = self.models[product], embedded.only(places)
                 every = zip(places, *model.patches_of(mine, batch[0].layout), strict=True)
                 for place, patches, score in every:
                     item, look = batch[place], embedded.looks[place]
-                    reason = told[place][1]
+                    reason = products[place][1]
                     done[place] = model.prediction(item, look, patches, score, product, reason)
         return [done[place] for place in range(len(batch))]
 

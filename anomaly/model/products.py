@@ -39,7 +39,7 @@ class ProductSet(Predictor):
 
     @property
     def models(self) -> Mapping[str, AnomalyDetector]:
-        """Those that may score an image, by product."""
+        """The models that may score an image, by product; the given one alone, if one is."""
         return {self.product: self.products[self.product]} if self.product else self.products
 
     @property
@@ -67,15 +67,16 @@ class ProductSet(Predictor):
         check_product(self.folder or "the set", self.products, product)
         return replace(self, product=product)
 
-    def told(self, look: Appearance) -> tuple[str, str]:
-        """Which product an image shows, and why a person has to look at it.
+    def product_of(self, look: Appearance) -> tuple[str, str]:
+        """The product that an image shows, whose model scores it.
 
         Args:
             look: the image as a whole.
 
         Returns:
             The product that was given, or the one whose training images' mean embedding is
-            nearest; and the reason, empty where there is none.
+            nearest; and why a person has to look at the image, whatever its score, empty where
+            there is no reason.
         """
         seen = self._nearest(look)
         product = self.product or seen
