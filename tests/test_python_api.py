@@ -20,6 +20,7 @@ from conftest import REPOSITORY, write_part, write_product
 from PIL import Image as Pil
 
 import anomaly
+from anomaly.datasets import Sample
 from anomaly.errors import ConfigError, DataError, ModelError, OutputError
 
 PAGE = REPOSITORY / "docs" / "python.md"
@@ -317,6 +318,7 @@ def test_what_is_learned_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         ([part(0)], "folder.yaml", ConfigError, "load_config"),
         ([part(0), np.zeros((4, 4))], TINY, anomaly.ImageError, "image 1: .*full_scale"),
         ("nowhere", TINY, DataError, "nowhere doesn't exist"),
+        ([Sample(Path("a"), "one"), Sample(Path("b"), "one")], TINY, DataError, "2 .* name 'one'"),
     ],
 )
 def test_what_cannot_be_learned_from(

@@ -31,13 +31,13 @@ def open_list(file: Path) -> Dataset:
     seen: dict[str, int] = {}
     for line, row in _rows(file, COLUMNS, ("path",)):
         where = f"{file} line {line}"
-        path = row["path"].strip()
-        if not path:
+        if not row["path"].strip():
             raise DataError(f"{where} has no path; fill it in or remove the line")
-        if path in seen:
-            raise DataError(f"{where} repeats {path} of line {seen[path]}; remove one of them")
-        seen[path] = line
-        samples.append((_split_of(row, where), _sample(row, file.parent)))
+        sample = _sample(row, file.parent)
+        if (name := sample.name) in seen:  # `a.png` and `./a.png` are one image
+            raise DataError(f"{where} repeats {name} of line {seen[name]}; remove one of them")
+        seen[name] = line
+        samples.append((_split_of(row, where), sample))
     samples.sort(key=lambda entry: entry[1].name)
     train, validation, test = ([s for n, s in samples if n == split] for split in _SPLITS)
     undecided = [s for n, s in samples if not n]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
+from anomaly.errors import DataError
 from anomaly.features.backbones import Normalisation, normalisation
 from anomaly.features.embedder import Embedder, network_input
 from anomaly.features.extractor import FeatureExtractor
@@ -100,8 +102,12 @@ def train(
         progress: called with (stage, done, total).
 
     Raises:
+        DataError: two images have one name; a model knows its training images by their names.
         AnomalyError: weights, layers or images can't be used as configured.
     """
+    for name, times in Counter(sample.name for sample in samples).items():
+        if times > 1:
+            raise DataError(f"{times} training images have the name {name!r}; each needs its own")
     with Decoders(min(workers, len(samples))) as decoders:
         return _train(config, samples, decoders, device, scratch, calibrate, cluster, progress)
 

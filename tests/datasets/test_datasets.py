@@ -222,6 +222,8 @@ def test_a_csv_list_without_splits_keeps_the_views_of_a_part_together(tmp_path: 
         ("path,lable\na.png,good\n", "'lable' isn't known; did you mean 'label'"),
         ("path,split\na.png,tset\n", "line 2: unknown split 'tset'; did you mean 'test'"),
         ("path\na.png\na.png\n", r"line 3 repeats a\.png of line 2"),
+        ("path\na.png\n./a.png\n", r"line 3 repeats a\.png of line 2"),
+        ("path\nb//a.png\nb/a.png\n", r"line 3 repeats b/a\.png of line 2"),
         ("path,label\n,good\n", "line 2 has no path"),
         ("path,label,split\na.png,scratch,train\n", "line 2: a defect"),
         ("path,label\na,b.png,good\n", "line 2 has more cells"),
