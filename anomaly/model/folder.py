@@ -5,6 +5,7 @@ Knows files and hashes; what is in them is `anomaly.model.checkpoint`'s business
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from safetensors import SafetensorError
 from anomaly.errors import ModelError, OutputError, why
 from anomaly.files.writing import draft_of, like, sha256_of
 from anomaly.model.manifest import AGAIN, MANIFEST
+
+log = logging.getLogger(__name__)
 
 HISTORY = "history.jsonl"
 EXPORT = "export.json"  # only where a model was exported for another engine
@@ -157,22 +160,36 @@ def file_entry(file: Path) -> dict[str, Any]:
 def appearing(folder: Path) -> Iterator[Path]:
     """A draft beside `folder` that takes its name at the end, or vanishes on an error.
 
+    A folder of that name is replaced; whatever stops that, the one or the other is there, whole.
+    Where the name is a link, it stays one, and the folder that it leads to is replaced.
+
     Raises:
         OutputError: it can't be written.
     """
-    draft, old = draft_of(folder), draft_of(folder)
+    place = folder.resolve()
+    draft, old = draft_of(place), draft_of(place)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
         draft.mkdir()
         yield draft
-        if folder.exists():
-            folder.rename(old)
-            draft.rename(folder)
-            shutil.rmtree(old)
-        else:
-            draft.rename(folder)
+        if place.is_dir():
+            place.rename(old)
+        draft.rename(place)
     except (OSError, SafetensorError) as error:
         said = why(error) if isinstance(error, OSError) else "is the disk full?"
         raise OutputError(f"{folder} can't be written: {said}") from None
     finally:
+        if old.exists() and not place.exists():  # stopped between one name and the other
+            old.rename(place)
         shutil.rmtree(draft, ignore_errors=True)
+        _remove(old)
+
+
+def _remove(old: Path) -> None:
+    """Delete a folder that was replaced, if there is one; one that can't be is only in the way."""
+    try:
+        shutil.rmtree(old)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s, which was replaced, can't be deleted: %s", old, why(error))
