@@ -66,7 +66,7 @@ def _explain(options: argparse.Namespace) -> int:
     from anomaly.explain.classes import explain_class
     from anomaly.explain.explanation import Explained, read_one
     from anomaly.explain.score import explain_score, good_folders
-    from anomaly.files.writing import as_json, claim, write
+    from anomaly.files.writing import as_json, claim, clear, write
     from anomaly.imaging.decoder_pool import Decoders
     from anomaly.maps.heatmap import encode_png
     from anomaly.model.checkpoint import load
@@ -74,7 +74,8 @@ def _explain(options: argparse.Namespace) -> int:
     device, _ = machine.device_and_threads(options)
     ours = (f"{before}feature_maps_*.png" for before in ("", "classifier_"))
     earlier = [file.name for pattern in ours for file in options.output.glob(pattern)]
-    claim(options.output, (*OUTPUTS, *earlier), overwrite=options.overwrite)
+    outputs = *OUTPUTS, *earlier
+    claim(options.output, outputs, overwrite=options.overwrite)
     score = seen = Explained()
     with Decoders(1) as decoders:
         if options.model is not None:
@@ -98,6 +99,7 @@ def _explain(options: argparse.Namespace) -> int:
                 before="" if options.model is None else "classifier_",
             )
     pictures, notes = score.pictures | seen.pictures, [*score.notes, *seen.notes]
+    clear(options.output, outputs)
     for name, picture in pictures.items():
         write(options.output / name, encode_png(picture))
     facts = {"image": str(options.input), **score.facts, **seen.facts}

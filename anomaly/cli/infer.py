@@ -176,6 +176,8 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
             code = exit_code_of(options.output / DONE, about)
             print(f"the run in {options.output} is complete; there is nothing to resume")
             return code
+        if not options.resume:
+            outputs.clear(model)
         journal = RunJournal(options.output / JOURNAL, about)
         with ProgressLine() as progress:
             thumbnails = infer_files(

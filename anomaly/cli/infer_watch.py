@@ -47,6 +47,8 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
         model = load(options.model, device, options.precision, options.product)
         about = outputs.about(model)
         about["folders"] = sorted(str(folder.absolute()) for folder in options.input)
+        if not resume:
+            outputs.clear(model)
         journal = WatchJournal(
             options.output,
             about,

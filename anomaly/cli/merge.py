@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     for folder in options.models:
         find_model(folder, exported=False)
     with locked(options.output):
-        claim(options.output, () if options.overwrite else RUN, overwrite=False)
+        claim(options.output, RUN, overwrite=options.overwrite)
         device, _ = machine.device_and_threads(options, options.models)
         models = [load(folder, device) for folder in options.models]
         merged = merge(models, [str(folder) for folder in options.models])

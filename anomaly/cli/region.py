@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     declared = {} if options.bit_depth is None else {"bit_depth": options.bit_depth}
     settings = parse_config({"image": declared}, "--bit-depth").image
     output: Path = options.output.absolute()
-    claim(output.parent, () if options.overwrite else [output.name], overwrite=False)
+    claim(output.parent, [output.name], overwrite=options.overwrite)
     write(output, region_page(options.image, settings.max_pixels, settings.bit_depth))
     print(f"draw in {output}, and copy what it shows into your config")
     if sys.stdout.isatty() and not options.no_open:

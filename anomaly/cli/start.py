@@ -55,7 +55,7 @@ def _start(options: argparse.Namespace, name: str, output: Path) -> int:
     talks = sys.stdin.isatty() and sys.stdout.isatty()
     taken = chosen(recognise(options.folder, options.format), input if talks else None)
     config = output / f"{name}.yaml"
-    claim(output, () if options.overwrite else ("model",), overwrite=False)
+    claim(output, ("model",), overwrite=options.overwrite)
     if config.exists() and not options.overwrite:  # somebody may have changed it
         train = ["train", "--config", str(config), "--output", str(output)]
         raise OutputError(

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
             f"{output} is the model that is updated, which stays; name another folder"
         )
     with locked(output):
-        claim(output, () if options.overwrite else RUN, overwrite=False)
+        claim(output, RUN, overwrite=options.overwrite)
         with tempfile.TemporaryDirectory(prefix=".update-", dir=output) as scratch:
             return _run(options, folder, Path(scratch))
 

@@ -22,7 +22,7 @@ from anomaly.explain.patches import comparison, marked, patch_box, patch_crop
 from anomaly.explain.saliency import saliency_map
 from anomaly.explain.tiles import RgbImage, beside, glowing, stacked
 from anomaly.features.embedder import network_input
-from anomaly.files.writing import as_json, claim, write
+from anomaly.files.writing import as_json, claim, clear, write
 from anomaly.imaging.given import Given, ImageLike
 from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import Loaded, UnusableImage
@@ -66,6 +66,7 @@ class Explanation:
         """
         place, names = Path(folder), [f"{name}.png" for name in self.pictures]
         claim(place, ("explanation.json", *names), overwrite=overwrite)
+        clear(place, ("explanation.json", *names))
         for name, picture in zip(names, self.pictures.values(), strict=True):
             write(place / name, encode_png(picture))
         facts = self.facts() | {"pictures": names, "not_shown": self.notes}

@@ -27,7 +27,7 @@ from safetensors.numpy import load_file, save
 
 from anomaly.errors import DataError, OutputError, why
 from anomaly.files.csv_files import csv_rows, csv_text
-from anomaly.files.writing import as_json, claim, write
+from anomaly.files.writing import as_json, claim, clear, write
 from anomaly.model.settings import differences
 
 Array: TypeAlias = NDArray[np.float32]
@@ -131,14 +131,13 @@ def _trusted_index(folder: Path, layers: Sequence[str], form: Format) -> list[Sa
 
 def _delete_orphans(folder: Path, shards: set[str]) -> None:
     """Files of shards that were written, but whose run ended before they were in the index."""
-    claim(
+    clear(
         folder,
         [
             f.name
             for f in folder.glob("features-*")
             if f.name.partition(".")[0] not in shards and f.suffix in (".npy", ".safetensors")
         ],
-        overwrite=True,
     )
 
 
@@ -229,7 +228,7 @@ class FeatureWriter:
         self._waiting: dict[tuple[tuple[int, ...], ...], list[tuple[str, str, list[Array]]]] = {}
         self._layers: tuple[str, ...] = tuple(settings["layers"])
         if overwrite and folder.is_dir():
-            claim(folder, [f.name for f in folder.iterdir() if _is_ours(f.name)], overwrite=True)
+            clear(folder, [f.name for f in folder.iterdir() if _is_ours(f.name)])
         claim(folder, (), overwrite=False)
         self._check_settings(settings)
         self._index = _trusted_index(folder, self._layers, self._format)

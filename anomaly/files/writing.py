@@ -20,12 +20,12 @@ _DRAFT, _DRAFT_SUFFIX = ".anomaly-", ".part"
 
 
 def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
-    """Make an output folder and see that none of our outputs is in it.
+    """Make an output folder and see that results can be written there; nothing is deleted.
 
     Args:
-        folder: made if need be; other files in it are left alone.
+        folder: made if need be.
         names: the files and folders that the caller is going to write.
-        overwrite: delete those that exist already instead of refusing.
+        overwrite: take those that exist already instead of refusing; `clear` deletes them later.
 
     Raises:
         OutputError: one of them exists, or the folder can't be made or written to.
@@ -36,10 +36,28 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
         if present and not overwrite:
             listed = ", ".join(str(p) for p in present)
             raise OutputError(f"{listed} exists already; give another --output or add --overwrite")
-        for path in present:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
         if not os.access(folder, os.W_OK):
             raise OutputError(f"{folder} can't be written to; give another --output")
+    except OSError as error:
+        raise OutputError(f"{error.filename or folder} can't be used: {error.strerror}") from None
+
+
+def clear(folder: Path, names: Iterable[str]) -> None:
+    """Delete an earlier run's outputs, once nothing can keep new ones from taking their place.
+
+    Args:
+        folder: other files in it are left alone.
+        names: files and folders; those that aren't there are passed over.
+
+    Raises:
+        OutputError: one of them can't be deleted.
+    """
+    try:
+        for path in (folder / name for name in names):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"{error.filename or folder} can't be used: {error.strerror}") from None
 

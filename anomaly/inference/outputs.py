@@ -13,7 +13,7 @@ from anomaly.datasets.inputs import Found, picture_names
 from anomaly.errors import OutputError
 from anomaly.files import storage
 from anomaly.files.own_outputs import INFER, JOURNAL, SCALE, SCALES, WATCHED
-from anomaly.files.writing import claim, remove_drafts, write
+from anomaly.files.writing import claim, clear, remove_drafts, write
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.inference.artifacts import Pictures
@@ -65,18 +65,18 @@ class Outputs:
     page: bool = True
 
     def begin(self, *, resume: bool, overwrite: bool) -> bool:
-        """Make the folder ready for a run over a list of files.
+        """See that the folder can take a run over a list of files; nothing there is lost yet.
 
         Args:
             resume: go on with what an earlier run there has left.
-            overwrite: delete that.
+            overwrite: let `clear` delete that.
 
         Returns:
             Whether there is nothing left to resume.
 
         Raises:
-            OutputError: the folder holds another run, and nothing is said of what is to become of
-                that; it can't be written to; or pyarrow is missing.
+            OutputError: the folder holds another run, and nothing says what is to become of that;
+                it can't be written to; or pyarrow is missing.
         """
         if self.parquet and importlib.util.find_spec("pyarrow") is None:
             raise OutputError("--parquet needs pyarrow: pip install 'anomaly[parquet]'")
@@ -92,6 +92,11 @@ class Outputs:
         claim(self.folder, () if resume else INFER, overwrite=overwrite)
         remove_drafts(self.folder)
         return complete
+
+    def clear(self, model: AnyModel) -> None:
+        """Delete what an earlier run has left, unless `pictures` raises: a new one can't begin."""
+        self.pictures(model)
+        clear(self.folder, INFER)
 
     def about(self, model: AnyModel, images: str | None = None) -> dict[str, object]:
         """What the rows of a run depend on.

@@ -22,7 +22,7 @@ from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample
 from anomaly.errors import ConfigError, DataError, why
 from anomaly.files.own_outputs import RUN, TRAIN
-from anomaly.files.writing import as_json, claim, short_name, write
+from anomaly.files.writing import as_json, claim, clear, short_name, write
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded
@@ -78,7 +78,7 @@ def train_run(
     from anomaly.model.training import train
 
     started = time.perf_counter()
-    claim(output, () if overwrite else TRAIN, overwrite=False)
+    claim(output, TRAIN, overwrite=overwrite)
     training = train(
         config,
         dataset.train,
@@ -93,7 +93,7 @@ def train_run(
     model_id = training.detector.save(output / "model", overwrite=overwrite)
     training.seconds["save"] = time.perf_counter() - before
     summary = _summary(training, output / "model", model_id)
-    claim(output, ("suspects",), overwrite=True)
+    clear(output, ("suspects",))
     summary["suspects"] = _draw_suspects(training, dataset.train, output)
     summary["data_folder"] = str(dataset.folder.absolute())
     seconds = training.seconds | {"total": time.perf_counter() - started}
@@ -126,9 +126,9 @@ def keep_run(
     Raises:
         OutputError: an earlier run is there, or there is no room.
     """
-    claim(output, () if overwrite else RUN, overwrite=False)
+    claim(output, RUN, overwrite=overwrite)
     model_id = detector.save(output / "model", overwrite=overwrite)
-    claim(output, ("golden", "suspects"), overwrite=True)
+    clear(output, ("golden", "suspects"))
     if golden is not None:
         parts, said = golden
         with appearing(output / "golden") as draft:

@@ -11,7 +11,7 @@ from typing import Any
 
 from anomaly.errors import DataError, why
 from anomaly.files.csv_files import csv_rows, csv_text
-from anomaly.files.writing import claim, write
+from anomaly.files.writing import claim, clear, write
 from anomaly.report.page import page
 from anomaly.report.tables import COLUMNS
 
@@ -96,6 +96,7 @@ def write_comparison(first: Path, second: Path, output: Path, *, overwrite: bool
     """
     comparison = compare(first, second)
     claim(output, ("comparison.html", "comparison.csv"), overwrite=overwrite)
+    clear(output, ("comparison.html", "comparison.csv"))
     write(output / "comparison.csv", comparison_csv(comparison))
     write(output / "comparison.html", comparison_html(comparison))
     return comparison

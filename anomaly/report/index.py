@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from anomaly import __version__
-from anomaly.files.writing import claim, write
+from anomaly.files.writing import claim, clear, write
 from anomaly.report.category import Category, Failure, folder_name
 from anomaly.report.document import report_html
 from anomaly.report.glossary import GLOSSARY, term
@@ -45,7 +45,8 @@ class EvaluationFolder:
 
     Args:
         folder: made if need be.
-        overwrite: replace earlier files of these names instead of refusing.
+        overwrite: replace earlier files of these names instead of refusing: those over all
+            categories with the first one that is added, a category's with that category.
 
     Raises:
         OutputError: the folder can't be used, or an earlier evaluation is in it.
@@ -66,6 +67,9 @@ class EvaluationFolder:
         name = self._free_name(folder_name(category.name))
         folder = self.folder / name
         claim(folder, CATEGORY_FILES, overwrite=self._overwrite)
+        if not self._reports:
+            clear(self.folder, INDEX_FILES)
+        clear(folder, CATEGORY_FILES)
         evaluation = category.evaluation
         write(folder / "metrics.json", metrics_json([evaluation], [category.verdicts]))
         write(folder / "scores.csv", scores_csv([evaluation], [category.thresholds]))

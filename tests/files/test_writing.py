@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from anomaly.errors import OutputError
-from anomaly.files.writing import as_json, claim, remove_drafts, share, short_name, write
+from anomaly.files.writing import as_json, claim, clear, remove_drafts, share, short_name, write
 
 
 def test_write_makes_folders_and_leaves_no_draft(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_long_names_are_cut_between_characters() -> None:
     assert len(os.fsencode(short_name("\udcff" * 255))) <= 230
 
 
-def test_claim_refuses_or_clears_only_its_own_names(tmp_path: Path) -> None:
+def test_claim_refuses_and_clear_deletes_only_ones_own_names(tmp_path: Path) -> None:
     claim(tmp_path / "out", ("rows.csv", "pictures"), overwrite=False)
     write(tmp_path / "out" / "rows.csv", "x")
     write(tmp_path / "out" / "pictures" / "1.png", "x")
@@ -61,6 +61,8 @@ def test_claim_refuses_or_clears_only_its_own_names(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="exists already"):
         claim(tmp_path / "out", ("rows.csv", "pictures"), overwrite=False)
     claim(tmp_path / "out", ("rows.csv", "pictures"), overwrite=True)
+    assert sorted(os.listdir(tmp_path / "out")) == ["mine.txt", "pictures", "rows.csv"]
+    clear(tmp_path / "out", ("rows.csv", "pictures", "absent"))
     assert os.listdir(tmp_path / "out") == ["mine.txt"]
     with pytest.raises(OutputError, match="can't be used"):
         claim(tmp_path / "out" / "mine.txt", (), overwrite=False)

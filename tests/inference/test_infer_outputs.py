@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import Command, train_arguments, write_part
+from conftest import Command, result_files, train_arguments, write_part
 from scipy import ndimage
 
 from anomaly.model.checkpoint import load
@@ -124,6 +124,9 @@ def test_what_cant_be_written_is_said_before_anything_else(
     code, _, err = command("infer", [*base, tmp_path / "run", "--masks", "--regions"])
     assert (code, "--masks, --regions: the model has no thresholds" in err) == (2, True)
     assert command("infer", [*base, tmp_path / "run", "--maps", "float32"])[0] == 3
+    before = result_files(tmp_path / "out")
+    assert command("infer", [*base, tmp_path / "run", "--masks", "--overwrite"])[0] == 2
+    assert result_files(tmp_path / "out") == before
 
 
 def test_heatmaps_of_those_that_need_looking_at(
