@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     from anomaly.explain.classes import explain_class
     from anomaly.explain.explanation import Explained, read_one
-    from anomaly.explain.score import explain_score, good_folders
+    from anomaly.explain.score import explain_score, good_images
     from anomaly.files.writing import as_json, claim, clear, write
     from anomaly.imaging.decoder_pool import Decoders
     from anomaly.maps.heatmap import encode_png
@@ -81,8 +81,8 @@ def _explain(options: argparse.Namespace) -> int:
         if options.model is not None:
             detector = load(options.model, device)
             item = read_one(options.input, detector.loading, decoders)
-            folders = good_folders(detector, options.good)
-            found = explain_score(detector, item, folders, decoders.load)
+            there = good_images(detector, options.good)
+            found = explain_score(detector, item, there, decoders.load)
             pictures = {f"{name}.png": picture for name, picture in found.pictures.items()}
             facts = {"model_id": detector.model_id} | found.facts()
             score = Explained(facts, pictures, found.notes)

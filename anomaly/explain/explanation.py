@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from torch import Tensor, nn
 
+from anomaly.datasets import Sample
 from anomaly.errors import ImageError
+from anomaly.evaluation.training_images import TrainingImages
 from anomaly.explain.feature_maps import feature_map_pictures
 from anomaly.explain.patches import absent, patch_box, patch_crop
 from anomaly.explain.saliency import image_gradient
@@ -168,7 +170,7 @@ class GoodImages:
     Args:
         detector: a trained detector.
         manifest: of its model folder.
-        folders: where to look: the data set's folder, one inside it, or a flat one.
+        there: images among which they may be, see `TrainingImages`.
         read: loads one file as the detector wants it, with the decoded image.
     """
 
@@ -176,14 +178,14 @@ class GoodImages:
         self,
         detector: AnomalyDetector,
         manifest: Mapping[str, Any],
-        folders: Sequence[Path],
+        there: Iterable[Sample],
         read: Callable[[Path], Loaded | UnusableImage],
     ) -> None:
         self._detector = detector
         self._read = read
         self._names = training_names(manifest)
         self._hashes: dict[str, str] = manifest["training_images"]
-        self._folders = folders
+        self._files = TrainingImages(self._hashes, there)
         self._found: dict[str, Loaded | str] = {}
         self._grids: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -263,19 +265,11 @@ class GoodImages:
         return self._found[name]
 
     def _look_for(self, name: str) -> Loaded | str:
-        reason = "not found"
-        parts = PurePosixPath(name).parts
-        for path in (f.joinpath(*parts[i:]) for f in self._folders for i in range(len(parts))):
-            if not path.is_file():
-                continue
-            item = self._read(path)
-            if isinstance(item, UnusableImage):
-                reason = "can't be read"
-            elif item.sha256 != self._hashes[name]:
-                reason = "changed since training"
-            else:
-                return item
-        return reason
+        found = self._files.find(name)
+        if isinstance(found, str):
+            return found
+        item = self._read(found.path)
+        return item if isinstance(item, Loaded) else "can't be read"
 
     def _embedding(self, item: Loaded, patch: tuple[int, int]) -> Tensor:
         tile = tile_of(item, self._grid(item), patch)

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from anomaly.datasets import Sample
+from anomaly.datasets.samples import listed
 from anomaly.errors import DataError, ImageError
+from anomaly.evaluation.training_images import dataset_images
 from anomaly.explain.explanation import (
     GoodImages,
     GoodPatch,
@@ -30,7 +33,6 @@ from anomaly.imaging.shared_decoders import load_shared
 from anomaly.maps.heatmap import display, encode_png, overlay
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
-from anomaly.model.run_folder import trained_on
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,11 +99,11 @@ def explained(
     item = read(given.source(image))
     if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)
-    return explain_score(detector, item, good_folders(detector, good), read)
+    return explain_score(detector, item, good_images(detector, good), read)
 
 
-def good_folders(detector: AnomalyDetector, named: str | Path | None) -> list[Path]:
-    """Where training images may be: the folder that somebody names, else where they were.
+def good_images(detector: AnomalyDetector, named: str | Path | None) -> list[Sample]:
+    """Images among which training images may be: a folder's, else those of the data set.
 
     Raises:
         DataError: what is named isn't a folder.
@@ -109,9 +111,9 @@ def good_folders(detector: AnomalyDetector, named: str | Path | None) -> list[Pa
     if named is not None:
         if not Path(named).is_dir():
             raise DataError(f"{named} isn't a folder; name the one with the training images")
-        return [Path(named)]
+        return listed(Path(named), Path(named))
     try:
-        return [] if detector.folder is None else [trained_on(detector.folder)]
+        return [] if detector.folder is None else dataset_images(detector, detector.folder, None)
     except DataError:
         return []
 
@@ -119,7 +121,7 @@ def good_folders(detector: AnomalyDetector, named: str | Path | None) -> list[Pa
 def explain_score(
     detector: AnomalyDetector,
     item: Loaded,
-    folders: Sequence[Path],
+    there: Sequence[Sample],
     read: Callable[[Path], Loaded | UnusableImage],
 ) -> Explanation:
     """Feature maps of the hooked layers, the patches that were flagged, the score's gradient.
@@ -127,7 +129,7 @@ def explain_score(
     Args:
         detector: trained.
         item: the image, decoded.
-        folders: where training images may be.
+        there: images among which training images may be.
         read: loads one of them as the detector wants it, with the decoded image.
 
     Raises:
@@ -145,7 +147,7 @@ def explain_score(
     maps = feature_map_pictures(network, seen, layers, layouts=detector.extractor.layouts)
 
     heatmap = _heatmap(prediction, item)
-    good = GoodImages(detector, detector.manifest, folders, read)
+    good = GoodImages(detector, detector.manifest, there, read)
     evidence, facts = _evidence_picture(good, item, prediction, patches, heatmap, limit)
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
     pictures["score_gradient"] = _gradient(detector, prediction, worst, heatmap)

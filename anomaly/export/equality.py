@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from anomaly.arrays import as_numpy
+from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, ModelError
+from anomaly.evaluation.training_images import TrainingImages, dataset_images
 from anomaly.features.engine import Graph
-from anomaly.files.writing import sha256_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape, tile_by_tile
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
-from anomaly.model.run_folder import trained_on
 
 COUNT = 16  # golden images that are taken of the training images
 # How far scores may be apart, as a share. bf16 rounds to 8 bits wherever an engine likes: up to a
@@ -66,13 +66,11 @@ def golden_images(
         return sorted(draw.sample(known, min(len(known), COUNT)))
     present: list[Path] = []
     with suppress(DataError):
-        root = trained_on(folder)
         hashes = detector.manifest["training_images"]
-        names = draw.sample(sorted(hashes), len(hashes))
-        for name in names:
-            with suppress(OSError):
-                if sha256_of(root / name) == hashes[name]:
-                    present.append(root / name)
+        there = TrainingImages(hashes, dataset_images(detector, folder, None))
+        for name in draw.sample(sorted(hashes), len(hashes)):
+            if isinstance(found := there.find(name), Sample):
+                present.append(found.path)
             if len(present) == COUNT:
                 break
     if not present:

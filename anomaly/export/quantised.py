@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -26,12 +26,11 @@ from anomaly.calibration import Thresholds, thresholds_from
 from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError
-from anomaly.evaluation.test_split import dataset_of
+from anomaly.evaluation.training_images import TrainingImages, dataset_images
 from anomaly.export.graph import write_graph
 from anomaly.export.int8_graph import quantise
 from anomaly.features.engine import Graph
 from anomaly.features.exported import ExportedNetwork
-from anomaly.files.writing import sha256_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape, tile_by_tile
@@ -57,8 +56,7 @@ def training_images(
 ) -> dict[int, Sample]:
     """The images that a model was learned from, as they were, by their numbers.
 
-    They are known by their content, whichever split of the data set or further folder they are
-    in: a split that was drawn may have been drawn anew since.
+    They are known by their content, whichever split of the data set or further folder they are in.
 
     Args:
         detector: was learned from them.
@@ -71,8 +69,7 @@ def training_images(
     """
     given: list[Sample] = []
     try:
-        for split in dataset_of(detector, folder, data_root).splits.values():
-            given += split
+        given += dataset_images(detector, folder, data_root)
     except DataError:
         if not further:
             raise
@@ -80,16 +77,9 @@ def training_images(
         paths = find_inputs(further, option="--training-images").paths
         given += [Sample(path, path.name) for path in paths]
     wanted, unused = (detector.manifest[f"{one}_images"] for one in ("training", "refused"))
-    hashes, found = {*wanted.values()}, dict[str, Sample]()
-    for sample in given:
-        if len(found) == len(hashes):
-            break
-        with suppress(OSError):
-            if (sha256 := sha256_of(sample.path)) in hashes:
-                found.setdefault(sha256, sample)
-    if missing := [name for name, sha256 in wanted.items() if sha256 not in found]:
-        there = {sample.name for sample in given}
-        changed = sum(name in there for name in missing)
+    found = TrainingImages(wanted, given).find_all()
+    if missing := [name for name, one in found.items() if isinstance(one, str)]:
+        changed = sum(found[name] != "not found" for name in missing)
         raise DataError(
             f"int8 is learned again from the training images, and {len(missing)} of {len(wanted)} "
             f"aren't as they were: {changed} changed, {len(missing) - changed} not found "
@@ -98,7 +88,8 @@ def training_images(
         )
     taken = frozenset(unused.values())
     numbers = (i for i in range(len(wanted) + len(taken)) if i not in taken)
-    return {i: found[sha256] for i, sha256 in zip(numbers, wanted.values(), strict=True)}
+    there = (one for one in found.values() if isinstance(one, Sample))
+    return dict(zip(numbers, there, strict=True))
 
 
 def quantised(

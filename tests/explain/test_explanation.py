@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from anomaly.datasets import Sample
+from anomaly.datasets.samples import listed
 from anomaly.explain.explanation import (
     GoodImages,
     score_gradient,
@@ -40,6 +42,10 @@ def loaded(detector: AnomalyDetector, path: Path) -> Loaded:
     item = load(0, path, detector.loading)
     assert isinstance(item, Loaded)
     return item
+
+
+def _in(folder: Path) -> list[Sample]:
+    return listed(folder, folder)
 
 
 @given(arrays(np.float32, (7, 9), elements=st.floats(0, 9, width=16)), st.floats(0, 10))
@@ -114,7 +120,7 @@ def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
     (prediction,) = detector.score([item])
     patches = [worst_patches(prediction.patch_scores, 0.0)[0], (0, 0), (2, 5)]
     good = GoodImages(
-        detector, model.manifest, [product], partial(load, 0, loading=detector.loading)
+        detector, model.manifest, _in(product), partial(load, 0, loading=detector.loading)
     )
     bank = detector.scorer
     assert isinstance(bank, MemoryBank)
@@ -146,7 +152,7 @@ def test_large_images_are_explained_by_their_tiles(
     (prediction,) = detector.score([item])
     height, width = prediction.patch_scores.shape
     good = GoodImages(
-        detector, model.manifest, [product], partial(load, 0, loading=detector.loading)
+        detector, model.manifest, _in(product), partial(load, 0, loading=detector.loading)
     )
     patches = [worst_patches(prediction.patch_scores, 0.0)[0], (height - 1, 0), (2, width - 1)]
     for patch, near in zip(patches, good.nearest(item, patches), strict=True):
@@ -176,7 +182,7 @@ def test_padim_compares_with_the_same_place_on_several_good_images(
 ) -> None:
     model = opened(padim_folder)
     item = loaded(model, product / "test" / "good" / "000.png")
-    good = GoodImages(model, model.manifest, [product], partial(load, 0, loading=model.loading))
+    good = GoodImages(model, model.manifest, _in(product), partial(load, 0, loading=model.loading))
     ((*near,),) = good.nearest(item, [(3, 4)])
     assert len({patch.image for patch in near}) == 5
     assert {(patch.row, patch.column, patch.distance) for patch in near} == {(3, 4, None)}
@@ -189,7 +195,7 @@ def test_the_same_place_on_an_image_of_another_shape(
     tall = cv2.imread(str(product / "test" / "good" / "000.png"))
     cv2.imwrite(str(tmp_path / "tall.png"), cv2.resize(tall, (60, 300)))
     item = loaded(model, tmp_path / "tall.png")
-    good = GoodImages(model, model.manifest, [product], partial(load, 0, loading=model.loading))
+    good = GoodImages(model, model.manifest, _in(product), partial(load, 0, loading=model.loading))
     height, width = model.score([item])[0].patch_scores.shape
     here = model.score([loaded(model, product / "test" / "good" / "000.png")])[0].patch_scores
     assert height > here.shape[0]
@@ -209,7 +215,7 @@ def test_good_images_are_found_in_any_folder_that_holds_them(
     good = GoodImages(
         model,
         model.manifest,
-        [product / "absent", product / inside],
+        [*_in(product / "absent"), *_in(product / inside)],
         partial(load, 0, loading=model.loading),
     )
     item = loaded(model, product / "test" / "good" / "000.png")
@@ -227,7 +233,7 @@ def test_images_that_are_gone_or_changed_are_told(
     here = GoodImages(
         model,
         model.manifest,
-        [tmp_path / "good"],
+        _in(tmp_path / "good"),
         partial(load, 0, loading=model.loading),
     )
     ((first, *rest),) = here.nearest(item, [(0, 0)], count=40)

@@ -228,8 +228,8 @@ def test_training_images_that_are_gone_or_changed(
 def test_numbers_leave_out_what_was_refused(product: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bank's origins count the images that couldn't be used at training, too."""
     paths = sorted((product / "train" / "good").iterdir())[:2]
-    given = SimpleNamespace(splits={"train": [Sample(p, p.name) for p in paths]})
-    monkeypatch.setattr(quantised, "dataset_of", lambda *_: given)
+    given = [Sample(p, p.name) for p in paths]
+    monkeypatch.setattr(quantised, "dataset_images", lambda *_: given)
     manifest = {
         "training_images": {p.name: sha256_of(p) for p in paths},
         "refused_images": {"broken.png": 1},

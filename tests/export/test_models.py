@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -252,6 +253,28 @@ def test_images_to_compare_on(run_folder: Path, product: Path, tmp_path: Path) -
     model = shutil.copytree(run_folder / "model", tmp_path / "model")  # without its run
     with pytest.raises(DataError, match="--golden"):
         golden_images(detector, model, None)
+
+
+@pytest.mark.parametrize("layout", ["csv", "visa"])
+def test_images_to_compare_on_whose_names_begin_elsewhere(layout: str, tmp_path: Path) -> None:
+    """Names are relative to the list's folder, or to the folder of VisA's categories."""
+    names = [f"candle/Data/{i}.JPG" for i in range(3)]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    if layout == "csv":
+        place = tmp_path / "list.csv"
+        place.write_text("\n".join(["path,split", *(f"./{name},train" for name in names)]))
+    else:
+        place = tmp_path / "candle"
+        (tmp_path / "split_csv").mkdir()
+        rows = ["object,split,label,image,mask", *(f"candle,train,normal,{n}," for n in names)]
+        (tmp_path / "split_csv" / "1cls.csv").write_text("\n".join(rows))
+    (tmp_path / "train.json").write_text(json.dumps({"data_folder": str(place)}))
+    config = SimpleNamespace(seed=0, data=SimpleNamespace(format=layout))
+    hashes = {name: sha256_of(tmp_path / name) for name in names}
+    detector: Any = SimpleNamespace(config=config, manifest={"training_images": hashes})
+    assert golden_images(detector, tmp_path, None) == [tmp_path / name for name in names]
 
 
 def edited(folder: Path, **changed: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import anomaly
+from anomaly.datasets.samples import listed
 from anomaly.errors import ConfigError
 from anomaly.explain.explanation import GoodImages
 from anomaly.imaging.decoder_pool import Decoders
@@ -144,7 +145,7 @@ def test_evidence_is_shown_where_it_was_photographed(tmp_path: Path) -> None:
         def read(path: Path) -> Loaded | UnusableImage:
             return decoders.load(path)
 
-        good = GoodImages(detector, detector.manifest, [tmp_path], read)
+        good = GoodImages(detector, detector.manifest, listed(tmp_path, tmp_path), read)
         item = read(tmp_path / "2.png")
         assert isinstance(item, Loaded)
         for turn in (1, 2):

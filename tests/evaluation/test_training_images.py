@@ -1,0 +1,53 @@
+"""Training images are found again, known by their content."""
+
+from pathlib import Path
+
+import pytest
+
+from anomaly.datasets import Sample
+from anomaly.datasets.samples import listed
+from anomaly.evaluation.training_images import TrainingImages
+from anomaly.files.writing import sha256_of
+
+NAMES = ("train/good/0.png", "train/good/1.png", "train/good/2.png")
+
+
+@pytest.fixture
+def learned(tmp_path: Path) -> dict[str, str]:
+    """sha256 of three files, by name."""
+    for i, name in enumerate(NAMES):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"image {i}")
+    return {name: sha256_of(tmp_path / name) for name in NAMES}
+
+
+@pytest.mark.parametrize("inside", ["", "train", "train/good"])
+def test_in_any_folder_that_holds_them(
+    inside: str, learned: dict[str, str], tmp_path: Path
+) -> None:
+    found = TrainingImages(learned, listed(tmp_path / inside, tmp_path / inside)).find_all()
+    paths = {name: one.path for name, one in found.items() if isinstance(one, Sample)}
+    assert paths == {name: tmp_path / name for name in NAMES}
+
+
+def test_why_one_is_not_there(learned: dict[str, str], tmp_path: Path) -> None:
+    there = TrainingImages(learned, listed(tmp_path, tmp_path))
+    (tmp_path / NAMES[0]).write_text("another")
+    (tmp_path / NAMES[1]).unlink()
+    (tmp_path / NAMES[2]).unlink()
+    (tmp_path / NAMES[2]).mkdir()
+    reasons = ["changed since training", "not found", "can't be read"]
+    assert [there.find(name) for name in NAMES] == reasons
+    assert [*there.find_all().values()] == reasons
+
+
+def test_all_are_found_under_other_names_too(learned: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / NAMES[0]).rename(tmp_path / "train" / "moved.png")
+    (tmp_path / NAMES[2]).write_text((tmp_path / NAMES[1]).read_text())
+    there = TrainingImages(learned, listed(tmp_path, tmp_path))
+    assert there.find(NAMES[0]) == "not found"
+    first, second, third = there.find_all().values()
+    assert isinstance(first, Sample)
+    assert isinstance(second, Sample)
+    assert (first.path.name, second.path.name) == ("moved.png", "1.png")
+    assert third == "changed since training"
