@@ -107,6 +107,11 @@ def _told(error: Exception, command: str) -> int:
         case OSError():  # what nobody has foreseen of disks, networks and permissions
             where = "" if error.filename is None else f"{error.filename}: "
             log.error("%s%s", where, error.strerror or error)
+        case RuntimeError() if type(error).__name__ == "OutOfMemoryError":  # of torch
+            log.error(
+                "the GPU hasn't enough memory left: end what else runs there, train with a smaller "
+                "batch_size (--set batch_size=1, say), or give --device cpu"
+            )
         case _:
             raise error
     return 2

@@ -28,6 +28,7 @@ from typing import Any, TextIO, cast
 
 from anomaly import __version__
 from anomaly.errors import OutputError, why
+from anomaly.files.writing import at_home
 
 NOTE, RESULT, PROGRESS = 27, 25, 22
 for _level, _name in (
@@ -78,10 +79,12 @@ def written(file: Path, command: Sequence[str]) -> Iterator[None]:
 
     Raises:
         OutputError: the file can't be written.
+        AnomalyError: its `~` stands for nobody's home folder.
     """
+    place = at_home(file)
     try:
-        file.expanduser().parent.mkdir(parents=True, exist_ok=True)
-        handler = _File(file.expanduser(), encoding="utf-8", errors="replace")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handler = _File(place, encoding="utf-8", errors="replace")
     except OSError as error:
         raise OutputError(f"--log-file {file} can't be written: {why(error)}") from None
     form = logging.Formatter(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from anomaly.cli import execute, machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.errors import OutputError
+from anomaly.files.writing import at_home
 
 if TYPE_CHECKING:
     from anomaly.datasets.advice import Advice
@@ -40,9 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Look, check, train, evaluate, show."""
+    from anomaly.config.parsing import parse_config
     from anomaly.files.output_lock import locked
 
-    name = options.name or _name_of(options.folder)
+    name = parse_config({"name": options.name or _name_of(options.folder)}, "--name").name
     output: Path = options.output or Path("runs") / name
     with locked(output):  # the commands that follow work within this lock
         return _start(options, name, output)
@@ -181,5 +183,6 @@ def _network(settings: Sequence[str]) -> tuple[str | None, str]:
 
 
 def _name_of(folder: Path) -> str:
-    place = folder.expanduser().absolute()
-    return place.stem if place.suffix.lower() == ".csv" else place.name
+    place = at_home(folder).absolute()
+    name = place.stem if place.suffix.lower() == ".csv" else place.name
+    return name.lstrip(".") or "model"

@@ -12,6 +12,7 @@ import yaml
 from anomaly.config.parsing import parse_config
 from anomaly.config.schema import Config
 from anomaly.errors import ConfigError, nearest, why
+from anomaly.files.writing import at_home
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +20,9 @@ log = logging.getLogger(__name__)
 # the package once it is installed and beside it in a checkout.
 _PACKAGE = Path(__file__).parents[1]
 FOLDERS = (Path("configs"), _PACKAGE / "configs", _PACKAGE.parent / "configs")
+
+# What YAML says of text that is none: a date like 2020-13-45 is a ValueError to it.
+_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 
 def load_config(
@@ -49,9 +53,10 @@ def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
 
     Raises:
         ConfigError: there is none; the message names those that are alike.
+        AnomalyError: its `~` stands for nobody's home folder.
     """
-    given = Path(path).expanduser()
-    names = [given] if given.suffix else [given, given.with_suffix(".yaml")]
+    given = at_home(Path(path))
+    names = [given] if given.suffix or not given.name else [given, given.with_suffix(".yaml")]
     folders = [folder for folder in folders if folder.is_dir()]
     places = [Path(), *([] if len(given.parts) > 1 else folders)]
     for place in places:
@@ -86,12 +91,12 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} can't be read: {why(error)}") from None
-    except yaml.YAMLError as error:
+    except _NO_YAML as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(
             f"{file}{place} isn't valid YAML: write `key: value` lines, indented by blanks, and "
-            "put values that hold `: ` or brackets in quotes"
+            "put dates and values that hold `: ` or brackets in quotes"
         ) from None
     if values is None:
         return {}
@@ -118,7 +123,7 @@ def _apply(values: dict[str, Any], override: str) -> str:
         )
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except _NO_YAML:
         raise ConfigError(f"--set {override}: {text!r} isn't a YAML value") from None
     *sections, last = key.strip().split(".")
     inner = values

@@ -58,7 +58,7 @@ _WANTED = {
     "string_type": "must be text (put it in quotes)",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
-    "string_pattern_mismatch": "must be a name, without / and \\",
+    "string_pattern_mismatch": "must be a name, without / and \\ and with no dot in front",
     "string_too_long": "must have at most {max_length} characters",
     "too_short": "needs at least {min_length} entries",
     "too_long": "takes at most {max_length} entries",

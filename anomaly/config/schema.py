@@ -250,7 +250,7 @@ class CalibrationConfig(_Section):
 class Config(_Section):
     """All settings of one training."""
 
-    name: Annotated[str, Field(pattern=r"^[^/\\\x00]+$", max_length=100)] = "model"
+    name: Annotated[str, Field(pattern=r"^[^/\\\x00.][^/\\\x00]*$", max_length=100)] = "model"
     """Names the run; the config file's name unless set."""
     data: DataConfig = DataConfig()
     image: ImageConfig = ImageConfig()

@@ -10,7 +10,7 @@ from anomaly.datasets.folders import FOLDERS, check_good_inputs, folders_in, ope
 from anomaly.datasets.lists import open_list, open_visa
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
-from anomaly.files.writing import like
+from anomaly.files.writing import at_home, like
 from anomaly.imaging.listing import is_folder
 
 __all__ = [
@@ -61,6 +61,7 @@ def open_dataset(
     Raises:
         DataError: something is missing or may not be looked at, there are no training images, or a
             list has a mistake.
+        AnomalyError: the root's `~` stands for nobody's home folder.
     """
     if root is None:
         raise DataError(
@@ -75,12 +76,12 @@ def open_dataset(
     root = Path(root)
     if layout not in FORMATS:
         raise DataError(f"unknown data.format {layout!r}; {nearest(layout, FORMATS)}")
-    place = root.expanduser() / (category or "")
+    place = at_home(root) / (category or "")
     if layout == "csv":
         if is_folder(place):
             raise DataError(f"{place} is a folder; with data.format=csv, data.root names the list")
     elif not is_folder(place):
-        raise DataError(_missing(layout, root.expanduser(), category))
+        raise DataError(_missing(layout, at_home(root), category))
     found = FORMATS[layout](place)
     log.debug(
         "%s, read as %s: %d images to learn from, %d to test with",

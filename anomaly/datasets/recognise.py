@@ -13,7 +13,7 @@ from anomaly.datasets.folder_names import says_good, says_not_good
 from anomaly.datasets.folders import folders_in
 from anomaly.datasets.samples import GOOD
 from anomaly.errors import DataError, nearest
-from anomaly.files.writing import like
+from anomaly.files.writing import at_home, like
 from anomaly.imaging.listing import is_folder, list_images
 
 _MASKS = ("mask", "truth", "gt")
@@ -45,8 +45,9 @@ def recognise(place: Path, layout: str | None = None) -> tuple[Recognised, ...]:
 
     Raises:
         DataError: it doesn't exist, holds several data sets or no images.
+        AnomalyError: its `~` stands for nobody's home folder.
     """
-    place = Path(os.path.abspath(place.expanduser()))  # noqa: PTH100, links stay
+    place = Path(os.path.abspath(at_home(place)))  # noqa: PTH100, links stay
     if not place.exists():
         raise DataError(f"{place} doesn't exist{like(place)}; give a folder of images")
     if layout is not None:
@@ -137,7 +138,8 @@ def chosen(found: tuple[Recognised, ...], ask: Callable[[str], str] | None) -> R
 
     Args:
         found: as `recognise` gave it.
-        ask: shows a question and returns the answer; None where there is no one to ask.
+        ask: shows a question and returns the answer, or raises EOFError; None where there is no one
+            to ask.
 
     Raises:
         DataError: several fit and there is no one to ask, or the answer names none of them.
@@ -145,9 +147,13 @@ def chosen(found: tuple[Recognised, ...], ask: Callable[[str], str] | None) -> R
     if len(found) == 1:
         return found[0]
     listed = ", ".join(f"{one.layout} ({one.reason})" for one in found)
+    untold = DataError(f"{found[0].root} can be {listed}; say which with --format")
     if ask is None:
-        raise DataError(f"{found[0].root} can be {listed}; say which with --format")
-    answer = ask(f"{found[0].root} can be {listed}. Which? [{found[0].layout}] ").strip()
+        raise untold
+    try:
+        answer = ask(f"{found[0].root} can be {listed}. Which? [{found[0].layout}] ").strip()
+    except EOFError:  # Ctrl-D
+        raise untold from None
     by_name = {one.layout: one for one in found}
     if answer and answer not in by_name:
         raise DataError(f"{answer!r} isn't one of them; {nearest(answer, by_name)}")

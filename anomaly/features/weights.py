@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from anomaly.errors import WeightsError, why
-from anomaly.files.writing import like, sha256_of
+from anomaly.files.writing import at_home, like, sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def search_folders() -> list[Path]:
     """
     named = os.environ.get("ANOMALY_WEIGHTS")
     cache = Path(torch.hub.get_dir()) / "checkpoints"
-    return [*([Path(named).expanduser()] if named else []), Path("weights"), cache]
+    return [*([at_home(Path(named))] if named else []), Path("weights"), cache]
 
 
 def official_state(url: str) -> tuple[dict[str, Tensor], str]:
@@ -84,8 +84,9 @@ def file_state(path: Path) -> tuple[dict[str, Tensor], str]:
 
     Raises:
         WeightsError: no such file, another suffix, or damaged.
+        AnomalyError: its `~` stands for nobody's home folder.
     """
-    path = path.expanduser()
+    path = at_home(path)
     if not path.is_file():
         missing = f"doesn't exist (looked in {Path.cwd()}{like(path)})"
         kind = "is a folder" if path.is_dir() else missing

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from anomaly.errors import OutputError, closest
+from anomaly.errors import AnomalyError, OutputError, closest
 
 # File systems take 255 bytes a name; this leaves room for a suffix and a number.
 _LONGEST_NAME = 230
@@ -60,6 +60,20 @@ def clear(folder: Path, names: Iterable[str]) -> None:
                 path.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"{error.filename or folder} can't be used: {error.strerror}") from None
+
+
+def at_home(path: Path) -> Path:
+    """A path with the home folder in place of its `~`.
+
+    Raises:
+        AnomalyError: nobody of that name has one.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise AnomalyError(
+            f"{path}: no home folder is known for {path.parts[0]}; write the path in full"
+        ) from None
 
 
 def like(path: Path) -> str:

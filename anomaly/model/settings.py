@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from anomaly.config.schema import Config, ImageConfig, ShapeConfig
 from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.errors import DataError
+from anomaly.files.writing import at_home
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.preprocessing import Loading
 from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
@@ -57,7 +58,7 @@ def region_of(
         if config is None:
             return None
         if config.png is not None:
-            return DrawnMask(read(folder / config.png.expanduser()))
+            return DrawnMask(read(folder / at_home(config.png)))
         return Polygons(config.polygons, config.unit == "relative")
 
     look, ignore = shape(image.region), shape(image.ignore)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Command, train_arguments
 
 from anomaly import cli
@@ -92,6 +93,19 @@ def test_a_defect_of_the_program_keeps_its_traceback_in_the_log(
     with pytest.raises(ZeroDivisionError):
         command("region", ["part.png", "--log-file", tmp_path / "log"])
     assert "ZeroDivisionError" in (tmp_path / "log").read_text("utf-8")
+
+
+def test_too_little_memory_on_a_gpu_is_told(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(options: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(region, "run", full)
+    code, _, err = command("region", ["part.png"])
+    assert code == 2
+    assert "--set batch_size=1" in err
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,15 @@ def test_settings_of_an_earlier_start_are_not_lost(
     assert "--overwrite" in err
 
 
+def test_a_name_that_no_folder_can_have(
+    product: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = command("start", [product, "--name", "..", *SETTINGS])
+    assert (code, "--name: name is '..': must be a name" in err) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_without_a_network_what_is_on_disk_is_taken(
     on_disk: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -12,7 +12,7 @@ from anomaly.config.categories import by_product
 from anomaly.config.files import load_config
 from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
-from anomaly.errors import ConfigError
+from anomaly.errors import AnomalyError, ConfigError
 
 CONFIGS = REPOSITORY / "configs"
 
@@ -96,6 +96,8 @@ def test_reweighting_needs_a_bank() -> None:
         ("image: {crop: 224}", "image.crop needs image.resize"),
         ("image: {resize: 64, crop: 224}", "image.crop is 224, larger than image.resize (64)"),
         ("name: a/b", "name is 'a/b'"),
+        ("name: ..", "name is '..': must be a name, without / and \\ and with no dot in front"),
+        ("name: .hidden", "name is '.hidden'"),
         ("data: {category: []}", "data.category is an empty list"),
         ("data: {category: 3}", "data.category is 3: must be text (put it in quotes), or a list"),
         ("data: {category: {a: 1}}", "data.category is {'a': 1}: must be text"),
@@ -108,6 +110,8 @@ def test_reweighting_needs_a_bank() -> None:
         ("data: {category: [.b]}", "data.category lists '.b', which can't be the name"),
         ("seed: -1", "seed is -1"),
         ("- a\n- b", "must hold `key: value` lines"),
+        ("name: 2020-13-45", "put dates and values"),
+        pytest.param("[" * 5000, "isn't valid YAML", id="deep"),
         ("a: [1", "line 1, column 6 isn't valid YAML"),
         ("base: nowhere.yaml", "doesn't exist; correct the `base` line"),
         ("base: part.yaml", "leads back to itself"),
@@ -127,6 +131,8 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, says: str) -> N
         ("model.kind", "must look like key=value"),
         ("=3", "must look like key=value"),
         ("model.kind=[", "isn't a YAML value"),
+        ("name=2020-13-45", "isn't a YAML value"),
+        pytest.param("name=" + "[" * 5000, "isn't a YAML value", id="deep"),
         ("model.knd=padim", "did you mean 'kind'?"),
         ("modle.kind=padim", "did you mean 'model'?"),
     ],
@@ -179,6 +185,11 @@ def test_a_missing_config_names_the_nearest(tmp_path: Path) -> None:
         load_config("mvtec_botle.yaml", folders=[CONFIGS])
     with pytest.raises(ConfigError, match="is a folder"):
         load_config(tmp_path)
+    for nothing in ("", ".", "/"):
+        with pytest.raises(ConfigError, match="is a folder"):
+            load_config(nothing)
+    with pytest.raises(AnomalyError, match="no home folder is known for ~nobody-here"):
+        load_config("~nobody-here/x.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="can't be read"):
         load_config(tmp_path / "binary.yaml")

@@ -111,6 +111,12 @@ def test_where_two_layouts_fit_someone_is_asked(tmp_path: Path) -> None:
     assert [one.layout for one in found] == ["mvtec", "good_defect"]
     with pytest.raises(DataError, match="say which with --format"):
         chosen(found, None)
+
+    def ctrl_d(question: str) -> str:
+        raise EOFError
+
+    with pytest.raises(DataError, match="say which with --format"):
+        chosen(found, ctrl_d)
     assert chosen(found, lambda question: "").layout == "mvtec"
     assert chosen(found, lambda question: "good_defect").layout == "good_defect"
     with pytest.raises(DataError, match="did you mean"):

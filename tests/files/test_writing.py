@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from anomaly.errors import OutputError
-from anomaly.files.writing import as_json, claim, clear, remove_drafts, share, short_name, write
+from anomaly.errors import AnomalyError, OutputError
+from anomaly.files.writing import (
+    as_json,
+    at_home,
+    claim,
+    clear,
+    remove_drafts,
+    share,
+    short_name,
+    write,
+)
 
 
 def test_write_makes_folders_and_leaves_no_draft(tmp_path: Path) -> None:
@@ -41,6 +50,14 @@ def test_only_our_own_drafts_are_removed(tmp_path: Path, monkeypatch: pytest.Mon
     remove_drafts(tmp_path)
     assert draft not in foreign
     assert sorted(os.listdir(tmp_path / "sub")) == sorted(foreign)
+
+
+def test_nobodys_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert at_home(Path("~/a")) == Path("/home/me/a")
+    assert at_home(Path("a/~")) == Path("a/~")
+    with pytest.raises(AnomalyError, match="~nobody-here/a: no home folder is known"):
+        at_home(Path("~nobody-here/a"))
 
 
 def test_long_names_are_cut_between_characters() -> None:
