@@ -96,14 +96,18 @@ def read_image(
     return Image(np.ascontiguousarray(pixels), full_scale, header.mode, header.format, sha256)
 
 
-def read_header(source: Path | bytes) -> ImageHeader:
+def read_header(source: Path | bytes, *, max_pixels: int = MAX_PIXELS) -> ImageHeader:
     """Read what a file, or its bytes, say about its picture, without decoding it.
+
+    Args:
+        source: the file, or its bytes.
+        max_pixels: files far too long for so many pixels are refused before they are read.
 
     Raises:
         ImageError: as `read_image`, but damage inside the pixels may go unnoticed.
     """
     try:
-        kind, data = _read_file(source, MAX_PIXELS)
+        kind, data = _read_file(source, max_pixels)
         return kind.read_header(data)
     except ImageError as error:
         raise ImageError(_named(source, str(error)), error.status) from None

@@ -152,13 +152,11 @@ def read(
     """
     try:
         return read_image(source, max_pixels=min(max_pixels, MODEST_PIXELS), bit_depth=bit_depth)
-    except ImageError:
-        if max_pixels <= MODEST_PIXELS:
+    except ImageError as error:  # a larger image, or a longer file, than a modest one's?
+        if max_pixels <= MODEST_PIXELS or error.status != "unsupported":
             raise
-        height, width = read_header(source).size
-        if height * width <= MODEST_PIXELS:
-            raise
-    if height * width <= max_pixels:
+        height, width = read_header(source, max_pixels=max_pixels).size
+    if MODEST_PIXELS < height * width <= max_pixels:
         say_pixels(height * width)
     return read_image(source, max_pixels=max_pixels, bit_depth=bit_depth)
 

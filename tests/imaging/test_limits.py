@@ -11,7 +11,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tifffile
 from conftest import REPOSITORY, Command, train_arguments, write_part, write_product
 
 from anomaly.cli import stopping
@@ -186,6 +188,22 @@ def test_large_images_are_announced(tmp_path: Path) -> None:
     write_part(tmp_path / "small.png", seed=1)
     assert read(tmp_path / "small.png", say_pixels=said.append).size == (96, 120)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(("dtype", "beside"), [("f4", 0), ("u1", 500_000_000)])
+def test_long_files_of_modest_images_are_read(dtype: str, beside: int, tmp_path: Path) -> None:
+    """RGB of floats has 12 bytes a pixel; and what lies beside the pixels takes room, too."""
+    side = 4890
+    assert 12 * side**2 > 8 * MODEST_PIXELS + 64 * 1024**2
+    tifffile.imwrite(tmp_path / "long.tif", np.zeros((side, side, 3), dtype), photometric="rgb")
+    with (tmp_path / "long.tif").open("ab") as file:
+        file.truncate(file.tell() + beside)
+    said: list[int] = []
+    with Decoders(1) as decoders:
+        (image,) = decoders.map(read, [tmp_path / "long.tif"])
+    assert image.size == (side, side)
+    assert read(tmp_path / "long.tif", say_pixels=said.append).size == (side, side)
+    assert not said
 
 
 @needs_proc
