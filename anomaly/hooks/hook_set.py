@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 
-from anomaly.errors import LayerError
+from anomaly.errors import LayerError, nearest
 from anomaly.hooks.backward import BackwardGates
 from anomaly.hooks.guard import Attached, Hook, refuse_compiled, unmodified
 from anomaly.hooks.paths import Selector, select
@@ -177,7 +177,12 @@ class HookSet:
 
         Returns:
             One handle.
+
+        Raises:
+            LayerError: there is no such event.
         """
+        if event not in get_args(Event):
+            raise LayerError(f"there is no hook event {event!r}; {nearest(event, get_args(Event))}")
         call = _with_extra(hook, extra, named)
         if event == "forward":
             return self._add([torch_hooks.register_module_forward_hook(call)])

@@ -393,6 +393,12 @@ def test_one_handle_removes_a_hook_from_everywhere(event: Any) -> None:
     assert called == [network]
 
 
+def test_an_event_that_there_is_none_of() -> None:
+    hooks, event = HookSet(nn.Linear(2, 2)), "forwards"
+    with hooks, pytest.raises(LayerError, match="'forwards'; did you mean 'forward'"):
+        hooks.everywhere(event, print)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("what", ["hook", "unhook"])
 def test_hooks_that_come_and_go_while_a_layer_runs(what: str) -> None:
     called: list[nn.Module] = []
