@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from anomaly.datasets.faults import DataReport
+from anomaly.datasets.faults import DataReport, has_16_bits
 
 _HANDFUL = 8  # images of which each patch may be the only one of its kind
 _FEW = 50  # images whose coreset is small at any ratio
@@ -88,5 +88,5 @@ def _bits(report: DataReport) -> Iterator[Advice]:
             "this they would be seen all but black"
         )
         yield Advice("image.bit_depth", str(report.bit_depth), reason)
-    elif any(mode.endswith("16") for s in report.splits.values() for mode in s.modes):
+    elif any(has_16_bits(mode) for s in report.splits.values() for mode in s.modes):
         yield Advice("", "", "images have 16 bits, all of which are used")

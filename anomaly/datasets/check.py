@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from anomaly.datasets import Dataset, Sample, ground_truth
-from anomaly.datasets.faults import DataReport, Fault, Severity, SplitSummary
+from anomaly.datasets.faults import DataReport, Fault, Severity, SplitSummary, has_16_bits
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape
@@ -232,7 +232,7 @@ def _too_few(seen: Sequence[_Seen]) -> list[Fault]:
 
 def _fewer_bits(seen: Sequence[_Seen], reading: Reading) -> int | None:
     """Bits of camera data that lies in 16-bit files and uses a quarter of their range or less."""
-    brightest = [s.brightest for s in seen if s.mode.endswith("16") and s.size is not None]
+    brightest = [s.brightest for s in seen if has_16_bits(s.mode) and s.size is not None]
     if reading.bit_depth is not None or not brightest or not 0 < max(brightest) < 0.25:
         return None
     return round(max(brightest) * 65535).bit_length()

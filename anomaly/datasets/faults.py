@@ -56,6 +56,11 @@ class SplitSummary:
     modes: dict[str, int]
 
 
+def has_16_bits(mode: str) -> bool:
+    """Whether samples stored in this mode are whole numbers of 16 bits; floats of 16 aren't."""
+    return mode.endswith("16") and "float" not in mode
+
+
 @dataclass(frozen=True)
 class DataReport:
     """Every split, and every fault, the worst first.

@@ -9,6 +9,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+import tifffile
 from conftest import REPOSITORY, Command, write_part, write_product
 
 from anomaly.datasets import check as data_check
@@ -158,6 +159,15 @@ def test_twelve_bits_in_a_file_of_sixteen(tmp_path: Path) -> None:
     assert not check(dataset, Reading(bit_depth=12)).faults
     kinds = Counter(f.kind for f in check(dataset, Reading(bit_depth=8)).faults)
     assert kinds == {"unsupported": 20, "too_few_images": 1}
+
+
+def test_dark_floats_of_sixteen_bits_lack_none(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(20):
+        tifffile.imwrite(tmp_path / f"{i}.tif", (rng.random((40, 40)) / 5).astype(np.float16))
+    report = check(open_dataset("folder", tmp_path, None), Reading())
+    assert report.splits["train"].modes == {"greyfloat16": 20}
+    assert (report.bit_depth, report.faults) == (None, ())
 
 
 def test_where_to_look_must_fit(tmp_path: Path, command: Command) -> None:
