@@ -23,9 +23,10 @@ def encode_uint16(anomaly_map: AnomalyMap, size: tuple[int, int], threshold: flo
     Args:
         anomaly_map: gives some rows of the map, (rows, W0); NaN becomes 0.
         size: (H0, W0) of the image.
-        threshold: level 8192, for all images of a model; eight times of it is the most.
+        threshold: level 8192, for all images of a model; eight times of it is the most. Of a
+            threshold of 0, all scores above it have the highest level.
     """
-    scale = threshold / LEVELS_AT_THRESHOLD
+    scale = max(threshold, 1e-12) / LEVELS_AT_THRESHOLD
     levels = np.empty(size, np.uint16)
     for strip in strips(size):
         scores = anomaly_map(strip)

@@ -43,6 +43,15 @@ def test_float_maps_are_smaller_than_floats() -> None:
     assert len(encode_float32(lambda rows: smooth[rows], (300, 400))) < 0.75 * smooth.nbytes
 
 
+def test_16_bits_of_a_threshold_of_0() -> None:
+    scores = np.array([[0, 1e-3, np.nan]], np.float32)
+    with np.errstate(all="raise"):
+        data = encode_uint16(lambda rows: scores[rows], (1, 3), threshold=0.0)
+    assert _by_opencv(data).tolist() == [[1, 65535, 0]]
+    with Pil.open(io.BytesIO(data)) as picture:
+        assert float(picture.text["scale"]) > 0
+
+
 def test_16_bits_with_a_scale() -> None:
     scores = _scores((40, 50))
     scores[0, :3] = 0, 8, 9
