@@ -101,7 +101,8 @@ def _own_names(place: Path) -> Recognised | None:
             kind = inner[0] if len(inner) > 1 else folder
             rows.writerow((image, GOOD if folder in good else kind))
     reason = f"good images in {', '.join(good)}, others in {', '.join(others)}"
-    return Recognised("csv", place, reason, text.getvalue())
+    # Marked as UTF-8, so that the bytes of names that are none are kept.
+    return Recognised("csv", place, reason, "\ufeff" + text.getvalue())
 
 
 def _plain(place: Path) -> Recognised:

@@ -119,7 +119,10 @@ def set_apart(good: Iterable[Sample]) -> tuple[list[Sample], list[Sample]]:
     one part stay together.
     """
     samples = list(good)
-    parts = sorted({_part(s) for s in samples}, key=lambda part: (zlib.crc32(part.encode()), part))
+    draw = {
+        part: zlib.crc32(part.encode("utf-8", "surrogateescape")) for part in map(_part, samples)
+    }
+    parts = sorted(draw, key=lambda part: (draw[part], part))
     test = set(parts[: len(parts) // _TEST_SHARE])
     return [s for s in samples if _part(s) not in test], [s for s in samples if _part(s) in test]
 

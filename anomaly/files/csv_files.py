@@ -84,6 +84,7 @@ def read_rows(data: bytes, name: str, columns: Sequence[str], needed: Sequence[s
 
     Args:
         data: the file's bytes: UTF-8, UTF-16 with a mark, or Windows-1252, as Excel saves them.
+            UTF-8 with a mark may hold file names that are no text.
         name: of the list, for messages.
         columns: the columns that are known. Others are left alone, misspelt ones refused.
         needed: those of them that have to be there.
@@ -126,10 +127,12 @@ def text_of(data: bytes, name: str) -> str:
     Raises:
         DataError: it is no text in any of these encodings.
     """
-    encoding, rest = marked_encoding(data) or ("utf-8", data)
-    for each in (encoding, "cp1252") if encoding == "utf-8" else (encoding,):
+    encoding, rest = marked_encoding(data) or ("", data)
+    # What is marked as UTF-8 is no Windows-1252: other bytes are those of file names.
+    names = "surrogateescape" if encoding == "utf-8" else "strict"
+    for each in (encoding,) if encoding else ("utf-8", "cp1252"):
         try:
-            text = rest.decode(each)
+            text = rest.decode(each, names)
         except UnicodeDecodeError:
             continue
         if "\0" not in text:

@@ -115,11 +115,14 @@ def read_json(file: Path) -> Any:
 def checked(values: Any, kind: type[_T], file: Path) -> _T:
     """JSON values as a dataclass or a model of their schema.
 
+    Bytes of file names that aren't UTF-8, which pydantic takes for no text, become `?`.
+
     Raises:
         ModelError: something in them is missing, unknown, or of another type or range.
     """
+    text = json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
+        return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "its content"

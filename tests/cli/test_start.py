@@ -1,12 +1,13 @@
 """From a folder to a page without another word."""
 
+import os
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 import yaml
-from conftest import FAST, Command
+from conftest import FAST, Command, write_part
 
 from anomaly.config.files import load_config
 
@@ -67,6 +68,22 @@ def test_settings_of_an_earlier_start_are_not_lost(
     assert code == 2
     assert f"anomaly train --config {output / 'disc.yaml'} --output {output}" in err
     assert "--overwrite" in err
+
+
+def test_image_names_that_are_no_text(command: Command, tmp_path: Path) -> None:
+    for i in range(8):
+        write_part(tmp_path / "part" / "OK" / f"{i}.png", seed=i)
+    write_part(tmp_path / "part" / "NG" / "0.png", seed=9, mark=(30, 40))
+    try:
+        for i in range(8):  # in Windows-1252
+            name = os.fsdecode(f"Kühler {i}.png".encode("cp1252"))
+            (tmp_path / "part" / "OK" / f"{i}.png").rename(tmp_path / "part" / "OK" / name)
+    except OSError:
+        pytest.skip("names are text here")
+    output = tmp_path / "run"
+    code, _, err = command("start", [tmp_path / "part", "--output", output, *SETTINGS])
+    assert code == 0, err
+    assert (output / "evaluation" / "index.html").is_file()
 
 
 def test_a_name_that_no_folder_can_have(

@@ -1,5 +1,6 @@
 """What a folder is taken for, by its layout; and the settings that suit what lies there."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from anomaly.datasets.advice import advice
 from anomaly.datasets.faults import DataReport, SplitSummary
 from anomaly.datasets.recognise import chosen, recognise
 from anomaly.errors import DataError
+from anomaly.files.writing import write
 
 LAYOUTS = {
     "mvtec": ["train/good", "test/good", "test/crack", "ground_truth/crack"],
@@ -52,10 +54,25 @@ def test_names_of_ones_own_become_a_list(
     (found,) = recognise(root)
     assert found.layout == "csv"
     listing = tmp_path / "images.csv"
-    listing.write_text(found.listing)
+    listing.write_text(found.listing, encoding="utf-8")
     dataset = open_dataset("csv", listing, None)
     assert {sample.path.parent.name for sample in dataset.train} == {good}
     assert {sample.defect_type for sample in dataset.test if sample.is_defect} == kinds
+
+
+def test_names_that_are_no_text_stay_in_the_list(tmp_path: Path) -> None:
+    root = _images(tmp_path / "part", ["OK", "NG"])
+    name = os.fsdecode(b"K\xfchler.png")  # Windows-1252
+    try:
+        (root / "OK" / name).write_bytes(b"")
+    except OSError:
+        pytest.skip("names are text here")
+    (found,) = recognise(root)
+    write(tmp_path / "images.csv", found.listing)
+    train = open_dataset("csv", tmp_path / "images.csv", None)
+    samples = [*train.train, *train.test]
+    assert all(sample.path.exists() for sample in samples)
+    assert name in {sample.path.name for sample in samples}
 
 
 @pytest.mark.parametrize("others", [[], ["NG"]])
@@ -129,6 +146,10 @@ def _report(
 ) -> DataReport:
     split = SplitSummary(images, images, 0, images, 0, {size: images}, {mode: images})
     return DataReport({"train": split}, (), bits)
+
+
+def test_floats_of_16_bits_are_no_16_bit_images() -> None:
+    assert not any("16 bits" in one.reason for one in advice(_report("9×9", mode="greyfloat16")))
 
 
 @pytest.mark.parametrize(
