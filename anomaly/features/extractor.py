@@ -44,9 +44,9 @@ class FeatureExtractor:
     Threads may share one.
 
     Args:
-        network: an already truncated network (see `truncate`), with its weights in float32. It
-            stays as it is; what runs is a copy with its batch norms folded and, on the CPU, its
-            activations fused.
+        network: an already truncated network (see `truncate`), with its weights in float32. It is
+            put in eval mode and its weights take no gradients any more; `to` moves it. What runs is
+            a copy with its batch norms folded and, on the CPU, its activations fused.
         layers: canonical paths, in the order in which they run.
         layouts: how each layer's output lies.
         copies: whether a later layer overwrites a wanted one in place.
@@ -88,7 +88,7 @@ class FeatureExtractor:
         return next((layout.patch for layout in self.layouts if layout.patch), None)
 
     def to(self, device: torch.device | str, precision: str) -> FeatureExtractor:
-        """The same extractor, on a device and in a number format."""
+        """The same extractor in a number format, on a device to which its network is moved."""
         return FeatureExtractor(
             self.network.to(device),
             self.layers,

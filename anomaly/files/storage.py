@@ -40,8 +40,8 @@ def read(place: str) -> bytes:
     """The bytes of a small file.
 
     Raises:
-        FileNotFoundError: there is none.
-        DataError: it can't be read.
+        FileNotFoundError: there is none; OSError: it can't be read.
+        DataError: storage elsewhere doesn't answer.
     """
     path = local(place)
     return _asked(place, lambda fs, name: fs.cat_file(name)) if path is None else path.read_bytes()
@@ -202,19 +202,19 @@ def again(place: str, act: Callable[[], Result], kind: type[AnomalyError] = Data
 def each_file(place: str) -> Iterator[str]:
     """The files of storage elsewhere that a place means: an object, a pattern, or a folder's.
 
-    Files and folders whose names start with a dot are skipped, and so is what `infer` has written.
-    A folder is listed when it is come to; a pattern is listed as a whole.
+    In folders, files and folders whose names start with a dot are skipped, and so is what `infer`
+    has written. A folder is listed when it is come to; a pattern is listed as a whole, and may have
+    no matches.
 
     Raises:
-        DataError: there is nothing, or it can't be listed.
+        DataError: there is no such object or folder, or it can't be listed.
     """
     fs, name = _filesystem(place)
-    if any(c in name for c in "*?["):
-        found = again(place, partial(fs.glob, name, detail=True))
-        yield from (fs.unstrip_protocol(n) for n, about in found.items() if about["type"] == "file")
-        return
     try:
-        if again(place, partial(fs.isfile, name)):
+        if any(c in name for c in "*?["):
+            found = again(place, partial(fs.glob, name, detail=True)).items()
+            yield from (fs.unstrip_protocol(n) for n, about in found if about["type"] == "file")
+        elif again(place, partial(fs.isfile, name)):
             yield fs.unstrip_protocol(name)
         else:
             yield from map(fs.unstrip_protocol, _walk(place, fs, name))

@@ -299,7 +299,9 @@ def test_default_set_is_complete(tmp_path: Path) -> None:
         assert len(list(folder.glob("train/good/*.png"))) == 40
         assert len(list(folder.glob("test/good/*.png"))) == 20
         assert len(list(folder.glob("test/*/*.png"))) == 50
-        for path in folder.glob("ground_truth/*/*.png"):
+        masks = list(folder.glob("ground_truth/*/*.png"))
+        assert len(masks) == 30
+        for path in masks:
             mask = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
             assert mask is not None
             assert mask.shape == (384, 384)
