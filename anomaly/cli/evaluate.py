@@ -6,16 +6,16 @@ import argparse
 import logging
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
-from anomaly.cli.progress import ProgressLine
-from anomaly.errors import AnomalyError, ConfigError
+from anomaly.cli.evaluate_sources import Source, made, sources
+from anomaly.errors import AnomalyError, ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from anomaly.report.category import Category, Failure
 
@@ -79,6 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Evaluate every model named, or compare two evaluations."""
+    from anomaly.datasets import open_test_images
+    from anomaly.files.output_lock import locked
+
     if options.overrides and not options.config:
         raise ConfigError("--set needs --config: a trained model keeps the settings it has")
     if (options.good or options.defects or options.masks) and not options.model:
@@ -87,13 +90,32 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--masks needs --defects, the images that the masks are of")
     if (options.good or options.defects) and options.data_root:
         raise ConfigError("--data-root names a data set to test with, --good and --defects images")
-    from anomaly.files.output_lock import locked
-
+    if options.good or options.defects:  # before torch is imported, which takes seconds
+        _check_alone(options.model)
+        open_test_images(options.good, options.defects, options.masks)
     with locked(options.output):
         if options.compare:
             first, second = options.compare
             return _compare(first, second, options.output, options.overwrite)
         return _run(options)
+
+
+def _check_alone(folders: Sequence[Path]) -> None:
+    """See that the named images aren't to be those of several products.
+
+    Raises:
+        ConfigError: a folder holds the runs of several.
+    """
+    from anomaly.model.folder import find_products
+
+    for folder in folders:
+        with suppress(ModelError):  # said when it is evaluated
+            if len(products := find_products(folder)) > 1:
+                raise ConfigError(
+                    f"{folder} holds several products ({', '.join(products)}), and --good and "
+                    "--defects name the images of one; evaluate them one by one, with --model "
+                    f"{folder / next(iter(products))} say"
+                )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -171,89 +193,6 @@ def _one_by_one(
         except AnomalyError as error:
             outcome = error
         take(source, outcome)
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a model to evaluate comes from.
-
-    Attributes:
-        named: a run or model folder, a folder of runs, or a config, as the user named it.
-        product: one of those runs, or of the categories that the config lists; else empty.
-    """
-
-    named: str
-    product: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.named}: {self.product}" if self.product else self.named
-
-
-def sources(options: argparse.Namespace) -> list[Source]:
-    """The models that the options name: of a folder of runs or a list of categories, each."""
-    from anomaly.config.categories import by_product
-    from anomaly.config.files import load_config
-    from anomaly.model.folder import find_products
-
-    found: list[Source] = []
-    for folder in options.model or ():
-        with suppress(AnomalyError):  # said when it is evaluated
-            if products := find_products(folder):
-                found += [Source(str(folder), product) for product in products]
-                continue
-        found.append(Source(str(folder)))
-    for config in options.config or ():
-        listed: Iterable[str] = ()
-        with suppress(AnomalyError):
-            listed = by_product(load_config(config, options.overrides))
-        found += [Source(config, product) for product in listed] or [Source(config)]
-    return found
-
-
-def made(source: Source, options: argparse.Namespace, device: Any, threads: int) -> Category:
-    """Evaluate one model, which is trained first where the options name configs.
-
-    Raises:
-        AnomalyError: it can't be trained or evaluated.
-    """
-    from anomaly.cli.config_runs import trained_run
-    from anomaly.cli.trained import TrainOptions
-
-    folder = Path(source.named) / source.product
-    if options.config:
-        how = TrainOptions(device, threads)
-        folder = trained_run(source.named, options.overrides, options.runs, how, source.product)
-    return _evaluate(folder, options, device, threads, told=bool(source.product))
-
-
-def _evaluate(
-    folder: Path, options: argparse.Namespace, device: Any, threads: int, told: bool
-) -> Category:
-    """Evaluate one model; `told`, if its images are to be told from those of other products."""
-    from anomaly.evaluation.test_split import images_to_test
-    from anomaly.model.checkpoint import load
-    from anomaly.report.category import evaluated
-
-    detector = load(folder, device)
-    samples, data_folder = images_to_test(
-        detector,
-        folder,
-        data_root=options.data_root,
-        good=options.good,
-        defects=options.defects,
-        masks=options.masks,
-    )
-    with ProgressLine() as progress:
-        return evaluated(
-            detector,
-            samples,
-            data_folder,
-            mask_above=detector.config.data.mask_above,
-            workers=threads,
-            progress=lambda done, total: progress(detector.config.name, done, total),
-            model=str(folder),
-            keep_looks=told,
-        )
 
 
 def _distinct(category: Category, folder: Path, taken: set[str]) -> Category:

@@ -21,7 +21,7 @@ from anomaly.runtime.actors import then
 from anomaly.runtime.dispatch import dispatch
 
 if TYPE_CHECKING:
-    from anomaly.cli.evaluate import Source
+    from anomaly.cli.evaluate_sources import Source
     from anomaly.report.category import Category
     from anomaly.runtime.actors import Actor, Cluster
 
@@ -39,7 +39,7 @@ def run(
         cluster: where the workers are.
         take: called with each model, in order, and with what came of it.
     """
-    from anomaly.cli.evaluate import sources as sources_of
+    from anomaly.cli.evaluate_sources import sources as sources_of
 
     sources = sources_of(options)
     outcomes: dict[int, tuple[Outcome, Said]] = {}
@@ -77,7 +77,8 @@ class _Evaluator:
         """Train and evaluate a model; without one, nothing."""
         if source is None:
             return None
-        from anomaly.cli import evaluate, machine
+        from anomaly.cli import machine
+        from anomaly.cli.evaluate_sources import made
 
         with suppress(OSError):
             os.chdir(self._options.folder)
@@ -90,7 +91,7 @@ class _Evaluator:
         ):
             device, threads = machine.device_and_threads(self._options)
             try:
-                outcome = evaluate.made(source, self._options, device, threads)
+                outcome = made(source, self._options, device, threads)
             except AnomalyError as error:
                 outcome = AnomalyError(str(error))
         return outcome, (out.getvalue(), err.getvalue())

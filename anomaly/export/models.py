@@ -27,10 +27,9 @@ from anomaly.files.writing import as_json, write
 from anomaly.model.checkpoint import load
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.exported import exported_stages, open_network, write_export
-from anomaly.model.folder import HISTORY, appearing, file_entry, find_model, model_id
+from anomaly.model.folder import BACKBONE, HISTORY, appearing, file_entry, find_model, model_id
 from anomaly.model.manifest import MANIFEST
 from anomaly.model.run_folder import made_of, training_record
-from anomaly.model.saving import BACKBONE
 from anomaly.model.training import StageProgress
 
 

@@ -38,7 +38,8 @@ from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.saving import BACKBONE, save_rest
+from anomaly.model.folder import BACKBONE
+from anomaly.model.saving import save_rest
 from anomaly.model.settings import turns_of
 from anomaly.model.threshold_files import change
 from anomaly.model.training import StageProgress

@@ -36,9 +36,16 @@ from anomaly.model.build import scorer_of
 from anomaly.model.consistency import agree, check_together
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.exported import exported_stages, files_of, open_network, read_export
-from anomaly.model.folder import EXPORT, check_files, find_model, model_id
+from anomaly.model.folder import (
+    BACKBONE,
+    EXPORT,
+    SCORER,
+    USUAL,
+    check_files,
+    find_model,
+    model_id,
+)
 from anomaly.model.manifest import AGAIN, read_manifest
-from anomaly.model.saving import BACKBONE, SCORER, USUAL
 from anomaly.model.settings import as_of_today, region_of
 from anomaly.model.threshold_files import read_history, read_thresholds
 from anomaly.runtime import CPU, device_of, has_bf16

@@ -25,13 +25,11 @@ from anomaly.features.engine import ENGINES, Graph
 from anomaly.features.exported import ExportedNetwork
 from anomaly.files.writing import as_json
 from anomaly.model.build import array_scorer_of
-from anomaly.model.folder import EXPORT
+from anomaly.model.folder import BACKBONE, EXPORT, SCORER
 from anomaly.model.manifest import AGAIN, Part, Recorded, checked, is_sealed, read_json, sealed
-from anomaly.model.saving import SCORER
 from anomaly.runtime import CPU, get_threads
 
 FORMAT = "anomaly-export/1"
-_REPLACED = "backbone.safetensors"
 _ABSENT: Any = None  # what only int8 has
 
 
@@ -121,7 +119,7 @@ def files_of(manifest: dict[str, Any], export: dict[str, Any] | None) -> dict[st
     """Size and sha256 of the files that belong to a model, by name."""
     files: dict[str, dict[str, Any]] = dict(manifest["files"])
     if export is not None:
-        del files[_REPLACED]
+        del files[BACKBONE]
         files |= export["files"]
     return files
 

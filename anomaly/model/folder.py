@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 HISTORY = "history.jsonl"
 EXPORT = "export.json"  # only where a model was exported for another engine
+BACKBONE, SCORER, USUAL = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
 
 
 def find_model(folder: str | Path, *, exported: bool = True) -> Path:
@@ -32,7 +33,7 @@ def find_model(folder: str | Path, *, exported: bool = True) -> Path:
         exported: whether it may be an exported model.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is none; or the folder is one of runs, of which one lacks its manifest.
     """
     folder = Path(folder)
     if (found := _model_at(folder)) is not None:
@@ -66,7 +67,7 @@ def find_models(folder: Path) -> dict[str, Path]:
         Their folders by name, which is the subfolder's.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is none, or one lacks its manifest.
     """
     return _models_inside(folder) or {folder.absolute().name: find_model(folder)}
 
@@ -77,7 +78,7 @@ def find_products(folder: str | Path) -> dict[str, Path]:
     A folder of a single run is that of one product: a config may list one, and others may follow.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is none, or one lacks its manifest.
     """
     folder = Path(folder)
     if _model_at(folder) is None and (found := _models_inside(folder)):
@@ -87,7 +88,11 @@ def find_products(folder: str | Path) -> dict[str, Path]:
 
 
 def _models_inside(folder: Path) -> dict[str, Path]:
-    """The model folders of the subfolders that are one or are a run, by the subfolder's name."""
+    """The model folders of the subfolders that are one or are a run, by the subfolder's name.
+
+    Raises:
+        ModelError: a subfolder holds other parts of a model, but no manifest.
+    """
     try:
         entries = sorted(folder.iterdir()) if folder.is_dir() else []
     except OSError:  # not ours to read
@@ -97,7 +102,23 @@ def _models_inside(folder: Path) -> dict[str, Path]:
         for entry in entries
         if entry.is_dir() and entry.name != "model" and not entry.name.startswith(".")
     }
+    # Images of a product that is left out would be scored as those of the others.
+    if halves := [name for name, place in found.items() if not place and _is_half(folder / name)]:
+        raise ModelError(
+            f"{folder / halves[0]} holds parts of a model, but no {MANIFEST} in it or in its "
+            f"model/; {AGAIN}, or move it out of {folder}"
+        )
     return {name: place for name, place in found.items() if place is not None}
+
+
+def _is_half(folder: Path) -> bool:
+    """Whether a folder without a manifest is what a broken copy of a model or a run leaves."""
+    model = folder / "model"
+    if model.is_dir() and all(entry.name.startswith(".") for entry in model.iterdir()):
+        return True  # the folder was made, and nothing is in it yet
+    names = (BACKBONE, SCORER, USUAL, EXPORT)
+    parts = [place / name for place in (folder, model) for name in names]
+    return any(file.is_file() for file in (folder / "train.json", *parts))
 
 
 def _model_at(folder: Path) -> Path | None:

@@ -13,10 +13,9 @@ from anomaly.errors import ModelError
 from anomaly.model import checkpoint
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.exported import files_of, read_export
-from anomaly.model.folder import check_files, find_products
+from anomaly.model.folder import BACKBONE, USUAL, check_files, find_products
 from anomaly.model.manifest import read_manifest
 from anomaly.model.products import AnyModel, ProductSet, check_product
-from anomaly.model.saving import BACKBONE, USUAL
 from anomaly.model.settings import MASKS, flat, portable
 
 if TYPE_CHECKING:

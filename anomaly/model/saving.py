@@ -17,7 +17,7 @@ from anomaly import __version__
 from anomaly.errors import OutputError
 from anomaly.files.writing import share
 from anomaly.imaging.region import DrawnMask, Region
-from anomaly.model.folder import appearing, file_entry, model_id
+from anomaly.model.folder import BACKBONE, SCORER, USUAL, appearing, file_entry, model_id
 from anomaly.model.manifest import write_manifest
 from anomaly.model.settings import MASKS, portable
 from anomaly.model.threshold_files import write_history, write_thresholds
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from anomaly.model.detector import AnomalyDetector
 
 _RECORDED = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless", "safetensors")
-BACKBONE, SCORER, USUAL = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
 
 
 def save(detector: AnomalyDetector, folder: Path, *, overwrite: bool = False) -> str:

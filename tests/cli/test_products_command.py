@@ -14,6 +14,7 @@ from conftest import Command, result_files, train_products_arguments
 
 import anomaly
 from anomaly.features.extractor import FeatureExtractor
+from anomaly.model.folder import find_products
 
 PRODUCTS = ("disc", "stripes")
 
@@ -134,6 +135,54 @@ def test_other_commands_ask_for_one_of_the_models(
         code, _, err = command(name, ["--model", product_runs, *more])
         assert code == 2
         assert f"holds several models (disc, stripes); give one of them, {product_runs}" in err
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [("train.json",), ("model/scorer.safetensors",), ("backbone.safetensors",), ("model",)],
+    ids=["no model", "run", "model folder", "nothing in it yet"],
+)
+def test_a_product_that_was_copied_by_halves_is_named(
+    product_runs: Path, tmp_path: Path, command: Command, rest: tuple[str, ...]
+) -> None:
+    parts, half = tmp_path / "parts", tmp_path / "parts" / "plate"
+    shutil.copytree(product_runs, parts)
+    (parts / "notes" / "data").mkdir(parents=True)  # no product
+    (parts / "notes" / "data" / "train.json").write_text("{}")
+    assert [*find_products(parts)] == [*PRODUCTS]
+    for name in rest:
+        source = product_runs / "disc" / name
+        (half / name).parent.mkdir(parents=True, exist_ok=True)
+        if name == "backbone.safetensors":
+            source = product_runs / "disc" / "model" / name
+        (half / name).mkdir() if source.is_dir() else shutil.copyfile(source, half / name)
+    for name, more in (
+        ("infer", ["--input", tmp_path]),
+        ("evaluate", []),
+        ("calibrate", ["--threshold", 1]),
+        ("serve", []),
+    ):
+        option = "--models" if name == "serve" else "--model"
+        output = [] if name in ("serve", "calibrate") else ["--output", tmp_path / "out"]
+        code, _, err = command(name, [option, parts, *output, *more])
+        assert code == 2
+        assert f"{half} holds parts of a model, but no manifest.json in it" in err
+        assert len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--good", "--defects"])
+def test_images_of_one_product_are_not_taken_for_those_of_all(
+    product_runs: Path, two_products: Path, tmp_path: Path, command: Command, option: str
+) -> None:
+    images = two_products / "disc" / "test" / ("good" if option == "--good" else "spot")
+    arguments = [option, images, "--output", tmp_path / "out"]
+    code, _, err = command("evaluate", ["--model", product_runs, *arguments])
+    assert code == 2
+    assert f"evaluate them one by one, with --model {product_runs / 'disc'} say" in err
+    assert not (tmp_path / "out").exists()
+    code, _, err = command("evaluate", ["--model", product_runs / "disc", *arguments])
+    assert code == 0, err
 
 
 def train(command: Command, *arguments: Any) -> tuple[int, str, str]:
