@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,7 @@ from anomaly.errors import LayerError
 from anomaly.features.folding import Pair, Reads, foldable, folded
 from anomaly.features.fusing import fused
 from anomaly.features.layer_table import takes
+from anomaly.features.timm_networks import own_side
 from anomaly.features.tokens import Layout, layout_of
 from anomaly.features.vision import without_values
 from anomaly.hooks import HookSet, capture, resolve
@@ -188,7 +190,7 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int | None = None
     Args:
         network: on the meta device.
         layers: paths in any form that `anomaly.hooks.resolve` takes.
-        probe: side of the square dry-run image; by default the first of `PROBES` that it takes.
+        probe: side of the square dry-run image; by default the first of `probes` that it takes.
 
     Raises:
         LayerError: a layer doesn't exist, never runs, or gives neither a map nor tokens; or it
@@ -222,7 +224,7 @@ def truncate_in_place(
     Args:
         network: on the meta device.
         layers: paths in any form that `anomaly.hooks.resolve` takes.
-        probe: side of the square dry-run image; by default the first of `PROBES` that it takes.
+        probe: side of the square dry-run image; by default the first of `probes` that it takes.
 
     Returns:
         That side; and what each layer puts out for one such image, on the meta device, by canonical
@@ -232,13 +234,16 @@ def truncate_in_place(
         LayerError: a layer doesn't exist, never runs, or puts out several tensors; or the network
             doesn't take images of this size.
     """
-    first, *others = (probe,) if probe else PROBES
-    try:
-        return first, _truncated(network, layers, first)
-    except LayerError:
-        if not others:
-            raise
-        return others[0], _truncated(network, layers, others[0])
+    *others, last = (probe,) if probe else probes(network)
+    for side in others:
+        with suppress(LayerError):
+            return side, _truncated(network, layers, side)
+    return last, _truncated(network, layers, last)
+
+
+def probes(network: nn.Module) -> tuple[int, ...]:
+    """Sides of square images of which a network should take one: `PROBES`, or its makers' own."""
+    return (*PROBES, own) if (own := own_side(network)) and own not in PROBES else PROBES
 
 
 @without_values()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
+from anomaly.features.timm_networks import own_side
 from anomaly.hooks import HookSet, capture, match
 from anomaly.hooks.nested import named_tensors
 
@@ -115,9 +116,10 @@ def show(
         with torch.no_grad():
             return (run or network)(torch.zeros(1, 3, height, width, device=device))
     except (RuntimeError, AssertionError, ValueError):
+        side = own_side(network) or 224
         raise LayerError(
             f"{type(network).__name__} doesn't take images of {height}×{width}; give another size, "
-            "such as 224×224"
+            f"such as {side}×{side}"
         ) from None
 
 

@@ -60,13 +60,24 @@ def stages(network: nn.Module) -> tuple[str, ...]:
     """Three layers to hook when the config names none, the coarsest last.
 
     Those at strides 4, 8 and 16, or the blocks after half, three quarters and all of a
-    transformer whose blocks have one stride. Empty where timm says nothing.
+    transformer whose blocks have one stride. Empty where timm says nothing, or names layers that
+    the network hasn't, or doesn't call.
     """
     known = [(f["module"], f["reduction"]) for f in getattr(network, "feature_info", None) or []]
+    inside = dict(network.named_modules())
+    if any(isinstance(inside.get(path), nn.ModuleList | None) for path, _ in known):
+        return ()
     if len({stride for _, stride in known}) == 1 < len(known):
         return tuple(known[len(known) * quarters // 4 - 1][0] for quarters in (2, 3, 4))
     found = {stride: path for path, stride in known}
     return tuple(found[stride] for stride in (4, 8, 16)) if {4, 8, 16} <= found.keys() else ()
+
+
+def own_side(network: nn.Module) -> int | None:
+    """The side of the square images that a network was trained with; None where nothing says it."""
+    said = getattr(network, "pretrained_cfg", None) or {}
+    size = said.get("input_size")
+    return size[-1] if size else None
 
 
 def settings(name: str) -> Mapping[str, Any]:

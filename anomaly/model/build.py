@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 
 from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
-from anomaly.errors import ModelError
+from anomaly.errors import ConfigError, ModelError
+from anomaly.model.settings import loading_of
 from anomaly.scorers.base import ArrayScorer, Fitter, Scorer
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from anomaly.features.extractor import FeatureExtractor
+    from anomaly.features.extractor import FeatureExtractor, Truncated
 
 
 def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
@@ -30,19 +31,51 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
     from anomaly.features.backbone_weights import load_state, read_weights
     from anomaly.features.backbones import build, default_layers
     from anomaly.features.extractor import truncate
-    from anomaly.features.tokens import check_side
 
     name = config.backbone.name
     full = build(name)
     layers = config.backbone.layers or default_layers(name, full, METHODS[config.model.kind].stages)
     truncated = truncate(build(name), layers)
-    for key in ("crop", "resize"):
-        if side := getattr(config.image, key):
-            check_side(f"image.{key}", side, truncated.layouts)
-            break
+    _check_size(config, truncated)
     state, sha256 = read_weights(name, config.backbone.weights, config.seed)
     load_state(truncated.network, state, full, f"the weights file for backbone.name {name}")
     return truncated.extractor().to(device, "fp32"), sha256
+
+
+def _check_size(config: Config, truncated: Truncated) -> None:
+    """See that a network takes images of the sizes that a config gives them.
+
+    Raises:
+        ConfigError: it doesn't; the message says what it takes.
+    """
+    from anomaly.features.extractor import probes
+    from anomaly.features.layer_table import takes
+    from anomaly.features.tokens import check_side
+    from anomaly.features.vision import without_values
+
+    image, extractor = config.image, truncated.extractor()
+    key = next((key for key in ("crop", "resize") if getattr(image, key)), "area")
+    side: int = getattr(image, key)
+    height = width = side
+    if key == "area":
+        sizing = loading_of(config, extractor.coarsest_stride, None, None, extractor.patch).sizing
+        # Whatever squares it divides its maps into, one of two neighbouring multiples won't fit.
+        height = max(1, round(side / sizing.multiple)) * sizing.multiple
+        width = height if image.tile else height + sizing.multiple
+    else:
+        check_side(f"image.{key}", side, truncated.layouts)
+    with without_values():
+        if takes(truncated.network, height, width, truncated.layers):
+            return
+        fits = [
+            s for s in probes(truncated.network) if takes(truncated.network, s, s, truncated.layers)
+        ]
+    best = min(fits, key=lambda fit: abs(fit - side))
+    remedy = "resize" if key == "area" and not image.tile else key
+    raise ConfigError(
+        f"{config.backbone.name} doesn't take images of {height}×{width}, which image.{key}={side} "
+        f"gives; set image.{remedy}={best}, for it takes {best}×{best}"
+    )
 
 
 def fitter_of(config: Config) -> Fitter[Any]:

@@ -195,3 +195,52 @@ def test_names_and_sides_that_do_not_fit_are_answered(
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
     with pytest.raises(ConfigError, match=r"pip install 'anomaly\[timm\]'"):
         timm_networks.build(DINO)
+
+
+# What its windows divide, one size only, or a grid of 8 × 8; each takes squares of one side.
+@pytest.mark.parametrize(
+    ("name", "sizes", "shown", "remedy"),
+    [
+        ("test_maxvit", ["image.area=64"], "64×96, which image.area=64", "resize=160"),
+        ("test_maxvit", ["image.resize=64"], "64×64, which image.resize=64", "resize=160"),
+        ("test_maxvit", ["image.resize=99", "image.crop=64"], "which image.crop=64", "crop=160"),
+        ("test_maxvit", ["image.area=64", "image.tile=64"], "64×64, which image.area", "area=160"),
+        ("maxvit_tiny_rw_224", [], "256×288, which image.area=256", "resize=224"),
+        ("gcvit_xxtiny", [], "256×288", "resize=224"),
+        ("nest_tiny", [], "256×288", "resize=224"),
+        ("maxxvitv2_nano_rw_256", ["image.area=160"], "160×192", "resize=256"),
+    ],
+)  # fmt: skip
+def test_a_network_that_takes_few_sizes_says_which(
+    name: str, sizes: list[str], shown: str, remedy: str, product: Path, tmp_path: Path,
+    command: Command,
+) -> None:  # fmt: skip
+    settings = [f"backbone.name=timm/{name}", *(sizes or ["image.area=256"])]
+    code, _, err = command("train", train_arguments(product, tmp_path / "run", *settings))
+    assert code == 2
+    assert f"timm/{name} doesn't take images of {shown}" in err
+    assert f"set image.{remedy}, for it takes" in err
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_it_is_trained_at_the_size_that_it_takes(
+    product: Path, tmp_path: Path, command: Command
+) -> None:
+    settings = ["backbone.name=timm/test_maxvit", "image.resize=160", "model.coreset_ratio=0.01"]
+    code, _, err = command("train", train_arguments(product, tmp_path / "run", *settings))
+    assert code == 0, err
+    part = product / "test" / "spot" / "001.png"
+    assert load(tmp_path / "run").predict(part).view.size == (160, 160)
+    code, _, err = command("layers", ["--backbone", "timm/test_maxvit"])
+    assert code == 2
+    assert "doesn't take images of 224×224; give another size, such as 160×160" in err
+
+
+@pytest.mark.parametrize("name", ["twins_svt_small", "mvitv2_tiny", "coat_tiny"])
+def test_layers_that_a_network_has_not_are_no_defaults(
+    name: str, product: Path, tmp_path: Path, command: Command
+) -> None:
+    settings = train_arguments(product, tmp_path / "run", f"backbone.name=timm/{name}")
+    code, _, err = command("train", settings)
+    assert code == 2
+    assert f"timm/{name} has no default layers; name them" in err
