@@ -52,12 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw everything that can be shown about one image."""
+    from anomaly.features.weights_path import check_weights
     from anomaly.files.output_lock import locked
+    from anomaly.model.exported import check_layers
 
     if options.model is None and options.backbone is None:
         raise AnomalyError("give --model, --backbone, or both")
     if not options.input.is_file():
         raise AnomalyError(f"--input {options.input} isn't a file; explain takes one image")
+    if options.model is not None:
+        check_layers(options.model)
+    if options.backbone is not None:
+        check_weights(options.weights)
     with locked(options.output):
         return _explain(options)
 

@@ -60,21 +60,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Save features; a second run goes on where the first one ended."""
+    from anomaly.datasets.inputs import find_inputs
+    from anomaly.features.weights_path import check_weights
     from anomaly.files.output_lock import locked
+    from anomaly.model.exported import check_layers
 
     for name in ("input_size", "batch_size", "shard_size"):
         if getattr(options, name) < 1:
             raise AnomalyError(f"--{name.replace('_', '-')} must be 1 or more")
+    if options.model is None:
+        check_weights(options.weights)
+    else:
+        check_layers(options.model)
+    paths = find_inputs(options.input).paths
     with locked(options.output):
-        return _run(options)
+        return _run(options, paths)
 
 
-def _run(options: argparse.Namespace) -> int:
-    from anomaly.datasets.inputs import find_inputs
+def _run(options: argparse.Namespace, paths: Sequence[Path]) -> int:
     from anomaly.export.feature_files import FeatureWriter
     from anomaly.export.features import from_backbone, from_model, save_features
 
-    paths = find_inputs(options.input).paths
     device, threads = machine.device_and_threads(options)
     if options.model is None:
         source = from_backbone(

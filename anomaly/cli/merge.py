@@ -23,13 +23,14 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.files.output_lock import locked
     from anomaly.files.own_outputs import RUN
     from anomaly.files.writing import claim
-    from anomaly.model.checkpoint import load
     from anomaly.model.folder import find_model
-    from anomaly.model.merging import merge
-    from anomaly.model.run_folder import keep_run
 
     for folder in options.models:
         find_model(folder, exported=False)
+    from anomaly.model.checkpoint import load
+    from anomaly.model.merging import merge
+    from anomaly.model.run_folder import keep_run
+
     with locked(options.output):
         claim(options.output, RUN, overwrite=options.overwrite)
         device, _ = machine.device_and_threads(options, options.models)

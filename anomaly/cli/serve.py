@@ -88,19 +88,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     from anomaly.files.output_lock import locked_file
+    from anomaly.model.folder import find_models
 
     _check(options)
+    folders = find_models(options.models)
     token = _token(options)
     _check_open(options, token)
     record, sinks = _record(options), _sinks(options)
     with locked_file(record), Stopping() as stop:
-        from anomaly.model.folder import find_models
         from anomaly.service.bodies import Limits
         from anomaly.service.line import Line
         from anomaly.service.record import Keeping
         from anomaly.service.server import listening, serve
 
-        folders = find_models(options.models)
         device, threads = machine.device_and_threads(options, list(folders.values()))
         listener = listening(options.host, options.port)
         line = Line(

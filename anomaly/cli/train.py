@@ -28,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
     """Train one model, or one for each of several products."""
     from anomaly.config.files import load_config
     from anomaly.datasets import open_dataset
+    from anomaly.features.weights_path import check_weights
     from anomaly.files.output_lock import locked
 
     config = load_config(options.config, options.overrides)
@@ -37,6 +38,8 @@ def run(options: argparse.Namespace) -> int:
         # Before torch is imported, which takes seconds.
         listed = data.category if isinstance(data.category, tuple) else [data.category]
         datasets = [open_dataset(data.format, data.root, category) for category in listed]
+        if not isinstance(data.category, tuple):  # of several all may be trained
+            check_weights(config.backbone.weights)
         device, threads = machine.device_and_threads(options)
         with machine.cluster(options) as cluster:
             calibrate, overwrite = not options.no_calibrate, options.overwrite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,14 @@ from anomaly.errors import ModelError
 from anomaly.features.engine import Graph
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.runtime import get_threads
+
+
+def has_no_layers(folder: Path) -> ModelError:
+    """What says that an exported model can't be asked for its network; for `raise`."""
+    return ModelError(
+        f"{folder} is an exported model, which has verdicts and no layers; "
+        "use the model folder that it was exported from"
+    )
 
 
 class ExportedNetwork:
@@ -55,10 +64,7 @@ class ExportedNetwork:
         Raises:
             ModelError: always; says where there is one.
         """
-        raise ModelError(
-            f"{self._graph.file.parent} is an exported model, which has verdicts and no layers; "
-            "use the model folder that it was exported from"
-        )
+        raise has_no_layers(self._graph.file.parent)
 
     def __call__(self, batch: Sequence[Loaded]) -> NDArray[np.float32]:
         """Patch embeddings (B, h, w, D) of images of one size."""

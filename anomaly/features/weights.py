@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from anomaly.errors import WeightsError, why
-from anomaly.files.writing import at_home, like, sha256_of
+from anomaly.features.weights_path import weights_path
+from anomaly.files.writing import at_home, sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -86,19 +87,7 @@ def file_state(path: Path) -> tuple[dict[str, Tensor], str]:
         WeightsError: no such file, another suffix, or damaged.
         AnomalyError: its `~` stands for nobody's home folder.
     """
-    path = at_home(path)
-    if not path.is_file():
-        missing = f"doesn't exist (looked in {Path.cwd()}{like(path)})"
-        kind = "is a folder" if path.is_dir() else missing
-        raise WeightsError(
-            f"backbone.weights: {path} {kind}. Give `imagenet`, `random`, "
-            "or the path of a .safetensors or .pth file"
-        )
-    if path.suffix not in (".safetensors", ".pth", ".pt"):
-        raise WeightsError(
-            f"backbone.weights: {path} is neither a .safetensors nor a .pth file; convert it first"
-        )
-    return read_state(path)
+    return read_state(weights_path(path))
 
 
 def read_state(file: Path) -> tuple[dict[str, Tensor], str]:

@@ -22,10 +22,10 @@ from safetensors.numpy import load_file
 from anomaly.config.schema import Config
 from anomaly.errors import ModelError
 from anomaly.features.engine import ENGINES, Graph
-from anomaly.features.exported import ExportedNetwork
+from anomaly.features.exported import ExportedNetwork, has_no_layers
 from anomaly.files.writing import as_json
 from anomaly.model.build import array_scorer_of
-from anomaly.model.folder import BACKBONE, EXPORT, SCORER
+from anomaly.model.folder import BACKBONE, EXPORT, SCORER, find_model
 from anomaly.model.manifest import AGAIN, Part, Recorded, checked, is_sealed, read_json, sealed
 from anomaly.runtime import CPU, get_threads
 
@@ -113,6 +113,19 @@ def write_export(folder: Path, values: dict[str, Any]) -> None:
     content = {"format": FORMAT, **values}
     checked(content, _Export, folder / EXPORT)
     (folder / EXPORT).write_text(as_json(sealed(content)), "utf-8")
+
+
+def check_layers(folder: Path) -> None:
+    """See that a model has layers to look at: an exported one hasn't.
+
+    Args:
+        folder: the run, or its model folder.
+
+    Raises:
+        ModelError: there is no model, or it is an exported one.
+    """
+    if ((found := find_model(folder)) / EXPORT).exists():
+        raise has_no_layers(found)
 
 
 def files_of(manifest: dict[str, Any], export: dict[str, Any] | None) -> dict[str, dict[str, Any]]:

@@ -5,6 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import REPOSITORY, write_part
+
+from anomaly.model.folder import EXPORT
+from anomaly.model.manifest import MANIFEST
 
 _RUN = """
 import sys
@@ -15,6 +19,23 @@ except SystemExit as stop:
     code = stop.code
 print("torch" if "torch" in sys.modules else "light", code or 0)
 """
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with a good image, that image, and what is a model folder at first sight."""
+    root = tmp_path_factory.mktemp("places")
+    write_part(root / "good" / "part.png", seed=0)
+    for name, files in (("model", [MANIFEST]), ("export", [MANIFEST, EXPORT])):
+        (root / name).mkdir()
+        for file in files:
+            (root / name / file).write_text("{}")
+    return {
+        "good": root / "good",
+        "part": root / "good" / "part.png",
+        "model": root / "model",
+        "export": root / "export",
+    }
 
 
 @pytest.mark.parametrize(
@@ -32,13 +53,31 @@ print("torch" if "torch" in sys.modules else "light", code or 0)
         ("train --config folder --set mode.kind=padim", 2, "unknown key 'mode'"),
         ("check --config nowhere", 2, "no config nowhere"),
         ("train --help", 0, "usage:"),
+        ("merge nowhere elsewhere --output o", 2, "no model at nowhere"),
+        ("serve --models nowhere", 2, "no model at nowhere"),
+        ("features --backbone resnet18 --input nowhere --output o", 2, "--input nowhere doesn't"),
+        ("features --backbone resnet18 --weights n.pth --input . --output o", 2, "n.pth doesn't"),
+        ("explain --backbone resnet18 --weights n.pth --input {part} --output o", 2, "n.pth does"),
+        ("train --config folder --set data.root={good} --set backbone.weights=n.pth", 2,
+         "n.pth doesn't exist"),
+        ("evaluate --model {model} --good nowhere --output o", 2, "nowhere doesn't exist"),
+        ("evaluate --model {model} --defects nowhere --output o", 2, "nowhere doesn't exist"),
+        ("features --model {model} --input nowhere --output o", 2, "--input nowhere doesn't"),
+        ("calibrate --model {model} --good nowhere", 2, "--good nowhere doesn't exist"),
+        ("update --model {model} --good nowhere --output o", 2, "--good nowhere doesn't exist"),
+        ("update --model {model} --good {good} --defects nowhere --output o", 2,
+         "--defects nowhere doesn't exist"),
+        ("features --model {export} --input {good} --output o", 2, "and no layers"),
+        ("explain --model {export} --input {part} --output o", 2, "and no layers"),
     ],
-)
-def test_told_without_torch(arguments: str, code: int, message: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_told_without_torch(
+    arguments: str, code: int, message: str, places: dict[str, Path], tmp_path: Path
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _RUN, *arguments.split()],
+        [sys.executable, "-c", _RUN, *arguments.format(**places).split()],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(__file__).parents[1])},
+        env={"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
     )
