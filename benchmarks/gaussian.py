@@ -11,7 +11,6 @@ On a busy machine, `--clock cpu --threads 1` compares the processor time of one 
 from __future__ import annotations
 
 import argparse
-import platform
 import resource
 import statistics
 import time
@@ -25,6 +24,7 @@ from scipy.spatial.distance import mahalanobis
 from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.padim.gaussian import PatchGaussian
+from benchmarks.inputs import machine
 
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -169,10 +169,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(
-        f"torch {torch.__version__}, numpy {np.__version__}, {platform.processor() or 'CPU'}, "
-        f"{arguments.threads} threads, {arguments.clock} clock"
-    )
+    print(f"{machine()}, numpy {np.__version__}, {arguments.clock} clock")
     for name in arguments.case or CASES:
         run(CASES[name], arguments.runs, CLOCKS[arguments.clock])
 

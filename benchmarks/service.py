@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.inputs import machine
+
 
 @dataclass(frozen=True)
 class Answered:
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     options = parser.parse_args()
     files = sorted(options.images.rglob("*.png"))
+    print(machine() + "\n")
     print("| | images a second | p50 | p99 |\n|---|---|---|---|")
     seconds, each = served_seconds(options.model, files, options.requests, options.clients)
     p50, p99 = np.quantile(each, (0.5, 0.99))

@@ -22,6 +22,7 @@ from anomaly.datasets import Sample
 from anomaly.evaluation.updating import update
 from anomaly.imaging.listing import list_images
 from anomaly.model.training import train
+from benchmarks.inputs import machine
 
 
 def relit(file: Path, to: Path) -> Path:
@@ -44,6 +45,7 @@ def main() -> None:
     backbone = {"name": options.backbone, "weights": options.weights}
     config = parse_config({"model": {"kind": options.kind}, "backbone": backbone}, "the benchmark")
     files = list_images(options.good)
+    print(machine())
     with tempfile.TemporaryDirectory() as folder:
         new = [relit(file, Path(folder)) for file in files[-options.new :]]
         old = [Sample(file, file.name) for file in files[: -options.new]]
