@@ -6,7 +6,8 @@ it larger by the same factor, and nothing changes but the rounding (cross-layer 
 et al. 2019, "Data-free quantization through weight equalization and bias correction"; the factors
 weigh both sides alike, as in Xiao et al. 2023, "SmoothQuant"). Ranges are means of what single
 images reach, and the network's input has that of all images that there can be. On ResNet-50's
-embeddings all of that takes away a quarter of what rounding adds.
+embeddings all of that takes away a quarter of what rounding adds. What an average pool reads isn't
+rounded where it may be negative, so that all engines say the same.
 """
 
 from __future__ import annotations
@@ -97,8 +98,28 @@ def quantise(file: Path, inputs: Inputs, normalise: Normalisation) -> None:
             "this network can't be quantised; use --precision fp32, or train with another backbone"
         ) from None
     model = onnx.load(file)
+    _pool_unrounded(model.graph)
     del model.metadata_props[:]
     onnx.save(model, file)
+
+
+def _pool_unrounded(graph: Any) -> None:
+    """Have average pools read tensors as they are before rounding, where these may be negative.
+
+    OpenVINO moves the second node of the pair that rounds a tensor behind the pool, and the zeros
+    around an image then stand for −zero point × scale. Where nothing is negative the zero point is
+    0, and the graph stays as it is.
+    """
+    from onnx import numpy_helper
+
+    stored = {one.name: one for one in graph.initializer}
+    made_by = {name: node for node in graph.node for name in node.output}
+    for node in graph.node:
+        back = made_by.get(node.input[0]) if node.op_type == "AveragePool" else None
+        if back is None or back.op_type != "DequantizeLinear":
+            continue
+        if numpy_helper.to_array(stored[back.input[2]]).any():
+            node.input[0] = made_by[back.input[0]].input[0]
 
 
 def _input_range(graph: Any, normalise: Normalisation) -> dict[str, list[dict[str, Any]]]:

@@ -22,6 +22,7 @@ from anomaly.cli import main
 from anomaly.datasets import Sample
 from anomaly.errors import DataError
 from anomaly.export import models, quantised
+from anomaly.features.engine import Array, Graph
 from anomaly.files.writing import sha256_of
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.imaging.preprocessing import load as load_image
@@ -171,6 +172,26 @@ def test_a_model_that_says_something_else_than_what_was_learned_is_not_there(
     code, _, err = command("export", arguments(run_folder, "onnx", tmp_path / "e"))
     assert code == 2
     assert "doesn't say the same" in err
+    assert not (tmp_path / "e").exists()
+
+
+@pytest.mark.usefixtures("graph_at_hand")
+def test_embeddings_that_are_far_off_are_refused(
+    run_folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of patches is enough; what was learned from them would say the same as the export."""
+
+    class Wrong(Graph):
+        def __call__(self, images: Array, **more: Any) -> list[Array]:
+            made = super().__call__(images, **more)
+            made[0][:, 0] *= 3
+            return made
+
+    monkeypatch.setattr(quantised, "Graph", Wrong)
+    code, _, err = command("export", arguments(run_folder, "onnx", tmp_path / "e"))
+    assert code == 2
+    assert "int8 makes another network of this one in ONNX Runtime" in err
+    assert "--precision fp32, or try --to openvino" in err
     assert not (tmp_path / "e").exists()
 
 
