@@ -168,9 +168,10 @@ def _named(options: argparse.Namespace) -> Sequence[Path]:
 
 
 def _is_exported(folder: Path) -> bool:
-    from anomaly.model.folder import EXPORT, find_products
+    from anomaly.model.exported import is_exported
+    from anomaly.model.folder import find_products
 
     with suppress(ModelError):  # said where it is loaded
         places = find_products(folder).values() or (folder, folder / "model")
-        return any((place / EXPORT).exists() for place in places)
+        return any(map(is_exported, places))
     return False

@@ -64,7 +64,7 @@ def export_model(
         progress: called with (stage, done, total).
 
     Returns:
-        What export.json says, and the exported model's id as `model_id`.
+        What export.json says.
 
     Raises:
         ModelError: the model can't be exported, or the export doesn't say the same; then there is
@@ -114,12 +114,13 @@ def export_model(
         if own is not parent:
             found = differences(parent, exported, paths, workers=workers)
             values["quantised"] = {"calibrated_on": inputs, **found}
+        values["model_id"] = model_id(draft)
         write_export(draft, values)
-        new_id = model_id(draft)
+    new_id = values["model_id"]
     record = training_record(source) if own is parent else made_of([source], own, new_id)
     if record:  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
-    return values | {"model_id": new_id}
+    return values
 
 
 def _equality(

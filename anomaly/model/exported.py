@@ -25,12 +25,22 @@ from anomaly.features.engine import ENGINES, Graph
 from anomaly.features.exported import ExportedNetwork, has_no_layers
 from anomaly.files.writing import as_json
 from anomaly.model.build import array_scorer_of
-from anomaly.model.folder import BACKBONE, EXPORT, SCORER, find_model
-from anomaly.model.manifest import AGAIN, Part, Recorded, checked, is_sealed, read_json, sealed
+from anomaly.model.folder import BACKBONE, EXPORT, SCORER, find_model, model_id
+from anomaly.model.manifest import (
+    AGAIN,
+    MANIFEST,
+    Part,
+    Recorded,
+    checked,
+    is_sealed,
+    read_json,
+    read_manifest,
+    sealed,
+)
 from anomaly.runtime import CPU, get_threads
 
 FORMAT = "anomaly-export/1"
-_ABSENT: Any = None  # what only int8 has
+_ABSENT: Any = None  # what not every export has
 
 
 class _Tensor(Part):
@@ -74,6 +84,7 @@ class _Equality(Part):
 class _Export(Part):
     format: Literal["anomaly-export/1"]
     software_version: str
+    model_id: str = _ABSENT  # in those that were made before, the source's has to do
     source_model_id: str
     engine: Literal["onnx", "openvino"]
     engine_version: str
@@ -90,10 +101,15 @@ def read_export(folder: Path) -> dict[str, Any] | None:
     """What an exported model's folder says of itself; None for any other model folder.
 
     Raises:
-        ModelError: it is damaged, was changed, or was written by another version.
+        ModelError: it is damaged, was changed, was written by another version, or belongs to
+            another model than the manifest beside it; or it is missing where there is a graph.
     """
     file = folder / EXPORT
     if not file.exists():
+        if graphs := [name for name in _NETWORKS if (folder / name).exists()]:
+            raise ModelError(
+                f"{folder} holds {graphs[0]} of an exported model, but lacks {EXPORT}; {AGAIN}"
+            )
         return None
     values = read_json(file)
     found = values.get("format") if isinstance(values, dict) else None
@@ -105,7 +121,27 @@ def read_export(folder: Path) -> dict[str, Any] | None:
     if not is_sealed(values, file):
         raise ModelError(f"{file} was changed since it was written; {AGAIN}")
     checked(values, _Export, file)
+    if not _belongs(values, folder):
+        raise ModelError(
+            f"{folder} mixes files of two models: {EXPORT} belongs to another one than {MANIFEST}; "
+            "copy the whole model folder again"
+        )
     return dict(values)
+
+
+def is_exported(folder: Path) -> bool:
+    """Whether a model folder is an exported one, even if it isn't complete."""
+    return any((folder / name).exists() for name in (EXPORT, *_NETWORKS))
+
+
+def _belongs(export: Mapping[str, Any], folder: Path) -> bool:
+    """Whether export.json and the manifest in a folder were written for each other."""
+    own, source = model_id(folder), export["source_model_id"]
+    if "model_id" in export:
+        return bool(export["model_id"] == own)
+    if export["precision"] == "int8":
+        return source in read_manifest(folder).get("parents", ())
+    return bool(source == own)
 
 
 def write_export(folder: Path, values: dict[str, Any]) -> None:
@@ -170,3 +206,6 @@ def graph_names(engine: str, stem: str) -> tuple[str, ...]:
     """The files that an engine's graph consists of; the first is the one to load."""
     ending = ENGINES[engine][2]
     return (f"{stem}.xml", f"{stem}.bin") if ending == ".xml" else (f"{stem}{ending}",)
+
+
+_NETWORKS = [graph_names(engine, "network")[0] for engine in ENGINES]

@@ -39,6 +39,7 @@ from anomaly.imaging.preprocessing import Loaded
 from anomaly.imaging.preprocessing import load as load_image
 from anomaly.model.checkpoint import load
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.manifest import read_manifest, sealed, write_manifest
 from anomaly.model.prediction import Prediction
 
 ENGINES = ("onnx", "openvino")
@@ -278,12 +279,11 @@ def test_images_to_compare_on_whose_names_begin_elsewhere(layout: str, tmp_path:
 
 
 def edited(folder: Path, **changed: Any) -> None:
-    """Change export.json, sealed again."""
-    from anomaly.model.manifest import sealed
-
-    values = json.loads((folder / "export.json").read_text())
+    """Change export.json, sealed again; what is None isn't in it any more."""
+    values = json.loads((folder / "export.json").read_text()) | changed
     del values["manifest_sha256"]
-    (folder / "export.json").write_text(as_json(sealed(values | changed)))
+    kept = {name: value for name, value in values.items() if name not in changed or value}
+    (folder / "export.json").write_text(as_json(sealed(kept)))
 
 
 def test_damaged_and_half_copied_folders(copied: Path) -> None:
@@ -305,6 +305,9 @@ def test_damaged_and_half_copied_folders(copied: Path) -> None:
         (copied / name).write_bytes(good[name][:-1] + bytes([good[name][-1] ^ 1]))
         refused("was changed")
     (copied / "export.json").unlink()
+    refused(r"holds network\.onnx of an exported model, but lacks export\.json")
+    (copied / "network.onnx").unlink()
+    (copied / "export.json").unlink()
     refused(r"lacks backbone\.safetensors")
     (copied / "export.json").write_text(good["export.json"].decode().replace("fp32", "bf16"))
     refused("was changed")
@@ -321,6 +324,41 @@ def test_damaged_and_half_copied_folders(copied: Path) -> None:
     with pytest.raises(ModelError, match="can't be loaded by ONNX Runtime") as caught:
         load(copied).predict(np.zeros((64, 64, 3), np.uint8))
     assert "Protobuf" not in str(caught.value)
+
+
+def test_files_of_two_models_are_not_mixed(
+    copied: Path, run_folder: Path, tmp_path: Path, command: Command, product: Path
+) -> None:
+    """Each file is whole, and export.json vouches for the network."""
+    other = load(run_folder, "cpu", "fp32").calibrate(threshold=1)
+    other.save(tmp_path / "other" / "model")
+    exported = export(tmp_path / "other", "onnx", tmp_path / "e", "--golden", product / "train")
+    for file in (exported / "model").glob("network.*"):
+        shutil.copy(file, copied)
+    shutil.copy(exported / "model" / "export.json", copied)
+    chosen = ["--model", copied, "--input", product / "test", "--output", tmp_path / "o"]
+    code, _, err = command("infer", chosen)
+    assert code == 2
+    assert "mixes files of two models: export.json belongs to another one than manifest" in err
+    assert str(copied) in err
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_exports_that_do_not_name_their_model_have_the_source_to_go_by(
+    precision: str, copied: Path
+) -> None:
+    """As those that were made before had."""
+    source = load(copied).model_id
+    if precision == "int8":
+        manifest = read_manifest(copied)
+        write_manifest(copied, manifest | {"parents": [source]})
+        with pytest.raises(ModelError, match="mixes files of two models"):
+            load(copied)
+    edited(copied, precision=precision, model_id=None)
+    assert load(copied).model_id == sha256_of(copied / "manifest.json")[:16]
+    edited(copied, precision=precision, model_id=None, source_model_id="0" * 16)
+    with pytest.raises(ModelError, match="mixes files of two models"):
+        load(copied)
 
 
 def test_a_graph_that_the_engine_cannot_compute_here_ends_in_one_line(
