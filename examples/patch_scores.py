@@ -39,4 +39,7 @@ def main(graph: Path, image: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    files = [Path(argument) for argument in sys.argv[1:]]
+    if len(files) != 2 or not all(file.is_file() for file in files):
+        raise SystemExit("usage: patch_scores.py whole.onnx image.ppm")
+    main(*files)

@@ -62,8 +62,18 @@ def run(options: argparse.Namespace) -> int:
     """Export, or say why the export isn't equal."""
     if (options.data_root or options.training_images) and options.precision != "int8":
         raise ConfigError("--data-root and --training-images need --precision int8, which learns")
+    from anomaly.export.arguments import check_arguments
     from anomaly.files.output_lock import locked
 
+    asked: dict[str, Any] = {
+        "precision": options.precision,
+        "whole": options.whole,
+        "golden": options.golden,
+        "data_root": options.data_root,
+        "further": options.training_images,
+        "overwrite": options.overwrite,
+    }
+    check_arguments(options.model, options.output, options.to, **asked)  # before torch is imported
     with locked(options.output):
         options.device = "cpu"
         _, threads = machine.device_and_threads(options)
@@ -74,13 +84,8 @@ def run(options: argparse.Namespace) -> int:
                 options.model,
                 options.output,
                 options.to,
-                precision=options.precision,
-                whole=options.whole,
-                golden=options.golden,
-                data_root=options.data_root,
-                further=options.training_images,
+                **asked,
                 workers=threads,
-                overwrite=options.overwrite,
                 progress=progress,
             )
     _say(said, options.output / "model")
@@ -94,10 +99,12 @@ def _say(said: dict[str, Any], folder: Path) -> None:
     print(f"model {said['model_id']} for {by}: {folder}")
     if quantised is None:
         count = len(equal["images"])
-        print(
-            f"{count} golden images have the same verdicts, and scores within "
-            f"{equal['largest_difference']:.1g} of torch's"
+        what = (
+            "golden image has the same verdict"
+            if count == 1
+            else ("golden images have the same verdicts")
         )
+        print(f"{count} {what}, and scores within {equal['largest_difference']:.1g} of torch's")
         return
     changed, correlation = quantised["verdicts_changed"], quantised["correlation"]
     print(

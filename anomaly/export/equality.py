@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,12 @@ class Largest:
     Attributes:
         share: of the score.
         name: of the image, without its folder.
+        images: the names of all images that were compared, which are those that can be scored.
     """
 
     share: float = 0.0
     name: str = ""
+    images: tuple[str, ...] = ()
 
 
 def golden_images(
@@ -125,7 +127,8 @@ def compare(
             )
         largest = max(largest, Largest(share, path.name), key=lambda one: one.share)
         progress(done)
-    return largest
+    compared = [paths[i].name for i in sorted(scores) if isinstance(scores[i], Prediction)]
+    return replace(largest, images=tuple(compared))
 
 
 def differences(

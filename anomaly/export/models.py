@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from anomaly import __version__
-from anomaly.errors import ModelError, OutputError
+from anomaly.export.arguments import check_arguments
 from anomaly.export.equality import (
     TOLERANCE,
     compare,
@@ -22,15 +22,17 @@ from anomaly.export.equality import (
 )
 from anomaly.export.graph import OPSET, write_graph
 from anomaly.export.quantised import quantised, training_images
-from anomaly.features.engine import Graph, check_precision, installed
-from anomaly.files.writing import as_json, write
+from anomaly.features.engine import Graph
+from anomaly.files.writing import as_json, remove_draft_folders, write
 from anomaly.model.checkpoint import load
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.exported import exported_stages, open_network, write_export
-from anomaly.model.folder import BACKBONE, HISTORY, appearing, file_entry, find_model, model_id
+from anomaly.model.folder import BACKBONE, HISTORY, appearing, file_entry, model_id
 from anomaly.model.manifest import MANIFEST
 from anomaly.model.run_folder import made_of, training_record
 from anomaly.model.training import StageProgress
+
+log = logging.getLogger(__name__)
 
 
 def export_model(
@@ -70,17 +72,21 @@ def export_model(
         ModelError: the model can't be exported, or the export doesn't say the same; then there is
             nothing new in `output`.
         DataError: there are no images to compare on, or, in int8, to learn from.
-        OutputError: something is there already, or it can't be written.
+        OutputError: something is there already, the model itself would be written over, or it
+            can't be written.
     """
-    folder = find_model(source, exported=False)
-    _check_installed(engine, precision)
-    if (output / "model").exists() and not overwrite:
-        raise OutputError(
-            f"{output / 'model'} exists already; give another --output or add --overwrite"
-        )
-    if precision != "fp32" and whole:
-        raise ModelError("--whole is for other programs, and exported in fp32 only")
-    check_precision(engine, precision, f"--precision {precision} was asked for")
+    folder = check_arguments(
+        source,
+        output,
+        engine,
+        precision=precision,
+        whole=whole,
+        golden=golden,
+        data_root=data_root,
+        further=further,
+        overwrite=overwrite,
+    )
+    remove_draft_folders(output)
     parent = own = reference = load(folder, "cpu")
     samples = training_images(own, source, data_root, further) if precision == "int8" else {}
     paths = golden_images(own, source, golden, [one.path for one in samples.values()])
@@ -144,13 +150,15 @@ def _equality(
         workers=workers,
         progress=lambda done: progress("comparing", done, len(paths)),
     )
+    if left := len(paths) - len(largest.images):
+        log.warning("%d of %d golden images can't be scored, and prove nothing", left, len(paths))
     patches, precision = None, values["precision"]
     if values["whole"]:
         graph = Graph(draft / values["whole"]["file"], values["engine"], precision, workers)
         patches = compare_patches(both[0], graph, paths, workers=workers)
     return {
         "compared_with": f"torch {torch.__version__}, {precision}",
-        "images": [path.name for path in paths],
+        "images": largest.images,
         "tolerance": TOLERANCE[precision],
         "largest_difference": largest.share,
         "largest_difference_at": largest.name,
@@ -165,12 +173,3 @@ def _copy_rest(folder: Path, model: AnomalyDetector, draft: Path) -> None:
         shutil.copyfile(folder / name, draft / name)
     if (folder / HISTORY).exists():
         shutil.copyfile(folder / HISTORY, draft / HISTORY)
-
-
-def _check_installed(engine: str, precision: str) -> None:
-    needed = ["onnx", "onnxscript", *(["onnxruntime"] if precision == "int8" else [])]
-    if missing := [name for name in needed if find_spec(name) is None]:
-        raise ModelError(
-            f"exporting needs {' and '.join(missing)}: pip install 'anomaly[export,{engine}]'"
-        )
-    installed(engine, "the model is compared in")

@@ -223,7 +223,7 @@ def _learned_again(
     network = detector.extractor
     fitter = fitter_of(detector.config).prepared(sum(network.channels), detector.device)
     with (
-        tempfile.TemporaryDirectory(prefix=".patches-", dir=draft.parent) as scratch,
+        tempfile.TemporaryDirectory(prefix=".patches-", dir=draft) as scratch,
         Decoders(min(workers, len(samples)), Task(detector.loading)) as decoders,
         closing(
             TrainingPatches(

@@ -141,6 +141,17 @@ def remove_drafts(folder: Path) -> None:
             draft.unlink()
 
 
+def remove_draft_folders(folder: Path) -> None:
+    """Delete drafts of folders that were to appear in this one, left by processes that were killed.
+
+    Args:
+        folder: nobody else is at work in it.
+    """
+    for draft in folder.glob(f"{_DRAFT}*{_DRAFT_SUFFIX}"):
+        if draft.is_dir():
+            shutil.rmtree(draft, ignore_errors=True)
+
+
 def write(file: Path, content: bytes | str) -> None:
     """Write a file that appears under its name complete or not at all.
 

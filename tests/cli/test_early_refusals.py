@@ -1,5 +1,6 @@
 """What is wrong with a command line is told before torch is imported, which takes seconds."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,20 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+def _check(arguments: str, code: int, message: str, folder: Path) -> None:
+    before = {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, *arguments.split()],
+        cwd=folder,
+        env={"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert message in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == f"light {code}"
+    assert {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -74,13 +89,32 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_told_without_torch(
     arguments: str, code: int, message: str, places: dict[str, Path], tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN, *arguments.format(**places).split()],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
-    assert message in done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == f"light {code}"
+    _check(arguments.format(**places), code, message, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--output e", "e/model exists already"),
+        ("--output o --precision bf16", "ONNX Runtime doesn't compute"),
+        ("--output o --precision int8 --whole", "fp32 only"),
+        ("--output o --model e", "e/model is an exported model"),
+        ("--output o --golden nowhere", "--golden nowhere doesn't exist"),
+        ("--output o --precision int8 --data-root nowhere", "--data-root nowhere is no folder"),
+        ("--output o --precision int8 --training-images no", "--training-images no doesn't exist"),
+        ("--output run --overwrite", "is where the model is that is to be exported"),
+        ("--output link --overwrite", "is where the model is that is to be exported"),
+        ("--output run/model", "is where the model is that is to be exported"),
+        ("--output run/model/scores", "is where the model is that is to be exported"),
+    ],
+)
+def test_exports_that_cannot_be_are_told_without_torch(
+    arguments: str, message: str, run_folder: Path, bank_export: Path, tmp_path: Path
+) -> None:
+    """And nothing is written: the model itself least of all."""
+    shutil.copytree(run_folder, tmp_path / "run")
+    shutil.copytree(bank_export, tmp_path / "e")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    _check(f"export --to onnx --model run {arguments}", 2, message, tmp_path)
+    assert {f.name for f in tmp_path.iterdir()} == {"run", "e", "link"}

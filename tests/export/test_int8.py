@@ -21,7 +21,8 @@ from patch_lists import PatchList
 from anomaly.cli import main
 from anomaly.datasets import Sample
 from anomaly.errors import DataError
-from anomaly.export import models, quantised
+from anomaly.export import arguments as export_arguments
+from anomaly.export import quantised
 from anomaly.features.engine import Array, Graph
 from anomaly.files.writing import sha256_of
 from anomaly.imaging.preprocessing import Loaded
@@ -272,8 +273,10 @@ def test_what_int8_needs_and_lacks(
     code, _, err = command("export", arguments(int8, "onnx", output))
     assert code == 2
     assert "exported" in err
-    found = models.find_spec
-    monkeypatch.setattr(models, "find_spec", lambda n: None if n == "onnxruntime" else found(n))
+    found = export_arguments.find_spec
+    monkeypatch.setattr(
+        export_arguments, "find_spec", lambda n: None if n == "onnxruntime" else found(n)
+    )
     code, _, err = command("export", arguments(run_folder, "openvino", output))
     assert code == 2
     assert "exporting needs onnxruntime: pip install 'anomaly[export,openvino]'" in err

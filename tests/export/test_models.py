@@ -231,6 +231,27 @@ def test_an_export_that_says_something_else_is_not_there(
     assert not output.exists()
 
 
+def test_what_was_compared_is_counted_and_what_was_left_behind_goes(
+    run_folder: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    good = product / "train" / "good" / "000.png"
+    golden = tmp_path / "golden"
+    golden.mkdir()
+    shutil.copy(good, golden / "a.png")
+    (golden / "b.png").write_bytes(good.read_bytes()[:1000])
+    left = tmp_path / "e" / ".anomaly-0123456789abcdef.part"  # as SIGKILL leaves it
+    left.mkdir(parents=True)
+    (left / "network.onnx").touch()
+    chosen = ["--model", run_folder, "--to", "onnx", "--output", tmp_path / "e"]
+    code, out, err = command("export", [*chosen, "--golden", golden, "--threads", 2])
+    assert code == 0
+    assert "1 golden image has the same verdict" in out
+    assert "1 of 2 golden images can't be scored" in err
+    said = json.loads((tmp_path / "e" / "model" / "export.json").read_text())
+    assert said["equality"]["images"] == ["a.png"]
+    assert {f.name for f in (tmp_path / "e").iterdir()} == {"model", "train.json"}
+
+
 def test_a_verdict_that_changes_is_refused_however_little_scores_differ(
     run_folder: Path, product: Path
 ) -> None:

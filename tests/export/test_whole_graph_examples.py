@@ -46,6 +46,14 @@ def test_in_python(bank_export: Path, run_folder: Path, picture: Path) -> None:
     check(done.stdout, run_folder, picture)
 
 
+@pytest.mark.parametrize("arguments", [[], ["."], [__file__, "."], [".", "x.ppm"]])
+def test_wrong_arguments_end_in_a_line_of_usage(arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "patch_scores.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "usage: patch_scores.py whole.onnx image.ppm\n"
+
+
 def test_in_cpp(bank_export: Path, run_folder: Path, picture: Path) -> None:
     compiler, found = shutil.which("g++"), importlib.util.find_spec("openvino")
     folder = Path(found.origin).parent if found and found.origin else Path()
