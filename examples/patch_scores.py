@@ -1,4 +1,4 @@
-"""The patch scores of an image by an exported model, without anomaly: numpy and ONNX Runtime.
+"""The patch scores and the image score of an image, without anomaly: numpy and ONNX Runtime.
 
 anomaly export --model runs/my_part --to onnx --whole --output exported
 python examples/patch_scores.py exported/model/whole.onnx part.ppm
@@ -16,6 +16,9 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
+# The defaults of `model` in config.yaml; a model that has others there needs those.
+BORDER_DAMPING, SMOOTHING, TOP = 0.35, 4.0, 0.01
+
 
 def read_ppm(file: Path) -> np.ndarray:
     """An image as (1, 3, H, W) float32, RGB in [0, 1]."""
@@ -29,13 +32,42 @@ def read_ppm(file: Path) -> np.ndarray:
     return picture.astype(np.float32) / np.float32(255)
 
 
+def image_score(scores: np.ndarray, size: tuple[int, int]) -> float:
+    """The image score `map_top_percent` of patch scores (h, w), for a network input of (H, W)."""
+    rows, columns = (_from_border(n, s) for n, s in zip(scores.shape, size, strict=True))
+    distance = np.minimum(np.minimum(rows[:, None], columns), 24)
+    damped = scores * (1 - BORDER_DAMPING * (1 - distance / 24))
+    rows, columns = (_map_axis(n, s) for n, s in zip(scores.shape, size, strict=True))
+    pixels = np.sort((rows @ damped @ columns.T).ravel())
+    return float(pixels[-max(1, round(TOP * pixels.size)) :].mean())
+
+
+def _from_border(patches: int, size: int) -> np.ndarray:
+    """Network pixels between the patches' centres and the nearer end of an axis."""
+    centres = (np.arange(patches) + 0.5) * size / patches
+    return np.minimum(centres, size - centres)
+
+
+def _map_axis(patches: int, size: int) -> np.ndarray:
+    """(size, patches): one axis of the map, bilinear and then smoothed with a Gaussian."""
+    centres = (np.arange(size) + 0.5) * patches / size - 0.5
+    bilinear = np.stack([np.interp(centres, range(patches), one) for one in np.eye(patches)], 1)
+    reach = int(4 * SMOOTHING + 0.5)
+    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / SMOOTHING) ** 2)
+    mirrored = np.pad(bilinear, ((reach, reach), (0, 0)), mode="symmetric")
+    smooth = [np.convolve(one, kernel / kernel.sum(), mode="valid") for one in mirrored.T]
+    return np.stack(smooth, 1)
+
+
 def main(graph: Path, image: Path) -> None:
-    """Print the patch scores row by row, and the highest."""
+    """Print the patch scores row by row, the highest, and the image score."""
     session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
-    scores = session.run(["patch_scores"], {"images": read_ppm(image)})[0][0]
+    images = read_ppm(image)
+    scores = session.run(["patch_scores"], {"images": images})[0][0]
     for row in scores:
         print(*(f"{score:.6g}" for score in row))
     print(f"highest: {scores.max():.6g}")
+    print(f"image score: {image_score(scores, images.shape[2:]):.6g}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,12 @@ def test_in_python(bank_export: Path, run_folder: Path, picture: Path) -> None:
     assert "anomaly." not in script.read_text()
     command = [sys.executable, script, bank_export / "model" / "whole.onnx", picture]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=picture.parent)
-    check(done.stdout, run_folder, picture)
+    said, _, score = done.stdout.partition("image score: ")
+    check(said, run_folder, picture)
+    detector = load(run_folder, "cpu", "fp32")
+    assert detector.config.model.border_damping == 0.35
+    image = cv2.cvtColor(np.asarray(cv2.imread(str(picture))), cv2.COLOR_BGR2RGB)
+    assert float(score) == pytest.approx(detector.predict(image).score, rel=1e-4)
 
 
 @pytest.mark.parametrize("arguments", [[], ["."], [__file__, "."], [".", "x.ppm"]])
