@@ -203,7 +203,7 @@ def test_names_and_sides_that_do_not_fit_are_answered(
     [
         ("test_maxvit", ["image.area=64"], "64×96, which image.area=64", "resize=160"),
         ("test_maxvit", ["image.resize=64"], "64×64, which image.resize=64", "resize=160"),
-        ("test_maxvit", ["image.resize=99", "image.crop=64"], "which image.crop=64", "crop=160"),
+        ("test_maxvit", ["image.resize=99", "image.crop=64"], "64×64", "crop=160"),
         ("test_maxvit", ["image.area=64", "image.tile=64"], "64×64, which image.area", "area=160"),
         ("maxvit_tiny_rw_224", [], "256×288, which image.area=256", "resize=224"),
         ("gcvit_xxtiny", [], "256×288", "resize=224"),
