@@ -91,10 +91,10 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.model.folder import find_models
 
     _check(options)
-    folders = find_models(options.models)
     token = _token(options)
     _check_open(options, token)
     record, sinks = _record(options), _sinks(options)
+    folders = find_models(options.models)
     with locked_file(record), Stopping() as stop:
         from anomaly.service.bodies import Limits
         from anomaly.service.line import Line
