@@ -28,7 +28,6 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 from anomaly.export.graph import write_graph
 from anomaly.features.backbones import build
-from anomaly.features.embedder import Embedder
 from anomaly.features.engine import ENGINES, Graph
 from benchmarks.inputs import machine
 
@@ -52,8 +51,7 @@ def sides(network: str, size: int, engines: list[str], folder: Path) -> dict[str
 
     def ours(precision: str) -> Side:
         extractor = detector.extractor.to(DEVICE, precision)
-        embedder = Embedder(extractor, normalise, align, DEVICE)
-        return lambda x: embedder.align([m.values for m in extractor(normalise(x))])
+        return lambda x: align([m.values for m in extractor(normalise(x))])
 
     def by_name(module: nn.Module) -> Side:
         return lambda x: align([*module(normalise(x)).values()])

@@ -69,14 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Choose thresholds and write them into the model folder."""
-    from anomaly.datasets.inputs import find_inputs
     from anomaly.files.output_lock import locked
     from anomaly.model.folder import find_model
 
     _check(options)
-    for name in ("good", "defects"):  # before torch is imported, which takes seconds
-        if given := getattr(options, name):
-            find_inputs(given, option=f"--{name}")
+    machine.check_images(options, "good", "defects")
     model = find_model(options.model, exported=False).resolve()
     with locked(model.parent if model.name == "model" else model):  # a run's lock is its model's
         return _run(options)

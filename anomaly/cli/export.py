@@ -99,12 +99,10 @@ def _say(said: dict[str, Any], folder: Path) -> None:
     print(f"model {said['model_id']} for {by}: {folder}")
     if quantised is None:
         count = len(equal["images"])
-        what = (
-            "golden image has the same verdict"
-            if count == 1
-            else ("golden images have the same verdicts")
-        )
-        print(f"{count} {what}, and scores within {equal['largest_difference']:.1g} of torch's")
+        images = "1 golden image has the same verdict"
+        if count != 1:
+            images = f"{count} golden images have the same verdicts"
+        print(f"{images}, and scores within {equal['largest_difference']:.1g} of torch's")
         return
     changed, correlation = quantised["verdicts_changed"], quantised["correlation"]
     print(

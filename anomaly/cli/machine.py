@@ -106,6 +106,23 @@ def check_cluster(options: argparse.Namespace) -> None:
         raise AnomalyError(f"--workers is {options.workers}; it must be 1 or more")
 
 
+def check_images(options: argparse.Namespace, *names: str) -> None:
+    """See that options which name image files or folders name some, before torch is imported.
+
+    Args:
+        options: of the command.
+        names: of these options, without the dashes; those that aren't given are passed over.
+
+    Raises:
+        DataError: a file or a folder doesn't exist, or there is no image.
+    """
+    from anomaly.datasets.inputs import find_inputs
+
+    for name in names:
+        if given := getattr(options, name):
+            find_inputs(given, option=f"--{name}")
+
+
 def passed_on(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Arguments for further commands: what changes settings, and where and how to compute."""
     settings = [part for override in options.overrides for part in ("--set", override)]

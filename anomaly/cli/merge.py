@@ -31,12 +31,12 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.model.merging import merge
     from anomaly.model.run_folder import keep_run
 
+    overwrite = options.overwrite
     with locked(options.output):
-        claim(options.output, RUN, overwrite=options.overwrite)
+        claim(options.output, RUN, overwrite=overwrite)
         device, _ = machine.device_and_threads(options, options.models)
         models = [load(folder, device) for folder in options.models]
         merged = merge(models, [str(folder) for folder in options.models])
-        overwrite = options.overwrite
         model_id = keep_run(merged, options.output, options.models, overwrite=overwrite)
     if merged.thresholds is None:
         print("no thresholds, as one of the models has none; `anomaly calibrate --good` finds some")

@@ -65,7 +65,6 @@ def run(options: argparse.Namespace) -> int:
         0 done, 3 done without some images that can't be used, 1 a defect that was caught would
         pass, and nothing was written.
     """
-    from anomaly.datasets.inputs import find_inputs
     from anomaly.files.output_lock import locked
     from anomaly.files.own_outputs import RUN
     from anomaly.files.writing import claim
@@ -73,9 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
     if not options.good and options.feedback is None:
         raise AnomalyError("give what is to be learned: --good, --feedback, or both")
-    for name in ("good", "defects"):  # before torch is imported, which takes seconds
-        if given := getattr(options, name):
-            find_inputs(given, option=f"--{name}")
+    machine.check_images(options, "good", "defects")
     folder = find_model(options.model, exported=False)
     output: Path = options.output
     if output.resolve() in (folder.resolve(), folder.resolve().parent):

@@ -122,8 +122,10 @@ def export_model(
             values["quantised"] = {"calibrated_on": inputs, **found}
         values["model_id"] = model_id(draft)
         write_export(draft, values)
-    new_id = values["model_id"]
-    record = training_record(source) if own is parent else made_of([source], own, new_id)
+    if own is parent:
+        record = training_record(source)
+    else:
+        record = made_of([source], own, values["model_id"])
     if record:  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
     return values

@@ -78,10 +78,9 @@ def extended_without(
     owners = torch.tensor([-1] * known + added, device=bank.vectors.device)
     with torch.inference_mode():
         centres = bank.vectors @ projection
-        owned = centres[known:], owners[known:]
         picks = []
         uncovered = partial(_no_longer_covered, bank.covering_radius**2)
-        lost = orphans(patches, fold_of, owned, projection, uncovered)
+        lost = orphans(patches, fold_of, centres[known:], owners[known:], projection, uncovered)
         for points, bounds, places in lost:
             bounds = torch.minimum(bounds, squared_to_nearest(points, centres[:known]))
             picks.append(places[pick_beyond(points, bounds, bank.covering_radius)])

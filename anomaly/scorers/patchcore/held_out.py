@@ -56,10 +56,10 @@ def banks_without(
         raise ValueError("without its only fold a bank is empty; give two folds or more")
     fold_of = {image: k for k, fold in enumerate(folds) for image in fold}
     owners = torch.tensor([fold_of[i] for i in bank.origins[:, 0].tolist()]).to(bank.vectors.device)
-    owned = bank.vectors @ projection, owners
+    vectors = bank.vectors @ projection
     picks: list[Tensor] = []
     for k, (points, bounds, places) in enumerate(
-        orphans(patches, fold_of, owned, projection, partial(_drawn, share))
+        orphans(patches, fold_of, vectors, owners, projection, partial(_drawn, share))
     ):
         wanted = min(int((owners == k).sum()), len(points))
         picks.append(places[_farthest(points, wanted, bounds)])
@@ -101,7 +101,8 @@ def with_more(bank: MemoryBank, patches: PatchSet, chosen: Tensor) -> MemoryBank
 def orphans(
     patches: PatchSet,
     fold_of: Mapping[int, int],
-    owned: tuple[Tensor, Tensor],
+    vectors: Tensor,
+    owners: Tensor,
     projection: Tensor,
     counts: Counts,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -110,7 +111,8 @@ def orphans(
     Args:
         patches: the training patches.
         fold_of: the fold of each of their images, from 0.
-        owned: projected vectors (M, d), and the fold (M,) int64 that owns each.
+        vectors: (M, d), the bank's, projected.
+        owners: (M,) int64, the fold that owns each of them.
         projection: (D, d), of the embeddings to what vectors are selected on.
         counts: says which of them to give.
 
@@ -118,7 +120,6 @@ def orphans(
         Projected points (n, d), their squared distances (n,) to the nearest vector of another
         fold, and their places (n, 2), see `gather`.
     """
-    vectors, owners = owned
     lost = partial(_lost, fold_of, vectors.cpu(), owners.cpu(), projection.cpu(), counts)
     found = [some for each in patches.each(lost) for some in each]
     device = vectors.device
