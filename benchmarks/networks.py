@@ -7,7 +7,7 @@ milliseconds an image.
 Weights are random: what an engine computes doesn't depend on them. *Published* is the network as
 torchvision builds it, run up to the last hooked layer; *compiled* is that with torch.compile and
 frozen weights; *anomaly* has batch norms folded, activations and sums fused, and channels last.
-Compiled ones come last: once compiled code has run, hooks look for it wherever they are attached,
+Compiled ones come last: once compiled code has run, hooks on the published network look for it,
 and that search takes as long as a pass.
 """
 

@@ -19,6 +19,7 @@ from anomaly.features.timm_networks import own_side
 from anomaly.features.tokens import Layout, layout_of
 from anomaly.features.vision import without_values
 from anomaly.hooks import HookSet, capture, resolve
+from anomaly.hooks.guard import private
 
 # Sides of dry-run images: multiples of 32 both, the other one of patches of 14 pixels.
 PROBES = (256, 224)
@@ -102,7 +103,8 @@ class FeatureExtractor:
 
     @cached_property
     def _engine(self) -> nn.Module:
-        return fused(folded(self.network, self.pairs, DTYPES[self.precision]), self.layers)
+        copy = folded(self.network, self.pairs, DTYPES[self.precision])
+        return private(fused(copy, self.layers))
 
     def __call__(self, images: Tensor) -> list[FeatureMap]:
         """Run the network as far as needed.

@@ -105,7 +105,7 @@ class Capture:
             raise LayerError("this capture is already open: make a second one with capture(…)")
         self._thread = threading.get_ident()
         self._reset()
-        self._handles += refuse_compiled(self._modules.values())
+        self._handles += refuse_compiled(self._model, self._modules.values())
         for path, module in self._modules.items():
             self._handles.append(module.register_forward_hook(Attached(self._hook(path))))
         return self

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -18,6 +19,8 @@ from anomaly.errors import LayerError
 from anomaly.hooks.nested import named_tensors
 
 Hook = Callable[..., Any]
+
+_private: WeakSet[nn.Module] = WeakSet()
 
 
 class Attached:
@@ -75,19 +78,35 @@ def _name(hook: Hook) -> str:
     return getattr(hook, "__qualname__", type(hook).__name__)
 
 
-def refuse_compiled(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
+def private(network: nn.Module) -> nn.Module:
+    """The network, remembered as one that nobody else holds, and nobody has given to torch.compile.
+
+    Hooks come and go quickly there, see `refuse_compiled`.
+    """
+    _private.add(network)
+    return network
+
+
+def refuse_compiled(model: nn.Module, modules: Iterable[nn.Module]) -> list[RemovableHandle]:
     """Make each compiled network that contains any of some layers raise where it is run.
 
     Hooks on these layers go unnoticed there; the network that was given to `torch.compile` stays
-    as it is.
+    as it is. Once any code has run compiled, compiled networks are looked for among all objects of
+    the process, which takes some 100 ms, unless `model` is `private`.
+
+    Args:
+        model: the network that is hooked.
+        modules: its hooked layers.
 
     Returns:
         Handles that let it run again.
     """
+    if model in _private:
+        return []
     frames = sys.modules.get("torch._dynamo.convert_frame")
     compiled = getattr(getattr(frames, "input_codes", None), "seen", None)
     if frames is None or compiled == []:
-        return []  # nothing has run compiled, and the search below takes milliseconds
+        return []  # nothing has run compiled
     kind = sys.modules["torch._dynamo.eval_frame"].OptimizedModule
     hooked = {id(module) for module in modules}
     return [

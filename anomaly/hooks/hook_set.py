@@ -90,7 +90,7 @@ class HookSet:
             LayerError: no such layer, or one whose hooks would never be called.
         """
         call, modules = _with_extra(hook, extra, named), select(self._model, layers).values()
-        self._handles += refuse_compiled(modules)
+        self._handles += refuse_compiled(self._model, modules)
         return self._add(
             [m.register_forward_hook(Attached(call), with_kwargs=with_kwargs) for m in modules]
         )
@@ -105,7 +105,7 @@ class HookSet:
         (inputs, kwargs). Otherwise like `forward`.
         """
         call, modules = _with_extra(hook, extra, named), select(self._model, layers).values()
-        self._handles += refuse_compiled(modules)
+        self._handles += refuse_compiled(self._model, modules)
         return self._add(
             [m.register_forward_pre_hook(Attached(call), with_kwargs=with_kwargs) for m in modules]
         )
@@ -200,7 +200,7 @@ class HookSet:
 
     def _gate(self, layers: Layers, **hooks: Hook) -> list[Handle]:
         modules = select(self._model, layers).values()
-        self._handles += refuse_compiled(modules)
+        self._handles += refuse_compiled(self._model, modules)
         pairs: list[Handle] = []
         for module in modules:
             gates = BackwardGates(**hooks)

@@ -1,5 +1,7 @@
 """Truncation and extraction: nothing behind the last wanted layer is there, moved or run."""
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,7 +10,7 @@ from anomaly.errors import LayerError
 from anomaly.features.backbone_weights import load_state, read_weights
 from anomaly.features.backbones import build
 from anomaly.features.extractor import truncate
-from anomaly.hooks import live_hooks
+from anomaly.hooks import capture, live_hooks
 
 
 def test_nothing_behind_the_last_layer_is_kept() -> None:
@@ -105,3 +107,21 @@ def test_an_image_too_small_for_the_network_leaves_no_hook() -> None:
     with pytest.raises(RuntimeError):
         extractor(torch.rand(1, 4, 64, 64))
     assert live_hooks(extractor.network) == 0
+
+
+def test_a_pass_does_not_search_the_process_for_compiled_networks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state, _ = read_weights("resnet18", "random", 0)
+    truncated = truncate(build("resnet18"), ["layer1"])
+    load_state(truncated.network, state, build("resnet18"), "random")
+    extractor = truncated.extractor()
+    torch.compile(nn.ReLU(), backend="eager")(torch.zeros(1))
+    asked: list[object] = []
+    monkeypatch.setattr(gc, "get_referrers", lambda *of: asked.append(of) or [])
+    with capture(truncated.network, "layer1"):
+        assert asked  # that network may be anybody's
+    asked.clear()
+    extractor(torch.rand(1, 3, 64, 64))
+    assert not asked
+    torch.compiler.reset()
