@@ -240,7 +240,7 @@ def _choose(
 def _recall(
     thresholds: Thresholds, defects: HeldOutScores, choice: Choice | None
 ) -> dict[str, Any]:
-    """Say how many defects are found; the same for the record.
+    """Say how many defects are found, and give these figures for the record.
 
     Only thresholds by rate are sure not to have been chosen by these defects.
     """

@@ -110,7 +110,7 @@ class _Worker:
         self.stop = actor.stop
 
     def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
-        """See `Worker`; a model that takes down its workers is lost."""
+        """Have the actor evaluate a source; one that takes down its workers is given up."""
         if lost:
             error = AnomalyError(
                 f"{self._sources[chunk]}: training or evaluating it took down the processes that "
@@ -128,5 +128,5 @@ class _Worker:
         return then(self._actor.ask("evaluate", self._sources[chunk]), kept)
 
     def probe(self, chunk: int, images: Sequence[int]) -> Future[Counter[str]]:
-        """See `Worker`."""
+        """Have the actor evaluate a source, to see whether it survives that."""
         return self._actor.ask("evaluate", self._sources[chunk] if images else None)

@@ -112,7 +112,7 @@ def _class_evidence(
     Args:
         model: a classifier in eval mode.
         image: (3, H, W), normalised as the network wants it, on the network's device.
-        picture: the same for the eye, (H, W, 3) uint8.
+        picture: the image as a screen shows it, (H, W, 3) uint8 RGB.
         layer: where Grad-CAM looks, see `grad_cam`.
         classes: index to caption.
 

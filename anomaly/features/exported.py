@@ -31,10 +31,10 @@ class ExportedNetwork:
 
     Args:
         graph: images (B, 3, H, W) in [0, 1] -> embeddings (B, h, w, D).
-        layers: that are hooked in the network it was made of; channels and strides are theirs.
-        channels: likewise.
-        strides: likewise.
-        patch: likewise, see `FeatureExtractor.patch`.
+        layers: paths of the layers that are hooked in the network which the graph was made of.
+        channels: C of each layer.
+        strides: network pixels between neighbouring positions of each layer.
+        patch: side of the patches that a transformer cuts images into; None for other networks.
     """
 
     def __init__(

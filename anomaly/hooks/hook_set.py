@@ -102,7 +102,7 @@ class HookSet:
 
         What it returns replaces the inputs: one tensor or a tuple of all positional ones. With
         `with_kwargs` it is called as `hook(module, inputs, kwargs, …)` and returns a pair
-        (inputs, kwargs). Otherwise like `forward`.
+        (inputs, kwargs). Arguments, handles and errors are those of `forward`.
         """
         call, modules = _with_extra(hook, extra, named), select(self._model, layers).values()
         self._handles += refuse_compiled(self._model, modules)
@@ -116,7 +116,7 @@ class HookSet:
         Both gradients are tuples, one entry for each positional input or output of the layer (None
         where there is no gradient). What the hook returns replaces `grad_input`, which then flows
         on to the layers before. Layers that work in place, here or behind, are no obstacle.
-        Otherwise like `forward`.
+        Arguments, handles and errors are those of `forward`.
         """
         return self._gate(layers, hook=_with_extra(hook, extra, named))
 
@@ -124,7 +124,7 @@ class HookSet:
         """Call `hook(module, grad_output, *extra, **named)` before the gradient enters a layer.
 
         What it returns replaces `grad_output`, and with it the gradients of the layer's
-        parameters. Otherwise like `backward`.
+        parameters. Arguments, handles and errors are those of `forward`.
         """
         return self._gate(layers, pre_hook=_with_extra(hook, extra, named))
 

@@ -194,7 +194,7 @@ class ShardPictures:
     Attributes:
         heatmaps: which images have one; None for those not called good, or none where the model
             has no thresholds.
-        side_by_side: see `Outputs`, like those that follow.
+        side_by_side: heatmaps of image, heatmap and colour bar.
         masks: what is marked, as PNG.
         maps: how to write anomaly maps, if at all.
     """

@@ -148,9 +148,9 @@ class _RayWorker:
         self.stop = actor.stop
 
     def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
-        """See `Worker`."""
+        """Have the actor score a chunk and write its part; counts its images by status."""
         return self._actor.ask("score", chunk, self._about, lost)
 
     def probe(self, chunk: int, images: Sequence[int]) -> Future[Counter[str]]:
-        """See `Worker`."""
+        """Have the actor load some images of a chunk, to see whether it survives them."""
         return self._actor.ask("probe", chunk, images)

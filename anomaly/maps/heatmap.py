@@ -54,8 +54,8 @@ def heatmap(
     Args:
         image: the decoded file.
         anomaly_map: gives some rows of the map, (rows, W0).
-        threshold: see `overlay`.
-        review: see there.
+        threshold: the map's value where marking starts, above 0.
+        review: a lower value, which a fainter line follows; None for none.
 
     Returns:
         (H0, W0, 3) RGB.

@@ -204,7 +204,7 @@ class _ShardWorker:
         self._last: Future[Counter[str]] = Future()
 
     def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
-        """See `Worker`."""
+        """Have the actor compute a chunk, and keep what it answers; nothing is counted."""
 
         def kept(result: Any) -> Counter[str]:
             self._results[chunk] = result
@@ -214,7 +214,7 @@ class _ShardWorker:
         return self._last
 
     def probe(self, chunk: int, images: Sequence[int]) -> Future[Counter[str]]:
-        """See `Worker`."""
+        """Have the actor read some images of a chunk, to see whether it survives them."""
         self._last = then(self._attempt(self._actor, chunk, images), lambda _: Counter())
         return self._last
 

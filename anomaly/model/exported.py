@@ -2,7 +2,7 @@
 
     export/
       network.onnx           or network.xml and network.bin: images -> patch embeddings
-      whole.onnx             likewise, on to patch scores; only with --whole
+      whole.onnx             images -> patch scores; only with --whole
       export.json            engine, inputs, outputs, how equal it was; sha256 of these files
       …                      all files of the model folder but backbone.safetensors, unchanged
 

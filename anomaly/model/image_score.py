@@ -83,7 +83,7 @@ def image_scores(scores: Array, maps: Array, how: str) -> Array:
         scores: patch scores (B, h, w); NaN doesn't count.
         maps: network maps (B, H, W); NaN doesn't count.
         how: `max` of the patch scores before any blur, `top_percent` for the mean of the highest
-            1 % of them (at least one), `map_max` and `map_top_percent` likewise of the blurred map.
+            1 % of them (at least one); `map_max` and `map_top_percent` of the blurred map's values.
 
     Returns:
         (B,) float32.

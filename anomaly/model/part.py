@@ -37,7 +37,7 @@ class Part(PatchSet):
 
     @property
     def views(self) -> dict[int, AnyView]:
-        """See `TrainingPatches`."""
+        """How each file of the whole set was turned into the network's input, by its index."""
         return self.patches.views
 
     def only(self, images: Container[int]) -> Part:
@@ -45,9 +45,9 @@ class Part(PatchSet):
         return self.patches.only(images)
 
     def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
-        """See `PatchSet`."""
+        """An image's index and its patches (n, d) float32, times the matrix (D, d), by image."""
         return self.patches.read_projected(self.images, matrix_of)
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
-        """See `PatchSet`."""
+        """What a function makes of the patches, for each part of the images that lies apart."""
         return self.patches.each_of(self.images, function)

@@ -42,7 +42,7 @@ def load(
         product: that all images show, one of several; None tells each image's.
 
     Returns:
-        An `AnomalyDetector` of one model; a `ProductSet` of several, which predicts likewise.
+        An `AnomalyDetector` of one model; a `ProductSet` of several, with the same methods.
 
     Raises:
         AnomalyError: a GPU was asked for and isn't there; or the model isn't an exported one, and

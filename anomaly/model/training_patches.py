@@ -136,7 +136,7 @@ class TrainingPatches(PatchSet):
                     yield self._batch(kept, [names[row] for row in rows])
 
     def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
-        """See `PatchSet`."""
+        """An image's index and its patches (n, d) float32, times the matrix (D, d), by image."""
         return self.read_projected(self._images, matrix_of)
 
     def read_projected(
@@ -162,7 +162,7 @@ class TrainingPatches(PatchSet):
                 pass
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
-        """See `PatchSet`."""
+        """What a function makes of the patches, so many images at a time."""
         return self.each_of(self._images, function)
 
     def each_of(

@@ -88,7 +88,7 @@ class ScoreHistogram:
 
 
 class ExactScores:
-    """The same as `ScoreHistogram`, but every score is kept: for sets that fit into memory.
+    """Weights by score, unbinned, every score kept: for sets that fit into memory.
 
     Args:
         rows: how many kinds of weight to keep.

@@ -134,9 +134,10 @@ def image_intervals(
     share of one of n + 1 pieces of a stick broken at random (Dirichlet with parameters 1, whatever
     the scores' distribution), and so have defective ones. Where in its gap a piece lies isn't
     known. So the lower end is the 2.5 % quantile of figures for which each good piece
-    lies at the upper end of its gap, and each defective one at the lower; the upper end likewise
-    the other way round. For the recall at a fixed threshold these are the Clopper–Pearson bounds,
-    and like them they err to the safe side: how often they hold is in docs/coverage.md.
+    lies at the upper end of its gap, and each defective one at the lower; the upper end is the
+    97.5 % quantile with good pieces at the lower ends and defective ones at the upper. For the
+    recall at a fixed threshold these are the Clopper–Pearson bounds, and like them they err to the
+    safe side: how often they hold is in docs/coverage.md.
 
     Args:
         scores: (n,) finite image scores.

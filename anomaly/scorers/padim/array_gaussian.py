@@ -98,7 +98,7 @@ class ArrayGaussian(ArrayScorer):
         )
 
     def _whitened(self, residuals: Floats, positions: slice) -> Floats:
-        """See `CholeskyWhitening.squared_distances`: of residuals (p, B, d)."""
+        """Squared Mahalanobis distances (p, B) of residuals (p, B, d), by triangular factors."""
         scale = self.tensors["scale"][positions]
         squared = np.zeros(residuals.shape[:2], np.float32)
         for i, rows in enumerate(panel_rows(self.dimensions)):
@@ -108,7 +108,7 @@ class ArrayGaussian(ArrayScorer):
         return squared
 
     def _explained(self, residuals: Floats, positions: slice) -> Floats:
-        """See `LowRankWhitening.squared_distances`: of residuals (p, B, d)."""
+        """Squared Mahalanobis distances (p, B) of residuals (p, B, d), by principal axes."""
         basis = self.tensors["basis"][positions].astype(np.float32)
         scale = self.tensors["scale"][positions, None]
         explained = residuals @ basis.swapaxes(1, 2) * scale

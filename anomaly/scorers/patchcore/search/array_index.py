@@ -117,9 +117,10 @@ class ArrayIndex:
         return distances, nearest
 
     def _screened(self, queries: Floats, centred: Floats) -> tuple[Indices, Indices, Floats] | None:
-        """Pairs of queries and vectors that may be nearest, and their squared distances (n,) each.
+        """Pairs of queries and vectors that may be nearest, as the screen tells.
 
-        None where they are many.
+        Returns:
+            Rows, columns and squared distances, (n,) each; None where they are many.
         """
         assert self._screen is not None
         bounds = self._screen.bounds(centred)
@@ -141,7 +142,11 @@ class ArrayIndex:
     def _multiplied(
         self, queries: Floats, centred: Floats, k: int
     ) -> tuple[Indices, Indices, Floats]:
-        """Likewise, of vectors that may be among the k nearest, by all their dimensions."""
+        """Pairs of queries and vectors that may be among the k nearest, by all dimensions.
+
+        Returns:
+            Rows, columns and squared distances, (n,) each.
+        """
         products = [centred @ block.T for block in self._centred()]
         values = self._squares - 2 * np.concatenate(products, axis=1)
         farthest = np.partition(values, k - 1, axis=1)[:, k - 1]

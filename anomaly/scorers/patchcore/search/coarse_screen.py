@@ -78,21 +78,21 @@ class Float32Screen:
         self._norms = norms
 
     def prepared(self, coarse: Tensor, norms: Tensor) -> tuple[Tensor, ...]:
-        """See `CoarseScreen`."""
+        """Coordinates (Q, d) and squared norms (Q,) of queries, as they are."""
         return coarse, norms
 
     def bounds(self, queries: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        """See `CoarseScreen`."""
+        """Squared distances (Q, M) of coordinates, less the queries' squared norms, in `out`."""
         return torch.addmm(self._norms, queries[0], self._coarse.T, alpha=-2, out=out)
 
     def limits(self, queries: tuple[Tensor, ...], squared: Tensor) -> Tensor:
-        """See `CoarseScreen`."""
+        """The most (Q,) that bounds of pairs within a squared distance (Q,) can be."""
         norms = queries[1]
         limits = squared - norms + ROUNDING * (norms + squared)
         return limits.clamp_(max=torch.finfo(torch.float32).max)  # below infinity
 
     def only(self, rows: Tensor) -> Float32Screen:
-        """See `CoarseScreen`."""
+        """The screen of some of the bank's vectors (m,) int64."""
         return Float32Screen(self._coarse[rows], self._norms[rows])
 
 
@@ -132,7 +132,7 @@ class Int8Screen:
         self._coarse[: self._count] = torch.cat([rounded, digits], dim=1).to(torch.int8)
 
     def prepared(self, coarse: Tensor, norms: Tensor) -> tuple[Tensor, ...]:
-        """See `CoarseScreen`.
+        """Queries as `bounds` and `limits` take them.
 
         Rows of the product, squared norms of the rounded coordinates in steps, the most by which
         rounding moves a query and a vector together, and the squared norms.
@@ -144,13 +144,13 @@ class Int8Screen:
         return factors, rounded.square().sum(1), moved + self._moved, norms
 
     def bounds(self, queries: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        """See `CoarseScreen`."""
+        """Half the squared distances (Q, M) less half the queries' squared norms, in steps²."""
         bounds: Tensor = torch._int_mm(queries[0], self._coarse.T, out=out)
         bounds[:, self._count :] = _BEYOND + 1
         return bounds
 
     def limits(self, queries: tuple[Tensor, ...], squared: Tensor) -> Tensor:
-        """See `CoarseScreen`."""
+        """The most (Q,) that bounds of pairs within a squared distance (Q,) can be."""
         _, lengths, moved, norms = queries
         widest = (squared.sqrt() + moved).square() + ROUNDING * (norms + squared)
         halves: Tensor = (widest.double() / self._step**2 - lengths) / 2
@@ -158,7 +158,7 @@ class Int8Screen:
         return halves.nan_to_num_(nan=-_BEYOND).floor_().clamp_(-_BEYOND, _BEYOND).int()
 
     def only(self, rows: Tensor) -> Int8Screen:
-        """See `CoarseScreen`."""
+        """The screen of some of the bank's vectors (m,) int64."""
         some = copy(self)
         some._coarse, some._count = self._coarse[rows], int((rows < self._count).sum())
         return some
