@@ -17,19 +17,20 @@ from anomaly.cli.stopping import Stopping
 from anomaly.files.own_outputs import INFER, JOURNAL, WATCHED
 
 if TYPE_CHECKING:
+    from anomaly.imaging.decoder_pool import Decoders
     from anomaly.inference.journal import Finished
     from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
+    from anomaly.maps.thumbnails import Thumbnails
+    from anomaly.model.products import AnyModel
 
 log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace, outputs: Outputs) -> int:
     """Score what arrives until a signal comes."""
-    from anomaly.errors import OutputError
     from anomaly.files.writing import claim, remove_drafts
     from anomaly.imaging.decoder_pool import Decoders
-    from anomaly.imaging.decoder_worker import Task
 
     _check(options)
     resume = options.resume and (options.output / WATCHED).exists()
@@ -37,11 +38,8 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
     remove_drafts(options.output)
     _say_passed_over(options)
     with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
-        from anomaly.inference.rows import Row
-        from anomaly.inference.watch import WatchJournal, watch
         from anomaly.maps.thumbnails import Thumbnails
         from anomaly.model.product_folder import load
-        from anomaly.report.gallery import write_gallery
 
         device, _ = machine.device_and_threads(options)
         model = load(options.model, device, options.precision, options.product)
@@ -49,57 +47,90 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
         about["folders"] = sorted(str(folder.absolute()) for folder in options.input)
         if not resume:
             outputs.clear(model)
-        journal = WatchJournal(
-            options.output,
-            about,
-            regions=options.regions,
-            mm_per_pixel=model.lead.config.image.mm_per_pixel,
-        )
-        outputs.write_scale(model)
-        decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
-        counts: Counter[str] = Counter()
         thumbnails = None if options.no_page else Thumbnails()
-        log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
-        try:
-            with journal:
-
-                def seen(finished: Finished) -> None:
-                    counts[finished.row.status] += 1
-                    counts[finished.row.verdict] += 1
-                    print(_line(finished.row), flush=True)
-
-                watch(
-                    model,
-                    options.input,
-                    options.output,
-                    journal,
-                    decoders,
-                    settle=options.settle,
-                    stopped=lambda: stop.signal is not None,
-                    heatmaps=outputs.heatmaps,
-                    thumbnails=thumbnails,
-                    seen=seen,
-                    trouble=log.warning,
-                )
-        except OutputError as error:
-            told = OutputError(f"{error}; once that is mended, go on with --resume")
-            told.exit_code = 3 if counts["ok"] else 2
-            raise told from None
-        page = ""
-        if thumbnails is not None:
-            named = ", ".join(map(str, options.input))
-
-            def rows() -> Iterator[Row]:
-                with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
-                    yield from (Row(**json.loads(line)) for line in lines)
-
-            file = write_gallery(
-                model, options.model, named, rows, options.output, thumbnails, about
-            )
-            page = f", all on {'one page' if file.suffix else 'a page for each product'} in {file}"
+        counts = _follow(options, outputs, model, about, decoders, stop, thumbnails)
+        page = "" if thumbnails is None else _write_page(options, model, about, thumbnails)
     remove_drafts(options.output)  # of decoding processes that were killed
     print(f"{_counted(counts)}; rows in {options.output / 'results.csv'}{page}")
     return 0 if counts["ok"] == _total(counts) else 3 if counts["ok"] else 2
+
+
+def _follow(
+    options: argparse.Namespace,
+    outputs: Outputs,
+    model: AnyModel,
+    about: dict[str, object],
+    decoders: Decoders,
+    stop: Stopping,
+    thumbnails: Thumbnails | None,
+) -> Counter[str]:
+    """Score what arrives until a signal comes, a line for each image.
+
+    Returns:
+        How many images have each status, and each verdict.
+
+    Raises:
+        OutputError: results can't be written; those that could are kept.
+    """
+    from anomaly.errors import OutputError
+    from anomaly.imaging.decoder_worker import Task
+    from anomaly.inference.watch import WatchJournal, watch
+
+    counts: Counter[str] = Counter()
+
+    def seen(finished: Finished) -> None:
+        counts[finished.row.status] += 1
+        counts[finished.row.verdict] += 1
+        print(_line(finished.row), flush=True)
+
+    journal = WatchJournal(
+        options.output,
+        about,
+        regions=options.regions,
+        mm_per_pixel=model.lead.config.image.mm_per_pixel,
+    )
+    outputs.write_scale(model)
+    decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
+    log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
+    try:
+        with journal:
+            watch(
+                model,
+                options.input,
+                options.output,
+                journal,
+                decoders,
+                settle=options.settle,
+                stopped=lambda: stop.signal is not None,
+                heatmaps=outputs.heatmaps,
+                thumbnails=thumbnails,
+                seen=seen,
+                trouble=log.warning,
+            )
+    except OutputError as error:
+        told = OutputError(f"{error}; once that is mended, go on with --resume")
+        told.exit_code = 3 if counts["ok"] else 2
+        raise told from None
+    return counts
+
+
+def _write_page(
+    options: argparse.Namespace,
+    model: AnyModel,
+    about: dict[str, object],
+    thumbnails: Thumbnails,
+) -> str:
+    """Write the page of all that was scored, and say where it is."""
+    from anomaly.inference.rows import Row
+    from anomaly.report.gallery import write_gallery
+
+    def rows() -> Iterator[Row]:
+        with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
+            yield from (Row(**json.loads(line)) for line in lines)
+
+    named = ", ".join(map(str, options.input))
+    file = write_gallery(model, options.model, named, rows, options.output, thumbnails, about)
+    return f", all on {'one page' if file.suffix else 'a page for each product'} in {file}"
 
 
 def _say_passed_over(options: argparse.Namespace) -> None:

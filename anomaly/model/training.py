@@ -9,37 +9,24 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.errors import DataError
-from anomaly.features.backbones import Normalisation, normalisation
-from anomaly.features.embedder import Embedder, network_input
-from anomaly.features.extractor import FeatureExtractor
-from anomaly.features.precision import choose_precision
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.preprocessing import Loaded, size_of
-from anomaly.imaging.shared_decoders import read_mask
 from anomaly.model.appearance_model import AppearanceModel, odd_among
-from anomaly.model.build import backbone, fitter_of
 from anomaly.model.cluster_patches import ClusterPatches
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.detector_fit import DetectorFit, fit_detector
+from anomaly.model.preparation import prepare
 from anomaly.model.saving import manifest_of
-from anomaly.model.settings import loading_of, region_of, turns_of
-from anomaly.model.shard_worker import ShardJob
 from anomaly.model.suspects import Suspect
 from anomaly.model.training_patches import TrainingPatches
 from anomaly.runtime.actors import Cluster
-from anomaly.scorers.base import Scorer
 
 log = logging.getLogger(__name__)
-
-TRIAL_IMAGES = 4  # that show whether bf16 is safe
 
 StageProgress = Callable[[str, int, int], None]
 
@@ -123,54 +110,24 @@ def _train(
     progress: StageProgress,
 ) -> Training:
     clock = _Clock()
-    extractor, weights_sha256 = backbone(config, device)
-    normalise = normalisation(config.backbone.name)
-    region, aspect = region_of(config.image, Path(), read_mask), _aspect(config, samples, decoders)
-    stride, patch = extractor.coarsest_stride, extractor.patch
-    decoders.begin(Task(loading_of(config, stride, region, aspect, patch)))
-    extractor = _in_chosen_precision(config, extractor, normalise, samples, decoders, device)
-    config = config.model_copy(update={"precision": extractor.precision})
-    fitter = fitter_of(config).prepared(sum(extractor.channels), device)
+    prepared = prepare(config, samples, decoders, device)
     clock.lap("backbone")
-    log.debug(
-        "%s: %s, strides %s, in %s",
-        config.backbone.name,
-        ", ".join(extractor.layers),
-        extractor.strides,
-        extractor.precision,
+    patches = prepared.patches(
+        samples, decoders, scratch, cluster, lambda done, total: progress("features", done, total)
     )
-
-    made_of: dict[str, Any] = {
-        "images": {i: s.source for i, s in enumerate(samples)},
-        "decoders": decoders,
-        "embedder": Embedder(extractor, normalise, fitter.align, device),
-        "batch_size": config.batch_size,
-        "scratch": scratch,
-        "aligned": fitter.compact,
-        "region": region,
-        "turns": turns_of(config),
-        "progress": lambda done, total: progress("features", done, total),
-    }
-    shared: ClusterPatches | None = None
-    if cluster is not None:
-        job = ShardJob(config, extractor, normalise, fitter, region, aspect, device.type)
-        shared = ClusterPatches(cluster, job, **made_of)
-    patches = shared or TrainingPatches(**made_of)
-
-    def detector_of(scorer: Scorer) -> AnomalyDetector:
-        return AnomalyDetector(config, extractor, normalise, scorer, None, device, region, aspect)
 
     def fitted() -> None:
         clock.lap("scorer")
         clock.move("scorer", "features", patches.seconds)
 
+    shared = patches if isinstance(patches, ClusterPatches) else None
     try:
         if shared is not None:
             shared.compute()
         fit = fit_detector(
-            detector_of,
+            prepared.detector,
             patches,
-            fitter,
+            prepared.fitter,
             samples,
             calibrate=calibrate,
             score=None if shared is None else shared.score,
@@ -185,7 +142,7 @@ def _train(
     spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in clock.seconds.items())
     log.debug("time: %s", spent)
     shard = None if shared is None else shared.shard
-    return _training(fit, patches, samples, weights_sha256, shard, clock.seconds)
+    return _training(fit, patches, samples, prepared.weights_sha256, shard, clock.seconds)
 
 
 def _training(
@@ -225,45 +182,6 @@ def _patch_pixels(patches: TrainingPatches, stride: int) -> tuple[float, float]:
         for one in zip(*axes, strict=True)
     )
     return height, width
-
-
-def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> float | None:
-    """H/W of most training images, where the model needs one for all."""
-    if not config.one_aspect:
-        return None
-    found = decoders.map(size_of, [s.path for s in samples if s.image is None])
-    sizes = [size for size in found if isinstance(size, tuple)]
-    sizes += [s.image.size for s in samples if s.image is not None]
-    return statistics.median(height / width for height, width in sizes) if sizes else None
-
-
-def _in_chosen_precision(
-    config: Config,
-    extractor: FeatureExtractor,
-    normalise: Normalisation,
-    samples: Sequence[Sample],
-    decoders: Decoders,
-    device: torch.device,
-) -> FeatureExtractor:
-    """The extractor in the precision that the model will have."""
-    precision: str = config.precision
-    if precision == "auto":
-        trial = _trial(samples, decoders)
-        images = network_input(trial, normalise, device) if trial else None
-        precision = "fp32" if images is None else choose_precision(extractor, images)
-    return extractor.to(device, precision)
-
-
-def _trial(samples: Sequence[Sample], decoders: Decoders) -> list[Loaded]:
-    """A few usable images of one size, from all over the list."""
-    trial: list[Loaded] = []
-    for i in range(0, len(samples), max(1, len(samples) // TRIAL_IMAGES)):
-        item = decoders.load(samples[i].source)
-        if isinstance(item, Loaded):
-            item = next(item.tiles(1))[0]
-        if isinstance(item, Loaded) and (not trial or item.view.size == trial[0].view.size):
-            trial.append(item)
-    return trial[:TRIAL_IMAGES]
 
 
 class _Clock:

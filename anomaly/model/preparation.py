@@ -1,0 +1,178 @@
+"""What is settled before the first training image is learned from."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anomaly.config.schema import Config
+from anomaly.datasets import Sample
+from anomaly.features.backbones import Normalisation, normalisation
+from anomaly.features.embedder import Embedder, network_input
+from anomaly.features.extractor import FeatureExtractor
+from anomaly.features.precision import choose_precision
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.preprocessing import Loaded, size_of
+from anomaly.imaging.region import Region
+from anomaly.imaging.shared_decoders import read_mask
+from anomaly.model.build import backbone, fitter_of
+from anomaly.model.cluster_patches import ClusterPatches
+from anomaly.model.detector import AnomalyDetector
+from anomaly.model.settings import loading_of, region_of, turns_of
+from anomaly.model.shard_worker import ShardJob
+from anomaly.model.training_patches import TrainingPatches
+from anomaly.runtime.actors import Cluster
+from anomaly.scorers.base import Fitter, Progress, Scorer
+
+log = logging.getLogger(__name__)
+
+_TRIAL_IMAGES = 4  # that show whether bf16 is safe
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What is settled before the first training image is learned from.
+
+    Attributes:
+        config: all settings, the precision chosen.
+        extractor: the backbone on its device, in that precision.
+        weights_sha256: of the weights file; None for random ones.
+        normalise: what the backbone expects of its input.
+        fitter: of the method.
+        region: what of each image counts; None for all of it.
+        aspect: H/W that images have to have; None for any.
+        device: where the network and the scorer run.
+    """
+
+    config: Config
+    extractor: FeatureExtractor
+    weights_sha256: str | None
+    normalise: Normalisation
+    fitter: Fitter[Any]
+    region: Region | None
+    aspect: float | None
+    device: torch.device
+
+    def detector(self, scorer: Scorer) -> AnomalyDetector:
+        """What a scorer that was fitted makes a detector of."""
+        return AnomalyDetector(
+            self.config,
+            self.extractor,
+            self.normalise,
+            scorer,
+            None,
+            self.device,
+            self.region,
+            self.aspect,
+        )
+
+    def patches(
+        self,
+        samples: Sequence[Sample],
+        decoders: Decoders,
+        scratch: Path,
+        cluster: Cluster | None,
+        progress: Progress,
+    ) -> TrainingPatches:
+        """The training images' patches, computed by a cluster's workers where there is one."""
+        made_of: dict[str, Any] = {
+            "images": {i: s.source for i, s in enumerate(samples)},
+            "decoders": decoders,
+            "embedder": Embedder(self.extractor, self.normalise, self.fitter.align, self.device),
+            "batch_size": self.config.batch_size,
+            "scratch": scratch,
+            "aligned": self.fitter.compact,
+            "region": self.region,
+            "turns": turns_of(self.config),
+            "progress": progress,
+        }
+        if cluster is None:
+            return TrainingPatches(**made_of)
+        job = ShardJob(
+            self.config,
+            self.extractor,
+            self.normalise,
+            self.fitter,
+            self.region,
+            self.aspect,
+            self.device.type,
+        )
+        return ClusterPatches(cluster, job, **made_of)
+
+
+def prepare(
+    config: Config, samples: Sequence[Sample], decoders: Decoders, device: torch.device
+) -> Prepared:
+    """Load the backbone, tell the decoders what to do, and choose the precision.
+
+    Args:
+        config: all settings; `config.data` isn't read.
+        samples: the training images.
+        decoders: what reads them.
+        device: where the network and the scorer are to run.
+
+    Raises:
+        AnomalyError: weights, layers or images can't be used as configured.
+    """
+    extractor, weights_sha256 = backbone(config, device)
+    normalise = normalisation(config.backbone.name)
+    region, aspect = region_of(config.image, Path(), read_mask), _aspect(config, samples, decoders)
+    stride, patch = extractor.coarsest_stride, extractor.patch
+    decoders.begin(Task(loading_of(config, stride, region, aspect, patch)))
+    extractor = _in_chosen_precision(config, extractor, normalise, samples, decoders, device)
+    config = config.model_copy(update={"precision": extractor.precision})
+    fitter = fitter_of(config).prepared(sum(extractor.channels), device)
+    log.debug(
+        "%s: %s, strides %s, in %s",
+        config.backbone.name,
+        ", ".join(extractor.layers),
+        extractor.strides,
+        extractor.precision,
+    )
+    return Prepared(config, extractor, weights_sha256, normalise, fitter, region, aspect, device)
+
+
+def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> float | None:
+    """H/W of most training images, where the model needs one for all."""
+    if not config.one_aspect:
+        return None
+    found = decoders.map(size_of, [s.path for s in samples if s.image is None])
+    sizes = [size for size in found if isinstance(size, tuple)]
+    sizes += [s.image.size for s in samples if s.image is not None]
+    return statistics.median(height / width for height, width in sizes) if sizes else None
+
+
+def _in_chosen_precision(
+    config: Config,
+    extractor: FeatureExtractor,
+    normalise: Normalisation,
+    samples: Sequence[Sample],
+    decoders: Decoders,
+    device: torch.device,
+) -> FeatureExtractor:
+    """The extractor in the precision that the model will have."""
+    precision: str = config.precision
+    if precision == "auto":
+        trial = _trial(samples, decoders)
+        images = network_input(trial, normalise, device) if trial else None
+        precision = "fp32" if images is None else choose_precision(extractor, images)
+    return extractor.to(device, precision)
+
+
+def _trial(samples: Sequence[Sample], decoders: Decoders) -> list[Loaded]:
+    """A few usable images of one size, from all over the list."""
+    trial: list[Loaded] = []
+    for i in range(0, len(samples), max(1, len(samples) // _TRIAL_IMAGES)):
+        item = decoders.load(samples[i].source)
+        if isinstance(item, Loaded):
+            item = next(item.tiles(1))[0]
+        if isinstance(item, Loaded) and (not trial or item.view.size == trial[0].view.size):
+            trial.append(item)
+    return trial[:_TRIAL_IMAGES]
