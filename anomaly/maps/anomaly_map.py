@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from anomaly.arrays import Array, module_of
 from anomaly.imaging.geometry import AnyView, Axis
 from anomaly.imaging.region import Region
+from anomaly.runtime.blas import one_blas_thread
 
 # Farther than the blur reaches from every patch that counts, there is nothing to show.
 _LEAST_WEIGHT = 1e-4
@@ -123,10 +124,11 @@ def source_map(
     if strip is not None:
         rows = rows[strip]
     missing = np.isnan(scores)
-    if not missing.any():
-        return np.asarray(rows @ scores @ columns.T, np.float32)
-    weights = rows @ (~missing).astype(np.float32) @ columns.T
-    summed = rows @ np.where(missing, 0, scores) @ columns.T
+    with one_blas_thread():
+        summed = rows @ np.where(missing, 0, scores) @ columns.T
+        if not missing.any():
+            return np.asarray(summed, np.float32)
+        weights = rows @ (~missing).astype(np.float32) @ columns.T
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(weights > _LEAST_WEIGHT, summed / weights, np.nan).astype(np.float32)
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from anomaly.errors import AnomalyError
 from anomaly.prefetch import ahead
+from anomaly.runtime.blas import one_blas_thread
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +164,8 @@ def _alone(threads: int) -> Iterator[None]:
         _setting_of.narrowed += 1
         _set_threads(1)
     try:
-        yield
+        with one_blas_thread():
+            yield
     finally:
         with _setting:
             _set_threads(threads)
