@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anomaly.scorers.base import PatchBatch, PatchSet
-from anomaly.scorers.patchcore.aligner import patchcore_concat
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
+from anomaly.scorers.patchcore.memory_bank import ALIGNERS
 from anomaly.scorers.subspace.fitter import PatchSubspace, SubspaceFitter
 from benchmarks.feature_cache import Seen, SeenSet
 
@@ -38,6 +38,7 @@ class Variant:
         smoothing: σ in network pixels.
         halo: γ of the damped halo, of the map that pixel figures are of; 0 for none.
         border: δ of the damped border, of the patch scores that image scores are of; 0 for none.
+        embedding: how layers are joined, as `model.embedding`, unless `finest` says it.
         weight: what the coarsest layer is multiplied by.
         finest: the layer whose grid the embeddings have; finer maps are averaged down to it. 0 for
             the finest of those joined.
@@ -58,10 +59,18 @@ class Variant:
     smoothing: float = 4.0
     halo: float = 0.5
     border: float = 0.35
+    embedding: str = "sharp"
     weight: float = 1.0
     finest: int = 0
     compress: str = ""
     shots: int = 0
+
+    @property
+    def joining(self) -> Variant:
+        """What embeddings depend on before anything is done to their numbers."""
+        return Variant(
+            layers=self.layers, finest=self.finest, weight=self.weight, embedding=self.embedding
+        )
 
     @property
     def distances(self) -> Variant:
@@ -80,7 +89,7 @@ class Embedded:
     """A set's patches as a variant embeds them."""
 
     def __init__(self, images: SeenSet, variant: Variant) -> None:
-        self._known = _all_joined(images, variant.layers, variant.finest, variant.weight)
+        self._known = _all_joined(images, variant.joining)
         self._how = variant.compress
         means = [float(self._known[one.name].abs().mean()) for one in images.train]
         self._mean = statistics.fmean(means)
@@ -107,8 +116,7 @@ def _compressed(x: Tensor, how: str, mean: float) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def _all_joined(images: SeenSet, layers: str, finest: int, weight: float) -> dict[str, Tensor]:
-    variant = Variant(layers=layers, finest=finest, weight=weight)
+def _all_joined(images: SeenSet, variant: Variant) -> dict[str, Tensor]:
     return {one.name: _joined(one, variant) for one in [*images.train, *images.test]}
 
 
@@ -125,13 +133,13 @@ def _joined(one: Seen, variant: Variant) -> Tensor:
             for m in pooled
         ]
         return torch.cat(resized, 1)[0].permute(1, 2, 0)
-    return patchcore_concat(maps)[0]
+    return ALIGNERS[variant.embedding](maps)[0]
 
 
 @lru_cache(maxsize=4)
 def _spectrum(images: SeenSet, variant: Variant) -> tuple[Tensor, Tensor]:
     total, mean, count = torch.zeros(()), torch.zeros(()), 0
-    known = _all_joined(images, variant.layers, variant.finest, variant.weight)
+    known = _all_joined(images, variant)
     for one in images.train:
         flat = known[one.name].flatten(0, 1)
         total, mean, count = total + flat.T @ flat, mean + flat.sum(0), count + len(flat)
@@ -141,9 +149,7 @@ def _spectrum(images: SeenSet, variant: Variant) -> tuple[Tensor, Tensor]:
 
 
 def _basis(images: SeenSet, variant: Variant) -> Tensor:
-    values, vectors = _spectrum(
-        images, Variant(layers=variant.layers, weight=variant.weight, finest=variant.finest)
-    )
+    values, vectors = _spectrum(images, variant.joining)
     scale = values[: variant.dims].sqrt() ** -variant.power
     return (vectors[:, : variant.dims] * (scale / scale[0])).float()
 

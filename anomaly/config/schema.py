@@ -202,8 +202,9 @@ class ModelConfig(_Section):
     """PatchCore: the share of the patches that the memory bank keeps."""
     coreset_size: PositiveInt | None = None
     """PatchCore: how many it keeps; wins over the ratio."""
-    embedding: Literal["concat", "adaptive"] = "concat"
-    """PatchCore: layers concatenated, or the reference's adaptive pooling to 1024 and 1024."""
+    embedding: Literal["sharp", "concat", "adaptive"] = "sharp"
+    """PatchCore: layers averaged over 3 × 3 positions side by side, the finest with more weight on
+    the centre (sharp) or as published (concat); or the reference's pooling to 1024 (adaptive)."""
     neighbours: Annotated[int, Field(ge=2, le=1000)] = 3
     """PatchCore: b of the `reweighted` image score."""
     search: Literal["exact", "faiss", "ivf"] = "exact"

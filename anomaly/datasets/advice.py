@@ -54,8 +54,8 @@ def _bank(report: DataReport) -> Iterator[Advice]:
         )
         yield Advice("model.coreset_ratio", "0.1", reason)
     else:
-        reason = f"with {usable} images, one patch in a hundred tells as much as one in ten"
-        yield Advice("model.coreset_ratio", "0.01", reason)
+        reason = f"with {usable} images, one patch in fifty tells good from bad as one in ten does"
+        yield Advice("model.coreset_ratio", "0.02", reason)
 
 
 def _shape(report: DataReport) -> Iterator[Advice]:

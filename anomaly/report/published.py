@@ -121,6 +121,8 @@ def published(settings: Mapping[str, Any], layers: list[str]) -> Published | Non
         return None
     if data.get("format") != "mvtec" or image.get("region") or image.get("ignore"):
         return None
+    if model.get("kind") == "patchcore" and model.get("embedding") == "sharp":
+        return None
     for figures, network, hooked, wanted in _PUBLISHED_FOR:
         as_published = all(model.get(key) == value for key, value in wanted.items())
         if as_published and (backbone.get("name"), layers) == (network, hooked):

@@ -155,17 +155,17 @@ def test_floats_of_16_bits_are_no_16_bit_images() -> None:
 @pytest.mark.parametrize(
     ("report", "settings", "word"),
     [
-        (_report("900×900"), {"model.coreset_ratio": "0.01"}, "one patch in a hundred"),
+        (_report("900×900"), {"model.coreset_ratio": "0.02"}, "one patch in fifty"),
         (_report("900×900", images=4), {"model.coreset_ratio": "1.0"}, "a handful"),
         (_report("900×900", images=12), {"model.coreset_ratio": "0.1"}, "12 images"),
-        (_report("500×1254"), {"model.coreset_ratio": "0.01"}, "images are tall"),
-        (_report("4096×3000"), {"model.coreset_ratio": "0.01", "image.tile": "1024"}, "12 times"),
+        (_report("500×1254"), {"model.coreset_ratio": "0.02"}, "images are tall"),
+        (_report("4096×3000"), {"model.coreset_ratio": "0.02", "image.tile": "1024"}, "12 times"),
         (
             _report("900×900", mode="grey16", bits=12),
-            {"model.coreset_ratio": "0.01", "image.bit_depth": "12"},
+            {"model.coreset_ratio": "0.02", "image.bit_depth": "12"},
             "12 bits",
         ),
-        (_report("900×900", mode="grey16"), {"model.coreset_ratio": "0.01"}, "16 bits"),
+        (_report("900×900", mode="grey16"), {"model.coreset_ratio": "0.02"}, "16 bits"),
     ],
 )
 def test_settings_that_suit(report: DataReport, settings: dict[str, str], word: str) -> None:

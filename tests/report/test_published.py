@@ -18,6 +18,7 @@ PATCHCORE: dict[str, Any] = {
         "smoothing": 4.0,
         "coreset_ratio": 0.1,
         "coreset_size": None,
+        "embedding": "concat",
         "projection": "random",
         "dimensions": 550,
     },
@@ -55,6 +56,7 @@ def test_the_papers_settings_are_recognised() -> None:
         ("model", "coreset_size", 1000),
         ("model", "smoothing", 0.0),
         ("model", "halo_damping", 0.5),
+        ("model", "embedding", "sharp"),
     ],
 )
 def test_another_setting_has_no_published_figures(section: str, key: str, value: object) -> None:

@@ -12,6 +12,27 @@ from torch.nn import functional as F
 
 from anomaly.scorers.patchcore.bank import ADAPTIVE_DIMENSIONS
 
+# Of a map, against 9/16 of its mean over 3×3: the centre then has half of all weight.
+_CENTRE = 7 / 16
+
+
+def patchcore_sharp(maps: Sequence[Tensor]) -> Tensor:
+    """PatchCore's layers side by side, those of the finest grid averaged less.
+
+    A mean over 3×3 positions of the finest layer blurs what it sees best, small defects. There the
+    centre counts as much as its eight neighbours together; in coarser layers, which are brought to
+    a finer grid, all nine count alike. What that is worth: `benchmarks/ACCURACY.md`.
+
+    Args:
+        maps: (B, C_i, h_i, w_i) each, any order of grids.
+
+    Returns:
+        (B, h, w, ΣC_i) float32 on the finest grid.
+    """
+    finest = _finest(maps)
+    means = [(m, _mean_of_nine(m)) for m in maps]
+    return _join([mean.lerp(m, _CENTRE) if m.shape[-2:] == finest else mean for m, mean in means])
+
 
 def patchcore_concat(maps: Sequence[Tensor]) -> Tensor:
     """PatchCore's locally aware patches, the layers side by side.
@@ -25,7 +46,7 @@ def patchcore_concat(maps: Sequence[Tensor]) -> Tensor:
     Returns:
         (B, h, w, ΣC_i) float32 on the finest grid.
     """
-    return _join([F.avg_pool2d(m, 3, stride=1, padding=1) for m in maps])
+    return _join([_mean_of_nine(m) for m in maps])
 
 
 def patchcore_adaptive(maps: Sequence[Tensor]) -> Tensor:
@@ -55,8 +76,16 @@ def patchcore_adaptive(maps: Sequence[Tensor]) -> Tensor:
     return F.adaptive_avg_pool1d(flat, dimensions).reshape(*joined.shape[:-1], dimensions)
 
 
+def _mean_of_nine(m: Tensor) -> Tensor:
+    return F.avg_pool2d(m, 3, stride=1, padding=1)
+
+
+def _finest(maps: Sequence[Tensor]) -> torch.Size:
+    return max((m.shape[-2:] for m in maps), key=lambda size: size[0] * size[1])
+
+
 def _join(maps: Sequence[Tensor]) -> Tensor:
-    finest = max((m.shape[-2:] for m in maps), key=lambda size: size[0] * size[1])
+    finest = _finest(maps)
     if torch.compiler.is_compiling():  # writing into places is a detour in a traced graph
         return torch.cat([_resized(m, finest) for m in maps], 1).permute(0, 2, 3, 1)
     first = maps[0]

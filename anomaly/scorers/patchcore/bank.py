@@ -19,7 +19,7 @@ class Bank(ArrayScorer):
         vectors: (M, D) float32.
         origins: (M, 3) int32: training image, patch row, patch column. Rows from 65,536 on are of
             turned copies, see `anomaly.imaging.turning`.
-        embedding: how feature maps became embeddings: `concat` or `adaptive`.
+        embedding: how feature maps became embeddings: `sharp`, `concat` or `adaptive`.
         reweighting: b, bank vectors that the re-weighted image score looks at.
     """
 

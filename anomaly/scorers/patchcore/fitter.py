@@ -90,7 +90,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
     projection_dim: int = 128
     seed: int = 0
     memory_limit: int = 256 * 1024**2
-    embedding: str = "concat"
+    embedding: str = "sharp"
     reweighting: int = 3
     base: MemoryBank | None = None
 

@@ -12,12 +12,20 @@ from torch import Tensor, nn
 
 from anomaly.errors import DataError
 from anomaly.scorers.base import Align, PatchBatch, PatchSet, Scorer
-from anomaly.scorers.patchcore.aligner import patchcore_adaptive, patchcore_concat
+from anomaly.scorers.patchcore.aligner import (
+    patchcore_adaptive,
+    patchcore_concat,
+    patchcore_sharp,
+)
 from anomaly.scorers.patchcore.bank import Bank, check_bank
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 
 # By `model.embedding`.
-ALIGNERS = {"concat": patchcore_concat, "adaptive": patchcore_adaptive}
+ALIGNERS = {
+    "sharp": patchcore_sharp,
+    "concat": patchcore_concat,
+    "adaptive": patchcore_adaptive,
+}
 # Bank vectors that a graph compares patches with at once: 16 MiB for an image of 1024 patches.
 _BLOCK = 4096
 
@@ -35,7 +43,7 @@ class MemoryBank(Bank, Scorer):
         exact: the selection saw all training patches at once, not a part at a time.
         search: how neighbours are found, see `NearestNeighbors`.
         cache: folder for what an approximate search has to train first; it can be deleted.
-        embedding: how feature maps become embeddings: `concat` or `adaptive`, see
+        embedding: how feature maps become embeddings: `sharp`, `concat` or `adaptive`, see
             `anomaly.scorers.patchcore.aligner`.
         reweighting: b, bank vectors that the re-weighted image score looks at.
     """
@@ -46,7 +54,7 @@ class MemoryBank(Bank, Scorer):
     exact: bool = True
     search: str = "auto"
     cache: Path | None = None
-    embedding: str = "concat"
+    embedding: str = "sharp"
     reweighting: int = 3
 
     @property

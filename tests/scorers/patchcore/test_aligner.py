@@ -5,7 +5,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anomaly.scorers.patchcore.aligner import patchcore_adaptive, patchcore_concat
+from anomaly.scorers.patchcore.aligner import (
+    patchcore_adaptive,
+    patchcore_concat,
+    patchcore_sharp,
+)
 
 
 def _maps(channels: list[int], sizes: list[tuple[int, int]], seed: int = 0) -> list[Tensor]:
@@ -47,6 +51,18 @@ def test_concat_equals_the_unfolded_form() -> None:
     torch.testing.assert_close(patchcore_concat(maps), _reference_concat(maps))
 
 
+def test_sharp_weighs_the_finest_layers_centre_as_its_eight_neighbours_together() -> None:
+    maps = _maps([16, 4, 24], [(12, 10), (12, 10), (6, 5)])
+    found = patchcore_sharp(maps)
+    assert found.shape == (2, 12, 10, 44)
+    weights = torch.ones(9)
+    weights[4] = 8
+    fine = [(_unfolded(m) * weights[:, None, None]).sum(2) / 16 for m in maps[:2]]
+    torch.testing.assert_close(found[..., :20], torch.cat(fine, 1).permute(0, 2, 3, 1))
+    torch.testing.assert_close(found[..., 20:], _reference_concat(maps)[..., 20:])
+    assert patchcore_sharp([m.bfloat16() for m in maps]).dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     "channels",
     [[512, 1024], [32, 96], [24, 32, 96], [256], [40, 112], [2048, 1024]],
@@ -62,8 +78,9 @@ def test_adaptive_equals_the_reference_steps(channels: list[int]) -> None:
 
 def test_the_finest_grid_wins_whatever_the_order_and_memory_format() -> None:
     fine, coarse = _maps([3, 5], [(4, 6), (2, 3)])
-    one = patchcore_concat([coarse, fine.contiguous(memory_format=torch.channels_last)])
-    other = patchcore_concat([fine, coarse])
-    assert one.shape == (2, 4, 6, 8)
-    torch.testing.assert_close(one[..., 5:], other[..., :3])
-    torch.testing.assert_close(one[..., :5], other[..., 3:])
+    for align in (patchcore_concat, patchcore_sharp):
+        one = align([coarse, fine.contiguous(memory_format=torch.channels_last)])
+        other = align([fine, coarse])
+        assert one.shape == (2, 4, 6, 8)
+        torch.testing.assert_close(one[..., 5:], other[..., :3])
+        torch.testing.assert_close(one[..., :5], other[..., 3:])
