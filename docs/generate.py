@@ -74,7 +74,7 @@ data:
 image:
   area: 320
 model:
-  coreset_ratio: 0.01
+  coreset_ratio: 0.02
 ```
 
 From Python the same keys are a dict, see [anomaly from Python](python.md#learn).

@@ -77,7 +77,7 @@ def test_the_ten_lines_of_the_readme_run(
     (tmp_path / "camera").mkdir()
     (tmp_path / "camera" / "broken.png").write_bytes(b"")
     (snippet,) = SNIPPET.findall((REPOSITORY / "README.md").read_text())
-    settings, folder = '{"model": {"coreset_ratio": 0.01}}', '"path/to/good"'
+    settings, folder = '{"model": {"coreset_ratio": 0.02}}', '"path/to/good"'
     assert settings in snippet
     assert folder in snippet
     code = snippet.replace(settings, "settings").replace(folder, "root / 'bottle/train/good'")
