@@ -38,7 +38,8 @@ class Variant:
         smoothing: σ in network pixels.
         halo: γ of the damped halo, of the map that pixel figures are of; 0 for none.
         border: δ of the damped border, of the patch scores that image scores are of; 0 for none.
-        embedding: how layers are joined, as `model.embedding`, unless `finest` says it.
+        embedding: how layers are joined, as `model.embedding`, unless `finest` says it; a
+            subspace has plain means.
         weight: what the coarsest layer is multiplied by.
         finest: the layer whose grid the embeddings have; finer maps are averaged down to it. 0 for
             the finest of those joined.
@@ -68,9 +69,8 @@ class Variant:
     @property
     def joining(self) -> Variant:
         """What embeddings depend on before anything is done to their numbers."""
-        return Variant(
-            layers=self.layers, finest=self.finest, weight=self.weight, embedding=self.embedding
-        )
+        how = "concat" if self.kind == "subspace" else self.embedding
+        return Variant(layers=self.layers, finest=self.finest, weight=self.weight, embedding=how)
 
     @property
     def distances(self) -> Variant:

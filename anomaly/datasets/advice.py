@@ -54,7 +54,7 @@ def _bank(report: DataReport) -> Iterator[Advice]:
         )
         yield Advice("model.coreset_ratio", "0.1", reason)
     else:
-        reason = f"with {usable} images, one patch in fifty tells good from bad as one in ten does"
+        reason = f"with {usable} images, one patch in fifty tells nearly as much as one in ten"
         yield Advice("model.coreset_ratio", "0.02", reason)
 
 
