@@ -10,7 +10,7 @@ from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, ModelError, OutputError
 from anomaly.features.engine import check_precision, installed
 from anomaly.files.writing import like
-from anomaly.model.folder import find_model
+from anomaly.model.folder import claim_model, find_model
 
 
 def check_arguments(
@@ -58,8 +58,7 @@ def _check_output(folder: Path, target: Path, overwrite: bool) -> None:
             f"{target} is where the model is that is to be exported ({folder}); give another "
             "--output"
         )
-    if target.exists() and not overwrite:
-        raise OutputError(f"{target} exists already; give another --output or add --overwrite")
+    claim_model(target, overwrite=overwrite)
 
 
 def _check_installed(engine: str, precision: str) -> None:

@@ -44,7 +44,7 @@ _MANIFEST = "manifest.json"
 
 
 def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
-    """Which entries of a folder `train`, `infer` or `explain` have written there.
+    """Which entries of a folder this program's commands have written there.
 
     Nothing is taken for theirs by its name alone, and nothing else in such a folder is.
 
@@ -55,6 +55,8 @@ def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
     own: set[str] = set()
     if "model" in names and is_model(folder / "model", (_MANIFEST,)):
         own.update(TRAIN)
+    if "golden" in names and (folder / "golden" / GOLDEN).is_file():
+        own.add("golden")
     if not {JOURNAL, WATCHED, DONE, JOB}.isdisjoint(names) or (
         "results.csv" in names and _head(folder / "results.csv").startswith(b"path,image_sha256,")
     ):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.errors import AnomalyError, OutputError, closest
+from anomaly.files.own_outputs import own_outputs
 
 # File systems take 255 bytes a name; this leaves room for a suffix and a number.
 _LONGEST_NAME = 230
@@ -28,7 +29,8 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
         overwrite: take those that exist already instead of refusing; `clear` deletes them later.
 
     Raises:
-        OutputError: one of them exists, or the folder can't be made or written to.
+        OutputError: one of them exists, or is a folder that no earlier run has made, or the folder
+            can't be made or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,6 +38,13 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
         if present and not overwrite:
             listed = ", ".join(str(p) for p in present)
             raise OutputError(f"{listed} exists already; give another --output or add --overwrite")
+        own = own_outputs(folder, [file.name for file in folder.iterdir()]) if present else ()
+        for path in present:
+            if path.is_dir() and path.name not in own and any(path.iterdir()):
+                raise OutputError(
+                    f"{path} isn't from an earlier run, so it isn't written over; move it away or "
+                    "give another --output"
+                )
         if not os.access(folder, os.W_OK):
             raise OutputError(f"{folder} can't be written to; give another --output")
     except OSError as error:
@@ -194,7 +203,17 @@ class GrowingFile:
         try:
             # Unbuffered: what couldn't be written mustn't come up again when the file is closed.
             self._stream = file.open("r+b" if end else "wb", buffering=0)
+            if self._stream.seek(0, os.SEEK_END) < end:
+                self._stream.close()
+                raise OutputError(
+                    f"{file} was changed since: it is shorter than what was written; give "
+                    "--overwrite or another --output"
+                )
             self._drop_torn()
+        except FileNotFoundError:
+            raise OutputError(
+                f"{file} is gone, or its folder is; give --overwrite or another --output"
+            ) from None
         except OSError as error:
             raise OutputError(f"{file} can't be written: {error.strerror}") from None
 

@@ -81,13 +81,14 @@ class AnomalyDetector(ScoringPipeline, Predictor):
 
         Args:
             folder: the model folder.
-            overwrite: replace an earlier one.
+            overwrite: replace an earlier model.
 
         Returns:
             The model's id.
 
         Raises:
-            OutputError: the folder exists already, or can't be written.
+            OutputError: the folder exists already, or holds something else than a model, or can't
+                be written.
         """
         return save(self, Path(folder), overwrite=overwrite)
 

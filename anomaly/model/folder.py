@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from anomaly.errors import ModelError, OutputError, why
+from anomaly.files.own_outputs import is_model
 from anomaly.files.writing import draft_of, like, sha256_of
 from anomaly.model.manifest import AGAIN, MANIFEST
 
@@ -170,6 +171,29 @@ def check_files(
 def model_id(folder: Path) -> str:
     """The first 16 digits of the manifest's sha256; the manifest vouches for all the rest."""
     return sha256_of(folder / MANIFEST)[:16]
+
+
+def claim_model(folder: Path, *, overwrite: bool) -> None:
+    """See that a model may be written to a folder; nothing is deleted.
+
+    Args:
+        folder: it needn't exist.
+        overwrite: whether a model that is there may be replaced.
+
+    Raises:
+        OutputError: there is something, and it mayn't be replaced, or is no model.
+    """
+    if not folder.exists():
+        return
+    if not overwrite:
+        raise OutputError(
+            f"{folder} exists already; give another --output or add --overwrite (overwrite=True)"
+        )
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else None
+    if names is None or (names and not is_model(folder, names)):
+        raise OutputError(
+            f"{folder} is no model, so none is written over it; move it away or give another place"
+        )
 
 
 def file_entry(file: Path) -> dict[str, Any]:

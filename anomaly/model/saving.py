@@ -14,10 +14,17 @@ import yaml
 from safetensors.numpy import save_file as save_numpy
 
 from anomaly import __version__
-from anomaly.errors import OutputError
 from anomaly.files.writing import share
 from anomaly.imaging.region import DrawnMask, Region
-from anomaly.model.folder import BACKBONE, SCORER, USUAL, appearing, file_entry, model_id
+from anomaly.model.folder import (
+    BACKBONE,
+    SCORER,
+    USUAL,
+    appearing,
+    claim_model,
+    file_entry,
+    model_id,
+)
 from anomaly.model.manifest import write_manifest
 from anomaly.model.settings import MASKS, portable
 from anomaly.model.threshold_files import write_history, write_thresholds
@@ -35,19 +42,16 @@ def save(detector: AnomalyDetector, folder: Path, *, overwrite: bool = False) ->
     Args:
         detector: what to keep.
         folder: the model folder.
-        overwrite: replace an earlier one.
+        overwrite: replace an earlier model.
 
     Returns:
         The model's id.
 
     Raises:
-        OutputError: the folder exists already, or can't be written.
+        OutputError: the folder exists already, or holds something else than a model, or can't be
+            written.
     """
-    if folder.exists() and not overwrite:
-        raise OutputError(
-            f"{folder} exists already; give another folder, or overwrite it (--overwrite, "
-            "overwrite=True)"
-        )
+    claim_model(folder, overwrite=overwrite)
     network = detector.extractor.network
     with appearing(folder) as draft:
         _save_tensors(network.state_dict(), draft / BACKBONE)

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from conftest import Command, train_arguments
 
 from anomaly.errors import AnomalyError, OutputError
 from anomaly.files.writing import (
@@ -77,6 +78,9 @@ def test_claim_refuses_and_clear_deletes_only_ones_own_names(tmp_path: Path) -> 
     write(tmp_path / "out" / "mine.txt", "x")
     with pytest.raises(OutputError, match="exists already"):
         claim(tmp_path / "out", ("rows.csv", "pictures"), overwrite=False)
+    with pytest.raises(OutputError, match="pictures isn't from an earlier run"):
+        claim(tmp_path / "out", ("rows.csv", "pictures"), overwrite=True)
+    (tmp_path / "out" / "pictures" / "1.png").unlink()
     claim(tmp_path / "out", ("rows.csv", "pictures"), overwrite=True)
     assert sorted(os.listdir(tmp_path / "out")) == ["mine.txt", "pictures", "rows.csv"]
     clear(tmp_path / "out", ("rows.csv", "pictures", "absent"))
@@ -105,3 +109,33 @@ def test_json_has_no_number_that_is_none() -> None:
         as_json({"score": float("nan")})
     name = os.fsdecode(b"\xff.png")
     assert json.loads(as_json([name])) == [name]
+
+
+@pytest.mark.parametrize(
+    ("kept", "name", "made"),
+    [
+        ("masks/001.png", "infer", "results.csv"),
+        ("heatmaps/a/b.png", "infer", "results.csv"),
+        ("model/photo.png", "train", "train.json"),
+        ("suspects/1.png", "train", "train.json"),
+    ],
+)
+def test_overwriting_spares_folders_that_no_run_has_made(
+    kept: str,
+    name: str,
+    made: str,
+    run_folder: Path,
+    product: Path,
+    tmp_path: Path,
+    command: Command,
+) -> None:
+    write(tmp_path / "out" / kept, "somebody's")
+    if name == "infer":
+        arguments = ["--model", run_folder, "--input", product / "test" / "good"]
+    else:
+        arguments = [*train_arguments(product, tmp_path / "out")]
+        arguments = arguments[: arguments.index("--output")]
+    code, _, err = command(name, [*arguments, "--output", tmp_path / "out", "--overwrite"])
+    assert (code, "isn't from an earlier run" in err) == (2, True), err
+    assert (tmp_path / "out" / kept).read_text() == "somebody's"
+    assert not (tmp_path / "out" / made).exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import anomaly
 from anomaly.errors import OutputError
 from anomaly.model.folder import appearing
 
@@ -66,3 +67,19 @@ def test_a_file_of_that_name_is_left_alone(tmp_path: Path) -> None:
         _replace(tmp_path / "model")
     assert (tmp_path / "model").read_text() == "mine"
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_model_is_written_over_a_model_alone(run_folder: Path, tmp_path: Path) -> None:
+    detector = anomaly.load(run_folder, "cpu")
+    (tmp_path / "mine").mkdir()
+    detector.save(tmp_path / "mine", overwrite=True)  # an empty folder is as good as none
+    detector.save(tmp_path / "mine", overwrite=True)
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "precious.png").write_bytes(b"mine")
+    for place in (photos, photos / "precious.png"):
+        with pytest.raises(OutputError, match="is no model, so none is written over it"):
+            detector.save(place, overwrite=True)
+    with pytest.raises(OutputError, match="overwrite=True"):
+        detector.save(photos)
+    assert (photos / "precious.png").read_bytes() == b"mine"
