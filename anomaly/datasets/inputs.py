@@ -150,6 +150,7 @@ def picture_names(
     paths: Sequence[Path],
     inputs: Sequence[Path],
     exists: Callable[[str], bool] = lambda name: False,
+    numbers: dict[str, int] | None = None,
 ) -> list[str]:
     """A heatmap's path for each image, mirroring the inputs' folders; no two are equal.
 
@@ -161,7 +162,10 @@ def picture_names(
         inputs: the files and folders that they were found through; none stands for the files
             themselves.
         exists: whether a name is taken by a picture already.
+        numbers: how often names were given again in earlier calls, kept up to date here: where one
+            is given a thousand times, nobody has to ask for all the earlier ones.
     """
+    numbers = {} if numbers is None else numbers
     folders = [p if os.path.isdir(p) else p.parent for p in inputs]  # noqa: PTH112, never raises
     common = os.path.commonpath(map(_plain, folders or [p.parent for p in paths]))
     taken: set[str] = set()
@@ -171,12 +175,13 @@ def picture_names(
         last = mirrored.stem if mirrored.suffix.lower() == ".png" else mirrored.name
         folder = [f"{p}~" if p.lower().endswith(_OURS) else p for p in mirrored.parts[:-1]]
         plain = "/".join(map(short_name, (*folder, last)))
-        name = f"{plain}.png"
+        number = numbers.get(plain, 1)
+        name = f"{plain}.png" if number == 1 else f"{plain}~{number}.png"
         # Names that differ in case alone are one name on Windows and macOS.
-        number = 1
         while name.casefold() in taken or exists(name):
             number += 1
             name = f"{plain}~{number}.png"
+            numbers[plain] = number
         taken.add(name.casefold())
         names.append(name)
     return names

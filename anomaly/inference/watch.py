@@ -215,6 +215,7 @@ def watch(
     """
     arrivals = Arrivals(folders, journal.done, settle)
     complaint = told = ""
+    numbers: dict[str, int] = {}  # of names that come again
     while not stopped():
         begun = time.monotonic()
         try:
@@ -230,7 +231,7 @@ def watch(
         polled = time.monotonic()
         if ready:
             paths = list(ready)
-            names = picture_names(paths, folders, partial(picture_exists, output))
+            names = picture_names(paths, folders, partial(picture_exists, output), numbers)
             inputs = Inputs(paths, names, heatmaps)
             record = _Arrived(ready, journal, seen)
             infer(model, inputs, record, decoders, stopped=stopped, thumbnails=thumbnails)

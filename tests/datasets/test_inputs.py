@@ -61,6 +61,24 @@ def test_a_name_that_is_taken_gets_a_number() -> None:
     assert picture_names([Path("/in/x.png"), Path("/in/X.PNG")], []) == ["x.png", "X~2.png"]
 
 
+def test_a_name_that_comes_a_thousand_times_is_not_looked_for_a_thousand_times() -> None:
+    written: set[str] = set()
+    numbers: dict[str, int] = {}
+    asked = 0
+
+    def exists(name: str) -> bool:
+        nonlocal asked
+        asked += 1
+        return name in written
+
+    for _ in range(1000):
+        written.update(picture_names([Path("/in/part.png")], [], exists, numbers))
+    assert len(written) == 1000
+    assert {"part.png", "part~2.png", "part~1000.png"} < written
+    assert asked < 3000
+    assert picture_names([Path("/in/other.png")], [], exists, numbers) == ["other.png"]
+
+
 def test_pictures_stay_in_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

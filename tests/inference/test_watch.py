@@ -237,6 +237,20 @@ def test_resumed_after_a_kill(shift: Callable[..., tuple[int, str, str]], tmp_pa
     assert not (output / "regions.csv").exists()
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_table_that_somebody_has_cut_is_not_grown(
+    gone: bool, shift: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    write_part(tmp_path / "line" / "0.png", seed=0)
+    assert shift([])[0] == 0
+    table = tmp_path / "out" / "results.jsonl"
+    text = table.read_bytes()[:-30]
+    table.unlink() if gone else table.write_bytes(text)
+    code, _, err = shift([_arrive(tmp_path / "line", "1.png")], "--resume")
+    assert (code, "results.jsonl " in err, "give --overwrite" in err) == (2, True, True)
+    assert gone or table.read_bytes() == text
+
+
 def test_what_cant_be_watched(
     shift: Callable[..., tuple[int, str, str]],
     command: Command,
