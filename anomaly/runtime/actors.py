@@ -33,16 +33,18 @@ class Cluster:
     def __init__(self, threads: int, most: int | None, device: str) -> None:
         self.threads = threads
         self._most = most
-        self._options = {
+        self._options: dict[str, int] = {
             "num_cpus": threads,
             "num_gpus": int(device == "cuda"),
             "max_restarts": 0,
         }
 
     def room(self) -> int:
-        """How many actors there may be now."""
-        there = int(_ray().cluster_resources().get("CPU", 0)) // self.threads
-        return there if self._most is None else min(there, self._most)
+        """How many actors there may be now: more would wait for a processor or a GPU for ever."""
+        there = _ray().cluster_resources()
+        needs = {"CPU": self._options["num_cpus"], "GPU": self._options["num_gpus"]}
+        room = min(int(there.get(kind, 0)) // count for kind, count in needs.items() if count)
+        return room if self._most is None else min(room, self._most)
 
     def put(self, value: Any) -> Any:
         """What stands for a large value among the arguments of many actors."""

@@ -151,6 +151,8 @@ def dispatch(
             while waiting and (idle or len(busy) < max(1, room())):
                 worker, chunk = idle.pop() if idle else hire(), waiting.popleft()
                 busy[chunk.begin(worker)] = worker, chunk
+            while idle and not waiting:  # one that waits for its place gets it
+                idle.pop().stop()
             for future in wait(busy, _WAIT, FIRST_COMPLETED).done:
                 worker, chunk = busy.pop(future)
                 idle.append(worker)

@@ -4,10 +4,13 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Semaphore
+from types import SimpleNamespace
 
 import pytest
 
 from anomaly.errors import DataError, OutputError
+from anomaly.runtime import actors
 from anomaly.runtime.actors import then
 from anomaly.runtime.dispatch import WorkerDied, dispatch
 
@@ -164,3 +167,51 @@ def test_what_follows_on_an_answer_fails_and_nobody_waits_for_ever() -> None:
     lost.set_exception(WorkerDied())
     with pytest.raises(WorkerDied):
         passed.result(1)
+
+
+def test_workers_that_wait_for_a_place_get_it_once_nothing_is_left_for_others() -> None:
+    places, chunks = Semaphore(1), list(range(6))
+
+    class Waiting(_Machines):
+        """One that has a place only once another has been stopped."""
+
+        def __init__(self) -> None:
+            super().__init__(lambda *_: False)
+            self._has_place = False
+
+        def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
+            def act() -> Counter[str]:
+                if not self._has_place:
+                    assert places.acquire(timeout=20)
+                    self._has_place = True
+                return Counter(ok=_SIZE)
+
+            return self._threads.submit(act)
+
+        def stop(self) -> None:
+            if self._has_place:
+                places.release()
+
+    assert dispatch(chunks, [_SIZE] * 6, Waiting, lambda: 4) == {"ok": 6 * _SIZE}
+
+
+@pytest.mark.parametrize(
+    ("there", "device", "most", "room"),
+    [
+        ({"CPU": 16.0, "GPU": 1.0}, "cuda", None, 1),
+        ({"CPU": 16.0, "GPU": 1.0}, "cpu", None, 8),
+        ({"CPU": 4.0, "GPU": 8.0}, "cuda", None, 2),
+        ({"CPU": 16.0}, "cuda", None, 0),
+        ({"CPU": 16.0, "GPU": 4.0}, "cuda", 3, 3),
+    ],
+)
+def test_there_is_room_for_as_many_as_have_processors_and_gpus(
+    there: dict[str, float],
+    device: str,
+    most: int | None,
+    room: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = SimpleNamespace(cluster_resources=lambda: there)
+    monkeypatch.setattr(actors, "_ray", lambda: ray)
+    assert actors.Cluster(2, most, device).room() == room
