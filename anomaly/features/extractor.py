@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from anomaly.features.layer_table import takes
 from anomaly.features.timm_networks import own_side
 from anomaly.features.tokens import Layout, layout_of
 from anomaly.features.vision import without_values
-from anomaly.hooks import HookSet, capture, resolve
+from anomaly.hooks import HookSet, capture, match
 from anomaly.hooks.guard import private
+from anomaly.runtime.once import made_once
 
 # Sides of dry-run images: multiples of 32 both, the other one of patches of 14 pixels.
 PROBES = (256, 224)
@@ -101,7 +101,7 @@ class FeatureExtractor:
             precision,
         )
 
-    @cached_property
+    @made_once
     def _engine(self) -> nn.Module:
         copy = folded(self.network, self.pairs, DTYPES[self.precision])
         return private(fused(copy, self.layers))
@@ -191,7 +191,7 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int | None = None
 
     Args:
         network: on the meta device.
-        layers: paths in any form that `anomaly.hooks.resolve` takes.
+        layers: paths or patterns, as `anomaly.hooks.match` takes them.
         probe: side of the square dry-run image; by default the first of `probes` that it takes.
 
     Raises:
@@ -250,7 +250,7 @@ def probes(network: nn.Module) -> tuple[int, ...]:
 
 @without_values()
 def _truncated(network: nn.Module, layers: Sequence[str], probe: int) -> dict[str, Tensor]:
-    paths = list(dict.fromkeys(resolve(network, layer)[0] for layer in layers))
+    paths = list(dict.fromkeys(path for layer in layers for path in match(network, layer)))
     order: list[str] = []
     used = Reads()
     try:

@@ -125,3 +125,10 @@ def test_a_pass_does_not_search_the_process_for_compiled_networks(
     extractor(torch.rand(1, 3, 64, 64))
     assert not asked
     torch.compiler.reset()
+
+
+def test_layers_may_be_named_by_patterns() -> None:
+    some = truncate(build("resnet18"), ["layer1", "layer2.*.conv2"])
+    assert some.extractor().layers == ("layer1", "layer2.0.conv2", "layer2.1.conv2")
+    with pytest.raises(LayerError, match="matches 'stage\\*'"):
+        truncate(build("resnet18"), ["stage*"])

@@ -1,6 +1,7 @@
 """Numpy's products have one thread while they are ours, and theirs again afterwards."""
 
 import threading
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -54,6 +55,16 @@ def test_blocks_of_several_threads_end_with_the_threads_there_were() -> None:
         for one in others:
             one.join()
         assert threads() == {2}
+
+
+def test_blocks_that_overlap_end_with_the_last() -> None:
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(one_blas_thread())
+    second.enter_context(one_blas_thread())
+    first.close()
+    assert threads() == {1}
+    second.close()
+    assert threads() == {2}
 
 
 def test_passes_side_by_side_and_maps_leave_numpys_threads_alone(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from anomaly.runtime.once import made_once
 from anomaly.scorers.patchcore.bank import Bank, check_bank
 from anomaly.scorers.patchcore.search.array_index import ArrayIndex
 
@@ -39,7 +39,7 @@ class ArrayBank(Bank):
     embedding: str
     reweighting: int
 
-    @cached_property
+    @made_once
     def _index(self) -> ArrayIndex:
         return ArrayIndex(self.vectors)
 

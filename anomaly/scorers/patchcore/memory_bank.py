@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from anomaly.errors import DataError
+from anomaly.runtime.once import made_once
 from anomaly.scorers.base import Align, PatchBatch, PatchSet, Scorer
 from anomaly.scorers.patchcore.aligner import (
     patchcore_adaptive,
@@ -62,7 +63,7 @@ class MemoryBank(Bank, Scorer):
         """How feature maps become the embeddings that `score` takes."""
         return ALIGNERS[self.embedding]
 
-    @cached_property
+    @made_once
     def _neighbours(self) -> NearestNeighbors:
         return NearestNeighbors(self.vectors, self.search, self.cache)
 
