@@ -36,7 +36,7 @@ def plates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not _WEIGHTS.exists(), reason="no weights: make demo brings them")
-@pytest.mark.parametrize("kind", ["patchcore", "padim"])
+@pytest.mark.parametrize("kind", ["patchcore", "padim", "subspace"])
 def test_models_of_two_halves_score_like_one_of_all(
     kind: str, plates: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -88,6 +88,7 @@ def test_nothing_is_left_of_the_run_that_a_merged_model_replaces(
 ) -> None:
     before = shutil.copytree(run_folder, tmp_path / "one")
     shutil.copytree(before / "suspects", before / "golden")
+    (before / "golden" / "golden.json").write_text("{}")
     moved = shutil.copytree(run_folder, tmp_path / "moved")
     said = json.loads((moved / "train.json").read_text())
     assert "bank_vectors" in said

@@ -15,6 +15,7 @@ from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.patchcore.coreset import pick_beyond
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
+from anomaly.scorers.subspace.fitter import SubspaceFitter
 
 GRID = (4, 5)
 DIM = 12
@@ -160,6 +161,35 @@ def test_gaussians_refuse_images_that_would_count_twice() -> None:
     scorer = fitter.fit(_batches(_patches(8, 0)))
     with pytest.raises(ModelError, match="3 training images"):
         fitter.merged([scorer, scorer], [{i: i for i in range(8)}, {i: i + 5 for i in range(8)}])
+
+
+@pytest.mark.parametrize("counts", [(5, 4), (20, 5, 7)])
+def test_subspaces_that_learn_more_or_are_merged_are_those_of_a_fit_on_all(
+    counts: Sequence[int],
+) -> None:
+    parts = [_patches(n, k, shift=k) for k, n in enumerate(counts)]
+    patches, fitter = torch.cat(parts), SubspaceFitter(components=4)
+    whole = fitter.fit(_batches(patches))
+    merged = fitter.merged([fitter.fit(_batches(p)) for p in parts], _numbers(*counts))
+    grown, known = fitter.fit(_batches(parts[0])), counts[0]
+    for part in parts[1:]:
+        growing = fitter.continuing(grown, known)
+        grown, known = growing.fit(_batches(part, first=known)), known + len(part)
+    for found in (merged, grown):
+        assert found.statistics.count == whole.statistics.count
+        torch.testing.assert_close(found.statistics.mean, whole.statistics.mean, rtol=1e-8, atol=0)
+        scatter = whole.statistics.scatter
+        torch.testing.assert_close(found.statistics.scatter, scatter, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(found.score(patches).scores, whole.score(patches).scores)
+    # What a fold of the last images leaves out is taken off all of them.
+    fold = tuple(range(known - 2, known))
+    ((_, left),) = growing.held_out(
+        grown, _batches(parts[-1], first=known - counts[-1]), [fold], grouped=False
+    )
+    expected = fitter.fit(_batches(patches[:-2]))
+    torch.testing.assert_close(left.score(patches).scores, expected.score(patches).scores)
+    with pytest.raises(ModelError, match="training images were learned from more than once"):
+        fitter.merged([whole, whole], [{0: 0, 1: 1}, {0: 1, 1: 2}])
 
 
 def test_a_method_that_cannot_says_so() -> None:

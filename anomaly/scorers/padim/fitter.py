@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress, Scorer
+from anomaly.scorers.merging import check_apart
 from anomaly.scorers.padim.accumulator import GaussianAccumulator
 from anomaly.scorers.padim.gaussian import PatchGaussian, projected
 from anomaly.scorers.padim.held_out import LeaveOneOut
@@ -147,14 +148,13 @@ class GaussianFitter(Fitter[PatchGaussian]):
     def merged(
         self, scorers: Sequence[PatchGaussian], numbers: Sequence[Mapping[int, int]]
     ) -> PatchGaussian:
-        """The Gaussians of all images together."""
+        """The Gaussians of all images together.
+
+        Raises:
+            ModelError: an image was learned from more than once, or grids differ.
+        """
+        check_apart(numbers)
         learned = [len(known) for known in numbers]
-        several = sum(learned) - len({image for known in numbers for image in known.values()})
-        if several:
-            raise ModelError(
-                f"{several} training images were learned from more than once, and would count so; "
-                "merge models that share no images"
-            )
         first = scorers[0]
         for scorer in scorers[1:]:
             if scorer.grid != first.grid:

@@ -50,7 +50,8 @@ class LeaveOneOut(Scorer):
         if self.images < 3:
             raise DataError(
                 f"{self.images} training images can't be scored without themselves: what is left "
-                "has no covariance; add images, or train with --no-calibrate"
+                "has no covariance; add images, or train with --no-calibrate and without "
+                "model.leave_out_suspects"
             )
 
     @property

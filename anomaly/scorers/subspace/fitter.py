@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from anomaly.errors import ConfigError, DataError
 from anomaly.runtime import spread
 from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress, Scorer
+from anomaly.scorers.merging import check_apart
 from anomaly.scorers.patchcore.aligner import patchcore_concat
 from anomaly.scorers.subspace.residual import Subspace, check_subspace, residual_norms
 from anomaly.scorers.subspace.statistics import PatchStatistics
@@ -54,7 +56,7 @@ class PatchSubspace(Subspace, Scorer):
 
     Attributes:
         statistics: of the patches learned from. They aren't needed to score, but with them the
-            model can be learned on, merged, and cross-fitted without a second reading of all.
+            model learns more images, is merged, and is cross-fitted without a second reading.
         basis: (D, k) float32, orthonormal columns.
     """
 
@@ -115,10 +117,12 @@ class SubspaceFitter(Fitter[PatchSubspace]):
     Attributes:
         variance: share of the patches' variance that the subspace keeps at least.
         components: k, how many principal axes it has; wins over the share.
+        base: the sums that `fit` adds to; None where it makes new ones.
     """
 
     variance: float = 0.95
     components: int | None = None
+    base: PatchStatistics | None = None
 
     @property
     def align(self) -> Align:
@@ -154,7 +158,25 @@ class SubspaceFitter(Fitter[PatchSubspace]):
             ConfigError: as many components as channels, or more.
             DataError: no patches, or some that hold NaN or infinite values.
         """
-        return self._subspaces([_sums(batches)])[0]
+        return self._subspaces([_sums(batches, self.base)])[0]
+
+    def continuing(self, scorer: PatchSubspace, learned: int) -> SubspaceFitter:
+        """A fitter whose `fit` adds to the sums that a subspace comes from.
+
+        It gives what a fit on all images would.
+        """
+        return replace(self, base=scorer.statistics)
+
+    def merged(
+        self, scorers: Sequence[PatchSubspace], numbers: Sequence[Mapping[int, int]]
+    ) -> PatchSubspace:
+        """The subspace of all images together.
+
+        Raises:
+            ModelError: an image was learned from more than once.
+        """
+        check_apart(numbers)
+        return self._subspaces([reduce(PatchStatistics.merge, (s.statistics for s in scorers))])[0]
 
     def held_out(
         self, scorer: PatchSubspace, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
@@ -177,9 +199,13 @@ class SubspaceFitter(Fitter[PatchSubspace]):
         )
 
 
-def _sums(batches: Iterable[PatchBatch]) -> PatchStatistics:
-    """Statistics of the patches that count, image by image, in the order of the batches."""
-    total: PatchStatistics | None = None
+def _sums(batches: Iterable[PatchBatch], total: PatchStatistics | None = None) -> PatchStatistics:
+    """Statistics of the patches that count, image by image, in the order of the batches.
+
+    Args:
+        batches: the patches.
+        total: statistics that these are added to.
+    """
     for batch in batches:
         for patches in batch.counted():
             if len(patches):

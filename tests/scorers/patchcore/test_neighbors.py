@@ -183,7 +183,7 @@ def test_embeddings_without_structure() -> None:
     assert distances[:, 0].numpy() == pytest.approx(exact.min(1), rel=1e-5)
 
 
-@pytest.mark.parametrize("method", ["product", "screened"])
+@pytest.mark.parametrize("method", ["product", "screened", "faiss", "ivf"])
 def test_a_query_with_nan_harms_no_other(method: str) -> None:
     bank, queries = blobs(3000, 16), blobs(20, 16, seed=1)
     expected = NearestNeighbors(bank, method).search(queries)[0]

@@ -44,7 +44,7 @@ class FaissIndex:
             self._index.add(vectors)
 
     def candidates(self, queries: Tensor, k: int) -> Tensor:
-        """The k nearest (Q, k) int64 of queries (Q, D)."""
+        """The k nearest (Q, k) int64 of queries (Q, D); any of a query that is NaN."""
         faiss.omp_set_num_threads(torch.get_num_threads())
         rows = np.ascontiguousarray((queries - self._mean).numpy())
         if self._product is not None:
@@ -53,10 +53,9 @@ class FaissIndex:
         # The probed lists may hold fewer than k vectors; then all of them are searched.
         short = (found < 0).any(1)
         if short.any():
-            self._index.nprobe = self._index.nlist
-            found[short] = self._index.search(rows[short], k)[1]
-            self._index.nprobe = _LISTS_PROBED
-        return torch.from_numpy(found)
+            every = faiss.SearchParametersIVF(nprobe=self._index.nlist)  # type: ignore[call-arg]
+            found[short] = self._index.search(rows[short], k, params=every)[1]
+        return torch.from_numpy(found).clamp_(min=0)
 
     def _flat(self, product: ProductIndex, queries: Tensor, rows: Rows, k: int) -> Tensor:
         """The k nearest by faiss, but by float64 where its float32 products can't tell."""
@@ -67,7 +66,7 @@ class FaissIndex:
             close = torch.from_numpy(scores[:, k] - scores[:, k - 1] <= slack)
             if bool(close.any()):
                 nearest[close] = product.exactly(queries[close], k)
-        return nearest
+        return nearest.clamp_(min=0)
 
 
 def _inverted(vectors: Rows) -> Any:
