@@ -10,24 +10,20 @@ what a process uses (other systems than Linux), the limit on the clock is the on
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from anomaly.errors import AnomalyError, why
+from anomaly.imaging.child_process import check_start, start, usage
 from anomaly.imaging.decoder_worker import receive, send
 from anomaly.imaging.preprocessing import MODEST_PIXELS
-
-if sys.platform == "linux":
-    import fcntl
 
 # For an image of up to `MODEST_PIXELS`; a larger one gets more in proportion. Decoding that many
 # takes 4 s and 0.7 GB at most, all that can be drawn of them 8 s and 1.2 GB.
@@ -38,7 +34,6 @@ MEMORY_BYTES = 1_500_000_000
 DRAWING = 3
 
 _ATTEMPTS = 2
-_PIPE_BYTES = 1 << 20  # an image of the network's size in one go; 64 kB take 3 ms more for each
 
 
 class EndedError(Exception):
@@ -81,6 +76,7 @@ class GuardedProcess:
         self._asked = self._answered = 0
         self._lock = threading.Lock()
         self._request: _Request | None = None
+        self._has_answered = False
         self._child: subprocess.Popen[bytes] | None = None
         self._closed = False
         # On Linux a child goes when the thread that has started it does: not the caller's.
@@ -119,8 +115,11 @@ class GuardedProcess:
 
         Raises:
             EndedError: it took too long or too much, or the process has died of it, twice.
+            AnomalyError: no such process can be started on this machine.
             Exception: what went wrong there, if that is nothing of the image's own.
         """
+        if self._child is None:
+            self._start()
         begun, spent = time.monotonic(), 0.0
         for _ in range(_ATTEMPTS):
             try:
@@ -134,9 +133,12 @@ class GuardedProcess:
                 spent = request.spent
                 continue
             self._end()
+            self._has_answered = True
             if kind == "error":
                 raise answer
             return answer
+        if not self._has_answered:
+            check_start()
         raise EndedError(f"has ended {_ATTEMPTS} processes, one after the other")
 
     def watch(self) -> None:
@@ -201,7 +203,14 @@ class GuardedProcess:
             if self._child is not None:
                 self._child.kill()
                 _let_go(self._child)
-            self._child, self._told = start(), None
+            try:
+                self._child, self._told = start(), None
+            except OSError as error:
+                self._child = None
+                raise AnomalyError(
+                    f"no process can be started that decodes images: {why(error)}; end other "
+                    "programs, or give the machine more memory"
+                ) from None
 
 
 def _let_go(child: subprocess.Popen[bytes]) -> None:
@@ -238,35 +247,3 @@ def _over(request: _Request, pid: int) -> str:
             "image of its size"
         )
     return ""
-
-
-def usage(pid: int) -> tuple[float, int] | None:
-    """Seconds that a process has computed and bytes that it holds; None where nothing says so."""
-    try:
-        # proc(5): utime, stime and rss are fields 14, 15 and 24; the second one may hold spaces.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        ticks = int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return None
-
-
-def start() -> subprocess.Popen[bytes]:
-    """A fresh interpreter that serves: works alike on every system, whatever threads there are."""
-    # The same modules as here, wherever they were found.
-    code = (
-        f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from anomaly.imaging.decoder_worker import serve; serve({os.getpid()})"
-    )  # fmt: skip
-    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    child = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | threads,
-    )
-    if sys.platform == "linux" and child.stdout is not None:
-        with suppress(OSError):  # the user's pipes hold as much as they may
-            fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    return child

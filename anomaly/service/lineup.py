@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.errors import AnomalyError, ModelError
-from anomaly.imaging.guarded_process import usage
+from anomaly.imaging.child_process import usage
 from anomaly.model.checkpoint import load
 from anomaly.runtime import release_memory
 from anomaly.service.engine import Engine

@@ -1,5 +1,6 @@
 """Decoding processes give what decoding here gives, and outlive files that take them down."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,10 +10,11 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from conftest import REPOSITORY
 
-from anomaly.errors import ImageError, OutputError
+from anomaly.errors import AnomalyError, ImageError, OutputError
+from anomaly.imaging import child_process, guarded_process
 from anomaly.imaging import decoder_worker as decoding_process
-from anomaly.imaging import guarded_process
 from anomaly.imaging import preprocessing as loading
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -216,3 +218,38 @@ def test_the_processes_load_no_torch() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == ""
+
+
+def test_a_machine_that_starts_no_process_is_not_the_images_fault(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room() -> object:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(guarded_process, "start", no_room)
+    with (
+        Decoders(1, _task(folder)) as decoders,
+        pytest.raises(AnomalyError, match="no process can be started that decodes images: Resourc"),
+    ):
+        decoders.load(folder / "00.png")
+
+
+def test_processes_that_cannot_import_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "raise ImportError('libGL.so.1: no such file')"
+    monkeypatch.setattr(child_process, "_imports", lambda: program)
+    with (
+        Decoders(1, _task(folder)) as decoders,
+        pytest.raises(AnomalyError, match=r"as soon as they are started: .*libGL\.so\.1"),
+    ):
+        decoders.load(folder / "00.png")
+
+
+def test_processes_find_the_package_from_any_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = str(REPOSITORY)
+    places = ["", *(place for place in sys.path if place not in ("", home))]
+    monkeypatch.setattr(sys, "path", places)
+    monkeypatch.chdir(folder)
+    with Decoders(1, _task(folder)) as decoders:
+        assert isinstance(decoders.load(folder / "00.png"), Loaded)

@@ -38,7 +38,7 @@ from anomaly.imaging import guarded_process
 from anomaly.cli import main
 asked = guarded_process.GuardedProcess.ask
 def used(process):
-    return (guarded_process._usage(process._child.pid) or [0.0])[0]
+    return (guarded_process.usage(process._child.pid) or [0.0])[0]
 def ask(self, *request, **options):
     child, before, begun = self._child.pid, used(self), time.monotonic()
     try:
