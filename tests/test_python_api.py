@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -169,6 +170,8 @@ def test_pil_images_are_what_their_files_are(
         (Pil.new("CMYK", (40, 40)), {}, r"convert\('RGB'\)"),
         (None, {}, "NoneType"),
         ("missing.png", {}, "missing.png"),
+        (b"no path", {}, "bytes can't be used"),
+        (io.BytesIO(b"no path"), {}, "BytesIO can't be used"),
         (Path("tests"), {}, "tests"),
     ],
 )
@@ -177,6 +180,30 @@ def test_what_cannot_be_used_says_why(
 ) -> None:
     with pytest.raises(anomaly.ImageError, match=says):
         detector.predict(image, **options)  # type: ignore[call-overload]
+
+
+def test_a_stream_of_one_path_is_a_stream_of_one_image(
+    detector: anomaly.AnomalyDetector, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "part.png")
+    cv2.imwrite(file, part(3))
+    assert [one.path for one in detector.stream(file)] == [Path(file)]
+
+
+def test_a_precision_that_is_none(detector: anomaly.AnomalyDetector, tmp_path: Path) -> None:
+    detector.save(tmp_path / "model")
+    with pytest.raises(ModelError, match="precision 'fp16': give 'fp32' or 'bf16'"):
+        anomaly.load(tmp_path / "model", "cpu", precision="fp16")
+
+
+def test_a_prediction_of_a_file_keeps_no_pixels(tmp_path: Path) -> None:
+    for i in range(3):
+        write_part(tmp_path / f"{i}.png", seed=i)
+    tiles = {**TINY, "image": {"tile": 64, "area": 64}}
+    for settings in (TINY, tiles):
+        detector = anomaly.fit([part(seed) for seed in range(4)], settings, device="cpu")
+        assert detector.predict(tmp_path / "0.png").image is None
+        assert detector.predict(part(0)).image is not None
 
 
 def test_options_that_mean_nothing_are_errors(detector: anomaly.AnomalyDetector) -> None:
@@ -330,6 +357,7 @@ def test_what_cannot_be_learned_from(
 
 def test_calibration_by_arrays_and_its_refusals(detector: anomaly.AnomalyDetector) -> None:
     good = [part(seed) for seed in range(80, 90)]
+    unlooked = Path("missing.png")
     other = detector.calibrate([*good, good[0], part(0)], reject_rate=0.2, review_rate=0.2)
     assert other.thresholds.images == 10  # a copy, and one that it has learned from, are left out
     assert detector.thresholds.images == 12
@@ -342,6 +370,8 @@ def test_calibration_by_arrays_and_its_refusals(detector: anomaly.AnomalyDetecto
     ]:
         with pytest.raises(DataError, match=says):
             detector.calibrate(**wrong)  # type: ignore[arg-type]
+        with pytest.raises(DataError, match=says):  # before an image is looked at
+            detector.calibrate(iter([unlooked]), **wrong)  # type: ignore[arg-type]
 
 
 def test_a_saved_change_of_thresholds_is_in_the_history(

@@ -38,16 +38,20 @@ def recalibrated(
         "threshold": threshold,
         "review_threshold": review_threshold,
     }
+    if threshold is None:
+        if review_threshold is not None:
+            raise DataError("review_threshold needs threshold, where rejection begins")
+        wanted = rates(detector, review_rate, reject_rate)
+    elif reject_rate is not None or review_rate is not None:
+        raise DataError("thresholds are set by hand or found by rates, not both")
+    else:
+        check_by_hand(threshold, review_threshold)
     scored = {} if good is None else {"good": _scored(detector, good, given)}
     scores = scored["good"].good_scores() if scored else _known_scores(detector)
-    if threshold is not None:
-        if reject_rate is not None or review_rate is not None:
-            raise DataError("thresholds are set by hand or found by rates, not both")
-        limits = by_hand(scores, threshold, review_threshold)
-    elif review_threshold is not None:
-        raise DataError("review_threshold needs threshold, where rejection begins")
+    if threshold is None:
+        limits = thresholds_from(scores, *wanted)
     else:
-        limits = thresholds_from(scores, *rates(detector, review_rate, reject_rate))
+        limits = by_hand(scores, threshold, review_threshold)
     asked = {name: value for name, value in asked.items() if value is not None}
     images = {name: one.named_hashes() for name, one in scored.items()}
     made = change(asked, detector.thresholds, limits, images) | {"model_before": detector.model_id}
@@ -61,13 +65,22 @@ def by_hand(good: GoodScores, reject: float, review: float | None) -> Thresholds
     Raises:
         DataError: review lies above rejection, or one isn't a number of 0 or more.
     """
+    check_by_hand(reject, review)
+    return thresholds_by_hand(good, reject if review is None else review, reject)
+
+
+def check_by_hand(reject: float, review: float | None) -> None:
+    """See that chosen thresholds can be thresholds.
+
+    Raises:
+        DataError: review lies above rejection, or one isn't a number of 0 or more.
+    """
     chosen = reject if review is None else review
     for name, value in (("threshold", reject), ("review threshold", chosen)):
         if not 0 <= value < float("inf"):
             raise DataError(f"the {name} is {value:g}; it must be a number of 0 or more")
     if chosen > reject:
         raise DataError(f"the review threshold {chosen:g} lies above the threshold {reject:g}")
-    return thresholds_by_hand(good, chosen, reject)
 
 
 def rates(

@@ -34,7 +34,7 @@ Array: TypeAlias = NDArray[np.float32]
 Format: TypeAlias = Literal["safetensors", "npy"]
 
 SETTINGS, INDEX, SKIPPED = "features.json", "index.csv", "skipped.csv"
-# A shard closes before its rows fill more memory than this.
+# A shard closes before all rows that wait fill more memory than this.
 _SHARD_BYTES = 256 * 1024**2
 _COLUMNS = ("shard", "row", "path", "image_sha256")
 
@@ -259,9 +259,12 @@ class FeatureWriter:
         shapes = tuple(value.shape for value in values)
         rows = self._waiting.setdefault(shapes, [])
         rows.append((path, image_sha256, values))
-        held = len(rows) * sum(value.nbytes for value in values)
-        if len(rows) == self._shard_size or held >= _SHARD_BYTES:
+        # Rows of one shape take as many bytes each.
+        held = {k: len(w) * sum(v.nbytes for v in w[0][2]) for k, w in self._waiting.items()}
+        if len(rows) == self._shard_size:
             self._save(shapes)
+        elif sum(held.values()) >= _SHARD_BYTES:
+            self._save(max(held, key=held.__getitem__))
 
     def skipped(self, rows: Sequence[tuple[str, str, str]]) -> None:
         """List the files that couldn't be used: (path, status, reason)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from anomaly.imaging.image import MAX_PIXELS
 from anomaly.imaging.preprocessing import Loading, UnusableImage, by_shape
 from anomaly.model.checkpoint import load
 from anomaly.model.training import StageProgress
+
+log = logging.getLogger(__name__)
 
 Pooling: TypeAlias = Literal["mean", "max", "none"]
 
@@ -69,6 +72,8 @@ def from_model(folder: Path, layers: Sequence[str] | None = None) -> Source:
             f"{folder} cuts its images into tiles, and features are saved for whole images; "
             f"use --backbone {name} with an --input-size"
         )
+    if detector.region is not None:
+        log.warning("%s looks at a part of each image; features are of whole images", folder)
     layers = layers or detector.extractor.layers
     network = build(name)
     _, outputs = truncate_in_place(network, layers)

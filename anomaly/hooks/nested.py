@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -44,7 +45,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return function(value)
     if isinstance(value, Mapping):
         items = {key: map_tensors(function, item) for key, item in value.items()}
-        return type(value)(**items) if hasattr(value, "to_tuple") else type(value)(items)  # type: ignore[call-arg]
+        if hasattr(value, "to_tuple"):
+            return type(value)(**items)
+        if not isinstance(value, MutableMapping):
+            return type(value)(items)  # type: ignore[call-arg]
+        same = copy.copy(value)  # its class alone doesn't make another defaultdict
+        same.update(items)
+        return same
     if isinstance(value, tuple | list):
         mapped = [map_tensors(function, item) for item in value]
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)

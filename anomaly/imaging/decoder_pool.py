@@ -222,7 +222,8 @@ def _load_alone(
     if isinstance(answer, Loaded):
         image = answer.image
         render = answer.render if image is None else partial(paint, path, image)
-        return replace(answer, path=path, render=render)
+        # Of one that isn't to be kept, the tiles are all that the pixels are needed for.
+        return replace(answer, path=path, image=image if keep_image else None, render=render)
     assert isinstance(answer, UnusableImage)
     return answer
 

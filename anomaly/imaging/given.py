@@ -7,6 +7,7 @@ pixels of a lossless file and the file itself score the same, bit by bit.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -180,7 +181,8 @@ def is_one(images: Any) -> TypeGuard[ImageLike]:
         return len(getattr(images, "shape", ())) < 4  # (N, H, W, 3) is N images
     if isinstance(images, str | os.PathLike | Image | _kind("PIL.Image", "Image")):
         return True
-    return not isinstance(images, Iterable)
+    # A file's bytes, or an open file, are no collection of images either; they will be refused.
+    return isinstance(images, bytes | bytearray | io.IOBase) or not isinstance(images, Iterable)
 
 
 def _kind(module: str, name: str) -> type:

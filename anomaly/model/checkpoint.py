@@ -233,8 +233,14 @@ def _unreadable(folder: Path, manifest: dict[str, Any], error: Exception) -> Mod
 
 
 def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
-    """The model's own precision, unless told otherwise or the device is slower with it."""
+    """The model's own precision, unless told otherwise or the device is slower with it.
+
+    Raises:
+        ModelError: there is no such precision.
+    """
     own = config.precision
+    if wanted not in (None, "fp32", "bf16"):
+        raise ModelError(f"precision {wanted!r}: give 'fp32' or 'bf16'")
     chosen = wanted or ("fp32" if own == "bf16" and not has_bf16(device) else own)
     if chosen != own:
         why = "as asked" if wanted else "this machine doesn't have bf16"

@@ -135,7 +135,8 @@ class Predictor:
         """Score many images, one after the other, and go on where one can't be used.
 
         Args:
-            images: as for `predict`; read only a few batches ahead of what is yielded.
+            images: as for `predict`, one or many; read only a few batches ahead of what is
+                yielded.
             on_error: called with each image that can't be used, and the ImageError that says why.
                 By default that is logged as a warning.
             channels: order of an array's colours, as for `predict`.
@@ -149,7 +150,7 @@ class Predictor:
         waiting: dict[int, ImageLike] = {}
 
         def noted() -> Iterator[ImageLike]:
-            for index, image in enumerate(images):
+            for index, image in enumerate([images] if is_one(images) else images):
                 waiting[index] = image
                 yield image
 

@@ -21,6 +21,7 @@ from anomaly.errors import DataError, ModelError
 from anomaly.features.exported import ExportedNetwork
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
+from anomaly.model.appearance import Appearance
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of
@@ -104,17 +105,16 @@ def learn(
             trial = _Trial.of(detector, patches, names, kept, progress)
         refused = {names[item.index]: item.reason for item in patches.refused}
         hashes = {names[i]: patches.hashes[i] for i in trial.numbers}
-        looks = AppearanceModel.measured([patches.looks[i] for i in trial.numbers])
+        looks = [patches.looks[i] for i in trial.numbers]
     manifest = detector.manifest
     known, unused = manifest["training_images"], manifest["refused_images"]
     left_out = {name: i for i, name in names.items() if name not in hashes}
     parents = {"parents": [detector.model_id]} if detector.model_id else {}
-    usual = detector.appearance
     return Learned(
         replace(
             trial.detector,
             thresholds=_thresholds(detector, trial.good),
-            appearance=usual and usual.merged(len(known), looks, len(hashes)),
+            appearance=_appearance(detector.appearance, len(known), looks),
             manifest={
                 **manifest,
                 "training_images": {**known, **hashes},
@@ -129,6 +129,15 @@ def learn(
         suspects,
         refused,
     )
+
+
+def _appearance(
+    usual: AppearanceModel | None, known: int, looks: Sequence[Appearance]
+) -> AppearanceModel | None:
+    """What images look like, with new ones; the known images alone may have been too few."""
+    if usual is None:
+        return AppearanceModel.of(looks)
+    return usual.merged(known, AppearanceModel.measured(looks), len(looks))
 
 
 @contextmanager

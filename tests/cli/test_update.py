@@ -95,6 +95,27 @@ def test_good_parts_under_another_lamp_are_learned(
     assert (code, "the model knows all of the 12 good images" in err) == (2, True)
 
 
+def test_what_is_usual_is_learned_once_there_are_images_enough(
+    product: Path, tmp_path: Path, update: Any
+) -> None:
+    """Six training images don't show it, and twelve more do."""
+    few = sorted((product / "train" / "good").iterdir())[:6]
+    settings = {"backbone": {"name": "mobilenet_v2", "weights": "random"}, "image": {"area": 64}}
+    detector = anomaly.fit(few, settings, device="cpu")
+    assert detector.appearance is None
+    detector.save(tmp_path / "run" / "model")
+    for i in range(12):
+        write_part(tmp_path / "good" / f"{i}.png", seed=700 + i)
+    code, _, err, new = update(tmp_path / "run", "--good", tmp_path / "good")
+    assert code == 0, err
+    learned = load(new, "cpu")
+    assert learned.appearance is not None
+    white = np.full((96, 120, 3), 255, np.uint8)
+    white[0, 0] = 254
+    assert "brightness" in learned.predict(white).reason
+    assert learned.predict(tmp_path / "good" / "0.png").reason == ""
+
+
 def test_an_update_that_lets_a_defect_pass_is_refused(
     run_folder: Path, lamp: Path, tmp_path: Path, update: Any
 ) -> None:

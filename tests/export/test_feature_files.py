@@ -143,3 +143,16 @@ def test_folders_without_features_are_told(tmp_path: Path) -> None:
     (tmp_path / "index.csv").write_text("shard,row,path\nbroken\n")
     with pytest.raises(DataError, match="is no index"):
         read_features(tmp_path)
+
+
+def test_images_of_many_shapes_wait_within_the_same_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feature_files, "_SHARD_BYTES", 4000)
+    most = 0
+    with FeatureWriter(tmp_path, SETTINGS, 100, overwrite=False) as writer:
+        for i in range(40):
+            writer.add(f"{i}.png", "", {"layer1": np.zeros(100 + i), "layer2.0": np.zeros(3)})
+            most = max(most, i + 1 - len(writer.done))
+    assert most <= 4000 // (8 * 103)
+    assert len(writer.done) == 40

@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 import warnings
+from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -295,6 +296,7 @@ class Several(nn.Module):
         return {
             "dict": {"out": x, "aux": {"low": x + 1}, "note": "not a tensor"},
             "list": [x, None, x + 2],
+            "default dict": defaultdict(list, out=x),
             "named tuple": Pair(x, x + 3),
             "none": None,
         }[kind]
@@ -302,7 +304,12 @@ class Several(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [("dict", ["0:out", "0:aux.low"]), ("list", ["0:0", "0:2"]), ("named tuple", ["0:0", "0:1"])],
+    [
+        ("dict", ["0:out", "0:aux.low"]),
+        ("list", ["0:0", "0:2"]),
+        ("default dict", ["0:out"]),
+        ("named tuple", ["0:0", "0:1"]),
+    ],
 )
 @pytest.mark.parametrize("grad", [False, True])
 def test_outputs_of_several_tensors_have_a_name_each(
