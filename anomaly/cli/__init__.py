@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = nearest(arguments[0], COMMANDS)
         print(f"error: there is no command {arguments[0]!r}; {known}", file=sys.stderr)
         return 2
-    options, said = _parsed(command, arguments)
+    options, said = _parsed(command, arguments or ["--help"])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every file name can be shown
     started = time.monotonic()

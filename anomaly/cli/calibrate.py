@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
@@ -89,13 +91,15 @@ def _run(options: argparse.Namespace) -> int:
     scored = _score(options, model, threads)
     good, defects = _good(options, model, scored), scored.get("defects")
     new, choice = _choose(options, model, good, defects)
+    _say_what_is_odd(model.thresholds, new, good)
 
     for line in new.lines():
         print(line)
     found = None if defects is None else _recall(new, defects, choice)
     before = model.thresholds
     done = 3 if any(images.refused for images in scored.values()) else 0
-    if options.without:
+    learned = model.manifest["training_images"]
+    if any(name in learned for _, name, *_ in good.left_out):
         log.info(
             "the model itself has still learned from what was left out; where that isn't good, "
             "take it from the training images and train again"
@@ -111,6 +115,20 @@ def _run(options: argparse.Namespace) -> int:
     history = find_model(options.model) / HISTORY
     print(f"model {model.model_id} is now {model_id}; the change is in {history}")
     return done
+
+
+def _say_what_is_odd(before: Thresholds | None, new: Thresholds, good: GoodScores) -> None:
+    if before is not None and new.label != before.label != "calibrated":
+        log.warning("the thresholds %s are replaced by thresholds %s", before.label, new.label)
+    highest = max(good.image)
+    if new.label == "by hand" and new.image > _FAR * highest:
+        log.warning(
+            "the threshold %.4g is %.1f times the highest score of the good images, %.4g: defects "
+            "may score less, and would pass",
+            new.image,
+            new.image / highest,
+            highest,
+        )
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -234,8 +234,11 @@ def _say(rows: list[Row], total: int, output: Path, page: str) -> None:
     for product in products if len(products) > 1 else ():
         mine = [row for row in rows if row.product == product]
         print(f"  {product}: {len(mine)} images{_counted(mine)}")
-    for row in [row for row in rows if row.verdict == "review" and row.reason][:5]:
+    odd = [row for row in rows if row.verdict == "review" and row.reason]
+    for row in odd[:5]:
         print(f"  review: {row.path}: {row.reason}")
+    if len(odd) > 5:
+        print(f"  … and {len(odd) - 5} more for review, all in results.csv")
     bad = [row for row in rows if row.status != "ok"]
     for row in bad[:5]:
         print(f"  {row.status}: {row.reason}")

@@ -71,12 +71,15 @@ def _start(options: argparse.Namespace, name: str, output: Path) -> int:
         log.info(f"they are listed in {listing}")
         taken = type(taken)(taken.layout, listing, taken.reason)
     network, why = _network(options.overrides)
-    advised, tested = _look(taken)
+    advised, tested, usable = _look(taken)
+    kind = [setting for setting in options.overrides if setting.startswith("model.kind=")]
+    if kind and kind[-1] != "model.kind=patchcore":  # no other method has a bank
+        advised = tuple(one for one in advised if one.key != "model.coreset_ratio")
     for one in advised:
         log.info(f"- {one.reason}" + (f" ({one.key}: {one.value})" if one.key else ""))
     write(config, config_text(name, taken, network, why, advised))
     log.info(f"the settings are in {config}, with the reasons; change what you know better")
-    return _steps(options, config, output, taken, tested, opens=talks)
+    return _steps(options, config, output, taken, tested, alone=usable == 1, opens=talks)
 
 
 def _steps(
@@ -86,15 +89,20 @@ def _steps(
     taken: Recognised,
     tested: bool,
     *,
+    alone: bool,
     opens: bool,
 ) -> int:
     """Run the commands, each printed as it can be run alone; the exit code of the worst."""
+    uncalibrated = ["--no-calibrate"] if alone else []
     again = ["--overwrite"] if options.overwrite else []
     settings, computes = machine.passed_on(options)
     of_config = ["--config", str(config), *settings]
     if execute(["check", *of_config]) == 2:
         log.info("what is wrong is said above; training goes on without what can't be used")
-    code = execute(["train", *of_config, "--output", str(output), *again, *computes])
+    if alone:
+        log.info("one image doesn't show how good parts differ: no thresholds, so no verdicts")
+    train = ["train", *of_config, "--output", str(output), *uncalibrated]
+    code = execute([*train, *again, *computes])
     if code not in (0, 3):
         return code
     model = ["--model", str(output)]
@@ -155,8 +163,8 @@ def config_text(
     return "\n".join(lines) + "\n"
 
 
-def _look(taken: Recognised) -> tuple[tuple[Advice, ...], bool]:
-    """What suits the images, and whether there are any to test with."""
+def _look(taken: Recognised) -> tuple[tuple[Advice, ...], bool, int]:
+    """What suits the images, whether there are any to test with, and how many to learn from."""
     from anomaly.datasets import open_dataset
     from anomaly.datasets.advice import advice
     from anomaly.datasets.check import Reading, check
@@ -170,7 +178,7 @@ def _look(taken: Recognised) -> tuple[tuple[Advice, ...], bool]:
             workers=cores(),
             progress=lambda done, total: progress("looking", done, total),
         )
-    return advice(report), bool(dataset.test)
+    return advice(report), bool(dataset.test), report.splits["train"].usable
 
 
 def _network(settings: Sequence[str]) -> tuple[str | None, str]:

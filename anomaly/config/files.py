@@ -32,7 +32,7 @@ def load_config(
 
     Args:
         path: a file, or a bare name that is looked up in `folders`. A file may name another one
-            that it builds on (`base: other.yaml`, relative to itself).
+            that it builds on (`base: other.yaml`, relative to itself or to one of `folders`).
         overrides: `key=value` with dotted keys; the value is read as YAML.
         folders: where a bare name is looked for after the working directory.
 
@@ -40,7 +40,7 @@ def load_config(
         ConfigError: no such file, no YAML, an unknown key, a wrong type or range.
     """
     file = find_config(path, folders)
-    values = _read_with_base(file, seen=())
+    values = _read_with_base(file, folders, seen=())
     values.setdefault("name", file.stem)
     changed = f", changed by {', '.join(overrides)}" if overrides else ""
     log.debug("settings from %s%s", file.absolute(), changed)
@@ -71,7 +71,7 @@ def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
     raise ConfigError(f"no config {given} (also looked in: {looked}){hint}")
 
 
-def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read_with_base(file: Path, folders: Sequence[Path], seen: tuple[Path, ...]) -> dict[str, Any]:
     if file.resolve() in seen:
         raise ConfigError(
             f"{file}: its `base` leads back to itself; remove one of the `base` lines"
@@ -80,10 +80,14 @@ def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     base = values.pop("base", None)
     if base is None:
         return values
-    base_file = file.parent / str(base)
-    if not base_file.is_file():
-        raise ConfigError(f"{file}: its base {base_file} doesn't exist; correct the `base` line")
-    return _merge(_read_with_base(base_file, (*seen, file.resolve())), values)
+    places = [file.parent, *folders]
+    base_file = next((at for place in places if (at := place / str(base)).is_file()), None)
+    if base_file is None:
+        looked = ", ".join(str(place) for place in places if place.is_dir())
+        raise ConfigError(
+            f"{file}: there is no base {base} (looked in: {looked}); correct the `base` line"
+        )
+    return _merge(_read_with_base(base_file, folders, (*seen, file.resolve())), values)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

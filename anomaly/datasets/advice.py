@@ -84,8 +84,8 @@ def _shape(report: DataReport) -> Iterator[Advice]:
 def _bits(report: DataReport) -> Iterator[Advice]:
     if report.bit_depth is not None:
         reason = (
-            f"no image is brighter than {report.bit_depth} bits, though its file has 16: without "
-            "this they would be seen all but black"
+            f"no image with 16 bits is brighter than {report.bit_depth} bits allow: without this "
+            "they would be seen all but black"
         )
         yield Advice("image.bit_depth", str(report.bit_depth), reason)
     elif any(has_16_bits(mode) for s in report.splits.values() for mode in s.modes):

@@ -33,6 +33,8 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
             can't be made or written to.
     """
     try:
+        if folder.is_file():
+            raise OutputError(f"{folder} is a file, and results need a folder; give another one")
         folder.mkdir(parents=True, exist_ok=True)
         present = [folder / name for name in names if (folder / name).exists()]
         if present and not overwrite:

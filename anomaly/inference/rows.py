@@ -161,9 +161,9 @@ def region_rows(
             path,
             number,
             **asdict(region),
-            width_mm=None if mm is None else region.width * mm,
-            height_mm=None if mm is None else region.height * mm,
-            area_mm2=None if mm is None else region.area * mm * mm,
+            width_mm=None if mm is None else round(region.width * mm, 6),
+            height_mm=None if mm is None else round(region.height * mm, 6),
+            area_mm2=None if mm is None else round(region.area * mm * mm, 6),
         )
         for number, region in enumerate(regions, 1)
     ]

@@ -52,9 +52,9 @@ def colour_bar(height: int, threshold: float, unit: str, review: float | None = 
 
     Args:
         height: in pixels.
-        threshold: the anomaly map's value where marking starts.
+        threshold: the anomaly map's value where marking starts, which isn't the image score's.
         unit: of the scores.
-        review: a lower value, from where an image is for review; None where there is none.
+        review: a lower value, where the fainter line runs; None where there is none.
 
     Returns:
         (height, about 0.4 · height, 3) RGB.
@@ -75,7 +75,7 @@ def colour_bar(height: int, threshold: float, unit: str, review: float | None = 
         cv2.line(sheet, (left, y), (left + round(5 * size), y), _INK, thickness)
         lowest = max(y + round(4 * size), lowest + line)  # two thresholds may be close together
         _write(sheet, text, (left + round(9 * size), lowest), scale, thickness)
-        if text.endswith(("reject", "review")):
+        if text.endswith(("marked", "review")):
             cv2.line(sheet, (margin // 2, y), (left - 1, y), (255, 255, 255), thickness)
     _write(sheet, unit, (margin // 2, round(20 * size)), scale, thickness)
     return sheet
@@ -83,7 +83,7 @@ def colour_bar(height: int, threshold: float, unit: str, review: float | None = 
 
 def _labels(threshold: float, review: float | None, *, few: bool) -> dict[float, str]:
     """What stands beside the bar, by multiples of the threshold, the highest first."""
-    names = {0.0: "", 1.0: " reject", 2.0: ""}
+    names = {0.0: "", 1.0: " marked", 2.0: ""}
     if review is not None and review < threshold:
         names[review / threshold] = " review"
     if not few:

@@ -125,7 +125,7 @@ def _refuse_existing(folder: Path, overwrite: bool) -> None:
         raise OutputError(f"{folder} is a file; move it away or name another folder")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise OutputError(
-            f"{folder} exists and isn't empty; name another folder, or overwrite it deliberately"
+            f"{folder} exists and isn't empty; name another folder, or overwrite it (--overwrite)"
         )
 
 

@@ -84,13 +84,18 @@ def test_without_calibration_there_are_no_verdicts_until_calibrate_finds_some(
 
 
 def test_a_change_by_hand_is_on_record_and_changes_nothing_else(
-    run: Path, product: Path, tmp_path: Path, command: Command
+    run: Path,
+    product: Path,
+    tmp_path: Path,
+    command: Command,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = _files(run)
     old = _thresholds(run)["reject"]["value"]
     by_hand = ["--threshold", 2 * old, "--review-threshold", old]
     code, out, _ = command("calibrate", ["--model", run, *by_hand, "--device", "cpu"])
     assert code == 0
+    assert "times the highest score of the good images" in caplog.text
     assert f"review above {old:.5g}" in out
     after = _files(run)
     assert {name: after[name] for name in SAME} == {name: before[name] for name in SAME}
@@ -114,6 +119,7 @@ def test_a_change_by_hand_is_on_record_and_changes_nothing_else(
 
     # The way back: the rates that the model was trained with give its thresholds again.
     assert command("calibrate", ["--model", run, "--device", "cpu"])[0] == 0
+    assert "thresholds by hand are replaced by thresholds calibrated" in caplog.text
     assert _files(run) | {"history.jsonl": ""} == before | {"history.jsonl": ""}
     assert len(_history(run)) == 2
     code, out, _ = command("calibrate", ["--model", run, "--device", "cpu"])

@@ -57,6 +57,31 @@ def test_good_images_alone_end_in_a_page(product: Path, command: Command, tmp_pa
     assert (output / "results" / "results.html").is_file()
 
 
+def test_a_single_image_ends_in_heatmaps_without_verdicts(
+    product: Path, command: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "one").mkdir()
+    image = sorted((product / "train" / "good").iterdir())[0]
+    (tmp_path / "one" / image.name).write_bytes(image.read_bytes())
+    code, out, err = command("start", [tmp_path / "one", "--output", tmp_path / "out", *SETTINGS])
+    assert "no thresholds, so no verdicts" in out + err
+    assert "1 of 1 images scored: no verdicts" in out
+    assert (tmp_path / "out" / "results" / "heatmaps" / image.name).exists()
+    assert code in (0, 3)
+    assert "--no-calibrate" in out + err  # as the command that can be run alone
+
+
+def test_a_method_without_a_bank_is_not_told_how_much_to_keep(
+    product: Path, command: Command, tmp_path: Path
+) -> None:
+    given = [*SETTINGS, "--set", "model.kind=subspace"]
+    folder = product / "train" / "good"
+    code, out, err = command("start", [folder, "--output", tmp_path / "out", *given])
+    assert code == 0, err
+    assert "their patches is kept" not in out
+    assert "coreset_ratio" not in (tmp_path / "out" / "good.yaml").read_text()
+
+
 def test_settings_of_an_earlier_start_are_not_lost(
     product: Path, command: Command, tmp_path: Path
 ) -> None:

@@ -43,6 +43,14 @@ def test_mvtec_configs_carry_the_papers_setting() -> None:
         assert config.model.image_score == "max"
 
 
+def test_a_base_may_be_one_that_comes_with_the_program(tmp_path: Path) -> None:
+    file = _write(tmp_path, "base: base/mvtec_ad.yaml\ndata: {category: bottle}")
+    assert load_config(file).data.format == "mvtec"
+    (tmp_path / "base").mkdir()
+    _write(tmp_path, "data: {format: folder}", "base/mvtec_ad.yaml")  # its own place comes first
+    assert load_config(file).data.format == "folder"
+
+
 def test_overrides_win_over_file_over_base(tmp_path: Path) -> None:
     _write(tmp_path, "seed: 1\nmodel: {coreset_ratio: 0.5, neighbours: 9}", "base.yaml")
     file = _write(tmp_path, "base: base.yaml\nmodel: {coreset_ratio: 0.25}")
@@ -113,7 +121,7 @@ def test_reweighting_needs_a_bank() -> None:
         ("name: 2020-13-45", "put dates and values"),
         pytest.param("[" * 5000, "isn't valid YAML", id="deep"),
         ("a: [1", "line 1, column 6 isn't valid YAML"),
-        ("base: nowhere.yaml", "doesn't exist; correct the `base` line"),
+        ("base: nowhere.yaml", "there is no base nowhere.yaml"),
         ("base: part.yaml", "leads back to itself"),
     ],
 )

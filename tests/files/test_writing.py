@@ -85,8 +85,10 @@ def test_claim_refuses_and_clear_deletes_only_ones_own_names(tmp_path: Path) -> 
     assert sorted(os.listdir(tmp_path / "out")) == ["mine.txt", "pictures", "rows.csv"]
     clear(tmp_path / "out", ("rows.csv", "pictures", "absent"))
     assert os.listdir(tmp_path / "out") == ["mine.txt"]
-    with pytest.raises(OutputError, match="can't be used"):
+    with pytest.raises(OutputError, match=r"mine\.txt is a file, and results need a folder"):
         claim(tmp_path / "out" / "mine.txt", (), overwrite=False)
+    with pytest.raises(OutputError, match="can't be used"):
+        claim(tmp_path / "out" / "mine.txt" / "below", (), overwrite=False)
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
