@@ -12,6 +12,8 @@ from anomaly.calibration.rates import percent
 from anomaly.report.page import page, utc_now
 
 _WIDTH, _HEIGHT = 1000, 200
+_LEFT, _BELOW = 70, 32  # beside and below a chart, for its numbers
+_TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _POINTS = 500  # of a line on the chart
 _STEPS = 60  # stretches of parts that shares are counted over
 
@@ -55,11 +57,13 @@ def _chart(one: Watched, scores: np.ndarray[tuple[int], np.dtype[np.float64]]) -
     most = max(level.promised * 1.25, *(share for _, share in shares), 0.01)
     counted = _line([(x, share / most) for x, share in shares], "share")
     promised = _horizontal(level.promised / most, "promised", percent(level.promised))
+    parts = len(scores)
+    shares_axes, sums_axes = _axes(percent(most), parts), _axes(f"{highest:.3g}", parts)
     title = html.escape(f"{level.name}: parts that score above {level.value:.4g}")
     return (
         f'<section class="card"><h2>{title}</h2>'
-        f"<h3>Share of parts above it, over time</h3>{_svg(promised + counted)}"
-        f"<h3>Cumulative sum</h3>{_svg(marks + sums)}</section>"
+        f"<h3>Share of parts above it, over time</h3>{_svg(shares_axes + promised + counted)}"
+        f"<h3>Cumulative sum</h3>{_svg(sums_axes + marks + sums)}</section>"
     )
 
 
@@ -88,5 +92,22 @@ def _horizontal(y: float, name: str, label: str) -> str:
     )
 
 
+def _axes(top: str, parts: int) -> str:
+    """A chart's frame: from 0 up to a value, and the numbers of the parts, counted from 1."""
+    found = (
+        f'<path class="axis" d="M0 0V{_HEIGHT}H{_WIDTH}"/><text x="-8" y="6">{html.escape(top)}'
+        f'</text><text x="-8" y="{_HEIGHT}">0</text>'
+    )
+    numbers = {1 + round(share * (max(parts, 1) - 1)): share for share in _TICKS}
+    for number, share in numbers.items():
+        x, label = round(_WIDTH * share, 1), f"part {number}" if number == 1 else f"{number:,}"
+        found += (
+            f'<path class="axis" d="M{x} {_HEIGHT}v6"/>'
+            f'<text class="below" x="{x}" y="{_HEIGHT + 24}">{label}</text>'
+        )
+    return found
+
+
 def _svg(content: str) -> str:
-    return f'<svg viewBox="0 -12 {_WIDTH} {_HEIGHT + 16}" role="img">{content}</svg>'
+    size = f"{-_LEFT} -12 {_LEFT + _WIDTH + 24} {_HEIGHT + 12 + _BELOW}"
+    return f'<svg viewBox="{size}" role="img">{content}</svg>'
