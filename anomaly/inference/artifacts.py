@@ -126,7 +126,8 @@ class Pictures:
     def _heatmap(
         self, image: Image, anomaly_map: AnomalyMap, limit: float, shown: Shown
     ) -> RgbImage:
-        picture = heatmap(image, anomaly_map, limit, shown.review)
+        rejected = shown.verdict == "reject"
+        picture = heatmap(image, anomaly_map, limit, shown.review, rejected=rejected)
         if self.beside is None:
             return picture
         caption = f"score {shown.score:.4g}"

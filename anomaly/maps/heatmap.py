@@ -24,6 +24,7 @@ RgbImage = NDArray[np.uint8]
 
 OPACITY = 0.65
 _FAINT = 0.5
+_NEAR_HIGHEST = 0.9  # of the highest place of a rejected image that reaches no line
 # Levels 0 to 255 reach up to twice the threshold.
 _AT_THRESHOLD = 127.5
 _SHOWN_FROM = 0.75  # of the threshold; what is lower isn't coloured
@@ -48,6 +49,8 @@ def heatmap(
     anomaly_map: Callable[[slice], NDArray[np.float32]],
     threshold: float,
     review: float | None = None,
+    *,
+    rejected: bool = False,
 ) -> RgbImage:
     """Lay an anomaly map over its image, a strip at a time: large maps needn't fit into memory.
 
@@ -56,6 +59,8 @@ def heatmap(
         anomaly_map: gives some rows of the map, (rows, W0).
         threshold: the map's value where marking starts, above 0.
         review: a lower value, which a fainter line follows; None for none.
+        rejected: whether the image is rejected, which hangs on all of its highest places together.
+            Where none of them reaches a line, the fainter one runs around the highest.
 
     Returns:
         (H0, W0, 3) RGB.
@@ -64,6 +69,12 @@ def heatmap(
     line = _line_width(image.size)
     margin = 2 * line + 2
     rows = max(_STRIP_PIXELS // width, 2 * margin)
+    if rejected:
+        tops = range(0, height, rows)
+        strips = (anomaly_map(slice(top, min(top + rows, height))) for top in tops)
+        highest = max(float(np.fmax.reduce(strip, axis=None, initial=0)) for strip in strips)
+        lowest = threshold if review is None else min(review, threshold)
+        review = review if highest > lowest else _NEAR_HIGHEST * highest
     result = np.empty((height, width, 3), np.uint8)
     for top in range(0, height, rows):
         bottom = min(top + rows, height)

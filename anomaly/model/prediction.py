@@ -133,7 +133,8 @@ class Prediction:
         limits = self.thresholds
         limit = float(np.nanmax(self.patch_scores)) if limits is None else limits.pixel
         review = None if limits is None else limits.review_pixel
-        return heatmap(self._decoded(), self.source_map, limit, review)
+        rejected = self.verdict == "reject"
+        return heatmap(self._decoded(), self.source_map, limit, review, rejected=rejected)
 
     def _repr_png_(self) -> bytes | None:
         """What a notebook shows: the heatmap, made smaller where it is large."""

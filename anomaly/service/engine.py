@@ -233,7 +233,8 @@ class Engine:
             self._decoders.forget(result.index)
             self._record(part, result, None)
             return
-        found = self._decoders.finish(part.index, part.data, result.source_map, part.wanted)
+        shown = result.source_map, part.wanted, result.verdict == "reject"
+        found = self._decoders.finish(part.index, part.data, *shown)
         found.add_done_callback(partial(self._drawn, part, result))
 
     def _drawn(

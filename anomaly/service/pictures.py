@@ -54,16 +54,17 @@ class LinePictures:
     limit: float | None
     review: float | None
 
-    def write(self, image: Image, found: SourceMap, wanted: Wanted) -> Drawn:
+    def write(self, image: Image, found: SourceMap, wanted: Wanted, rejected: bool) -> Drawn:
         """Draw one part.
 
         Args:
             image: the decoded file.
             found: its anomaly map.
             wanted: what to draw beside the small heatmap.
+            rejected: whether its verdict is that.
         """
         limit = float(np.nanmax(found.scores)) if self.limit is None else self.limit
-        picture = heatmap(image, found, limit, self.review)
+        picture = heatmap(image, found, limit, self.review, rejected=rejected)
         small = thumbnail(picture, SMALL_PIXELS).photo
         whole = encode_png(picture) if wanted.heatmap else b""
         if self.limit is None or not (wanted.mask or wanted.regions):

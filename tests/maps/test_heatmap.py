@@ -6,7 +6,15 @@ import pytest
 
 from anomaly.imaging.image import Image
 from anomaly.maps import heatmap as heatmap_module
-from anomaly.maps.heatmap import OPACITY, colour_stops, display, encode_png, layer, overlay
+from anomaly.maps.heatmap import (
+    OPACITY,
+    colour_stops,
+    display,
+    encode_png,
+    heatmap,
+    layer,
+    overlay,
+)
 
 
 def _grey(height: int, width: int) -> np.ndarray:
@@ -46,6 +54,30 @@ def test_what_is_for_review_is_outlined_fainter() -> None:
     assert (seen[20, 40] < 255).all()
     assert (seen[80, 90] > 200).all()  # the own line of the threshold
     np.testing.assert_array_equal(overlay(picture, scores, 10.0, review=10.0), plain)
+
+
+@pytest.mark.parametrize("strip_pixels", [8_000_000, 40 * 100])
+def test_a_rejected_image_without_a_mark_has_a_line_around_its_highest_place(
+    strip_pixels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heatmap_module, "_STRIP_PIXELS", strip_pixels)
+    image = Image(_grey(120, 100), 255.0, "rgb8", "png", "")
+    scores = np.zeros((120, 100), np.float32)
+    scores[70:100, 20:60] = 7.0
+    scores[30:40, 70:90] = 6.0
+    scores[:5] = np.nan
+
+    def drawn(scale: float, rejected: bool) -> np.ndarray:
+        return heatmap(image, lambda s: scale * scores[s], 10.0, 8.0, rejected=rejected)[5:]
+
+    plain = drawn(1, False)
+    assert (plain == 128).all()
+    changed = (drawn(1, True) != plain).any(axis=2)
+    assert changed[70 - 5, 20:60].all()
+    assert not changed[:50].any()  # the lower place isn't marked
+    # Where the image has a line already, nothing is added.
+    for scale in (1.2, 2):
+        np.testing.assert_array_equal(drawn(scale, True), drawn(scale, False))
 
 
 @pytest.mark.parametrize("side", [100, 384, 900])
