@@ -4,7 +4,12 @@ anomaly export --model runs/my_part --to onnx --whole --output exported
 python examples/patch_scores.py exported/model/whole.onnx part.ppm
 
 The image is a PPM file (P6, 8 bits) of the network's size: what `anomaly` makes of a file before
-the network sees it is decoding, resizing as `image` in config.yaml says, and dividing by 255.
+the network sees it is decoding, resizing as `image` in config.yaml says, and dividing by 255. A
+file of another size gets another score, and no error. With OpenCV, for images that are square and
+`image.area: 256`:
+
+small = cv2.resize(cv2.imread("part.png"), (256, 256), interpolation=cv2.INTER_AREA)
+cv2.imwrite("part.ppm", small)
 """
 
 from __future__ import annotations
