@@ -247,9 +247,9 @@ def test_processes_that_cannot_import_say_so(folder: Path, monkeypatch: pytest.M
 def test_processes_find_the_package_from_any_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As where a program in an uninstalled checkout has changed its folder meanwhile."""
     home = str(REPOSITORY)
-    places = ["", *(place for place in sys.path if place not in ("", home))]
-    monkeypatch.setattr(sys, "path", places)
-    monkeypatch.chdir(folder)
-    with Decoders(1, _task(folder)) as decoders:
-        assert isinstance(decoders.load(folder / "00.png"), Loaded)
+    monkeypatch.setattr(sys, "path", ["", *(p for p in sys.path if p not in ("", home))])
+    # Without the hooks of site-packages, which find an editable install.
+    command = [sys.executable, "-S", "-c", child_process._imports()]
+    subprocess.run(command, cwd=folder, check=True)
