@@ -108,7 +108,7 @@ class _Run:
         new = [index for index in range(len(paths)) if index not in self._record.done]
         items = self._inputs.brought((i, self._begin(i)) for i in new)
         loaded = self._decoders.load_all(items, self._stopped)
-        batches = by_shape(detector.fitting(loaded), detector.lead.config.batch_size)
+        batches = by_shape(detector.fitting(loaded), detector.batch_size)
         try:
             results = detector.predict_batches(self._noted(batches))
             for done, result in enumerate(results, 1):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, overload
 
 from anomaly.errors import DataError, ImageError
+from anomaly.features.exported import ExportedNetwork
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from anomaly.model.detector import AnomalyDetector
 
 log = logging.getLogger(__name__)
+
+_EXPORTED_AT_ONCE = 2
 
 
 class Predictor:
@@ -63,6 +66,15 @@ class Predictor:
     def lead(self) -> AnomalyDetector:
         """One of the models, for what all of them share: backbone, image settings, device."""
         return next(iter(self.models.values()))
+
+    @property
+    def batch_size(self) -> int:
+        """Images that go through the network together, unless somebody says otherwise.
+
+        Engines of exported models gain nothing by more than two; eight take twice the memory.
+        """
+        size, network = self.lead.config.batch_size, self.lead.extractor
+        return min(size, _EXPORTED_AT_ONCE) if isinstance(network, ExportedNetwork) else size
 
     @property
     def only_product(self) -> str:
@@ -184,7 +196,7 @@ class Predictor:
         """
         given = given or self._given("rgb", None, None)
         loaded = self.fitting(load_shared(sources(images, given), self.lead.loading))
-        return self.predict_batches(by_shape(loaded, self.lead.config.batch_size))
+        return self.predict_batches(by_shape(loaded, self.batch_size))
 
     def score_all(
         self,
@@ -198,7 +210,7 @@ class Predictor:
 
         Args:
             images: files, or pixels that are decoded already.
-            batch_size: images at once; the config's by default.
+            batch_size: images at once; by default the model's.
             workers: decoding processes.
             keep_images: whether the predictions are to have the decoded images.
 
@@ -209,9 +221,7 @@ class Predictor:
         task = Task(self.lead.loading, keep_image=keep_images)
         with Decoders(min(workers, len(images)), task) as decoders:
             loaded = self.fitting(decoders.load_all(enumerate(images)))
-            yield from self.predict_batches(
-                by_shape(loaded, batch_size or self.lead.config.batch_size)
-            )
+            yield from self.predict_batches(by_shape(loaded, batch_size or self.batch_size))
 
     def fitting(self, items: Iterable[Loaded | UnusableImage]) -> Iterator[Loaded | UnusableImage]:
         """Refuse images whose patches all lie outside the region, so that no batch holds any.
