@@ -15,7 +15,12 @@ from scipy.spatial.distance import cdist
 
 from anomaly.errors import ConfigError
 from anomaly.scorers.patchcore.search import product_index, screened_index
-from anomaly.scorers.patchcore.search.coarse_screen import has_exact_int8
+from anomaly.scorers.patchcore.search.bfloat16_screen import BFloat16Screen
+from anomaly.scorers.patchcore.search.coarse_screen import (
+    Float32Screen,
+    Int8Screen,
+    has_exact_int8,
+)
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 
 EXACT = ["product", "screened", "faiss"]
@@ -74,15 +79,15 @@ def test_neighbours_closer_than_products_can_tell(method: str, device: str, k: i
 
 
 quick = pytest.mark.skipif(not has_exact_int8(), reason="no exact products of 8-bit numbers here")
-SCREENS = [False, pytest.param(True, marks=quick)]
+SCREENS = [Float32Screen, BFloat16Screen, pytest.param(Int8Screen, marks=quick)]
 
 
-@pytest.mark.parametrize("int8", SCREENS)
+@pytest.mark.parametrize("screen", SCREENS)
 @pytest.mark.parametrize(("m", "k"), [(1024, 1), (2999, 3), (3008, 1)])  # 3008 = 47 · 64
 def test_some_vectors_of_a_larger_bank(
-    m: int, k: int, int8: bool, monkeypatch: pytest.MonkeyPatch
+    m: int, k: int, screen: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(screened_index, "has_exact_int8", lambda: int8)
+    monkeypatch.setattr(screened_index, "_screen", lambda: screen)
     bank, queries = blobs(4032, 200), blobs(500, 200, seed=1)  # 4032 = 63 · 64
     rows = torch.randperm(4032, generator=torch.Generator().manual_seed(2))[:m]
     whole = NearestNeighbors(bank)
@@ -194,9 +199,11 @@ def test_a_query_with_nan_harms_no_other(method: str) -> None:
     assert torch.equal(distances[others], expected[others])
 
 
-@pytest.mark.parametrize("int8", SCREENS)
-def test_queries_that_are_all_nan_are_no_error(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screened_index, "has_exact_int8", lambda: int8)
+@pytest.mark.parametrize("screen", SCREENS)
+def test_queries_that_are_all_nan_are_no_error(
+    screen: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screened_index, "_screen", lambda: screen)
     index = NearestNeighbors(blobs(3000, 16), "screened")
     for k in (1, 3):
         distances, found = index.search(torch.full((5, 16), float("nan")), k)

@@ -15,7 +15,8 @@ ROUNDING = 1e-5
 _LARGEST = 127
 # Coordinates that hold half a squared norm, with one more for what is left of it.
 _DIGITS = 5
-_LEAST = torch.finfo(torch.float32).tiny
+# Steps and scales are no smaller, so that one can divide by them.
+LEAST = torch.finfo(torch.float32).tiny
 # No bound is as large but those of vectors that mustn't be found.
 _BEYOND = 1 << 30
 
@@ -24,10 +25,15 @@ class CoarseScreen(Protocol):
     """Tells which bank vectors may be within a distance. Bounds of it are comparable numbers.
 
     Attributes:
+        axes: how many coordinates pay for small banks, and for large ones. With what comes on top
+            they fill whole registers or tiles.
         dtype: of the bounds.
     """
 
+    axes: tuple[int, int]
     dtype: torch.dtype
+
+    def __init__(self, coarse: Tensor, norms: Tensor) -> None: ...
 
     def prepared(self, coarse: Tensor, norms: Tensor) -> tuple[Tensor, ...]:
         """Queries as `bounds` and `limits` take them.
@@ -71,6 +77,7 @@ class Float32Screen:
         norms: (M,) float32 squared norms of the bank's vectors, whatever else they have.
     """
 
+    axes = 121, 185
     dtype = torch.float32
 
     def __init__(self, coarse: Tensor, norms: Tensor) -> None:
@@ -113,6 +120,7 @@ class Int8Screen:
         norms: (M,) float32; infinite for vectors that mustn't be found, which come last.
     """
 
+    axes = 121, 185
     dtype = torch.int32
 
     def __init__(self, coarse: Tensor, norms: Tensor) -> None:
@@ -122,7 +130,7 @@ class Int8Screen:
         centred = found - self._centre
         farthest = float(torch.linalg.vector_norm(centred, dim=1).amax())
         most = (2 * _DIGITS) ** 0.5 * _LARGEST - found.shape[1] ** 0.5  # rounding adds a little
-        self._step = max(float(centred.abs().amax()) / _LARGEST, farthest / most, _LEAST)
+        self._step = max(float(centred.abs().amax()) / _LARGEST, farthest / most, LEAST)
         rounded, moved = self._rounded(centred)
         self._moved = float(moved.amax())
         digits = _digits((rounded.square().sum(1) / 2).int())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anomaly.runtime import get_threads, spread
+from anomaly.scorers.patchcore.search.bfloat16_screen import BFloat16Screen, has_bf16_tiles
 from anomaly.scorers.patchcore.search.coarse_screen import (
     ROUNDING,
     CoarseScreen,
@@ -18,15 +19,14 @@ from anomaly.scorers.patchcore.search.coarse_screen import (
 )
 from anomaly.scorers.patchcore.search.product_index import ProductIndex
 
-# Dimensions of the screen: every vector meets it, in one product of 128 numbers with what comes on
-# top in 8 bits. Of a large bank it pays to look at 192.
-_DIMENSIONS, _MORE_DIMENSIONS, _LARGE = 121, 185, 1 << 13
+# Vectors from which on a bank is large, and it pays to look at more of their coordinates.
+_LARGE = 1 << 13
 # Vectors that the screen's axes are fitted to, and how often. Twice as many let 7 % less through.
 _FITTED = 2048
 _ITERATIONS = 2
-# Queries in one product of the screen, at most, and its numbers: 16 MiB stay in cache.
-_QUERIES = 192
-_BLOCK = 1 << 22
+# Queries in one product of the screen, at most, and its bytes: 16 MiB stay in cache.
+_QUERIES = 256
+_BLOCK = 1 << 24
 # Queries whose pairs are multiplied together, at most.
 _TOGETHER = 1024
 # Vectors of which the screen first looks at the least distance alone.
@@ -59,7 +59,8 @@ class ScreenedIndex:
         self._product = ProductIndex(bank)
         self._mean = bank.mean(0)
         sample = bank[:: max(1, len(bank) // _FITTED)] - self._mean
-        dimensions = _MORE_DIMENSIONS if len(bank) >= _LARGE else _DIMENSIONS
+        screen = _screen()
+        dimensions = screen.axes[len(bank) >= _LARGE]
         self._axes = _leading_axes(sample, min(dimensions, bank.shape[1]))
         # Vectors at infinity, of which there is one at least, fill the last group.
         filled = _filled(len(bank))
@@ -68,10 +69,9 @@ class ScreenedIndex:
         for start in range(0, len(bank), _FITTED):
             rows = slice(start, min(start + _FITTED, len(bank)))
             coarse[rows], norms[rows] = self._reduce(bank[rows])
-        screen = Int8Screen if has_exact_int8() else Float32Screen
         self._groups = filled // _GROUP
         self._squares = bank.square().sum(1)
-        self._screen: CoarseScreen = screen(coarse, norms)
+        self._screen = screen(coarse, norms)
 
     def only(self, bank: Tensor, rows: Tensor) -> ScreenedIndex:
         """The index of some of the vectors, for which nothing is computed anew.
@@ -100,9 +100,10 @@ class ScreenedIndex:
     def _search(self, queries: Tensor, k: int) -> Tensor:
         """The k nearest (Q, k) of each query; -1 for all where too many vectors might be."""
         prepared = self._screen.prepared(*self._reduce(queries))
-        size = min(max(1, _BLOCK // len(self._bank)), _QUERIES)
+        dtype = self._screen.dtype
+        size = min(max(1, _BLOCK // (dtype.itemsize * len(self._bank))), _QUERIES)
         undecided = torch.zeros(len(queries), dtype=torch.bool)
-        room = torch.empty(size, self._groups * _GROUP, dtype=self._screen.dtype)
+        room = torch.empty(size, self._groups * _GROUP, dtype=dtype)
         pairs = []
         for start in range(0, len(queries), size):
             block = slice(start, start + size)
@@ -184,6 +185,13 @@ class ScreenedIndex:
         leading = centred @ self._axes
         rest = (norms - leading.square().sum(1)).clamp_(min=0).sqrt_()
         return torch.cat([leading, rest[:, None]], dim=1), norms
+
+
+def _screen() -> type[CoarseScreen]:
+    """What rules most out on this processor, in the least time (`benchmarks.search`)."""
+    if has_bf16_tiles():
+        return BFloat16Screen
+    return Int8Screen if has_exact_int8() else Float32Screen
 
 
 def _filled(count: int) -> int:
