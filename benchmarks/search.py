@@ -21,6 +21,10 @@ from anomaly.scorers.patchcore.coreset import greedy_k_center, random_projection
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 from benchmarks.inputs import PATCHES_AN_IMAGE, embeddings, generated, machine, whole_images
 
+# Seconds before each timed search: OpenMP's threads spin for a while after a product, in which they
+# take the next method's cores.
+_REST = 0.3
+
 
 def coreset(features: Tensor, size: int) -> Tensor:
     """A bank as training makes it."""
@@ -52,6 +56,7 @@ def measure(bank: Tensor, queries: Tensor, args: argparse.Namespace) -> None:
     found: dict[str, Tensor] = {}
     for round_ in range(args.runs + 1):
         for method in methods:
+            time.sleep(_REST)
             start = time.perf_counter()
             found[method] = indices[method].search(queries)[1].cpu()
             if round_:  # the first warms up
