@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 from torch import Tensor
 
-from anomaly.scorers.patchcore.search import screened_index
+from anomaly.scorers.patchcore.search import bfloat16_screen, screened_index
 from anomaly.scorers.patchcore.search.bfloat16_screen import BFloat16Screen
 from anomaly.scorers.patchcore.search.coarse_screen import (
     CoarseScreen,
@@ -117,3 +117,37 @@ def test_products_that_are_called_exact_are(shape: tuple[int, int, int]) -> None
     queries[0], bank[0], bank[1] = 127, 127, -127
     found = torch._int_mm(queries.to(torch.int8), bank.to(torch.int8).T)
     assert torch.equal(found.double(), queries.double() @ bank.double().T)
+
+
+def test_a_query_without_numbers_moves_no_other_bound() -> None:
+    """Rows of an odd length would be read on into the next one."""
+    g = torch.Generator().manual_seed(0)
+    bank, queries = torch.randn(640, 17, generator=g), torch.randn(20, 17, generator=g)
+    screen = BFloat16Screen(bank, bank.square().sum(1))
+
+    def bounds() -> Tensor:
+        prepared = screen.prepared(queries, queries.square().sum(1))
+        return screen.bounds(prepared, room(screen, queries, bank))
+
+    before = bounds()
+    queries[7, 0] = math.nan
+    others = torch.arange(20) != 7
+    assert torch.equal(bounds()[others], before[others])
+
+
+@pytest.mark.parametrize(
+    ("found", "allowed", "expected"),
+    [
+        ({"amx_bf16": True, "avx512_vnni": True}, True, BFloat16Screen),
+        ({"amx_bf16": True}, False, Float32Screen),
+        ({"avx512_bf16": True}, True, Float32Screen),
+        ({}, True, Float32Screen),
+    ],
+)
+def test_the_screen_is_the_processors(
+    found: dict[str, bool], allowed: bool, expected: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    monkeypatch.setattr(bfloat16_screen, "has_bf16", lambda device: allowed)
+    monkeypatch.setattr(screened_index, "has_exact_int8", lambda: False)
+    assert screened_index._screen() is expected

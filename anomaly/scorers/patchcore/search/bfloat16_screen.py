@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from anomaly.runtime import has_bf16
 from anomaly.scorers.patchcore.search.coarse_screen import LEAST, ROUNDING
 
 # bfloat16 numbers, of 8 binary digits each, that hold half a squared norm as float32 has it.
@@ -102,15 +103,11 @@ class BFloat16Screen:
 
 
 def has_bf16_tiles() -> bool:
-    """Whether the CPU multiplies tiles of bfloat16 numbers (AMX), and oneDNN may use it.
+    """Whether the CPU multiplies tiles of bfloat16 numbers (AMX).
 
     Other instructions for bfloat16 do no more than twice what float32's do, which is too little
-    for this screen. ONEDNN_MAX_CPU_ISA takes oneDNN's leave away.
+    for this screen.
     """
     read = getattr(torch.cpu, "get_capabilities", dict)  # newer than the oldest torch we take
     found: dict[str, object] = read()
-    return (
-        bool(found.get("amx_bf16"))
-        and torch._C._has_mkldnn
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    return bool(found.get("amx_bf16")) and has_bf16(torch.device("cpu"))
