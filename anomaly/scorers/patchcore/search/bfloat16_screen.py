@@ -94,7 +94,8 @@ class BFloat16Screen:
         centred = (coarse - self._centre).div_(self._scale)
         rounded = centred.bfloat16()
         moved = torch.linalg.vector_norm(centred.sub_(rounded), dim=1)
-        rest = rounded.float().square_().sum(1) / 2
+        # Infinity would become NaN, whose sign, and so whose place in the order, processors choose.
+        rest = (rounded.float().square_().sum(1) / 2).clamp_(max=_LARGEST)
         parts = []
         for _ in range(_PARTS):
             parts.append(rest.bfloat16())

@@ -109,7 +109,7 @@ def _best(bank: Tensor) -> str:
     | bank          | CPU      | CUDA    | why                                                     |
     |---------------|----------|---------|---------------------------------------------------------|
     | below 1,024   | product  | product | one small product; no axes to fit first                 |
-    | from 1,024 up | screened | product | reads a twelfth; faiss Flat takes 1.4 to 8 times as     |
+    | from 1,024 up | screened | product | less to read; faiss Flat takes 1.4 to 10 times as       |
     |               |          |         | long. A GPU multiplies faster than it gathers.          |
     """
     return "screened" if bank.device.type == "cpu" and len(bank) >= 1024 else "product"

@@ -43,7 +43,7 @@ class ScreenedIndex:
     """Lower bounds from a few dimensions, then distances to what may still be nearest.
 
     With orthonormal P and residuals r(x) = x − PPᵀx, ‖Pᵀx − Pᵀy‖² + (‖r(x)‖ − ‖r(y)‖)² never
-    exceeds ‖x − y‖²: it is a squared distance of d + 1 numbers a vector, an eighth to a twelfth
+    exceeds ‖x − y‖²: it is a squared distance of d + 1 numbers a vector, a fifth to a twelfth
     of the product at 1536. Patch embeddings lie near few dimensions, so all but some dozen vectors
     of a large bank are ruled out. Where they don't (a query unlike anything, or embeddings without
     structure), the whole product decides. The result is exact in every case.
