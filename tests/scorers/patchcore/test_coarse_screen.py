@@ -18,6 +18,7 @@ from anomaly.scorers.patchcore.search.coarse_screen import (
     Int8Screen,
     has_exact_int8,
 )
+from anomaly.scorers.patchcore.search.coordinates import Coordinates, PrincipalCoordinates
 from anomaly.scorers.patchcore.search.screened_index import ScreenedIndex
 
 quick = pytest.mark.skipif(not has_exact_int8(), reason="no exact products of 8-bit numbers here")
@@ -25,8 +26,17 @@ quick = pytest.mark.skipif(not has_exact_int8(), reason="no exact products of 8-
 SCREENS = [Float32Screen, BFloat16Screen, pytest.param(Int8Screen, marks=quick)]
 
 
-def room(screen: CoarseScreen, queries: Tensor, bank: Tensor) -> Tensor:
-    return torch.empty(len(queries), len(bank), dtype=screen.dtype)
+class LargeBFloat16Screen(BFloat16Screen):
+    """As a large bank has it, for banks of any size."""
+
+    @staticmethod
+    def coordinates(bank: Tensor) -> Coordinates:
+        return PrincipalCoordinates(bank, 60)
+
+
+def bounds_of(screen: CoarseScreen, prepared: tuple[Tensor, ...]) -> Tensor:
+    room = torch.empty(len(prepared[0]) * screen.width, dtype=screen.dtype)
+    return screen.bounds(prepared, room)
 
 
 @pytest.mark.parametrize("screen", SCREENS)
@@ -44,18 +54,16 @@ def test_nothing_is_ruled_out_wrongly(
     g = torch.Generator().manual_seed(seed)
     bank = (torch.randn(130, dim, generator=g) + offset) * scale
     queries = bank[:40] + near * scale * torch.randn(40, dim, generator=g)
-    bank = torch.cat([bank, torch.zeros(2, dim)])
-    norms = torch.cat([bank[:-2].square().sum(1), torch.full((2,), torch.inf)])
-    mine = queries.square().sum(1)
-    tried = screen(bank, norms)
-    exact = torch.from_numpy(cdist(queries.double(), bank[:-2].double(), "sqeuclidean"))
-    prepared = tried.prepared(queries, mine)
-    bounds = tried.bounds(prepared, room(tried, queries, bank))
+    tried = screen(bank)
+    exact = torch.from_numpy(cdist(queries.double(), bank.double(), "sqeuclidean"))
+    prepared = tried.prepared(queries)
+    bounds = bounds_of(tried, prepared)
+    assert bounds.shape[1] == tried.width > 130
     for rank in (0, 3, 60):
         limit = exact.sort(1).values[:, rank]
         passing = bounds <= tried.limits(prepared, limit.float())[:, None]
-        assert bool(passing[:, :-2][exact <= limit[:, None]].all())
-        assert not bool(passing[:, -2:].any())  # vectors at infinity
+        assert bool(passing[:, :130][exact <= limit[:, None]].all())
+        assert not bool(passing[:, 130:].any())  # vectors at infinity
 
 
 @pytest.mark.parametrize("screen", SCREENS)
@@ -64,14 +72,12 @@ def test_of_a_query_that_is_no_number_nothing_at_infinity_passes(
     screen: type, strange: float
 ) -> None:
     bank = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
-    norms = bank.square().sum(1)
-    norms[-3:] = torch.inf
     queries = torch.full((2, 8), strange)
-    tried, mine = screen(bank, norms), queries.square().sum(1)
-    prepared = tried.prepared(queries, mine)
-    bounds = tried.bounds(prepared, room(tried, queries, bank))
-    limits = tried.limits(prepared, mine)
-    assert not bool((bounds <= limits[:, None])[:, -3:].any())
+    tried = screen(bank)
+    prepared = tried.prepared(queries)
+    bounds = bounds_of(tried, prepared)
+    limits = tried.limits(prepared, queries.square().sum(1))
+    assert not bool((bounds <= limits[:, None])[:, 40:].any())
     if math.isnan(strange):
         # Processors differ in the sign of a NaN that they make; whole numbers have none.
         either = [bounds, -bounds] if bounds.is_floating_point() else [bounds]
@@ -84,17 +90,15 @@ def test_most_others_are_ruled_out(screen: type) -> None:
     bank = 3 * torch.randn(2000, 128, generator=g)
     queries = bank[:200] + torch.randn(200, 128, generator=g)
     exact = torch.from_numpy(cdist(queries, bank, "sqeuclidean"))
-    norms = queries.square().sum(1)
-    tried = screen(bank, bank.square().sum(1))
-    prepared = tried.prepared(queries, norms)
+    tried = screen(bank)
+    prepared = tried.prepared(queries)
     limits = tried.limits(prepared, 1.5 * exact.amin(1).float())
-    bounds = tried.bounds(prepared, room(tried, queries, bank))
-    passing = bounds <= limits[:, None]
+    passing = bounds_of(tried, prepared) <= limits[:, None]
     assert int(passing.sum()) < 1.05 * int((exact <= 1.6 * exact.amin(1)[:, None]).sum())
 
 
 @pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("screen", SCREENS)
+@pytest.mark.parametrize("screen", [*SCREENS, LargeBFloat16Screen])
 def test_all_find_the_nearest(monkeypatch: pytest.MonkeyPatch, screen: type, k: int) -> None:
     monkeypatch.setattr(screened_index, "_screen", lambda: screen)
     g = torch.Generator().manual_seed(1)
@@ -123,16 +127,11 @@ def test_a_query_without_numbers_moves_no_other_bound() -> None:
     """Rows of an odd length would be read on into the next one."""
     g = torch.Generator().manual_seed(0)
     bank, queries = torch.randn(640, 17, generator=g), torch.randn(20, 17, generator=g)
-    screen = BFloat16Screen(bank, bank.square().sum(1))
-
-    def bounds() -> Tensor:
-        prepared = screen.prepared(queries, queries.square().sum(1))
-        return screen.bounds(prepared, room(screen, queries, bank))
-
-    before = bounds()
+    screen = BFloat16Screen(bank)
+    before = bounds_of(screen, screen.prepared(queries))
     queries[7, 0] = math.nan
     others = torch.arange(20) != 7
-    assert torch.equal(bounds()[others], before[others])
+    assert torch.equal(bounds_of(screen, screen.prepared(queries))[others], before[others])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
 from anomaly.errors import ConfigError
-from anomaly.scorers.patchcore.search import product_index, screened_index
+from anomaly.scorers.patchcore.search import coordinates, product_index, screened_index
 from anomaly.scorers.patchcore.search.bfloat16_screen import BFloat16Screen
 from anomaly.scorers.patchcore.search.coarse_screen import (
     Float32Screen,
@@ -22,6 +22,7 @@ from anomaly.scorers.patchcore.search.coarse_screen import (
     has_exact_int8,
 )
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
+from anomaly.scorers.patchcore.search.screened_index import ScreenedIndex
 
 EXACT = ["product", "screened", "faiss"]
 GPU = [
@@ -91,7 +92,7 @@ def test_some_vectors_of_a_larger_bank(
     bank, queries = blobs(4032, 200), blobs(500, 200, seed=1)  # 4032 = 63 · 64
     rows = torch.randperm(4032, generator=torch.Generator().manual_seed(2))[:m]
     whole = NearestNeighbors(bank)
-    monkeypatch.setattr(screened_index, "_leading_axes", None)  # nothing is fitted anew
+    monkeypatch.setattr(coordinates, "_leading_axes", None)  # nothing is fitted anew
     distances, indices = NearestNeighbors(bank[rows], within=(whole, rows)).search(queries, k)
     expected = NearestNeighbors(bank[rows], "product").search(queries, k)
     assert torch.equal(distances, expected[0])
@@ -218,14 +219,14 @@ def test_the_screen_spares_most_distances(monkeypatch: pytest.MonkeyPatch) -> No
     bank = torch.randn(4096, 40, generator=g) @ mix + 0.1 * torch.randn(4096, 600, generator=g)
     queries = bank[:500] + torch.randn(500, 600, generator=g)
     whole = 0
-    original = screened_index._measure
+    original = ScreenedIndex._squared
 
-    def spy(*args: torch.Tensor) -> torch.Tensor:
+    def spy(index: ScreenedIndex, *args: torch.Tensor) -> torch.Tensor:
         nonlocal whole
-        whole += len(args[2]) if args[0].shape[1] == 600 else 0
-        return original(*args)
+        whole += len(args[-1])
+        return original(index, *args)
 
-    monkeypatch.setattr(screened_index, "_measure", spy)
+    monkeypatch.setattr(ScreenedIndex, "_squared", spy)
     NearestNeighbors(bank, "screened").search(queries)
     assert 500 <= whole < 500 * 4096 / 50
 

@@ -8,7 +8,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from anomaly.scorers.patchcore.search.coordinates import Coordinates, PrincipalCoordinates
+
+# Vectors from which on a bank is large.
+LARGE = 1 << 13
 # Above float32's rounding of squared distances, relative to the squared norms.
 ROUNDING = 1e-5
 # Rounded coordinates lie between plus and minus this.
@@ -24,23 +29,32 @@ _BEYOND = 1 << 30
 class CoarseScreen(Protocol):
     """Tells which bank vectors may be within a distance. Bounds of it are comparable numbers.
 
+    Args:
+        coarse: (M, d) float32 coordinates of the bank.
+
     Attributes:
-        axes: how many coordinates pay for small banks, and for large ones. With what comes on top
-            they fill whole registers or tiles.
+        group: vectors of which one first looks at the least bound alone. The last group is filled
+            up, with one at least, by vectors at infinity.
+        width: how many bounds a query has, whole groups.
         dtype: of the bounds.
     """
 
-    axes: tuple[int, int]
+    group: int
+    width: int
     dtype: torch.dtype
 
-    def __init__(self, coarse: Tensor, norms: Tensor) -> None: ...
+    def __init__(self, coarse: Tensor) -> None: ...
 
-    def prepared(self, coarse: Tensor, norms: Tensor) -> tuple[Tensor, ...]:
+    @staticmethod
+    def coordinates(bank: Tensor) -> Coordinates:
+        """What pays to look at, of a bank (M, D)."""
+        ...
+
+    def prepared(self, coarse: Tensor) -> tuple[Tensor, ...]:
         """Queries as `bounds` and `limits` take them.
 
         Args:
             coarse: (Q, d), their coordinates.
-            norms: (Q,), their squared norms.
 
         Returns:
             Tensors that each have a row, or a number, for each query.
@@ -48,12 +62,13 @@ class CoarseScreen(Protocol):
         ...
 
     def bounds(self, queries: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        """(Q, M), lower for nearer.
+        """(Q, width), lower for nearer.
 
         Args:
             queries: as `prepared` gave them.
-            out: (Q, M), where they are written. Fresh memory for each product, which the system
-                fills with zeros first, would take as long as the product.
+            out: (Q · width,), where they are written, by rows or by columns. Fresh memory for each
+                product, which the system fills with zeros first, would take as long as the
+                product.
         """
         ...
 
@@ -69,28 +84,40 @@ class CoarseScreen(Protocol):
         ...
 
 
+def whole_groups(count: int, group: int) -> int:
+    """The bounds that so many vectors have in whole groups, of which one at least is to fill."""
+    return (count // group + 1) * group
+
+
 class Float32Screen:
     """Squared distances less the queries' squared norms.
 
     Args:
         coarse: (M, d) float32 coordinates of the bank.
-        norms: (M,) float32 squared norms of the bank's vectors, whatever else they have.
     """
 
-    axes = 121, 185
+    group = 64
     dtype = torch.float32
 
-    def __init__(self, coarse: Tensor, norms: Tensor) -> None:
-        self._coarse = coarse
-        self._norms = norms
+    def __init__(self, coarse: Tensor) -> None:
+        self.width = whole_groups(len(coarse), self.group)
+        fill = self.width - len(coarse)
+        self._coarse = pad(coarse, (0, 0, 0, fill))
+        self._norms = pad(coarse.square().sum(1), (0, fill), value=torch.inf)
 
-    def prepared(self, coarse: Tensor, norms: Tensor) -> tuple[Tensor, ...]:
-        """Coordinates (Q, d) and squared norms (Q,) of queries, as they are."""
-        return coarse, norms
+    @staticmethod
+    def coordinates(bank: Tensor) -> Coordinates:
+        """So many that they fill whole registers: more of them rule more of a large bank out."""
+        return PrincipalCoordinates(bank, 185 if len(bank) >= LARGE else 121)
+
+    def prepared(self, coarse: Tensor) -> tuple[Tensor, ...]:
+        """Coordinates (Q, d) of queries as they are, and their squared norms (Q,)."""
+        return coarse, coarse.square().sum(1)
 
     def bounds(self, queries: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        """Squared distances (Q, M) of coordinates, less the queries' squared norms, in `out`."""
-        return torch.addmm(self._norms, queries[0], self._coarse.T, alpha=-2, out=out)
+        """Squared distances (Q, width) of coordinates, less the queries' squared norms."""
+        bounds = out.view(-1, self.width)
+        return torch.addmm(self._norms, queries[0], self._coarse.T, alpha=-2, out=bounds)
 
     def limits(self, queries: tuple[Tensor, ...], squared: Tensor) -> Tensor:
         """The most (Q,) that bounds of pairs within a squared distance (Q,) can be."""
@@ -100,7 +127,7 @@ class Float32Screen:
 
     def only(self, rows: Tensor) -> Float32Screen:
         """The screen of some of the bank's vectors (m,) int64."""
-        return Float32Screen(self._coarse[rows], self._norms[rows])
+        return Float32Screen(self._coarse[rows])
 
 
 class Int8Screen:
@@ -117,29 +144,30 @@ class Int8Screen:
 
     Args:
         coarse: (M, d) float32 coordinates of the bank.
-        norms: (M,) float32; infinite for vectors that mustn't be found, which come last.
     """
 
-    axes = 121, 185
+    group = 64
     dtype = torch.int32
 
-    def __init__(self, coarse: Tensor, norms: Tensor) -> None:
-        self._count = int(norms.isfinite().sum())
-        found = coarse[: self._count]
-        self._centre = found.mean(0)
-        centred = found - self._centre
+    def __init__(self, coarse: Tensor) -> None:
+        self._count, self.width = len(coarse), whole_groups(len(coarse), self.group)
+        self._centre = coarse.mean(0)
+        centred = coarse - self._centre
         farthest = float(torch.linalg.vector_norm(centred, dim=1).amax())
-        most = (2 * _DIGITS) ** 0.5 * _LARGEST - found.shape[1] ** 0.5  # rounding adds a little
+        most = (2 * _DIGITS) ** 0.5 * _LARGEST - coarse.shape[1] ** 0.5  # rounding adds a little
         self._step = max(float(centred.abs().amax()) / _LARGEST, farthest / most, LEAST)
         rounded, moved = self._rounded(centred)
         self._moved = float(moved.amax())
         digits = _digits((rounded.square().sum(1) / 2).int())
-        self._coarse = found.new_zeros(
-            len(coarse), found.shape[1] + digits.shape[1], dtype=torch.int8
-        )
-        self._coarse[: self._count] = torch.cat([rounded, digits], dim=1).to(torch.int8)
+        rows = torch.cat([rounded, digits], dim=1).to(torch.int8)
+        self._coarse = pad(rows, (0, 0, 0, self.width - self._count))
 
-    def prepared(self, coarse: Tensor, norms: Tensor) -> tuple[Tensor, ...]:
+    @staticmethod
+    def coordinates(bank: Tensor) -> Coordinates:
+        """As many as in float32: with the digits they fill whole registers."""
+        return Float32Screen.coordinates(bank)
+
+    def prepared(self, coarse: Tensor) -> tuple[Tensor, ...]:
         """Queries as `bounds` and `limits` take them.
 
         Rows of the product, squared norms of the rounded coordinates in steps, the most by which
@@ -149,11 +177,12 @@ class Int8Screen:
         units = rounded.new_full((len(coarse), _DIGITS + 1), _LARGEST)
         units[:, -1] = 1
         factors = torch.cat([-rounded, units], dim=1).to(torch.int8)
-        return factors, rounded.square().sum(1), moved + self._moved, norms
+        return factors, rounded.square().sum(1), moved + self._moved, coarse.square().sum(1)
 
     def bounds(self, queries: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        """Half the squared distances (Q, M) less half the queries' squared norms, in steps²."""
-        bounds: Tensor = torch._int_mm(queries[0], self._coarse.T, out=out)
+        """Half the squared distances (Q, width) less half the queries' squared norms, in steps²."""
+        bounds = out.view(-1, self.width)
+        torch._int_mm(queries[0], self._coarse.T, out=bounds)
         bounds[:, self._count :] = _BEYOND + 1
         return bounds
 
@@ -168,7 +197,8 @@ class Int8Screen:
     def only(self, rows: Tensor) -> Int8Screen:
         """The screen of some of the bank's vectors (m,) int64."""
         some = copy(self)
-        some._coarse, some._count = self._coarse[rows], int((rows < self._count).sum())
+        some._count, some.width = len(rows), whole_groups(len(rows), self.group)
+        some._coarse = pad(self._coarse[rows], (0, 0, 0, some.width - len(rows)))
         return some
 
     def _rounded(self, centred: Tensor) -> tuple[Tensor, Tensor]:
