@@ -266,7 +266,7 @@ class Config(_Section):
     """MiB of patches held while the coreset is selected; with more, the selection is streamed."""
     calibration: CalibrationConfig = CalibrationConfig()
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Images that go through the network at once; two at most where a model was exported."""
+    """Images that go through the network at once: on a CPU 4 at most, 2 where exported."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Same seed, machine and threads: the same model, byte for byte."""
 

@@ -15,6 +15,9 @@ from anomaly.features.engine import Graph
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.runtime import get_threads
 
+# No engine gains by more, and eight take twice the memory.
+_AT_ONCE = 2
+
 
 def has_no_layers(folder: Path) -> ModelError:
     """What says that an exported model can't be asked for its network; for `raise`."""
@@ -69,6 +72,10 @@ class ExportedNetwork:
     def __call__(self, batch: Sequence[Loaded]) -> NDArray[np.float32]:
         """Patch embeddings (B, h, w, D) of images of one size."""
         return self._run(np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2))
+
+    def at_once(self, wanted: int) -> int:
+        """How many images to compute together, at most as many as are wanted."""
+        return min(wanted, _AT_ONCE)
 
     def quietly(self) -> AbstractContextManager[Any]:
         """A context that does nothing: an exported network has no gradients."""

@@ -69,7 +69,7 @@ class ClusterPatches(TrainingPatches):
     ) -> None:
         super().__init__(images=images, batch_size=batch_size, scratch=scratch, **more)
         wanted = min(_MOST, -(-len(images) // _LEAST_SHARDS))
-        self.shard = -(-wanted // batch_size) * batch_size
+        self.shard = -(-wanted // self._batch_size) * self._batch_size
         self._cluster = cluster
         for left in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
             shutil.rmtree(left, ignore_errors=True)

@@ -44,7 +44,7 @@ def score_tiles(predictor: Predictor, item: Loaded) -> Prediction:
     mosaics = {product: _Mosaic(rows, columns) for product in predictor.models}
     whole: Appearance | None = None
     # Tiles are many and large: smaller batches keep what is in memory small.
-    tiles = item.tiles(min(predictor.lead.config.batch_size, _TILES_AT_ONCE))
+    tiles = item.tiles(min(predictor.batch_size, _TILES_AT_ONCE))
     for batch, looks, found in in_parallel(scored, tiles, predictor.lead.device):
         for look in looks:
             whole = look if whole is None else whole + look

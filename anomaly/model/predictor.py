@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, overload
 
 from anomaly.errors import DataError, ImageError
-from anomaly.features.exported import ExportedNetwork
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from anomaly.model.detector import AnomalyDetector
 
 log = logging.getLogger(__name__)
-
-_EXPORTED_AT_ONCE = 2
 
 
 class Predictor:
@@ -69,12 +66,8 @@ class Predictor:
 
     @property
     def batch_size(self) -> int:
-        """Images that go through the network together, unless somebody says otherwise.
-
-        Engines of exported models gain nothing by more than two; eight take twice the memory.
-        """
-        size, network = self.lead.config.batch_size, self.lead.extractor
-        return min(size, _EXPORTED_AT_ONCE) if isinstance(network, ExportedNetwork) else size
+        """Images that go through the network together, unless somebody says otherwise."""
+        return self.lead.embedder.at_once(self.lead.config.batch_size)
 
     @property
     def only_product(self) -> str:

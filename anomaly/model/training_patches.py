@@ -93,7 +93,7 @@ class TrainingPatches(PatchSet):
         self._images = images
         self._decoders = decoders
         self._embedder = embedder
-        self._batch_size = batch_size
+        self._batch_size = embedder.at_once(batch_size)
         self._scratch = scratch
         self._aligned = aligned
         self._region = region

@@ -79,10 +79,10 @@ def predictions(detector: AnomalyDetector, paths: Sequence[Path], batch: int) ->
 
 
 def test_an_export_takes_few_images_at_a_time(run_folder: Path, bank_export: Path) -> None:
-    """More of them take memory, and no engine is faster for it."""
+    """More of them take memory, and neither engines nor torch on a CPU are faster for it."""
     model, exported = load(run_folder, "cpu"), load(bank_export)
-    assert model.config.batch_size == exported.config.batch_size == model.batch_size
-    assert model.batch_size > exported.batch_size == 2
+    assert model.config.batch_size == exported.config.batch_size == 8
+    assert (model.batch_size, exported.batch_size) == (4, 2)
 
 
 def check_equal(run: Path, exported: Path, paths: Sequence[Path]) -> None:

@@ -128,7 +128,7 @@ def test_a_bank_is_one_machines_whatever_the_workers(tmp_path: Path) -> None:
     assert all(cluster.stopped == cluster.started for cluster in clusters)
     assert [folder.parent.name for folder in tmp_path.glob("*/features*")] == ["one"]
     recorded = json.loads((tmp_path / "1" / "model" / "manifest.json").read_text())
-    assert recorded["made_with"]["shard_images"] == 8
+    assert recorded["made_with"]["shard_images"] == 4
     assert recorded["training_images"] == one.detector.manifest["training_images"]
 
 
@@ -217,22 +217,22 @@ def test_suspects_are_left_out_as_on_one_machine(tmp_path: Path) -> None:
 
 def test_a_shard_of_which_no_image_can_be_used_costs_the_others_nothing(tmp_path: Path) -> None:
     product = write_product(tmp_path / "disc", n_train=32)
-    for i in range(8):  # the first shard
+    for i in range(4):  # the first shard
         file = product / "train" / "good" / f"{i:03}.png"
         file.write_bytes(file.read_bytes()[:300])
     one, _ = _trained(product, tmp_path / "one")
     more, said = _trained(product, tmp_path / "more", cluster=_Threads(2))
-    assert len(said["refused"]) == 8
+    assert len(said["refused"]) == 4
     assert _same(one, more)
 
 
 def test_an_image_that_kills_workers_is_refused(product: Path, tmp_path: Path) -> None:
-    poison = 13  # the sixth image of the second shard
+    poison = 13  # the second image of the fourth shard
 
     def dies(method: str, arguments: tuple[Any, ...]) -> bool:
-        if method == "learn" and arguments[0] == 1:
-            return 5 not in arguments[1]
-        return method == "try_images" and arguments[0] == 1 and 5 in arguments[1]
+        if method == "learn" and arguments[0] == 3:
+            return 1 not in arguments[1]
+        return method == "try_images" and arguments[0] == 3 and 1 in arguments[1]
 
     training, _ = _trained(product, tmp_path / "run", cluster=_Threads(2, dies), calibrate=False)
     assert training.learned == 34

@@ -84,7 +84,7 @@ def test_the_network_runs_once_for_a_batch_of_both(
     paths = [path for pair in every for path in pair]
     found = both.predict(paths)
     assert sum(passes) == len(paths)
-    assert len(passes) == -(-len(paths) // first.config.batch_size)
+    assert len(passes) == -(-len(paths) // both.batch_size)
     assert [one.path for one in found] == paths
     assert [one.product for one in found] == list(PRODUCTS) * (len(paths) // 2)
     alone = {product: opened(product_runs).products[product] for product in PRODUCTS}
