@@ -74,6 +74,11 @@ class Decoders:
         # An image that is worth tiling is too large to have many of it waiting.
         self._ahead = 0 if task.loading.sizing.tile else AHEAD * len(self._processes)
 
+    def rest(self) -> None:
+        """Give the processes' memory back when they are done; what asks them more waits a while."""
+        for process in self._processes:
+            process.rest()
+
     def load_all(
         self,
         items: Iterable[tuple[int, Path | Image]],

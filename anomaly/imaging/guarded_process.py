@@ -157,6 +157,10 @@ class GuardedProcess:
                 self._request.over = "wasn't waited for"
                 self._child.kill()
 
+    def rest(self) -> None:
+        """End it when it has done what it was asked; whoever asks more starts it again."""
+        self._thread.submit(self._stop)
+
     def close(self) -> None:
         """End it, whatever it is at."""
         with self._lock:
@@ -211,6 +215,13 @@ class GuardedProcess:
                     f"no process can be started that decodes images: {why(error)}; end other "
                     "programs, or give the machine more memory"
                 ) from None
+
+    def _stop(self) -> None:
+        with self._lock:
+            child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            _let_go(child)
 
 
 def _let_go(child: subprocess.Popen[bytes]) -> None:

@@ -112,9 +112,13 @@ def _train(
     clock = _Clock()
     prepared = prepare(config, samples, decoders, device)
     clock.lap("backbone")
-    patches = prepared.patches(
-        samples, decoders, scratch, cluster, lambda done, total: progress("features", done, total)
-    )
+
+    def computed(done: int, total: int) -> None:
+        progress("features", done, total)
+        if done == total:
+            decoders.rest()
+
+    patches = prepared.patches(samples, decoders, scratch, cluster, computed)
 
     def fitted() -> None:
         clock.lap("scorer")

@@ -267,6 +267,7 @@ class TrainingPatches(PatchSet):
             self.seconds += time.perf_counter() - started
             yield names, embeddings
             started = time.perf_counter()
+        release_memory()
         if not self._shared:
             self._check_usable()
         self._files, self._points = [file], [] if points is None else [points]

@@ -253,3 +253,18 @@ def test_processes_find_the_package_from_any_folder(
     # Without the hooks of site-packages, which find an editable install.
     command = [sys.executable, "-S", "-c", child_process._imports()]
     subprocess.run(command, cwd=folder, check=True)
+
+
+def test_processes_that_rest_hold_nothing_and_start_again(folder: Path) -> None:
+    with Decoders(2, _task(folder)) as decoders:
+        before = decoders.load(folder / "00.png")
+        children = [process._child for process in decoders._processes]
+        decoders.rest()
+        for child in children:
+            assert child is not None
+            assert child.wait(timeout=60) == -signal.SIGKILL
+        assert decoders.resident == 0
+        after = decoders.load(folder / "00.png")  # with the same task
+    assert isinstance(before, Loaded)
+    assert isinstance(after, Loaded)
+    np.testing.assert_array_equal(before.pixels, after.pixels)
