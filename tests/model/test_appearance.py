@@ -47,7 +47,8 @@ def test_one_value_is_a_blank_image() -> None:
     rows, columns = np.mgrid[:32, :48]
     for value in (0.0, 1 / 3, 1.0):
         pixels = np.full((32, 48, 3), value, np.float32)
-        blank = _look(rng, pixels + np.float32(1e-7) * (rows + columns)[..., None])
+        pixels += np.float32(1e-7) * (rows + columns)[..., None]
+        blank = _look(rng, pixels)
         assert "a blank image" in blank.blank
         assert "a blank image" in (blank + blank).blank
         assert (blank + _look(rng)).blank == ""
