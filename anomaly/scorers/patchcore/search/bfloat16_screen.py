@@ -17,7 +17,7 @@ from anomaly.scorers.patchcore.search.coordinates import (
 )
 
 # Vectors from which on fewer coordinates pay, and how many: with what comes on top they fill tiles.
-_LARGE = 1 << 12
+_LARGE = 6144
 _AXES = 377
 # bfloat16 numbers, of 8 binary digits each, that hold half a squared norm as float32 has it.
 _PARTS = 3
