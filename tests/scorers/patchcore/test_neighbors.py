@@ -15,6 +15,7 @@ from scipy.spatial.distance import cdist
 
 from anomaly.errors import ConfigError
 from anomaly.scorers.patchcore.search import coordinates, product_index, screened_index
+from anomaly.scorers.patchcore.search.array_index import ArrayIndex
 from anomaly.scorers.patchcore.search.bfloat16_screen import BFloat16Screen
 from anomaly.scorers.patchcore.search.coarse_screen import (
     Float32Screen,
@@ -229,6 +230,35 @@ def test_the_screen_spares_most_distances(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ScreenedIndex, "_squared", spy)
     NearestNeighbors(bank, "screened").search(queries)
     assert 500 <= whole < 500 * 4096 / 50
+
+
+@pytest.mark.parametrize("find", [*SCREENS, ArrayIndex])
+@pytest.mark.parametrize(("reach", "seed"), [(1.0, 1), (3.0, 1), (10.0, 2)])
+def test_queries_with_hardly_anything_beside_the_axes(
+    find: type, reach: float, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There float32 moves what is left of them by much, and distances are what is left of vectors.
+
+    Each query has two neighbours, of nearly the same distance.
+    """
+    g = torch.Generator().manual_seed(seed)
+    axes = torch.linalg.qr(torch.randn(300, 122, generator=g))[0].T
+    spread, beside = axes[:121], axes[121]
+    places = 100 * torch.randn(2000, 121, generator=g)
+    bank = places @ spread + 30 * torch.rand(2000, 1, generator=g) * beside
+    near = torch.randint(0, 2000, (800,), generator=g)
+    queries = places[near] @ spread + reach * torch.rand(800, 1, generator=g) * beside
+    ways = torch.nn.functional.normalize(torch.randn(800, 121, generator=g))
+    apart = 1.0001 * (bank[near] @ beside)
+    bank = torch.cat([bank, queries + apart[:, None] * (ways @ spread)])
+    if find is ArrayIndex:
+        found = torch.from_numpy(ArrayIndex(bank.numpy()).search(queries.numpy())[1])
+    else:
+        monkeypatch.setattr(screened_index, "_screen", lambda: find)
+        found = NearestNeighbors(bank, "screened").search(queries)[1]
+    exact = cdist(queries.double(), bank.double())
+    distances = np.take_along_axis(exact, found.numpy(), 1)[:, 0]
+    assert bool((distances <= exact.min(1) * (1 + 2e-6) + 1e-6).all())
 
 
 def test_unknown_method() -> None:

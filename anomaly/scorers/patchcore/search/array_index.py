@@ -21,6 +21,8 @@ _ITERATIONS = 2
 _LEAST_SCREENED = 1024
 # Above float32's rounding of squared distances by way of products, relative to the squared norms.
 _ROUNDING = 1e-5
+# What squared norms in float32 are off by, at most, relative to themselves.
+_OFF = 2.0**-18
 # When more than this share of all pairs passes the screen, multiplying them out is quicker.
 _MANY = 1 / 32
 # Queries in one product, at most, and its numbers: 8 MiB. Bank vectors that are centred at once.
@@ -36,15 +38,17 @@ class _Screen:
     """Few numbers of each vector, which are never farther apart than the vectors themselves.
 
     With orthonormal P and residuals r(x) = x − PPᵀx, ‖Pᵀx − Pᵀy‖² + (‖r(x)‖ − ‖r(y)‖)² never
-    exceeds ‖x − y‖², see `anomaly.scorers.patchcore.search.screened_index`.
+    exceeds ‖x − y‖², see `anomaly.scorers.patchcore.search.coordinates`.
 
     Attributes:
         axes: P, (D, d).
+        moved: the length by which rounding moves a bank's vector in them, at most.
         bank: (d + 2, M), coordinates times −2 and the squared norms of the bank's vectors, so
             that one product gives squared distances less the queries' squared norms.
     """
 
     axes: Floats
+    moved: float
     bank: Floats
 
     @classmethod
@@ -54,16 +58,22 @@ class _Screen:
         axes = np.random.default_rng(0).standard_normal(shape, np.float32)
         for _ in range(_ITERATIONS):
             axes = np.linalg.qr(sample.T @ (sample @ axes))[0]
-        parts = []
+        parts, most = [], 0.0
         for i in range(0, len(bank), _CENTRED):
             centred = bank[i : i + _CENTRED] - mean
-            parts.append(np.column_stack([-2 * _reduced(centred, axes), _squares(centred)]))
-        return cls(axes, np.ascontiguousarray(np.concatenate(parts).T))
+            reduced, moved = _reduced(centred, axes)
+            most = max(most, float(moved.max()))
+            parts.append(np.column_stack([-2 * reduced, _squares(centred)]))
+        return cls(axes, most, np.ascontiguousarray(np.concatenate(parts).T))
 
-    def bounds(self, centred: Floats) -> Floats:
-        """(Q, M), lower bounds of squared distances of (Q, D), less the latter's squared norms."""
+    def bounds(self, centred: Floats) -> tuple[Floats, Floats]:
+        """(Q, M), lower bounds of squared distances of (Q, D), less the latter's squared norms.
+
+        And lengths (Q,) by which the distances that they belong to may be off.
+        """
+        reduced, moved = _reduced(centred, self.axes)
         ones = np.ones((len(centred), 1), np.float32)
-        return np.asarray(np.concatenate([_reduced(centred, self.axes), ones], 1) @ self.bank)
+        return np.concatenate([reduced, ones], 1) @ self.bank, moved + np.float32(self.moved)
 
 
 class ArrayIndex:
@@ -123,11 +133,11 @@ class ArrayIndex:
             Rows, columns and squared distances, (n,) each; None where they are many.
         """
         assert self._screen is not None
-        bounds = self._screen.bounds(centred)
+        bounds, moved = self._screen.bounds(centred)
         norms, every = _squares(centred), np.arange(len(queries))
         likely = bounds.argmin(axis=1)
         least = self._measured(queries, every, likely)
-        limits = least - norms + _ROUNDING * (norms + least)
+        limits = np.square(np.sqrt(least) + moved) - norms + _ROUNDING * (norms + least)
         bounds[every, likely] = np.inf  # is measured
         rows, columns = _places(bounds <= limits[:, None])
         if len(rows) > _MANY * bounds.size:
@@ -170,11 +180,17 @@ class ArrayIndex:
             yield self._bank[start : start + _CENTRED] - self._mean
 
 
-def _reduced(centred: Floats, axes: Floats) -> Floats:
-    """Coordinates of vectors (n, D) for the screen: d along the axes, then the norm of the rest."""
-    leading = centred @ axes
-    rest = np.sqrt(np.maximum(_squares(centred) - _squares(leading), 0))
-    return np.concatenate([leading, rest[:, None]], axis=1)
+def _reduced(centred: Floats, axes: Floats) -> tuple[Floats, Floats]:
+    """Coordinates of vectors (n, D) for the screen: d along the axes, then the norm of the rest.
+
+    And the lengths (n,) that rounding moves them by: the less is left, the more the root makes of
+    what the squares are off by.
+    """
+    leading, squares = centred @ axes, _squares(centred)
+    rest = np.sqrt(np.maximum(squares - _squares(leading), 0))
+    off = np.float32(_OFF) * squares
+    moved = off / np.maximum(np.maximum(rest, np.sqrt(off)), np.finfo(np.float32).tiny)
+    return np.concatenate([leading, rest[:, None]], axis=1), moved
 
 
 def _places(mask: NDArray[np.bool_]) -> tuple[Indices, Indices]:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from anomaly.scorers.patchcore.search.coordinates import Coordinates, PrincipalCoordinates
 
 # Vectors from which on a bank is large.
-LARGE = 1 << 13
+_LARGE = 1 << 13
 # Above float32's rounding of squared distances, relative to the squared norms.
 ROUNDING = 1e-5
 # Rounded coordinates lie between plus and minus this.
@@ -21,7 +21,7 @@ _LARGEST = 127
 # Coordinates that hold half a squared norm, with one more for what is left of it.
 _DIGITS = 5
 # Steps and scales are no smaller, so that one can divide by them.
-LEAST = torch.finfo(torch.float32).tiny
+_LEAST = torch.finfo(torch.float32).tiny
 # No bound is as large but those of vectors that mustn't be found.
 _BEYOND = 1 << 30
 
@@ -108,7 +108,7 @@ class Float32Screen:
     @staticmethod
     def coordinates(bank: Tensor) -> Coordinates:
         """So many that they fill whole registers: more of them rule more of a large bank out."""
-        return PrincipalCoordinates(bank, 185 if len(bank) >= LARGE else 121)
+        return PrincipalCoordinates(bank, 185 if len(bank) >= _LARGE else 121)
 
     def prepared(self, coarse: Tensor) -> tuple[Tensor, ...]:
         """Coordinates (Q, d) of queries as they are, and their squared norms (Q,)."""
@@ -155,7 +155,7 @@ class Int8Screen:
         centred = coarse - self._centre
         farthest = float(torch.linalg.vector_norm(centred, dim=1).amax())
         most = (2 * _DIGITS) ** 0.5 * _LARGEST - coarse.shape[1] ** 0.5  # rounding adds a little
-        self._step = max(float(centred.abs().amax()) / _LARGEST, farthest / most, LEAST)
+        self._step = max(float(centred.abs().amax()) / _LARGEST, farthest / most, _LEAST)
         rounded, moved = self._rounded(centred)
         self._moved = float(moved.amax())
         digits = _digits((rounded.square().sum(1) / 2).int())

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import ConfigError, nearest
+from anomaly.scorers.patchcore.search.measuring import distances_to
 from anomaly.scorers.patchcore.search.product_index import ProductIndex
 from anomaly.scorers.patchcore.search.screened_index import ScreenedIndex
 
 METHODS = ("auto", "product", "screened", "faiss", "ivf")
-
-# Candidates that are measured at once: 32 MiB at 1536 dimensions.
-_MEASURED = 4096
 
 
 class Index(Protocol):
@@ -78,18 +76,11 @@ class NearestNeighbors:
         if not len(queries):
             return queries.new_empty(0, k), queries.new_empty(0, k, dtype=torch.int64)
         found = self._index.candidates(queries.detach(), k)
-        rows = max(1, _MEASURED // k)
-        blocks = zip(torch.split(queries, rows), torch.split(found, rows), strict=True)
-        distances = torch.cat([self._measure(q, candidates) for q, candidates in blocks])
+        distances = distances_to(self._bank, queries, found)
         if k == 1:
             return distances, found
         distances, order = distances.sort(dim=1, stable=True)
         return distances, found.gather(1, order)
-
-    def _measure(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        vectors = self._bank.index_select(0, candidates.flatten()).view(*candidates.shape, -1)
-        distances: Tensor = torch.linalg.vector_norm(vectors.sub_(queries[:, None]), dim=2)
-        return distances
 
     def _build(self, cache: Path | None, within: tuple[NearestNeighbors, Tensor] | None) -> Index:
         if self.method == "screened":

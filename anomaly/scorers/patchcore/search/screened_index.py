@@ -17,6 +17,7 @@ from anomaly.scorers.patchcore.search.coarse_screen import (
     Int8Screen,
     has_exact_int8,
 )
+from anomaly.scorers.patchcore.search.measuring import distances_to
 from anomaly.scorers.patchcore.search.product_index import ProductIndex
 
 # Queries in one product of the screen, at most, and its bytes: 16 MiB stay in cache.
@@ -119,7 +120,7 @@ class ScreenedIndex:
         least = torch.amin(bounds, 2, out=torch.empty_like(bounds[..., 0])).contiguous()
         # Of a query that is NaN any are the least, those that fill the last group among them.
         nearest = _least(bounds, least, k).clamp_(max=len(self._bank) - 1)
-        limit = (self._farthest(queries, nearest) + moved).square_()
+        limit = (distances_to(self._bank, queries, nearest).amax(1) + moved).square_()
         return _passing(bounds, least, self._screen.limits(prepared, limit))
 
     def _nearest(self, queries: Tensor, rows: Tensor, columns: Tensor, k: int) -> Tensor:
@@ -135,12 +136,6 @@ class ScreenedIndex:
         tied = (torch.bincount(rows, minlength=len(queries)) > k)[rows]
         squared[tied] = _measure(queries, self._bank, rows[tied], columns[tied])
         return columns[_least_pairs(squared, rows, len(queries), k)]
-
-    def _farthest(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        """Distance (Q,) to the farthest of each query's candidates (Q, k)."""
-        vectors = self._bank.index_select(0, candidates.flatten()).view(*candidates.shape, -1)
-        distances: Tensor = torch.linalg.vector_norm(vectors.sub_(queries[:, None]), dim=2)
-        return distances.amax(1)
 
     def _squared(self, queries: Tensor, norms: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Squared distances of the pairs queries[rows], bank[columns], by products.
