@@ -72,7 +72,7 @@ def test_a_killed_worker_changes_nothing_about_the_model(tmp_path: Path) -> None
         tensors.append(load_file(output / "model" / "scorer.safetensors"))
         assert not list(output.glob("features-*"))
         recorded = json.loads((output / "model" / "manifest.json").read_text())
-        assert recorded["made_with"]["shard_images"] == 4
+        assert recorded["made_with"]["shard_images"] == 8
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
 
