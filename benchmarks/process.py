@@ -15,6 +15,8 @@ from typing import Any
 _LOOK = 0.05  # seconds from one look at a process tree to the next, at least
 # Of one processor, which what is measured lacks: the kernel counts gigabytes page by page.
 _SHARE = 0.02
+# Set by importing `anomaly`, here too: a peer gets memory and threads as it asks for them.
+_OURS = ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT")
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,7 @@ class Outcome:
 
 def run(command: Sequence[object], cwd: Path | None = None) -> Outcome:
     """Run a command to its end."""
-    # Set by importing `anomaly`, here too: a peer gets its memory as it asks for it.
-    environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}
+    environment = {k: v for k, v in os.environ.items() if k not in _OURS}
     start = time.perf_counter()
     process = subprocess.Popen(
         [str(part) for part in command],

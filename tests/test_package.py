@@ -1,7 +1,10 @@
 """What a package has to say of itself, and that it says the same everywhere."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import import_module
 from importlib.metadata import version
@@ -22,6 +25,27 @@ def test_the_version_stands_in_one_place() -> None:
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text("utf-8"))
     assert citation["version"] == __version__
     assert citation["license"] == PROJECT["license"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "10000"),
+        ({"GOMP_SPINCOUNT": "77"}, "77"),
+        ({"OMP_WAIT_POLICY": "active"}, "None"),
+    ],
+)
+def test_how_threads_wait_is_set_unless_somebody_has_said(
+    given: dict[str, str], expected: str
+) -> None:
+    ours = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    plain = {name: value for name, value in os.environ.items() if name not in ours}
+    program = "import os, anomaly; print(os.environ.get('GOMP_SPINCOUNT'))"
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(
+        command, env=plain | given, cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == expected
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "scripts"])
