@@ -486,6 +486,16 @@ def test_listing_and_joining_need_no_torch(manifest: Path, one: Path, tmp_path: 
         assert ran.returncode == expected
 
 
+def test_more_shards_than_chunks(manifest: Path, run_folder: Path, command: Command) -> None:
+    arguments = _infer(manifest, run_folder, "nowhere", "--shard", "10/12")
+    code, out, _ = command("infer", arguments)
+    assert (code, out) == (
+        0,
+        "shard 10/12: nothing to do, the manifest has 10 chunks for 12 shards\n",
+    )
+    assert not Path("nowhere").exists()
+
+
 @pytest.mark.parametrize(
     "text",
     [
