@@ -21,6 +21,8 @@ class GoodScores:
         groups: from how many groups (lots, or parts seen more than once) the images come; None
             where none are known.
         left_out: images that somebody has taken out, as (place among all, name, score, peak).
+        hashes: sha256 of each of the n images, empty for one of which it isn't known; none at all
+            for training images, whose hashes the model's manifest has by name.
     """
 
     names: tuple[str, ...] = field(repr=False)
@@ -29,6 +31,19 @@ class GoodScores:
     source: str
     groups: int | None = None
     left_out: tuple[tuple[int, str, float, float], ...] = ()
+    hashes: tuple[str, ...] = field(default=(), repr=False)
+
+    def rows(self) -> list[tuple[str, float, float, str]]:
+        """Name, image score, peak and sha256 of each image; empty where that isn't known."""
+        hashes = self.hashes or ("",) * len(self.names)
+        return list(zip(self.names, self.image, self.peak, hashes, strict=True))
+
+    def of(self, rows: Sequence[tuple[str, float, float, str]]) -> GoodScores:
+        """These scores with other images' rows, at least one, in their place."""
+        names, image, peak, hashes = zip(*rows, strict=True)
+        return replace(
+            self, names=names, image=image, peak=peak, hashes=hashes if any(hashes) else ()
+        )
 
     def without(self, names: Sequence[str]) -> GoodScores:
         """These scores without some images, which are kept apart; all others count (again).
@@ -39,32 +54,32 @@ class GoodScores:
         Raises:
             DataError: no image, or more than one, has such a name, or none would be left.
         """
-        rows = list(zip(self.names, self.image, self.peak, strict=True))
+        rows = self.rows()
         for place, name, score, highest in self.left_out:
-            rows.insert(place, (name, score, highest))
+            rows.insert(place, (name, score, highest, ""))
         places = {_place(name, [row[0] for row in rows]) for name in names}
         if len(places) == len(rows):
             raise DataError("all good images would be left out; a threshold needs some of them")
         kept = [row for i, row in enumerate(rows) if i not in places]
-        out = tuple((i, *rows[i]) for i in sorted(places))
-        all_names, image, peak = zip(*kept, strict=True)
-        return replace(self, names=all_names, image=image, peak=peak, left_out=out)
+        out = tuple((i, *rows[i][:3]) for i in sorted(places))
+        return replace(self.of(kept), left_out=out)
 
     def joined(self, other: GoodScores, source: str) -> GoodScores:
-        """These scores and others, of other images; what was left out stays so.
+        """These scores and others; what was left out stays so.
 
-        Where groups are known of either, all images of the one of which none are count as one.
+        An image that both have counts once, with the other's score. Where groups are known of
+        either, all images of the one of which none are count as one.
         """
         known = self.groups is not None or other.groups is not None
-        mine = len(self.names) + len(self.left_out)
+        again = {*other.hashes} - {""}
+        rows = [row for row in self.rows() if row[3] not in again]
+        mine = len(rows) + len(self.left_out)
         moved = tuple((mine + i, name, score, peak) for i, name, score, peak in other.left_out)
-        return GoodScores(
-            self.names + other.names,
-            self.image + other.image,
-            self.peak + other.peak,
-            source,
-            (self.groups or 1) + (other.groups or 1) if known else None,
-            self.left_out + moved,
+        return replace(
+            self.of(rows + other.rows()),
+            source=source,
+            groups=(self.groups or 1) + (other.groups or 1) if known else None,
+            left_out=self.left_out + moved,
         )
 
     @property

@@ -121,7 +121,7 @@ def _say_what_is_odd(before: Thresholds | None, new: Thresholds, good: GoodScore
     if before is not None and new.label != before.label != "calibrated":
         log.warning("the thresholds %s are replaced by thresholds %s", before.label, new.label)
     highest = max(good.image)
-    if new.label == "by hand" and new.image > _FAR * highest:
+    if new.label == "by hand" and new.image > _FAR * highest > 0:
         log.warning(
             "the threshold %.4g is %.1f times the highest score of the good images, %.4g: defects "
             "may score less, and would pass",

@@ -6,6 +6,7 @@ import argparse
 import getpass
 import json
 from pathlib import Path
+from typing import Any
 
 from anomaly.errors import AnomalyError, DataError, why
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="image files, told by hash",
     )
     parser.add_argument(
-        "--parts", type=int, nargs="+", default=[], metavar="N", help="numbers of parts"
+        "--parts", type=_number, nargs="+", default=[], metavar="N", help="numbers of parts"
     )
     parser.add_argument("--type", default="", help="kind of defect")
     parser.add_argument("--note", default="", help="anything else")
@@ -56,11 +57,13 @@ def run(options: argparse.Namespace) -> int:
             for one in record.feedback():
                 print(json.dumps(one))
             return 0
-        said = {
-            "who": options.who or _user(),
-            "defect_type": options.type,
-            "note": options.note,
+        said: dict[str, Any] = {
+            "who": _text(options.who or _user()),
+            "defect_type": _text(options.type),
+            "note": _text(options.note),
         }
+        for part in options.parts:
+            record.check_part(part)  # before anything is noted
         for part in options.parts:
             record.add_feedback(options.verdict, part=part, **said)
             print(f"part {part}: {options.verdict}")
@@ -72,6 +75,19 @@ def run(options: argparse.Namespace) -> int:
     finally:
         record.close()
     return 0
+
+
+def _number(text: str) -> int:
+    """The number of a part, as the record can have it."""
+    number = int(text)
+    if not 1 <= number < 2**63:
+        raise ValueError
+    return number
+
+
+def _text(given: str) -> str:
+    """A text without bytes that are none, which a command line may hold."""
+    return given.encode("utf-8", "backslashreplace").decode()
 
 
 def _user() -> str:

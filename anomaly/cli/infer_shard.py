@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
     shard = Shard.of(options.shard or "0/1")
     manifest = read_manifest(options.manifest)
     if not shard.chunks(manifest):
-        count = len(manifest.sizes)
-        print(f"shard {shard.index}/{shard.count}: nothing to do, the manifest has {count} chunks for {shard.count} shards")
+        chunks = f"{len(manifest.sizes)} chunks for {shard.count} shards"
+        print(f"shard {shard.index}/{shard.count}: nothing to do, the manifest has {chunks}")
         return 0
     with Decoders(machine.wanted_threads(options)) as decoders:
         return _run(options, shard, manifest, decoders)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from anomaly.cli import machine
+from anomaly.errors import OutputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,26 +24,30 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.files.output_lock import locked
     from anomaly.files.own_outputs import RUN
     from anomaly.files.writing import claim
-    from anomaly.model.folder import find_model
+    from anomaly.model.folder import check_run_folder, find_model
 
-    for folder in options.models:
-        find_model(folder, exported=False)
+    output: Path = options.output
+    for given in options.models:
+        folder = find_model(given, exported=False)
+        if output.resolve() in (folder.resolve(), folder.resolve().parent):
+            raise OutputError(f"{output} is a model to merge, which stays; name another folder")
+    check_run_folder(output)
     from anomaly.model.checkpoint import load
     from anomaly.model.merging import merge
     from anomaly.model.run_folder import keep_run
 
     overwrite = options.overwrite
-    with locked(options.output):
-        claim(options.output, RUN, overwrite=overwrite)
+    with locked(output):
+        claim(output, RUN, overwrite=overwrite)
         device, _ = machine.device_and_threads(options, options.models)
         models = [load(folder, device) for folder in options.models]
         merged = merge(models, [str(folder) for folder in options.models])
-        model_id = keep_run(merged, options.output, options.models, overwrite=overwrite)
+        model_id = keep_run(merged, output, options.models, overwrite=overwrite)
     if merged.thresholds is None:
         print("no thresholds, as one of the models has none; `anomaly calibrate --good` finds some")
     else:
         print("\n".join(merged.thresholds.lines()))
     counts = " + ".join(str(len(model.manifest["training_images"])) for model in models)
     learned = len(merged.manifest["training_images"])
-    print(f"model {model_id}, of {learned} images ({counts}), is in {options.output / 'model'}")
+    print(f"model {model_id}, of {learned} images ({counts}), is in {output / 'model'}")
     return 0

@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
             device=device,
             workers=threads,
             keeping=Keeping(options.keep_good, options.keep_pictures),
-            limits=Limits(body_bytes=round(options.max_body * 1e6)),
+            limits=Limits.of(round(options.max_body * 1e6)),
             most_waiting=options.queue,
             memory=None if options.memory is None else round(options.memory * 1e6),
             sinks=sinks,

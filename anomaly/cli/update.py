@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.files.output_lock import locked
     from anomaly.files.own_outputs import RUN
     from anomaly.files.writing import claim
-    from anomaly.model.folder import find_model
+    from anomaly.model.folder import check_run_folder, find_model
 
     if not options.good and options.feedback is None:
         raise AnomalyError("give what is to be learned: --good, --feedback, or both")
@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
         raise OutputError(
             f"{output} is the model that is updated, which stays; name another folder"
         )
+    check_run_folder(output)
     with locked(output):
         claim(output, RUN, overwrite=options.overwrite)
         with tempfile.TemporaryDirectory(prefix=".update-", dir=output) as scratch:

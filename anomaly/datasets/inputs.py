@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import itertools
 import os
@@ -115,7 +116,11 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
     if not is_table(header, list_file):
         return [Path(line) for line in lines], {}
     if len(header) == 1 or "image_sha256" in header:  # a path a line, or our results
-        rows = read_rows(data, name, _COLUMNS, ("path",))
+        # Ours are in UTF-8, but for names of files that aren't: a mark keeps those. What a
+        # spreadsheet has saved ends its lines otherwise.
+        head = data[: data.find(b"\n")]
+        ours = head.startswith(b"path,image_sha256,") and not head.endswith(b"\r")
+        rows = read_rows(codecs.BOM_UTF8 + data if ours else data, name, _COLUMNS, ("path",))
         return [Path(row["path"]) for _, row in rows if row["path"]], {}
     groups = _grouped(data, name)
     return [Path(path) for path in groups], groups

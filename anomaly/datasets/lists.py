@@ -89,7 +89,12 @@ def _sample(row: dict[str, str], folder: Path) -> Sample:
 
 
 def _label(row: dict[str, str]) -> str:
-    label = row.get("label", "").strip()
+    return meant_by(row.get("label", ""))
+
+
+def meant_by(label: str) -> str:
+    """What a label in a list says that an image is: `good`, or a kind of defect."""
+    label = label.strip()
     if label.lower() in _GOOD_LABELS:
         return GOOD
     return "defect" if label == "1" else label

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from anomaly.datasets.folder_names import says_good, says_not_good
 from anomaly.datasets.folders import folders_in
+from anomaly.datasets.lists import meant_by
 from anomaly.datasets.samples import GOOD
 from anomaly.errors import DataError, nearest
 from anomaly.files.writing import at_home, like
@@ -99,6 +100,8 @@ def _own_names(place: Path) -> Recognised | None:
         for image in list_images(place / folder):
             inner = image.relative_to(place / folder).parts
             kind = inner[0] if len(inner) > 1 else folder
+            if meant_by(kind) != kind:  # `ng/0` or `ng/ok` would be taken for good ones
+                kind = f"{folder} {kind}" if len(inner) > 1 else f"folder {kind}"
             rows.writerow((image, GOOD if folder in good else kind))
     reason = f"good images in {', '.join(good)}, others in {', '.join(others)}"
     # Marked as UTF-8, so that the bytes of names that are none are kept.

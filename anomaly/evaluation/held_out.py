@@ -49,7 +49,7 @@ class HeldOutScores:
         """What thresholds are found with, where all of these images are good."""
         names = tuple(path.name for path in self.paths)
         source = f"{len(names)} good images that the model hasn't learned from"
-        return GoodScores(names, self.image, self.peak, source)
+        return GoodScores(names, self.image, self.peak, source, hashes=self.hashes)
 
 
 def score_held_out(

@@ -64,7 +64,9 @@ def explain_class(
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)
     image = normalisation(name)(pixels)
     shown = Explained()
-    shown.draw_maps(network, image, stages(table), before)
+    if not (mapped := stages(table)):
+        raise AnomalyError(f"{name} makes no feature maps of {size} × {size} pixels; use more")
+    shown.draw_maps(network, image, mapped, before)
 
     with torch.inference_mode():
         chances = network(image[None])[0].softmax(dim=0)

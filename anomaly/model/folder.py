@@ -88,6 +88,21 @@ def find_products(folder: str | Path) -> dict[str, Path]:
     return {}
 
 
+def check_run_folder(folder: Path) -> None:
+    """See that a folder may become a run: among runs it would hide them, see `find_products`.
+
+    Raises:
+        OutputError: it holds runs, and is none.
+        ModelError: it holds parts of one.
+    """
+    if _model_at(folder) is None and (inside := _models_inside(folder)):
+        raise OutputError(
+            f"{folder} holds the runs {', '.join(list(inside)[:5])}"
+            f"{' …' if len(inside) > 5 else ''}, which a model in it would hide; name one of them, "
+            "or a new folder"
+        )
+
+
 def _models_inside(folder: Path) -> dict[str, Path]:
     """The model folders of the subfolders that are one or are a run, by the subfolder's name.
 

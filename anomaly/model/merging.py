@@ -125,12 +125,11 @@ def _thresholds(detectors: Sequence[AnomalyDetector]) -> Thresholds | None:
         if detector.thresholds is None:
             return None
         images, good = detector.manifest["training_images"], detector.thresholds.good
-        rows = zip(good.names, good.image, good.peak, strict=True)
-        fresh = [row for row in rows if images.get(row[0]) not in known]
-        known.update(images.values())
+        hashed = [(*row[:3], row[3] or images.get(row[0], "")) for row in good.rows()]
+        fresh = [row for row in hashed if row[3] not in known]
+        known.update(images.values(), (row[3] for row in hashed if row[3]))
         if fresh:
-            names, image, peak = zip(*fresh, strict=True)
-            parts.append(replace(good, names=names, image=image, peak=peak))
+            parts.append(good.of(fresh))
     joined = reduce(lambda a, b: a.joined(b, ""), parts)
     names = tuple(unique_names(joined.names, ()))
     source = f"{len(names)} good images, each scored by one of the models merged, which hadn't seen"

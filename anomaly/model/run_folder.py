@@ -28,7 +28,7 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
-from anomaly.model.folder import appearing
+from anomaly.model.folder import appearing, check_run_folder
 from anomaly.model.golden import Said, write_record
 from anomaly.model.settings import as_of_today, differences, flat, portable
 from anomaly.runtime import peak_memory
@@ -78,6 +78,7 @@ def train_run(
     from anomaly.model.training import train
 
     started = time.perf_counter()
+    check_run_folder(output)
     claim(output, TRAIN, overwrite=overwrite)
     training = train(
         config,

@@ -47,7 +47,7 @@ def read_thresholds(folder: Path) -> Thresholds | None:
     if values is None and scores is None:
         return None
     written, good = checked(values, _Written, files[0]), checked(scores, GoodScores, files[1])
-    sizes = {len(good.names), len(good.image), len(good.peak)}
+    sizes = {len(good.names), len(good.image), len(good.peak), len(good.hashes or good.names)}
     if len(sizes) > 1 or 0 in sizes or (good.groups is not None and good.groups < 1):
         raise ModelError(f"{files[1]}: its names and scores don't belong together; {AGAIN}")
     try:

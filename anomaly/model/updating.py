@@ -113,7 +113,7 @@ def learn(
     return Learned(
         replace(
             trial.detector,
-            thresholds=_thresholds(detector, trial.good),
+            thresholds=_thresholds(detector, trial.good, hashes),
             appearance=_appearance(detector.appearance, len(known), looks),
             manifest={
                 **manifest,
@@ -235,9 +235,11 @@ def rates_of(detector: AnomalyDetector) -> tuple[float, float]:
     return review, min(now.reject.target or config.reject_rate, review)
 
 
-def _thresholds(detector: AnomalyDetector, new: GoodScores) -> Thresholds:
+def _thresholds(detector: AnomalyDetector, new: GoodScores, hashes: dict[str, str]) -> Thresholds:
+    """From the scores so far and the new images', of which some may have been calibrated with."""
     assert detector.thresholds is not None
-    good = detector.thresholds.good.joined(new, "")
+    named = replace(new, hashes=tuple(hashes[name] for name in new.names))
+    good = detector.thresholds.good.joined(named, "")
     source = (
         f"{len(good.names)} good images, each scored by a model that hasn't seen it, "
         f"{len(new.names)} of them new"

@@ -27,6 +27,7 @@ from anomaly.service.guard import credentials
 from anomaly.service.line import Line
 from anomaly.service.pictures import Wanted
 from anomaly.service.served import Served
+from anomaly.service.times import in_utc
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -97,6 +98,9 @@ async def _misunderstood(request: Request, error: Exception) -> Response:
     """A parameter that isn't a legal value: 400, for 422 speaks of images."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    if first["type"] in ("json_invalid", "model_attributes_type"):
+        said = "the body isn't a JSON object; send one with Content-Type: application/json"
+        return JSONResponse({"detail": said}, 400)
     where = ".".join(map(str, first["loc"][1:])) or "the body"
     legal = first.get("ctx", {}).get("expected")
     said = {"missing": "is missing", "extra_forbidden": "isn't known"}.get(
@@ -264,7 +268,10 @@ def _part_routes(app: FastAPI, line: Line) -> None:
     def counts(
         since: Annotated[str, Query(description="ISO 8601, in UTC", max_length=40)],
     ) -> dict[str, int]:
-        return line.record.counts(since)
+        try:
+            return line.record.counts(in_utc(since))
+        except ValueError:
+            raise HTTPException(400, f"since can't be {since!r}; give a time in ISO 8601") from None
 
     @app.get("/v1/drift", summary="Whether parts have drifted since the start, by model")
     def drift() -> dict[str, dict[str, Any]]:

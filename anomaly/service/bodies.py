@@ -31,6 +31,11 @@ class Limits:
     receive_seconds: float = 30.0
     answer_seconds: float = 60.0
 
+    @classmethod
+    def of(cls, body_bytes: int) -> Limits:
+        """Limits with which an image file of so many bytes is taken, and another may wait."""
+        return cls(body_bytes, held_bytes=max(cls.held_bytes, 2 * body_bytes))
+
 
 class Bodies:
     """Receives bodies; all requests share one.

@@ -19,13 +19,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from anomaly.errors import DataError, OutputError
 from anomaly.inference.rows import Row
+from anomaly.service.times import now
 
 _FORMAT = 1
 # Of each part what was said last. Rows are ordered by the newest part first.
@@ -81,7 +81,7 @@ class Record:
     def __init__(self, file: Path, keeping: Keeping | None = None) -> None:
         self.file = file
         self._keeping = keeping or Keeping()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         with self._explained():
             file.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
@@ -180,22 +180,24 @@ class Record:
         """
         with self.changing():
             if part is not None:
-                found = self._db.execute(
-                    "SELECT sha256, status FROM parts WHERE id = ?", (part,)
-                ).fetchone()
-                if found is None or found[1] != "ok":
-                    what = "doesn't exist" if found is None else "has no image that could be read"
-                    raise DataError(f"part {part} {what}; nothing is noted")
-                sha256 = found[0]
+                sha256 = self.check_part(part)
             else:
                 newest = "SELECT MAX (id) FROM parts WHERE sha256 = ?"
                 part = self._db.execute(newest, (sha256,)).fetchone()[0]
             self._db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (part, sha256, who, verdict, defect_type, note, _now()),
+                (part, sha256, who, verdict, defect_type, note, now()),
             )
         return part
+
+    def check_part(self, number: int) -> str:
+        """The sha256 of a part's image; a DataError where nobody can have seen it."""
+        found = self.read("SELECT sha256, status FROM parts WHERE id = ?", (number,))
+        if not found or found[0][1] != "ok":
+            what = "has no image that could be read" if found else "doesn't exist"
+            raise DataError(f"part {number} {what}; nothing is noted")
+        return str(found[0][0])
 
     def parts(
         self, before: int | None = None, verdict: str = "", limit: int = 60
@@ -208,8 +210,8 @@ class Record:
             limit: so many at most.
 
         Returns:
-            Each row of results.jsonl, with `id`, `model`, whether its picture is kept (`picture`),
-            and what a person has said last (`feedback`).
+            Rows as of results.jsonl, with `id`, `model`, whether its picture is kept (`picture`),
+            and what a person said last (`feedback`).
         """
         wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict}
         given = {condition: value for condition, value in wanted.items() if value}
@@ -293,7 +295,3 @@ def _part(
         said = dict(zip(("verdict", "defect_type", "note", "who"), (verdict, *more), strict=True))
     row = {**json.loads(line), "id": number, "model": model, "picture": bool(picture)}
     return {**row, "feedback": said}
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -229,7 +229,8 @@ def _names(parts: SplitResult, port: int) -> tuple[str, str]:
     """What messages call a receiver, and what tells it from others."""
     host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
     shown = f"{parts.scheme}://{host}:{port}"
-    return shown, f"{shown} {hashlib.sha256(parts.path.encode()).hexdigest()[:8]}"
+    where = parts.path or "/"  # a query may hold a key, which may change
+    return shown, f"{shown} {hashlib.sha256(where.encode()).hexdigest()[:8]}"
 
 
 def _reason(error: Exception) -> str:

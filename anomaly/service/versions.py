@@ -22,7 +22,7 @@ from anomaly.files.writing import draft_of
 from anomaly.imaging.image import Image
 from anomaly.imaging.listing import list_images
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.folder import model_id
+from anomaly.model.folder import check_run_folder, model_id
 from anomaly.model.golden import golden_of, moved_since, read_record, score_golden
 from anomaly.model.manifest import MANIFEST
 
@@ -85,12 +85,13 @@ def deploy(new: Path, run: Path) -> None:
         run: made if need be.
 
     Raises:
-        OutputError: it is what is there already, or the folder can't be written.
+        OutputError: it is what is there already, or the folder can't be written, or holds runs.
     """
     if (run / MANIFEST).is_file():
         raise OutputError(
             f"{run} is a model folder, which holds one version; give the run's folder"
         )
+    check_run_folder(run)
     draft = draft_of(run / "model")
     with _changing(run):
         if _id(run) == _id(new.parent, new.name):

@@ -132,3 +132,16 @@ def test_scores_without_some_images_keep_them_apart_and_caution() -> None:
     with pytest.raises(DataError, match="2 good images are called"):
         nested.without(["1.png"])
     assert nested.without(["a/1.png"]).names == ("b/1.png",)
+
+
+def test_an_image_counts_once_with_its_latest_score() -> None:
+    old = GoodScores(("a", "b"), (1.0, 2.0), (3.0, 4.0), "", hashes=("1", "2"))
+    new = GoodScores(("x", "c"), (0.5, 5.0), (0.6, 6.0), "", hashes=("2", "3"))
+    both = old.joined(new, "both")
+    assert both.rows() == [("a", 1.0, 3.0, "1"), ("x", 0.5, 0.6, "2"), ("c", 5.0, 6.0, "3")]
+    unknown = GoodScores(("d",), (7.0,), (8.0,), "")
+    assert both.joined(unknown, "").hashes == ("1", "2", "3", "")
+    assert unknown.joined(unknown, "").hashes == ()
+    left = both.without(["x"])
+    assert (left.names, left.hashes) == (("a", "c"), ("1", "3"))
+    assert left.joined(both, "").names == ("a", "x", "c")

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import shutil
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -319,3 +321,22 @@ def test_good_images_from_a_folder_of_defects_are_refused(
         code, _, err = command("calibrate", ["--model", run, "--good", given])
         assert (code, "NG parts would be taken as good" in err) == (2, True)
     assert _files(run) == before
+
+
+def test_copies_of_one_picture_as_training_images_allow_a_threshold_by_hand(
+    product: Path, tmp_path: Path, command: Command
+) -> None:
+    """Each is like what the others taught, so that all good scores are 0."""
+    source = product / "train" / "good" / "000.png"
+    data = source.read_bytes()
+    for i in range(4):
+        note = b"tEXt" + b"n\0" + b"%d" % i
+        chunk = struct.pack(">I", len(note) - 4) + note + struct.pack(">I", zlib.crc32(note))
+        place = tmp_path / "same" / product.name / f"{i}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data[:33] + chunk + data[33:])
+    run = tmp_path / "run"
+    settings = ["data.format=folder", f"data.root={tmp_path / 'same'}", "model.coreset_ratio=1.0"]
+    assert command("train", train_arguments(product, run, *settings))[0] == 0
+    code, _, err = command("calibrate", ["--model", run, "--threshold", 1])
+    assert code == 0, err

@@ -95,6 +95,19 @@ def test_good_parts_under_another_lamp_are_learned(
     assert (code, "the model knows all of the 12 good images" in err) == (2, True)
 
 
+def test_images_that_the_model_was_calibrated_with_count_once(
+    run_folder: Path, lamp: Path, tmp_path: Path, update: Any, command: Command
+) -> None:
+    run = shutil.copytree(run_folder, tmp_path / "calibrated")
+    arguments = ["--model", run, "--good", lamp / "good", "--device", "cpu"]
+    assert command("calibrate", arguments)[0] == 0
+    code, _, err, new = update(run, "--good", lamp / "good", "--include-suspects")
+    assert code == 0, err
+    thresholds = load(new, "cpu").thresholds
+    assert thresholds is not None
+    assert thresholds.images == len(set(thresholds.good.hashes)) == 12
+
+
 def test_what_is_usual_is_learned_once_there_are_images_enough(
     product: Path, tmp_path: Path, update: Any
 ) -> None:

@@ -96,6 +96,17 @@ def test_a_list_may_start_with_a_byte_order_mark(tmp_path: Path, mark: bytes) ->
     assert find_inputs([], str(file)).groups == {"b.png": "1"}
 
 
+def test_names_that_are_no_text_are_read_back_from_our_results(tmp_path: Path) -> None:
+    file = tmp_path / "results.csv"
+    file.write_bytes("path,image_sha256,status\nä.png,1,ok\n".encode() + b"caf\xe9.png,2,ok\n")
+    found = find_inputs([], str(file)).paths
+    assert sorted(map(os.fsencode, found)) == [b"caf\xe9.png", "ä.png".encode()]
+    for cells in (",", ";"):  # saved by a spreadsheet since
+        header = cells.join(("path", "image_sha256", "status"))
+        file.write_bytes(f"{header}\r\nä.png{cells}1{cells}ok\r\n".encode("cp1252"))
+        assert find_inputs([], str(file)).paths == [Path("ä.png")]
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "cp1252", "utf-16"])
 def test_lists_as_spreadsheets_save_them(tmp_path: Path, encoding: str) -> None:
     file = tmp_path / "list.csv"

@@ -45,6 +45,8 @@ def test_each_layout_is_recognised_and_opens_as_such(layout: str, tmp_path: Path
         (["gute Teile", "Risse"], "gute Teile", {"Risse"}),
         (["good", "scratch", "dent"], "good", {"scratch", "dent"}),
         (["ok_parts", "bad/crack", "bad/dent", "masks"], "ok_parts", {"crack", "dent"}),
+        (["good", "ng/0", "ng/1", "ng/OK"], "good", {"ng 0", "ng 1", "ng OK"}),
+        (["good", "0", "1"], "good", {"folder 0", "folder 1"}),
     ],
 )
 def test_names_of_ones_own_become_a_list(

@@ -6,8 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import REPOSITORY, Command, train_arguments
+from PIL import Image
 from sklearn.metrics import roc_auc_score
 
 import anomaly
@@ -81,6 +83,37 @@ def test_models_of_other_settings_are_refused_by_key(
         assert (code, key in err, to.exists()) == (2, True, False), err
     code, _, err = command("merge", [run_folder, "--output", tmp_path / "one"])
     assert (code, "one model is no two" in err) == (2, True)
+
+
+def test_a_model_to_merge_isnt_replaced(run_folder: Path, tmp_path: Path, command: Command) -> None:
+    one, two = (shutil.copytree(run_folder, tmp_path / name) for name in ("one", "two"))
+    before = load(one, "cpu").model_id
+    for output in (one, one / "model"):
+        arguments = [one, two, "--output", output, "--overwrite", "--device", "cpu"]
+        code, _, err = command("merge", arguments)
+        assert (code, "is a model to merge, which stays" in err) == (2, True)
+    assert load(one, "cpu").model_id == before
+    # A model beside these runs would hide them.
+    code, _, err = command("merge", [one, two, "--output", tmp_path, "--device", "cpu"])
+    assert (code, "holds the runs one, two" in err) == (2, True)
+    assert not (tmp_path / "model").exists()
+
+
+def test_images_that_both_were_calibrated_with_count_once(run_folder: Path, product: Path) -> None:
+    first = load(run_folder, "cpu")
+    assert first.thresholds is not None
+    files = sorted((product / "train" / "good").glob("*.png"))
+    pictures = [np.asarray(Image.open(file).convert("RGB")) // 2 for file in files[:6]]
+    others = first.calibrate(pictures)
+    assert others.thresholds is not None
+    count = len(others.thresholds.good.names)
+    both = merge([others, others], ["a", "b"])
+    assert both.thresholds is not None
+    assert sorted(both.thresholds.good.image) == sorted(others.thresholds.good.image)
+    assert len(both.thresholds.good.names) == count
+    some = merge([first, others], ["a", "b"])
+    assert some.thresholds is not None
+    assert len(some.thresholds.good.names) == len(first.thresholds.good.names) + count
 
 
 def test_nothing_is_left_of_the_run_that_a_merged_model_replaces(

@@ -231,6 +231,12 @@ def taken(bodies: Bodies, asked: Request) -> tuple[int, bytes]:
     return asyncio.run(take())
 
 
+def test_the_longest_body_allowed_fits_into_memory() -> None:
+    assert Limits.of(64_000_000) == Limits()
+    large = Limits.of(2_000_000_000)
+    assert (large.body_bytes, large.held_bytes) == (2_000_000_000, 4_000_000_000)
+
+
 def test_bodies_are_limited_in_length_time_and_memory() -> None:
     bodies = Bodies(Limits(body_bytes=10, held_bytes=25, receive_seconds=0.1))
     assert taken(bodies, request(b"12345", b"67890")) == (200, b"1234567890")

@@ -104,6 +104,22 @@ def test_feedback_is_only_added_to(tmp_path: Path) -> None:
     assert len(list(record.feedback())) == 2
 
 
+def test_feedback_from_the_command_line_is_noted_whole_or_not_at_all(
+    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "line.sqlite"
+    record = Record(file)
+    (number,) = record.add([answer("reject", 7)])
+    base = ["--record", file, "--verdict", "good", "--parts"]
+    code, _, err = command("feedback", [*base, number, number + 1])
+    assert (code, f"part {number + 1} doesn't exist; nothing is noted" in err) == (2, True)
+    assert not list(record.feedback())
+    code, _, err = command("feedback", [*base, 2**63])
+    assert (code, "--parts" in err) == (2, True)
+    assert command("feedback", [*base, number, "--note", "caf\udce9"])[0] == 0
+    assert next(record.feedback())["note"] == "caf\\udce9"
+
+
 def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "line.sqlite"
     file.write_text(

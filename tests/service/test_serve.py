@@ -205,6 +205,17 @@ def test_people_say_what_a_part_is(served: Served, product: Path) -> None:
         assert (status, wanted in answer.decode()) == (409, True)
     assert served.ask("POST", path, b'{"verdict": "perhaps"}', kind)[0] == 400
     assert served.ask("GET", f"/v1/parts/{2**70}")[0] == 400
+    for body in (b"{", b"[1]"):
+        status, _, answer = served.ask("POST", path, body, kind)
+        assert (status, b"isn't a JSON object" in answer) == (400, True)
+    for since in ("hello", "0001-01-01T00:00%2B23:00"):
+        status, _, answer = served.ask("GET", f"/v1/counts?since={since}")
+        assert (status, b"ISO 8601" in answer) == (400, True)
+    # Times of another zone, or of less precision, mean the same.
+    times = ("2020-01-01", "2020-01-01T02:00%2B02:00", "2020-01-01T00:00Z")
+    counts = [served.get(f"/v1/counts?since={time}") for time in times]
+    assert counts[0]
+    assert counts[0] == counts[1] == counts[2]
 
 
 def test_pages_of_other_sites_may_not_ask(served: Served) -> None:

@@ -187,6 +187,7 @@ def test_addresses_that_make_no_sense(command: Command, tmp_path: Path) -> None:
     assert len(set(names[:3])) == 1
     assert names[3] != names[0]
     assert not any("old" in name for name in names)
+    assert Webhook("https://host").name == Webhook("https://host/").name
     models = tmp_path / "models"
     code, _, err = command("serve", ["--models", models, "--mqtt", "mqtt://user:secret@host"])
     assert (code, "topic" in err, "secret" in err) == (2, True, False)

@@ -180,3 +180,9 @@ def test_versions_are_kept_in_order(
         assert command("deploy", [*arguments, *wrong])[0] == 2
     code, _, err = command("deploy", ["--to", run / "model", "--model", run_folder])
     assert (code, "is a model folder" in err) == (2, True)
+
+
+def test_a_folder_of_runs_is_no_run(line: Path, other: Path, command: Command) -> None:
+    code, _, err = command("deploy", ["--model", other, "--to", line, "--device", "cpu"])
+    assert (code, "holds the runs disc, which a model in it would hide" in err) == (2, True)
+    assert sorted(entry.name for entry in line.iterdir()) == ["disc"]
