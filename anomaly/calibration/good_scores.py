@@ -38,7 +38,7 @@ class GoodScores:
         hashes = self.hashes or ("",) * len(self.names)
         return list(zip(self.names, self.image, self.peak, hashes, strict=True))
 
-    def of(self, rows: Sequence[tuple[str, float, float, str]]) -> GoodScores:
+    def with_rows(self, rows: Sequence[tuple[str, float, float, str]]) -> GoodScores:
         """These scores with other images' rows, at least one, in their place."""
         names, image, peak, hashes = zip(*rows, strict=True)
         return replace(
@@ -62,7 +62,7 @@ class GoodScores:
             raise DataError("all good images would be left out; a threshold needs some of them")
         kept = [row for i, row in enumerate(rows) if i not in places]
         out = tuple((i, *rows[i][:3]) for i in sorted(places))
-        return replace(self.of(kept), left_out=out)
+        return replace(self.with_rows(kept), left_out=out)
 
     def joined(self, other: GoodScores, source: str) -> GoodScores:
         """These scores and others; what was left out stays so.
@@ -76,7 +76,7 @@ class GoodScores:
         mine = len(rows) + len(self.left_out)
         moved = tuple((mine + i, name, score, peak) for i, name, score, peak in other.left_out)
         return replace(
-            self.of(rows + other.rows()),
+            self.with_rows(rows + other.rows()),
             source=source,
             groups=(self.groups or 1) + (other.groups or 1) if known else None,
             left_out=self.left_out + moved,

@@ -79,10 +79,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _number(text: str) -> int:
     """The number of a part, as the record can have it."""
-    number = int(text)
-    if not 1 <= number < 2**63:
-        raise ValueError
-    return number
+    if text.isdecimal() and len(text) < 20 and 1 <= int(text) < 2**63:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} can't be the number of a part, which are 1, 2, 3 …")
 
 
 def _text(given: str) -> str:

@@ -129,7 +129,7 @@ def _thresholds(detectors: Sequence[AnomalyDetector]) -> Thresholds | None:
         fresh = [row for row in hashed if row[3] not in known]
         known.update(images.values(), (row[3] for row in hashed if row[3]))
         if fresh:
-            parts.append(good.of(fresh))
+            parts.append(good.with_rows(fresh))
     joined = reduce(lambda a, b: a.joined(b, ""), parts)
     names = tuple(unique_names(joined.names, ()))
     source = f"{len(names)} good images, each scored by one of the models merged, which hadn't seen"
