@@ -57,7 +57,8 @@ def machine() -> dict[str, str]:
     packages = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless")
     return {
         "processor": platform.machine(),
-        "features": torch.backends.cpu.get_cpu_capability(),
+        # Kernels are chosen by all of these, and cut their work by the caches' sizes.
+        "features": json.dumps(dict(torch.cpu.get_capabilities()), sort_keys=True),
         "bf16": str(has_bf16(torch.device("cpu"))),
         "threads": "2",
         **{name: version(name) for name in packages},

@@ -31,7 +31,10 @@ def write_thresholds(folder: Path, thresholds: Thresholds | None) -> None:
     """Write the thresholds, and the scores of good images behind them."""
     both: tuple[Any, Any] = None, None
     if thresholds is not None:
-        both = thresholds.to_json(), asdict(thresholds.good)
+        good = asdict(thresholds.good)
+        if not thresholds.good.hashes:  # as files have it that knew no hashes
+            del good["hashes"]
+        both = thresholds.to_json(), good
     for name, values in zip(_FILES, both, strict=True):
         (folder / name).write_text(as_json(values), "utf-8")
 
