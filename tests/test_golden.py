@@ -48,7 +48,7 @@ _WHOLE: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def machine() -> dict[str, str]:
+def machine() -> dict[str, Any]:
     """What bytes may hang on besides data, settings and code."""
     import torch
 
@@ -58,7 +58,7 @@ def machine() -> dict[str, str]:
     return {
         "processor": platform.machine(),
         # Kernels are chosen by all of these, and cut their work by the caches' sizes.
-        "features": json.dumps(dict(torch.cpu.get_capabilities()), sort_keys=True),
+        "features": dict(sorted(torch.cpu.get_capabilities().items())),
         "bf16": str(has_bf16(torch.device("cpu"))),
         "threads": "2",
         **{name: version(name) for name in packages},

@@ -21,8 +21,8 @@ class GoodScores:
         groups: from how many groups (lots, or parts seen more than once) the images come; None
             where none are known.
         left_out: images that somebody has taken out, as (place among all, name, score, peak).
-        hashes: sha256 of each of the n images, empty for one of which it isn't known; none at all
-            for training images, whose hashes the model's manifest has by name.
+        hashes: sha256 of each of the n images, empty for one of which it isn't known here; none at
+            all after training, whose images' hashes the model's manifest has by name.
     """
 
     names: tuple[str, ...] = field(repr=False)

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from anomaly.cli import machine
-from anomaly.errors import OutputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +26,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.model.folder import check_run_folder, find_model
 
     output: Path = options.output
-    for given in options.models:
-        folder = find_model(given, exported=False)
-        if output.resolve() in (folder.resolve(), folder.resolve().parent):
-            raise OutputError(f"{output} is a model to merge, which stays; name another folder")
-    check_run_folder(output)
+    check_run_folder(output, [find_model(given, exported=False) for given in options.models])
     from anomaly.model.checkpoint import load
     from anomaly.model.merging import merge
     from anomaly.model.run_folder import keep_run

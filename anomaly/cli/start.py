@@ -53,10 +53,12 @@ def run(options: argparse.Namespace) -> int:
 def _start(options: argparse.Namespace, name: str, output: Path) -> int:
     from anomaly.datasets.recognise import chosen, recognise
     from anomaly.files.writing import claim, write
+    from anomaly.model.folder import check_run_folder
 
     talks = sys.stdin.isatty() and sys.stdout.isatty()
     taken = chosen(recognise(options.folder, options.format), input if talks else None)
     config = output / f"{name}.yaml"
+    check_run_folder(output)
     claim(output, ("model",), overwrite=options.overwrite)
     if config.exists() and not options.overwrite:  # somebody may have changed it
         train = ["train", "--config", str(config), "--output", str(output)]

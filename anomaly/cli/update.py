@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
-from anomaly.errors import AnomalyError, DataError, OutputError
+from anomaly.errors import AnomalyError, DataError
 
 if TYPE_CHECKING:
     from anomaly.datasets import Sample
@@ -75,11 +75,7 @@ def run(options: argparse.Namespace) -> int:
     machine.check_images(options, "good", "defects")
     folder = find_model(options.model, exported=False)
     output: Path = options.output
-    if output.resolve() in (folder.resolve(), folder.resolve().parent):
-        raise OutputError(
-            f"{output} is the model that is updated, which stays; name another folder"
-        )
-    check_run_folder(output)
+    check_run_folder(output, [folder])
     with locked(output):
         claim(output, RUN, overwrite=options.overwrite)
         with tempfile.TemporaryDirectory(prefix=".update-", dir=output) as scratch:

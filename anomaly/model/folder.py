@@ -88,13 +88,22 @@ def find_products(folder: str | Path) -> dict[str, Path]:
     return {}
 
 
-def check_run_folder(folder: Path) -> None:
+def check_run_folder(folder: Path, sources: Iterable[Path] = ()) -> None:
     """See that a folder may become a run: among runs it would hide them, see `find_products`.
 
+    Args:
+        folder: it needn't exist.
+        sources: the model folders that the run's model is made of.
+
     Raises:
-        OutputError: it holds runs, and is none.
+        OutputError: it is one of the sources, or its run; or it holds runs, and is none.
         ModelError: it holds parts of one.
     """
+    place = folder.resolve()
+    if any(place in (one.resolve(), one.resolve().parent) for one in sources):
+        raise OutputError(
+            f"{folder} is a model that the new one is made of, which stays; name another folder"
+        )
     if _model_at(folder) is None and (inside := _models_inside(folder)):
         raise OutputError(
             f"{folder} holds the runs {', '.join(list(inside)[:5])}"

@@ -113,7 +113,7 @@ def learn(
     return Learned(
         replace(
             trial.detector,
-            thresholds=_thresholds(detector, trial.good, hashes),
+            thresholds=_thresholds(detector, trial.good),
             appearance=_appearance(detector.appearance, len(known), looks),
             manifest={
                 **manifest,
@@ -207,7 +207,8 @@ class _Trial:
             scored = scores_of(detector, patches.only(some), patches.views)
             image, peak = zip(*scored.values(), strict=True)
             good = GoodScores(tuple(some.values()), image, peak, "")
-        return cls(new, good, numbers)
+        hashes = tuple(patches.hashes[i] for i in numbers)  # some may have been calibrated with
+        return cls(new, replace(good, hashes=hashes), numbers)
 
 
 def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
@@ -235,11 +236,9 @@ def rates_of(detector: AnomalyDetector) -> tuple[float, float]:
     return review, min(now.reject.target or config.reject_rate, review)
 
 
-def _thresholds(detector: AnomalyDetector, new: GoodScores, hashes: dict[str, str]) -> Thresholds:
-    """From the scores so far and the new images', of which some may have been calibrated with."""
+def _thresholds(detector: AnomalyDetector, new: GoodScores) -> Thresholds:
     assert detector.thresholds is not None
-    named = replace(new, hashes=tuple(hashes[name] for name in new.names))
-    good = detector.thresholds.good.joined(named, "")
+    good = detector.thresholds.good.joined(new, "")
     source = (
         f"{len(good.names)} good images, each scored by a model that hasn't seen it, "
         f"{len(new.names)} of them new"

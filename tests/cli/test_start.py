@@ -95,6 +95,17 @@ def test_settings_of_an_earlier_start_are_not_lost(
     assert "--overwrite" in err
 
 
+def test_nothing_is_written_among_runs(
+    product: Path, run_folder: Path, command: Command, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / "disc").symlink_to(run_folder, target_is_directory=True)
+    code, _, err = command("start", [product, "--output", runs, *SETTINGS])
+    assert (code, "holds the runs disc" in err) == (2, True)
+    assert [entry.name for entry in runs.iterdir() if not entry.name.startswith(".")] == ["disc"]
+
+
 def test_image_names_that_are_no_text(command: Command, tmp_path: Path) -> None:
     for i in range(8):
         write_part(tmp_path / "part" / "OK" / f"{i}.png", seed=i)

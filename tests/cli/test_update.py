@@ -205,7 +205,7 @@ def test_what_may_not_be_learned(
     (run / "model" / "thresholds.json").write_text("null\n")
     assert "than when it was written" in refused("--good", lamp / "good", model=run)
     code, _, err, _ = update(run, "--good", lamp / "good", output="run")
-    assert (code, "is the model that is updated" in err) == (2, True)
+    assert (code, "is a model that the new one is made of, which stays" in err) == (2, True)
 
 
 def test_golden_parts_go_along(run_folder: Path, lamp: Path, update: Any, command: Command,

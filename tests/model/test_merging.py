@@ -91,7 +91,7 @@ def test_a_model_to_merge_isnt_replaced(run_folder: Path, tmp_path: Path, comman
     for output in (one, one / "model"):
         arguments = [one, two, "--output", output, "--overwrite", "--device", "cpu"]
         code, _, err = command("merge", arguments)
-        assert (code, "is a model to merge, which stays" in err) == (2, True)
+        assert (code, "is a model that the new one is made of, which stays" in err) == (2, True)
     assert load(one, "cpu").model_id == before
     # A model beside these runs would hide them.
     code, _, err = command("merge", [one, two, "--output", tmp_path, "--device", "cpu"])
