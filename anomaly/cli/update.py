@@ -107,6 +107,8 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
     if len(refused) > _LISTED:
         log.warning("skipped %d more images", len(refused) - _LISTED)
     print("\n".join(made.lines()))
+    if made.caution:
+        log.warning(made.caution)
     if made.learned.suspects:
         print("look at the suspects again; where they are good, add --include-suspects")
     if not compare[DEFECTS]:

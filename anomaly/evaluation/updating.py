@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from anomaly.calibration import Thresholds
 from anomaly.calibration.rates import percent, supported_rate
 from anomaly.datasets import Sample
 from anomaly.errors import DataError
@@ -29,6 +31,7 @@ from anomaly.model.updating import Learned, learn
 log = logging.getLogger(__name__)
 
 _LISTED = 10  # changed verdicts of a kind
+_FAR = 1.1  # times the reject threshold so far, from which on a new one is told to be higher
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +42,14 @@ class Update:
         detector: has learned the new images.
         learned: how it came to be.
         known: images left out because it has learned from them already, and copies.
-        before: how the thresholds were found so far.
+        before: the thresholds so far.
         compared: what both detectors say, by what the images are: `confirmed defects`, say.
     """
 
     detector: AnomalyDetector
     learned: Learned
     known: int
-    before: str
+    before: Thresholds
     compared: Mapping[str, tuple[Compared, ...]]
 
     @property
@@ -76,6 +79,19 @@ class Update:
         golden = None if parts is None else (parts, said)
         return keep_run(self.detector, output, [source], golden=golden, overwrite=overwrite)
 
+    @property
+    def caution(self) -> str:
+        """Said where the reject threshold rises by far, as it does where defects are learned."""
+        limits = self.detector.thresholds
+        assert limits is not None
+        if limits.image <= _FAR * self.before.image:
+            return ""
+        return (
+            f"the reject threshold rises from {self.before.image:.4g} to {limits.image:.4g}, and "
+            "what scores between them is no longer rejected: look at the new images again, for "
+            "defects among them are learned as good"
+        )
+
     def lines(self) -> list[str]:
         """What was learned and what it changes, for people."""
         return [*self._learned(), *self._changed()]
@@ -87,11 +103,13 @@ class Update:
             yield f"{self.known} images are known already, or copies of others; left out"
         for name, score in self.learned.suspects.items():
             yield f"suspect, not learned: {name} (score {score:.4g})"
-        verdicts = [limits.verdict(score) for score in new.image]
-        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("good", "review", "reject"))
-        yield f"learned {len(new.names)} good images; each scored without itself: {counts}"
-        if self.before != "calibrated":
-            yield f"the thresholds were found {self.before} so far, and are found by rates now"
+        images = "1 good image" if len(new.names) == 1 else f"{len(new.names)} good images"
+        yield f"learned {images}; each scored without itself: {_verdicts(limits, new.image)}"
+        yield f"the model as it was, by their scores: {_verdicts(self.before, self.learned.before)}"
+        if self.before.label != "calibrated":
+            yield (
+                f"the thresholds were found {self.before.label} so far, and are found by rates now"
+            )
         yield from limits.lines()
         yield (
             f"the {len(new.names)} new ones alone can vouch for no less than "
@@ -158,6 +176,7 @@ def update(
             for kind, images in compare.items()
             if images
         }
+    assert detector.thresholds is not None  # learn has asked for some
     found = [one.after != "good" for one in compared.get(DEFECTS, ())]
     made = change(
         {"updated": {"include_suspects": include_suspects}},
@@ -171,7 +190,7 @@ def update(
         replace(learned.detector, changes=changes),
         learned,
         len(good) - len(kept),
-        detector.thresholds.label if detector.thresholds else "",
+        detector.thresholds,
         compared,
     )
 
@@ -215,6 +234,12 @@ def _hash(sample: Sample) -> str:
     return ""
 
 
+def _verdicts(thresholds: Thresholds, scores: Sequence[float]) -> str:
+    """How many scores are good, for review, to be rejected."""
+    counts = Counter(map(thresholds.verdict, scores))
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("good", "review", "reject"))
+
+
 def updated(
     detector: AnomalyDetector,
     good: str | Path | Iterable[ImageLike],
@@ -237,6 +262,8 @@ def updated(
         log.warning("skipped: %s", reason)
     for line in made.lines():
         log.info(line)
+    if made.caution:
+        log.warning(made.caution)
     if made.learned.suspects:
         log.warning("suspects, not learned: %s", ", ".join(made.learned.suspects))
     if made.escapes and not force:

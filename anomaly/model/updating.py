@@ -41,6 +41,7 @@ class Learned:
     Attributes:
         detector: knows them; not saved yet.
         good: their scores, each by a detector that has learned the others.
+        before: their image scores by the detector that was to learn, in the same order.
         hashes: sha256 of each image learned, by name.
         suspects: scores of the images that it hasn't learned from, by name, the worst first.
         refused: why an image couldn't be used, by name.
@@ -48,6 +49,7 @@ class Learned:
 
     detector: AnomalyDetector
     good: GoodScores
+    before: tuple[float, ...]
     hashes: dict[str, str]
     suspects: dict[str, float]
     refused: dict[str, str]
@@ -106,6 +108,7 @@ def learn(
         refused = {names[item.index]: item.reason for item in patches.refused}
         hashes = {names[i]: patches.hashes[i] for i in trial.numbers}
         looks = [patches.looks[i] for i in trial.numbers]
+        before = scores_of(detector, patches.only(trial.numbers), patches.views)
     manifest = detector.manifest
     known, unused = manifest["training_images"], manifest["refused_images"]
     left_out = {name: i for i, name in names.items() if name not in hashes}
@@ -125,6 +128,7 @@ def learn(
             folder=None,
         ),
         trial.good,
+        tuple(before[i][0] for i in trial.numbers),
         hashes,
         suspects,
         refused,

@@ -185,7 +185,26 @@ def test_suspects_are_left_out_unless_somebody_insists(
     assert (code, "it may be a defect" in err, other.exists()) == (2, True, False)
     code, out, _, _ = update(run_folder, "--good", only, "--include-suspects", output="other")
     assert code == 0
-    assert "learned 1 good images" in out
+    assert "learned 1 good image;" in out
+
+
+def test_a_folder_of_defects_is_told_by_the_threshold_that_rises(
+    run_folder: Path, tmp_path: Path, update: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Among defects of one kind none stands out, so there are no suspects."""
+    for i in range(8):
+        write_part(tmp_path / "new" / f"{i}.png", seed=900 + i, mark=(40 + i, 50))
+    code, out, err, new = update(run_folder, "--good", tmp_path / "new")
+    assert code == 0, err
+    assert "the model as it was, by their scores: 0 good, 0 review, 8 reject" in out
+    before, after = (load(run, "cpu").thresholds for run in (run_folder, new))
+    assert before is not None
+    assert after is not None
+    rise = f"the reject threshold rises from {before.image:.4g} to {after.image:.4g}"
+    assert rise in caplog.text
+    caplog.clear()
+    load(run_folder, "cpu").update(tmp_path / "new")
+    assert rise in caplog.text
 
 
 def test_what_may_not_be_learned(
