@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from anomaly.calibration.rates import percent, supported_rate
 from anomaly.errors import DataError
+
+
+class LeftOut(NamedTuple):
+    """A good image that somebody has taken out.
+
+    Attributes:
+        place: among all images, those left out included.
+        name: of the image.
+        image: its image score.
+        peak: the highest value of its anomaly map.
+        sha256: of its file; empty where it isn't known here.
+    """
+
+    place: int
+    name: str
+    image: float
+    peak: float
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -17,10 +37,10 @@ class GoodScores:
         names: of the n images.
         image: their image scores.
         peak: the highest value of each one's anomaly map.
-        source: how they were had, for people.
+        source: how many they are and how they were had, for people.
         groups: from how many groups (lots, or parts seen more than once) the images come; None
             where none are known.
-        left_out: images that somebody has taken out, as (place among all, name, score, peak).
+        left_out: images that somebody has taken out.
         hashes: sha256 of each of the n images, empty for one of which it isn't known here; none at
             all after training, whose images' hashes the model's manifest has by name.
     """
@@ -30,7 +50,7 @@ class GoodScores:
     peak: tuple[float, ...] = field(repr=False)
     source: str
     groups: int | None = None
-    left_out: tuple[tuple[int, str, float, float], ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
     hashes: tuple[str, ...] = field(default=(), repr=False)
 
     def rows(self) -> list[tuple[str, float, float, str]]:
@@ -55,17 +75,18 @@ class GoodScores:
             DataError: no image, or more than one, has such a name, or none would be left.
         """
         rows = self.rows()
-        for place, name, score, highest in self.left_out:
-            rows.insert(place, (name, score, highest, ""))
+        for image in self.left_out:
+            rows.insert(image.place, image[1:])
         places = {_place(name, [row[0] for row in rows]) for name in names}
         if len(places) == len(rows):
             raise DataError("all good images would be left out; a threshold needs some of them")
         kept = [row for i, row in enumerate(rows) if i not in places]
-        out = tuple((i, *rows[i][:3]) for i in sorted(places))
-        return replace(self.with_rows(kept), left_out=out)
+        out = tuple(LeftOut(i, *rows[i]) for i in sorted(places))
+        source = re.sub(rf"^{len(self.names)}\b", str(len(kept)), self.source)
+        return replace(self.with_rows(kept), left_out=out, source=source)
 
     def joined(self, other: GoodScores, source: str) -> GoodScores:
-        """These scores and others; what was left out stays so.
+        """These scores and others; what was left out stays so, but for what the others have.
 
         An image that both have counts once, with the other's score. Where groups are known of
         either, all images of the one of which none are count as one.
@@ -73,13 +94,14 @@ class GoodScores:
         known = self.groups is not None or other.groups is not None
         again = {*other.hashes} - {""}
         rows = [row for row in self.rows() if row[3] not in again]
-        mine = len(rows) + len(self.left_out)
-        moved = tuple((mine + i, name, score, peak) for i, name, score, peak in other.left_out)
+        out = tuple(image for image in self.left_out if image.sha256 not in again)
+        mine = len(rows) + len(out)
+        moved = tuple(image._replace(place=mine + image.place) for image in other.left_out)
         return replace(
             self.with_rows(rows + other.rows()),
             source=source,
             groups=(self.groups or 1) + (other.groups or 1) if known else None,
-            left_out=self.left_out + moved,
+            left_out=out + moved,
         )
 
     @property
@@ -87,7 +109,7 @@ class GoodScores:
         """Why the bounds may promise too much; nothing where nothing is known against them."""
         said = [] if self.groups is None else [self._caution_of_groups(self.groups)]
         if self.left_out:
-            names = ", ".join(name for _, name, _, _ in self.left_out)
+            names = ", ".join(image.name for image in self.left_out)
             said.append(
                 f"{len(self.left_out)} more left out by hand: {names}. Rates and bounds are for "
                 "parts like the images that stayed; where parts like those left out are good, and "

@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
     before = model.thresholds
     done = 3 if any(images.refused for images in scored.values()) else 0
     learned = model.manifest["training_images"]
-    if any(name in learned for _, name, *_ in good.left_out):
+    if any(out.name in learned for out in good.left_out):
         log.info(
             "the model itself has still learned from what was left out; where that isn't good, "
             "take it from the training images and train again"
@@ -185,6 +185,11 @@ def _score(
                 progress=lambda done, total, name=name: progress(name, done, total),  # type: ignore[misc]
             )
         _say_left_out(f"--{name}", scored[name])
+    if len(scored) > 1:
+        defects = set(scored["defects"].hashes)
+        for path, sha256 in scored["good"].named_hashes().items():
+            if sha256 in defects:
+                raise DataError(f"{path} is given as good and as a defect; give it once")
     return scored
 
 
@@ -228,7 +233,7 @@ def _good(
             "give --good with a folder of some"
         )
     good = now.good.without(options.without or ())
-    if back := {out[1] for out in now.good.left_out} - {out[1] for out in good.left_out}:
+    if back := {o.name for o in now.good.left_out} - {o.name for o in good.left_out}:
         log.warning("left out before, and counted again: %s", ", ".join(sorted(back)))
     return good
 

@@ -161,7 +161,7 @@ def change(
         "before": None if before is None else before.to_json(),
         "after": None if after is None else after.to_json(),
         "images": {name: dict(some) for name, some in images.items()},
-        "left_out": {name: score for _, name, score, _ in left_out},
+        "left_out": {out.name: out.image for out in left_out},
         "defects_found": found,
     }
 

@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict
 
 import numpy as np
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -145,3 +147,5 @@ def test_an_image_counts_once_with_its_latest_score() -> None:
     left = both.without(["x"])
     assert (left.names, left.hashes) == (("a", "c"), ("1", "3"))
     assert left.joined(both, "").names == ("a", "x", "c")
+    assert left.joined(both, "").left_out == ()
+    assert left.without([]) == replace(both, left_out=())

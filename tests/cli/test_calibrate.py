@@ -172,6 +172,7 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     code, out, _ = command("calibrate", [*common, "--without", "007.png"])
     assert code == 0
     assert "at most 24 %" in out  # 1 − 0.05^(1/11)
+    assert "thresholds calibrated on 11 training images" in out
     assert "1 more left out by hand: 007.png" in out
     assert "the model itself has still learned" in out
     assert _thresholds(run)["reject"]["value"] == first["reject_without"]
@@ -243,6 +244,18 @@ def test_images_learned_from_copies_and_broken_files_are_left_out(
         "calibrate", ["--model", run, "--good", product / "train" / "good", "--device", "cpu"]
     )
     assert (code, "12 the model has learned from" in err) == (2, True)
+
+
+def test_an_image_given_as_good_and_as_a_defect_is_refused(
+    run: Path, good: Path, tmp_path: Path, command: Command
+) -> None:
+    before = _files(run)
+    (tmp_path / "bad").mkdir()
+    shutil.copy(good / "003.png", tmp_path / "bad" / "scratch.png")
+    arguments = ["--model", run, "--good", good, "--defects", tmp_path / "bad", "--device", "cpu"]
+    code, _, err = command("calibrate", arguments)
+    assert (code, f"{good / '003.png'} is given as good and as a defect" in err) == (2, True)
+    assert _files(run) == before
 
 
 def test_scrambled_test_labels_leave_every_byte_of_the_model_as_it_was(
