@@ -17,6 +17,7 @@ from anomaly.errors import AnomalyError, ConfigError, ModelError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from anomaly.datasets import Sample
     from anomaly.report.category import Category, Failure
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--masks",
         type=Path,
         metavar="FOLDER",
-        help="with --defects: their masks, named like them (scratch/1.png for scratch/1.jpg)",
+        help="with --defects: their masks, named like them (scratch/1.png for scratch/1.jpg), of "
+        "several folders each in one of its name",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace earlier reports there")
     machine.add_cluster(
@@ -92,12 +94,26 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--data-root names a data set to test with, --good and --defects images")
     if options.good or options.defects:  # before torch is imported, which takes seconds
         _check_alone(options.model)
-        open_test_images(options.good, options.defects, options.masks)
+        _say_unmasked(open_test_images(options.good, options.defects, options.masks), options.masks)
     with locked(options.output):
         if options.compare:
             first, second = options.compare
             return _compare(first, second, options.output, options.overwrite)
         return _run(options)
+
+
+def _say_unmasked(samples: Sequence[Sample], masks: Path | None) -> None:
+    defects = [sample for sample in samples if sample.is_defect]
+    bare = [sample for sample in defects if sample.mask_path is None]
+    if bare and masks is not None:
+        log.warning(
+            "%d of %d defects have no mask in %s, %s for one; they count in the figures of images, "
+            "not in those of pixels",
+            len(bare),
+            len(defects),
+            masks,
+            bare[0].path,
+        )
 
 
 def _check_alone(folders: Sequence[Path]) -> None:

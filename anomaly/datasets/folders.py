@@ -102,11 +102,12 @@ def open_test_images(
     Args:
         good: folders of good images.
         defects: folders of defects; a subfolder names their type, else the folder itself.
-        masks: a folder with the defects' masks, under their paths in `defects`.
+        masks: a folder with the defects' masks, under their paths in `defects`, or under these in
+            a folder named like the one of `defects`.
 
     Raises:
-        DataError: a folder is missing or holds no images, or good ones by their folders' names
-            aren't.
+        DataError: a folder is missing or holds no images, good ones by their folders' names aren't,
+            or none of the defects has a mask.
     """
     given = [*((_plain(f), True) for f in good), *((_plain(f), False) for f in defects)]
     root = Path(os.path.commonpath([folder.parent for folder, _ in given]))
@@ -123,6 +124,13 @@ def open_test_images(
         for sample in found:
             if samples.setdefault(sample.path, sample) != sample:
                 raise DataError(f"{sample.path} is given as good and as a defect; give it once")
+    bad = [sample for sample in samples.values() if sample.is_defect]
+    if masks is not None and not any(sample.mask_path for sample in bad):
+        wanted = masks / bad[0].defect_type / f"{bad[0].path.stem}.png"
+        raise DataError(
+            f"none of {len(bad)} defects has a mask in {masks}: that of {bad[0].path} would be "
+            f"{wanted}, say; masks are named like their images, with or without _mask behind it"
+        )
     return tuple(samples.values())
 
 
@@ -137,7 +145,10 @@ def _defects_in(folder: Path, root: Path, masks: Path | None) -> list[Sample]:
                 f"{sample.path} lies among defects, but its folder's name says that it is good; "
                 "move it to the good images, or rename the folder"
             )
-        mask = None if masks is None else _mask_of(sample.path, masks / inner.parent)
+        mask = None
+        if masks is not None:  # of several folders' defects, each folder's are in one of its name
+            mask = _mask_of(sample.path, masks / folder.name / inner.parent)
+            mask = mask or _mask_of(sample.path, masks / inner.parent)
         found.append(replace(sample, defect_type=kind, mask_path=mask))
     return found
 

@@ -58,7 +58,27 @@ def recognise(place: Path, layout: str | None = None) -> tuple[Recognised, ...]:
             raise DataError(f"{place} is a file; give the folder that it is in, or a CSV list")
         return (Recognised("csv", place, "a list of images"),)
     found = tuple(Recognised(name, place, why) for name, fits, why in _KNOWN if fits(place))
+    if not found:
+        _check_whole(place)
     return found or (_own_names(place) or _plain(place),)
+
+
+def _check_whole(place: Path) -> None:
+    """Refuse a part of a data set that isn't its good images, such as `test` or `test/scratch`.
+
+    Raises:
+        DataError: it is one.
+    """
+    if says_good(place.name) or place.name == "train":
+        return
+    for around in (place.parent, place.parent.parent):
+        for name, fits, why in _KNOWN:
+            if name != "visa" and fits(around):
+                raise DataError(
+                    f"{place} is a part of {around}, which looks like a data set of its own "
+                    f"({name}: {why}); give {around}, or say --format folder where all images in "
+                    f"{place} are good"
+                )
 
 
 def _has(*folders: str) -> Callable[[Path], bool]:

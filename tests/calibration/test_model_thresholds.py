@@ -1,11 +1,9 @@
 """A model's thresholds: verdicts, pixels, words, and the way to JSON and back."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

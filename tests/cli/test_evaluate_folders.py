@@ -18,7 +18,9 @@ def _arguments(output: Path, folder: Path) -> list[object]:
     return ["--config", REPOSITORY / "configs" / "folder.yaml", *sets, "--output", output]
 
 
-def test_a_model_of_a_plain_folder(product: Path, tmp_path: Path, command: Command) -> None:
+def test_a_model_of_a_plain_folder(
+    product: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
     run, good = tmp_path / "run", tmp_path / "more"
     assert command("train", _arguments(run, product / "train" / "good"))[0] == 0
     code, _, err = command("evaluate", ["--model", run, "--output", tmp_path / "none"])
@@ -36,6 +38,8 @@ def test_a_model_of_a_plain_folder(product: Path, tmp_path: Path, command: Comma
     base = ["evaluate", ["--model", run, "--output", tmp_path / "figures", *images]]
     code, _, _ = command(*base)
     assert code == 0
+    bare = f"1 of 4 defects have no mask in {masks}, {defects / 'loose.png'} for one"
+    assert caplog.text.count(bare) == 1
     with (tmp_path / "figures" / "scores.csv").open(newline="") as stream:
         kinds = {row["path"]: row["defect_type"] for row in csv.DictReader(stream)}
     assert kinds == {
@@ -59,6 +63,7 @@ def test_wishes_that_cannot_be_met(
         (["--defects", product / "tset"], "did you mean 'test'"),
         (["--good", product / "train" / "good"], "has learned from all of these images"),
         (["--good", product / "test" / "good", "--masks", tmp_path], "--masks needs --defects"),
+        (["--defects", product / "test" / "spot", "--masks", tmp_path], "none of 3 defects has a"),
         (["--good", product / "test" / "good", "--data-root", tmp_path], "--data-root names"),
     ):
         code, _, err = command("evaluate", [*model, *wrong])
@@ -81,6 +86,15 @@ def test_names_and_types_of_images_to_test_with(tmp_path: Path) -> None:
         ("b/good/1.png", "good", None),
         ("b/NG/1.png", "NG", None),
         ("b/NG/dent/x/2.png", "dent", tmp_path / "m" / "dent" / "x" / "2.png"),
+    ]
+    # Several folders' masks, as MVTec AD keeps them.
+    for name in ("t/cut/1.png", "t/hole/1.png", "gt/cut/1_mask.png", "gt/hole/1_mask.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    both = [tmp_path / "t" / "cut", tmp_path / "t" / "hole"]
+    assert [s.mask_path for s in open_test_images([], both, tmp_path / "gt")] == [
+        tmp_path / "gt" / "cut" / "1_mask.png",
+        tmp_path / "gt" / "hole" / "1_mask.png",
     ]
     with pytest.raises(DataError, match="says that it is good"):
         open_test_images([], [tmp_path / "a"])

@@ -92,6 +92,16 @@ def test_good_images_alone_in_their_folder(tmp_path: Path) -> None:
     assert (found.layout, found.root) == ("folder", tmp_path / "part" / "good")
 
 
+def test_a_part_of_a_data_set_is_not_taken_for_good_images(tmp_path: Path) -> None:
+    root = _images(tmp_path / "part", ["train/good", "test/good", "test/bent"])
+    for part in ("test", "test/bent"):
+        with pytest.raises(DataError, match=f"is a part of {root}, which looks like a data set"):
+            recognise(root / part)
+        assert recognise(root / part, "folder")[0].root == root / part
+    for part in ("train", "train/good"):
+        assert recognise(root / part)[0].layout == "folder"
+
+
 def test_lists_are_recognised(tmp_path: Path) -> None:
     folder = tmp_path / "part"
     folder.mkdir()

@@ -46,15 +46,12 @@ def sklearn_f1_max(labels, scores):
 def test_agrees_with_scikit_learn(pairs):
     scores, labels = (np.array(column) for column in zip(*pairs, strict=True))
     got = image_metrics(scores, labels).values
-    if not labels.any():
+    if labels.all() or not labels.any():
         assert set(got.values()) == {None}
         return
     assert got["image_ap"] == pytest.approx(average_precision_score(labels, scores), abs=1e-9)
     assert got["image_f1_max"] == pytest.approx(sklearn_f1_max(labels, scores), abs=1e-9)
-    if labels.all():
-        assert got["image_auroc"] is None
-    else:
-        assert got["image_auroc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-9)
+    assert got["image_auroc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-9)
 
 
 @given(LABELLED)
@@ -92,8 +89,8 @@ def test_undefined_metrics_have_reasons():
     assert set(no_defects.reasons) == set(no_defects.values)
     assert no_defects.reasons["image_ap"] == "no defective images"
     no_good = image_metrics([1.0, 2.0], [True, True])
-    assert no_good.reasons == {"image_auroc": "no good images"}
-    assert no_good.values["image_ap"] == 1.0
+    assert set(no_good.values.values()) == {None}
+    assert no_good.reasons == dict.fromkeys(no_good.values, "no good images")
     assert image_metrics([], []).values["image_auroc"] is None
 
 
@@ -244,7 +241,7 @@ def test_thinned_curve_keeps_ends_and_true_points():
 def test_curves_without_a_class_are_none():
     assert roc_curve([1.0, 2.0], [True, True]) is None
     assert pr_curve([1.0, 2.0], [False, False]) is None
-    assert pr_curve([1.0, 2.0], [True, True]).y.tolist() == [1.0, 1.0, 1.0]
+    assert pr_curve([1.0, 2.0], [True, True]) is None
 
 
 def test_confusion_counts_by_type():

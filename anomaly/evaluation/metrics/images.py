@@ -28,8 +28,9 @@ def image_metrics(scores: ArrayLike, labels: ArrayLike) -> Metrics:
         labels: (n,) bool, True for defective images.
 
     Returns:
-        `image_auroc`, `image_ap`, `image_f1_max` in [0, 1] and `image_f1_max_threshold`. Without
-        good images only the AUROC is undefined, as in scikit-learn: precision is 1 throughout.
+        `image_auroc`, `image_ap`, `image_f1_max` in [0, 1] and `image_f1_max_threshold`. All are
+        undefined without good images: precision would be 1 whatever the scores (and scikit-learn
+        says so).
 
     Raises:
         ValueError: shapes differ, or a score isn't finite.
@@ -38,18 +39,19 @@ def image_metrics(scores: ArrayLike, labels: ArrayLike) -> Metrics:
     tally = _tally(scores, labels)
     if tally is None or not tally.weights[1].any():
         return Metrics.undefined(names, NO_DEFECTS)
+    if not tally.weights[0].any():
+        return Metrics.undefined(names, NO_GOOD)
     good, defect = tally.weights
     f1 = curves.f1_scores(good, defect)
     best = int(np.argmax(f1))
-    values: dict[str, float | None] = {
-        "image_auroc": None,
-        "image_ap": float(curves.average_precision(good, defect)),
-        "image_f1_max": float(f1[best]),
-        "image_f1_max_threshold": float(tally.thresholds()[best]),
-    }
-    if not good.any():
-        return Metrics(values, {"image_auroc": NO_GOOD})
-    return Metrics(values | {"image_auroc": float(curves.auroc(good, defect))})
+    return Metrics(
+        {
+            "image_auroc": float(curves.auroc(good, defect)),
+            "image_ap": float(curves.average_precision(good, defect)),
+            "image_f1_max": float(f1[best]),
+            "image_f1_max_threshold": float(tally.thresholds()[best]),
+        }
+    )
 
 
 def recall_at_false_reject_rates(
@@ -221,7 +223,7 @@ def roc_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve 
 
 
 def pr_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve | None:
-    """Precision over recall, for a plot; None without defective images.
+    """Precision over recall, for a plot; None without both classes.
 
     Args:
         scores: (n,) finite, higher is more anomalous.
@@ -229,7 +231,7 @@ def pr_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve |
         points: of the curve, at most.
     """
     tally = _tally(scores, labels)
-    if tally is None or not tally.weights[1].any():
+    if tally is None or not tally.weights.any(axis=1).all():
         return None
     return curves.precision_recall(tally.weights[0], tally.weights[1], tally.thresholds()).thinned(
         points
