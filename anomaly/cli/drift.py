@@ -57,10 +57,12 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.files.writing import write
     from anomaly.inference.stream_rows import read_scores
     from anomaly.model.folder import find_model, model_id
+    from anomaly.model.threshold_files import thresholds_alone_differ
     from anomaly.report.drift_page import drift_html
 
     thresholds = _thresholds(options)
-    stream = read_scores(options.rows, model_id(find_model(options.model)))
+    folder = find_model(options.model)
+    stream = read_scores(options.rows, {model_id(folder), *thresholds_alone_differ(folder)})
     try:
         levels = levels_of(thresholds, defects=options.defects, false_alarms=options.false_alarms)
     except ValueError:

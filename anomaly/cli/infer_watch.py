@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -106,12 +106,42 @@ def _follow(
                 thumbnails=thumbnails,
                 seen=seen,
                 trouble=log.warning,
+                looking=_saying_changes(model),
             )
     except OutputError as error:
         told = OutputError(f"{error}; once that is mended, go on with --resume")
         told.exit_code = 3 if counts["ok"] else 2
         raise told from None
     return counts
+
+
+def _saying_changes(model: AnyModel) -> Callable[[], None]:
+    """What warns when a folder holds another model than the one that was loaded from it."""
+    from anomaly.inference.watch import stamp_of
+    from anomaly.model.folder import model_id
+    from anomaly.model.manifest import MANIFEST
+
+    now = {one.folder: one.model_id for one in model.models.values() if one.folder is not None}
+    stamps = {folder: stamp_of(folder / MANIFEST) for folder in now}
+
+    def look() -> None:
+        for folder, known in now.items():
+            stamp = stamp_of(folder / MANIFEST)
+            if stamp in (None, stamps[folder]):
+                continue
+            stamps[folder] = stamp
+            with suppress(OSError):  # replaced once more
+                now[folder] = model_id(folder)
+            if now[folder] != known:
+                log.warning(
+                    "the model in %s was changed: it is %s now. What arrives is still scored as "
+                    "%s was; to take the new one, end this and start again with another --output",
+                    folder,
+                    now[folder],
+                    known,
+                )
+
+    return look
 
 
 def _write_page(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -40,37 +40,38 @@ class Stream:
     notes: list[str]
 
 
-def read_scores(file: Path, model_id: str) -> Stream:
-    """Read the scores that one model has given.
+def read_scores(file: Path, model_ids: Collection[str]) -> Stream:
+    """Read the scores that one model has given, with whatever thresholds.
 
     Parts that have no score, that a person has to look at whatever their score, or that a person
     has called defects are left out.
 
     Args:
         file: results.csv, results.jsonl, or the record of `serve`.
-        model_id: rows of other models, or of other thresholds, are left out.
+        model_ids: of the model, with its thresholds now and with earlier ones; rows of other models
+            are left out.
 
     Raises:
         DataError: it can't be read, or holds no row of this model.
     """
     kept, other, unscored = [], 0, 0
     for row in _rows(file):
-        if row.get("model_id") != model_id:
-            other += 1
-        elif row.get("status") != "ok" or row.get("reason"):
+        if row.get("status") != "ok" or row.get("reason"):
             unscored += 1
+        elif row.get("model_id") not in model_ids:
+            other += 1
         else:
             kept.append((str(row.get("time") or ""), _number(file, row.get("image_score"))))
     if not kept:
-        held = f", but {other} of other models or thresholds" if other else ""
-        raise DataError(f"{file} holds no scored part of model {model_id}{held}")
+        held = f", but {other} of other models" if other else ""
+        raise DataError(f"{file} holds no scored part of this model{held}")
     notes = []
     if all(time for time, _ in kept):
         kept.sort(key=lambda part: part[0])
     else:
         notes.append("some rows don't say when; all are taken in the file's order")
     if other:
-        notes.append(f"{other} rows of other models or thresholds are left out")
+        notes.append(f"{other} rows of other models are left out")
     if unscored:
         notes.append(f"{unscored} rows without a score, or of what isn't our part, are left out")
     return Stream([score for _, score in kept], [time for time, _ in kept], notes)

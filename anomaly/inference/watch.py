@@ -191,6 +191,7 @@ def watch(
     thumbnails: Thumbnails | None = None,
     seen: Callable[[Finished], None] = lambda finished: None,
     trouble: Callable[[str], None] = lambda message: None,
+    looking: Callable[[], None] = lambda: None,
 ) -> None:
     """Score what is in the folders, and what arrives there, until stopped.
 
@@ -209,6 +210,7 @@ def watch(
         thumbnails: as for `infer`.
         seen: called with each row.
         trouble: called with what is wrong with the folders, once for each spell of it.
+        looking: called before each look into them.
 
     Raises:
         OutputError: results can't be written.
@@ -217,6 +219,7 @@ def watch(
     complaint = told = ""
     numbers: dict[str, int] = {}  # of names that come again
     while not stopped():
+        looking()
         begun = time.monotonic()
         try:
             ready = arrivals.poll(begun)

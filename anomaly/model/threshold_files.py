@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -135,6 +136,24 @@ def read_history(folder: Path) -> bytes:
         return b""
     except OSError as error:
         raise ModelError(f"{folder / HISTORY} can't be read: {error.strerror}; {AGAIN}") from None
+
+
+def thresholds_alone_differ(folder: Path) -> frozenset[str]:
+    """Ids of a model folder's earlier models that give every image the same score.
+
+    They go back to the last update or merge, which change scores.
+
+    Raises:
+        ModelError: the history can't be read.
+    """
+    ids: set[str] = set()
+    for line in reversed(read_history(folder).splitlines()):
+        with suppress(ValueError, TypeError, KeyError, AttributeError):  # somebody's own line
+            said = json.loads(line)
+            if {"updated", "merged"} & said["asked"].keys():
+                break
+            ids.add(str(said["model_before"]))
+    return frozenset(ids - {""})
 
 
 def change(

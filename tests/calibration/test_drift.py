@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from anomaly.calibration.model_thresholds import Thresholds, thresholds_from
 from anomaly.errors import DataError
 from anomaly.inference.rows import Row, as_csv, as_jsonl
 from anomaly.inference.stream_rows import read_scores
+from anomaly.model.folder import model_id
 from anomaly.service.record import Answer, Record
 
 
@@ -194,11 +196,31 @@ def test_the_command_takes_whatever_has_rows(
     assert command("drift", arguments)[0] == 0
 
 
+def test_rows_from_before_a_recalibration_count(
+    run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    first = model_id(run / "model")
+    (tmp_path / "rows.jsonl").write_text(as_jsonl(rows(first, [1.0, 1.1, 1.2])))
+    for threshold in (7, 8):
+        arguments = ["--model", run, "--threshold", threshold, "--device", "cpu"]
+        assert command("calibrate", arguments)[0] == 0
+    code, out, err = command("drift", ["--model", run, "--rows", tmp_path / "rows.jsonl"])
+    assert (code, "of 3 parts" in out) == (0, True), err
+    # Scores of before an update are another model's.
+    line = {"asked": {"updated": {}}, "model_before": "1" * 16}
+    history = run / "model" / "history.jsonl"
+    earlier, latest = history.read_text().splitlines()
+    history.write_text("\n".join([earlier, json.dumps(line), latest]))
+    code, _, err = command("drift", ["--model", run, "--rows", tmp_path / "rows.jsonl"])
+    assert (code, "but 3 of other models" in err) == (2, True)
+
+
 def test_a_row_is_a_line_whatever_its_name_holds(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     named = [replace(row, path="a\u2028b\x85c.png") for row in rows("0" * 16, [1.0, 2.0])]
     file.write_text(as_jsonl(named), "utf-8")
-    assert read_scores(file, "0" * 16).scores == [1.0, 2.0]
+    assert read_scores(file, ["0" * 16]).scores == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("score", ["nan", "inf", "high"])
@@ -206,7 +228,7 @@ def test_a_score_is_a_number(tmp_path: Path, score: str) -> None:
     file = tmp_path / "results.csv"
     file.write_text(f"status,image_score,model_id\nok,{score},{'0' * 16}\n")
     with pytest.raises(DataError, match="no number"):
-        read_scores(file, "0" * 16)
+        read_scores(file, ["0" * 16])
 
 
 def test_rows_that_cannot_be_used_are_refused(

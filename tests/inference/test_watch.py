@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, Command, write_part
 
+import anomaly
 from anomaly.cli import infer_watch
 from anomaly.inference import watch as watching
+from anomaly.model.folder import model_id
 
 
 class _Shift:
@@ -125,6 +128,29 @@ def test_a_shift(shift: Callable[..., tuple[int, str, str]], tmp_path: Path) -> 
     page = (output / "results.html").read_text("utf-8")
     assert "3 of 4 images scored" in page
     assert all(row["path"] in page for row in rows)
+
+
+def test_a_model_that_is_changed_meanwhile(
+    shift: Callable[..., tuple[int, str, str]],
+    run_folder: Path,
+    tmp_path: Path,
+) -> None:
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    line = tmp_path / "line"
+    write_part(line / "one.png", seed=1)
+
+    def recalibrate() -> None:
+        changed = anomaly.load(run, device="cpu").calibrate(threshold=7)
+        changed.save(run / "model", overwrite=True)
+
+    code, _, err = shift(
+        [lambda: None, recalibrate, _arrive(line, "two.png"), lambda: None], "--model", run
+    )
+    assert code == 0
+    assert err.count("the model in") == 1
+    first, second = _rows(tmp_path / "out")
+    assert first["model_id"] == second["model_id"] == model_id(run_folder / "model")
+    assert f"it is {model_id(run / 'model')} now" in err
 
 
 def test_a_name_that_is_used_again(
