@@ -50,7 +50,10 @@ def sections(page: Path) -> list[tuple[str, list[str], list[str]]]:
 
 
 def test_the_hooks_page_links_every_script_and_shows_only_what_runs() -> None:
-    found = sections(DOCS / "hooks.md")
+    page = DOCS / "hooks.md"
+    (imports,) = SNIPPET.findall(page.read_text("utf-8").split("\n## ")[0])
+    exec(imports, {})
+    found = sections(page)
     linked = [script for _, scripts, _ in found for script in scripts]
     assert sorted(linked) == [script for script in SCRIPTS if script.startswith("hooks/")]
     for title, scripts, snippets in found:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
+from anomaly.explain.inputs import batch_of, check_eval
 from anomaly.explain.tiles import RgbImage, captioned, colored, grid, resized, stacked
 from anomaly.features.tokens import Layout
 from anomaly.hooks import capture
@@ -29,7 +30,7 @@ def feature_map_pictures(
     """Draw what each layer makes of an image.
 
     Args:
-        model: any network.
+        model: any network in eval mode.
         image: (3, H, W), normalised as the network wants it, on the network's device.
         layers: paths of layers that put out feature maps, see `anomaly.hooks.match`.
         n_channels: how many channels are shown, the most active first.
@@ -40,9 +41,12 @@ def feature_map_pictures(
 
     Raises:
         LayerError: no such layer, or its output isn't a feature map.
+        AnomalyError: the network is in train mode, or it isn't an image (3, H, W) of floats.
     """
+    check_eval(model)
+    batch = batch_of(image)
     with torch.no_grad(), capture(model, layers, stop=True) as captured:
-        captured.run(image[None])
+        captured.run(batch)
         outputs = captured.pop()
     if layouts is not None:
         outputs = {

@@ -6,6 +6,8 @@ Localization", ICCV 2017.
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from anomaly.errors import AnomalyError, LayerError
+from anomaly.explain.inputs import batch_of, check_eval
 from anomaly.explain.saliency import guided_backpropagation
 from anomaly.features.tokens import Layout, token_stride
 from anomaly.hooks import capture
@@ -37,9 +40,11 @@ def grad_cam(
 
     Raises:
         LayerError: no such layer, or its output isn't a feature map.
-        AnomalyError: the network isn't a classifier, or has no such class.
+        AnomalyError: the network isn't a classifier, is in train mode, or has no such class; or it
+            isn't an image (3, H, W) of floats.
     """
-    batch = image.detach().clone()[None].requires_grad_()
+    check_eval(model)
+    batch = batch_of(image).detach().clone().requires_grad_()
     with torch.enable_grad(), capture(model, layer, grad=True) as captured:
         score = _class_score(captured.run(batch), target_class)
         ((path, maps),) = captured.pop().items()
@@ -75,7 +80,8 @@ def guided_grad_cam(
 
     Raises:
         LayerError: no such layer, its output isn't a feature map, or there are no ReLU layers.
-        AnomalyError: the network isn't a classifier, or has no such class.
+        AnomalyError: the network isn't a classifier, is in train mode, or has no such class; or it
+            isn't an image (3, H, W) of floats.
     """
     cam = grad_cam(model, image, layer, target_class)
     gradient = guided_backpropagation(
@@ -93,6 +99,6 @@ def _class_score(output: object, target_class: int | None) -> Tensor:
     n_classes = output.shape[1]
     if target_class is None:
         return output[0].max()
-    if not 0 <= target_class < n_classes:
-        raise AnomalyError(f"target_class={target_class}: the network has 0 to {n_classes - 1}")
+    if not isinstance(target_class, Integral) or not 0 <= target_class < n_classes:
+        raise AnomalyError(f"target_class={target_class!r}: the network has 0 to {n_classes - 1}")
     return output[0, target_class]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anomaly.errors import AnomalyError, LayerError
+from anomaly.explain.inputs import batch_of, check_eval
 from anomaly.hooks import HookSet
 
 
@@ -27,9 +28,10 @@ def image_gradient(score: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
         left alone.
 
     Raises:
-        AnomalyError: the score isn't one number or can't be differentiated.
+        AnomalyError: the score isn't one number or can't be differentiated, or it isn't an image
+            (3, H, W) of floats.
     """
-    batch = image.detach().clone()[None].requires_grad_()
+    batch = batch_of(image).detach().clone().requires_grad_()
     with torch.enable_grad():
         value = score(batch)
         if value.numel() != 1:
@@ -61,7 +63,9 @@ def guided_backpropagation(
 
     Raises:
         LayerError: the network has no ReLU or ReLU6 layer.
+        AnomalyError: it is in train mode; or as `image_gradient`.
     """
+    check_eval(model)
     activations = [
         kind for kind in (nn.ReLU, nn.ReLU6) if any(isinstance(m, kind) for m in model.modules())
     ]

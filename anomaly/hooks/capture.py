@@ -24,7 +24,7 @@ class Policy(NamedTuple):
 
     grad: bool = False
     clone: bool = True
-    device: torch.device | str | None = None
+    device: torch.device | None = None
     dtype: torch.dtype | None = None
     keep: int | None = 1
     max_bytes: int | None = None
@@ -74,10 +74,16 @@ def capture(
         )
     if keep is not None and keep < 1:
         raise LayerError(f"keep={keep}: keep at least 1 call of each layer, or None for all")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise LayerError(f"dtype={dtype!r}: give one of torch's, such as torch.float16")
+    try:
+        place = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise LayerError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from None
     modules = select(model, layers)
     if not modules:
         raise LayerError("no layer to capture: name at least one")
-    return Capture(model, modules, Policy(grad, clone, device, dtype, keep, max_bytes), stop)
+    return Capture(model, modules, Policy(grad, clone, place, dtype, keep, max_bytes), stop)
 
 
 class Capture:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import wraps
+from reprlib import repr as short
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from torch import Tensor, nn
@@ -17,6 +19,14 @@ from anomaly.hooks.paths import Selector, select
 
 Layers: TypeAlias = Selector | Sequence[Selector]
 Event: TypeAlias = Literal["forward", "forward_pre", "backward", "backward_pre"]
+
+# What PyTorch shows to the hooks of each event.
+_SHOWN: dict[Event, tuple[str, ...]] = {
+    "forward": ("module", "inputs", "output"),
+    "forward_pre": ("module", "inputs"),
+    "backward": ("module", "grad_input", "grad_output"),
+    "backward_pre": ("module", "grad_output"),
+}
 
 
 class Handle(Protocol):
@@ -87,9 +97,12 @@ class HookSet:
             One handle for each layer; `handle.remove()` removes that one early.
 
         Raises:
-            LayerError: no such layer, or one whose hooks would never be called.
+            LayerError: no such layer, or one whose hooks would never be called; or a hook that
+                takes other arguments.
         """
-        call, modules = _with_extra(hook, extra, named), select(self._model, layers).values()
+        shown = ("module", "inputs", "kwargs", "output") if with_kwargs else _SHOWN["forward"]
+        call = _with_extra(hook, shown, extra, named)
+        modules = select(self._model, layers).values()
         self._handles += refuse_compiled(self._model, modules)
         return self._add(
             [m.register_forward_hook(Attached(call), with_kwargs=with_kwargs) for m in modules]
@@ -104,7 +117,9 @@ class HookSet:
         `with_kwargs` it is called as `hook(module, inputs, kwargs, …)` and returns a pair
         (inputs, kwargs). Arguments, handles and errors are those of `forward`.
         """
-        call, modules = _with_extra(hook, extra, named), select(self._model, layers).values()
+        shown = ("module", "inputs", "kwargs") if with_kwargs else _SHOWN["forward_pre"]
+        call = _with_extra(hook, shown, extra, named)
+        modules = select(self._model, layers).values()
         self._handles += refuse_compiled(self._model, modules)
         return self._add(
             [m.register_forward_pre_hook(Attached(call), with_kwargs=with_kwargs) for m in modules]
@@ -118,7 +133,7 @@ class HookSet:
         on to the layers before. Layers that work in place, here or behind, are no obstacle.
         Arguments, handles and errors are those of `forward`.
         """
-        return self._gate(layers, hook=_with_extra(hook, extra, named))
+        return self._gate(layers, hook=_with_extra(hook, _SHOWN["backward"], extra, named))
 
     def backward_pre(self, layers: Layers, hook: Hook, *extra: Any, **named: Any) -> list[Handle]:
         """Call `hook(module, grad_output, *extra, **named)` before the gradient enters a layer.
@@ -126,7 +141,7 @@ class HookSet:
         What it returns replaces `grad_output`, and with it the gradients of the layer's
         parameters. Arguments, handles and errors are those of `forward`.
         """
-        return self._gate(layers, pre_hook=_with_extra(hook, extra, named))
+        return self._gate(layers, pre_hook=_with_extra(hook, _SHOWN["backward_pre"], extra, named))
 
     def tensor(self, tensor: Tensor, hook: Hook, *extra: Any, **named: Any) -> Handle:
         """Call `hook(grad, *extra, **named)` when the gradient of a tensor is known.
@@ -135,14 +150,15 @@ class HookSet:
         tensors captured with `grad=True`.
 
         Raises:
-            LayerError: the tensor has no gradient.
+            LayerError: it isn't a tensor, or has no gradient.
         """
+        _check_tensor(tensor)
         if not tensor.requires_grad:
             raise LayerError(
                 f"a tensor of shape {tuple(tensor.shape)} takes no part in the backward pass: make "
                 "it with requires_grad=True, or capture it with grad=True outside no_grad"
             )
-        call = _with_extra(hook, extra, named)
+        call = _with_extra(hook, ("grad",), extra, named)
         handle: Handle = tensor.register_hook(call)  # type: ignore[no-untyped-call]
         return self._add([handle])[0]
 
@@ -152,13 +168,16 @@ class HookSet:
         There it stands with those of earlier backward passes; the hook may replace it.
 
         Raises:
-            LayerError: the parameter has no gradient.
+            LayerError: it isn't a parameter, or has no gradient.
         """
+        _check_tensor(parameter)
         if not parameter.requires_grad:
             raise LayerError(
                 f"a parameter of shape {tuple(parameter.shape)} gets no gradient: unfreeze it "
                 "(requires_grad_())"
             )
+
+        _check_call(hook, ("parameter",), extra, named)
 
         def call(changed: Tensor) -> None:
             hook(changed, *extra, **named)
@@ -183,7 +202,7 @@ class HookSet:
         """
         if event not in get_args(Event):
             raise LayerError(f"there is no hook event {event!r}; {nearest(event, get_args(Event))}")
-        call = _with_extra(hook, extra, named)
+        call = _with_extra(hook, _SHOWN[event], extra, named)
         if event == "forward":
             return self._add([torch_hooks.register_module_forward_hook(call)])
         if event == "forward_pre":
@@ -213,7 +232,40 @@ class HookSet:
         return handles
 
 
-def _with_extra(hook: Hook, extra: tuple[Any, ...], named: dict[str, Any]) -> Hook:
+def _check_tensor(given: object) -> None:
+    if not isinstance(given, Tensor):
+        raise LayerError(
+            f"{given!r} is no tensor: give one, such as model.fc.weight; layers are hooked by name "
+            "with forward, forward_pre, backward and backward_pre"
+        )
+
+
+def _check_call(
+    hook: Hook, shown: Sequence[str], extra: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    """See that a hook can be called; in the middle of a pass it would be told with a traceback.
+
+    Raises:
+        LayerError: it takes other arguments.
+    """
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):  # torch's own functions don't say
+        return
+    try:
+        signature.bind(*shown, *extra, **named)
+    except TypeError as error:
+        name = getattr(hook, "__name__", type(hook).__name__)
+        more = [*map(short, extra), *(f"{key}={short(value)}" for key, value in named.items())]
+        takes, given = ", ".join(signature.parameters), ", ".join([*shown, *more])
+        raise LayerError(f"{name}({takes}) can't be called as {name}({given}): {error}") from None
+
+
+def _with_extra(
+    hook: Hook, shown: Sequence[str], extra: tuple[Any, ...], named: dict[str, Any]
+) -> Hook:
+    _check_call(hook, shown, extra, named)
+
     @wraps(hook)
     def call(*args: Any) -> Any:
         return hook(*args, *extra, **named)

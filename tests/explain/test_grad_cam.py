@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anomaly.errors import AnomalyError, LayerError
+from anomaly.explain.feature_maps import feature_map_pictures
 from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
-from anomaly.explain.saliency import guided_backpropagation
+from anomaly.explain.saliency import guided_backpropagation, image_gradient
 from anomaly.hooks import live_hooks
 
 Array = np.ndarray
@@ -178,3 +180,44 @@ def test_of_two_objects_it_finds_the_one_asked_for(
         values = np.abs(explain(mobilenet, normalised(image), "features[-1]", target))
         columns = slice(half * 224, (half + 1) * 224)
         assert values[:, columns].sum() / values.sum() > 0.85
+
+
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        (np.zeros((3, 16, 16), np.float32), "the image is a ndarray: give a tensor"),
+        (torch.zeros(1, 3, 16, 16), r"shape \(1, 3, 16, 16\): give one image, .* images\[0\]"),
+        (torch.zeros(16, 16), r"shape \(16, 16\): give one image, \(3, H, W\)$"),
+        (torch.zeros(3, 16, 16, dtype=torch.uint8), "holds uint8: give floats"),
+    ],
+)
+def test_what_is_no_image_is_told(image: Any, says: str) -> None:
+    model, _, _ = build(0)
+    with pytest.raises(AnomalyError, match=says):
+        grad_cam(model, image, "[0]")
+    with pytest.raises(AnomalyError, match=says):
+        feature_map_pictures(model, image, ["[0]"])
+    with pytest.raises(AnomalyError, match=says):
+        image_gradient(lambda batch: model(batch).sum(), image)
+
+
+def test_a_network_in_train_mode_is_refused_and_stays_as_it_is() -> None:
+    model, body, _ = build(0)
+    model.train()
+    before = [t.clone() for t in body.buffers()]
+    image = torch.rand(3, 16, 16)
+    for explain in (
+        lambda: grad_cam(model, image, "[0]"),
+        lambda: guided_backpropagation(model, lambda batch: model(batch).sum(), image),
+        lambda: feature_map_pictures(model, image, ["[0]"]),
+    ):
+        with pytest.raises(AnomalyError, match=r"in train mode.* call model.eval\(\)"):
+            explain()
+    assert all(map(torch.equal, before, body.buffers()))
+
+
+@pytest.mark.parametrize("target", [5, -1, 1.5, "cat"])
+def test_a_class_that_there_is_not_is_told(target: Any) -> None:
+    model, _, _ = build(0)
+    with pytest.raises(AnomalyError, match="the network has 0 to 4"):
+        grad_cam(model, torch.rand(3, 16, 16), "[0]", target_class=target)

@@ -519,3 +519,37 @@ def test_stopped_passes_leave_nothing_behind_in_backward_hooks(everywhere: bool)
         network(x).sum().backward()
         assert len(seen) == 13
         assert not any(gate._open for gate in used)
+
+
+def test_a_hook_that_cannot_be_called_is_told_when_it_is_registered() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+
+    def two(module: nn.Module, inputs: Any) -> None: ...
+
+    def scaled(grad: Tensor, factor: float) -> Tensor:
+        return grad * factor
+
+    with HookSet(model) as hooks:
+        says = r"two\(module, inputs\) can't be called as two\(module, inputs, output\): too many"
+        with pytest.raises(LayerError, match=says):
+            hooks.forward("[0]", two)
+        with pytest.raises(LayerError, match=r"two\(parameter\): missing"):
+            hooks.accumulated(model[0].weight, two)
+        with pytest.raises(LayerError, match=r"scaled\(grad\): missing .* 'factor'"):
+            hooks.tensor(model[0].weight, scaled)
+        with pytest.raises(LayerError, match=r"scaled\(grad, 2.0, factor=3.0\): multiple values"):
+            hooks.tensor(model[0].weight, scaled, 2.0, factor=3.0)
+        with pytest.raises(LayerError, match=r"grad_output\)"):
+            hooks.everywhere("backward", two)
+        assert live_hooks(model) == 0
+        hooks.forward_pre("[0]", two)
+        hooks.tensor(model[0].weight, torch.mul, 2.0)
+        hooks.tensor(model[0].weight, scaled, factor=2.0)
+        with pytest.raises(LayerError, match=r"'\[0\]' is no tensor: give one"):
+            hooks.tensor("[0]", scaled, 2.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "float16"}, {"device": "gpu"}, {"device": []}])
+def test_a_dtype_or_device_that_there_is_not_is_told_before_the_pass(wrong: Any) -> None:
+    with pytest.raises(LayerError, match=r"is no device|give one of torch's"):
+        capture(nn.Sequential(nn.Linear(2, 2)), "[0]", **wrong)

@@ -1,0 +1,48 @@
+"""What is to be explained, seen to before a network meets it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from anomaly.errors import AnomalyError
+
+
+def batch_of(image: Tensor) -> Tensor:
+    """One image as a batch (1, 3, H, W).
+
+    Args:
+        image: (3, H, W), floats.
+
+    Raises:
+        AnomalyError: it is something else.
+    """
+    if not isinstance(image, Tensor):
+        raise AnomalyError(
+            f"the image is a {type(image).__name__}: give a tensor (3, H, W), normalised as the "
+            "network wants it; the transforms of its weights make one"
+        )
+    if image.ndim != 3:
+        hint = ", images[0] say" if image.ndim == 4 else ""
+        raise AnomalyError(
+            f"the image has shape {tuple(image.shape)}: give one image, (3, H, W){hint}"
+        )
+    if not image.is_floating_point():
+        raise AnomalyError(
+            f"the image holds {str(image.dtype).removeprefix('torch.')}: give floats, normalised "
+            "as the network wants them"
+        )
+    return image[None]
+
+
+def check_eval(model: nn.Module) -> None:
+    """See that a pass leaves a network as it is: in train mode batch norms learn from each one.
+
+    Raises:
+        AnomalyError: it is in train mode.
+    """
+    moved = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+    if any(module.training and isinstance(module, moved) for module in model.modules()):
+        raise AnomalyError(
+            f"{type(model).__name__} is in train mode, in which batch norms would learn from the "
+            "image and dropout would blur the answer: call model.eval() before"
+        )
