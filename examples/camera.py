@@ -79,4 +79,7 @@ def main(arguments: list[str] | None = None) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except anomaly.AnomalyError as error:  # what a person can mend is no traceback
+        raise SystemExit(f"error: {error}") from None

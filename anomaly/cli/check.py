@@ -98,10 +98,10 @@ def _as_text(report: DataReport, folder: str, shown: int | None) -> list[str]:
 
 def _split_lines(name: str, split: SplitSummary) -> list[str]:
     masks = f" ({split.with_mask} with masks)" if split.defect else ""
-    bad = split.images - split.usable
+    fewer = split.usable < split.images
     return [
         f"  {name:<12}{split.good} good, {split.defect} defective{masks}"
-        + (f", {bad} can't be used" if bad else ""),
+        + (f"; {split.usable} of these {split.images} can be used" if fewer else ""),
         f"  {'':<12}{_counts(split.sizes, 'sizes')}; {_counts(split.modes, 'modes')}",
     ]
 

@@ -88,13 +88,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     from anomaly.files.output_lock import locked_file
-    from anomaly.model.folder import find_models
+    from anomaly.model.folder import find_models, product_folders
 
     _check(options)
     token = _token(options)
     _check_open(options, token)
     record, sinks = _record(options), _sinks(options)
     folders = find_models(options.models)
+    for name in product_folders(options.models):
+        log.warning(
+            "%s holds runs itself, which are left out; to serve them, give --models %s",
+            options.models / name,
+            options.models / name,
+        )
     with locked_file(record), Stopping() as stop:
         from anomaly.service.bodies import Limits
         from anomaly.service.line import Line

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from anomaly.config.methods import METHODS
 from anomaly.config.parsing import parse_config
 from anomaly.config.schema import Config
 from anomaly.errors import ConfigError, nearest, why
@@ -45,7 +46,26 @@ def load_config(
     changed = f", changed by {', '.join(overrides)}" if overrides else ""
     log.debug("settings from %s%s", file.absolute(), changed)
     sources = {_apply(values, override): f"--set {override}" for override in overrides}
-    return parse_config(values, str(file), sources)
+    config = parse_config(values, str(file), sources)
+    _say_unused(config, sources)
+    return config
+
+
+def _say_unused(config: Config, sources: Mapping[str, str]) -> None:
+    """Warn of settings on the command line that the method doesn't read; a base may have any."""
+    kind = config.model.kind
+    for key, given in sources.items():
+        name = key.removeprefix("model.")
+        owners = [one for one, method in METHODS.items() if name in method.settings]
+        if key != name and owners and kind not in owners:
+            log.warning("%s has no effect with model.kind=%s: it is for %s", given, kind, owners[0])
+    if "model.image_score" in sources and config.image_score_in_force != config.model.image_score:
+        log.warning(
+            "%s has no effect with model.kind=%s, which takes %s",
+            sources["model.image_score"],
+            kind,
+            config.image_score_in_force,
+        )
 
 
 def find_config(path: str | Path, folders: Sequence[Path]) -> Path:

@@ -31,6 +31,7 @@ class Method:
             aspect and none can be cut into tiles.
         embedded_by: keys of a config, dotted, that decide what patch embeddings are, besides those
             of the backbone and of images.
+        settings: keys of the section `model` that it alone reads.
         image_scores: names of `model.image_score` that it alone has, see `Scorer.image_scores`.
     """
 
@@ -40,6 +41,7 @@ class Method:
     stages: int = 2
     one_grid: bool = False
     embedded_by: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
     image_scores: tuple[str, ...] = ()
 
 
@@ -49,6 +51,7 @@ METHODS = {
         "anomaly.scorers.patchcore.fitter",
         "anomaly.scorers.patchcore.array_bank",
         embedded_by=("model.embedding",),
+        settings=("coreset_ratio", "coreset_size", "embedding", "neighbours", "search"),
         image_scores=("reweighted",),
     ),
     "padim": Method(
@@ -58,10 +61,12 @@ METHODS = {
         stages=3,
         one_grid=True,
         embedded_by=("model.dimensions", "model.projection", "seed"),
+        settings=("dimensions", "projection", "regularisation"),
     ),
     "subspace": Method(
         "Subspace",
         "anomaly.scorers.subspace.fitter",
         "anomaly.scorers.subspace.residual",
+        settings=("variance", "components"),
     ),
 }

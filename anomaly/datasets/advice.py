@@ -88,5 +88,10 @@ def _bits(report: DataReport) -> Iterator[Advice]:
             "they would be seen all but black"
         )
         yield Advice("image.bit_depth", str(report.bit_depth), reason)
-    elif any(has_16_bits(mode) for s in report.splits.values() for mode in s.modes):
-        yield Advice("", "", "images have 16 bits, all of which are used")
+        return
+    modes: Counter[str] = Counter()
+    for split in report.splits.values():
+        modes.update(split.modes)
+    if deep := sum(count for mode, count in modes.items() if has_16_bits(mode)):
+        images = "images" if deep == modes.total() else f"{deep} of {modes.total()} images"
+        yield Advice("", "", f"{images} have 16 bits, all of which are used")

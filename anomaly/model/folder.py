@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,21 @@ def find_models(folder: Path) -> dict[str, Path]:
         ModelError: there is none, or one lacks its manifest.
     """
     return _models_inside(folder) or {folder.absolute().name: find_model(folder)}
+
+
+def product_folders(folder: Path) -> list[str]:
+    """The subfolders of a folder of runs that hold runs themselves, of several products say."""
+    try:
+        whole = _model_at(folder) is not None
+        inside = [] if whole else [entry for entry in sorted(folder.iterdir()) if entry.is_dir()]
+    except OSError:  # not ours to read
+        return []
+    found = []
+    for entry in inside:
+        with suppress(ModelError):
+            if entry.name != "model" and not entry.name.startswith(".") and find_products(entry):
+                found.append(entry.name)
+    return found
 
 
 def find_products(folder: str | Path) -> dict[str, Path]:

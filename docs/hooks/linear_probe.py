@@ -19,7 +19,8 @@ if not fabric.is_dir():
 # Save the features once: `anomaly features --backbone mobilenet_v2 …`.
 folders = [str(fabric / "test" / kind) for kind in ("hole", "oil_stain")]
 network = ["--backbone", "mobilenet_v2", "--layers", "features[13]"]
-main(["features", *network, "--input", *folders, "--output", "features"])
+done = main(["features", *network, "--input", *folders, "--output", "features", "--overwrite"])
+assert done == 0
 
 # Each image in turn is named by a probe that was trained on the others.
 saved = read_features(Path("features"))

@@ -201,3 +201,22 @@ def test_a_missing_config_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="can't be read"):
         load_config(tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model.kind=padim", "model.coreset_ratio=0.02"], "coreset_ratio=0.02 has no effect with"),
+        (["model.dimensions=50"], "dimensions=50 has no effect with model.kind=patchcore: it is"),
+        (["model.kind=padim", "model.image_score=reweighted"], "which takes map_top_percent"),
+        (["model.kind=padim", "model.dimensions=50", "model.smoothing=2"], ""),
+    ],
+)
+def test_an_override_without_effect_is_told(
+    tmp_path: Path, overrides: list[str], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "part.yaml"
+    file.write_text("model: {variance: 0.9}\n")  # a base may have settings of any method
+    load_config(file, overrides)
+    assert bool(caplog.text) == bool(says)
+    assert says in caplog.text
