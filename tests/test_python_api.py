@@ -273,6 +273,7 @@ def test_a_prediction_says_and_shows_what_there_is(
     assert found.mask.dtype == bool
     assert sum(region.area for region in found.regions) == found.mask.sum() > 0
     assert "part.png: reject, score" in repr(found)
+    assert repr(replace(found, reason="brightness 0.1")).endswith("; brightness 0.1>")
     assert len(repr(found)) < 200
     assert found._repr_png_().startswith(b"\x89PNG")
     assert found.heatmap().shape == (96, 120, 3)

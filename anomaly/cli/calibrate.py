@@ -25,7 +25,7 @@ _FAR = 1.5  # times the highest score of good images, beyond which a threshold i
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add = parser.add_argument
+    add, number = parser.add_argument, machine.number
     add("--model", type=Path, required=True, help="the run's folder, or its model/ folder")
     add(
         "--good",
@@ -55,17 +55,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rates = parser.add_argument_group("by rates (default: those that the model has)")
     add = rates.add_argument
-    add("--false-reject-rate", type=float, metavar="R", help="good parts that may be rejected")
-    add("--review-rate", type=float, metavar="R", help="good parts that may not be called good")
+    add(
+        "--false-reject-rate",
+        type=number,
+        metavar="R",
+        help="good parts that may be rejected",
+    )
+    add(
+        "--review-rate",
+        type=number,
+        metavar="R",
+        help="good parts that may not be called good",
+    )
     costs = parser.add_argument_group("by cost (needs --defects)")
     add = costs.add_argument
-    add("--cost-escape", type=float, metavar="C", help="of passing a defective part")
-    add("--cost-false-reject", type=float, metavar="C", help="of rejecting a good one")
-    add("--defect-share", type=float, metavar="P", help="of the parts on the line (0.01)")
+    add("--cost-escape", type=number, metavar="C", help="of passing a defective part")
+    add("--cost-false-reject", type=number, metavar="C", help="of rejecting a good one")
+    add("--defect-share", type=number, metavar="P", help="of the parts on the line (0.01)")
     hand = parser.add_argument_group("by hand")
     add = hand.add_argument
-    add("--threshold", type=float, metavar="X", help="reject above this image score")
-    add("--review-threshold", type=float, metavar="Y", help="review above this (default: X)")
+    add("--threshold", type=number, metavar="X", help="reject above this image score")
+    add(
+        "--review-threshold",
+        type=number,
+        metavar="Y",
+        help="review above this (default: X)",
+    )
     machine.add_arguments(parser)
 
 

@@ -7,12 +7,12 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anomaly.cli import machine
+from anomaly.cli.speech import NOTE
 from anomaly.errors import DataError
 
 if TYPE_CHECKING:
     from anomaly.calibration import Thresholds
-
-from anomaly.cli.speech import NOTE
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--defects",
-        type=float,
+        type=machine.number,
         default=0.01,
         metavar="SHARE",
         help="share of parts that are usually defective (0.01)",
     )
     parser.add_argument(
         "--false-alarms",
-        type=float,
+        type=machine.number,
         default=0.05,
         metavar="SHARE",
         help="chance of an alarm in 2,000 parts that haven't changed (0.05)",

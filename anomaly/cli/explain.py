@@ -58,6 +58,11 @@ def run(options: argparse.Namespace) -> int:
 
     if options.model is None and options.backbone is None:
         raise AnomalyError("give --model, --backbone, or both")
+    if options.backbone is None and (options.classes or options.weights != "imagenet"):
+        unused = "--class" if options.classes else "--weights"
+        raise AnomalyError(f"{unused} is about a classifier: give --backbone, too, or leave it out")
+    if options.model is None and options.good is not None:
+        raise AnomalyError("--good is about a model's training images: give --model, too")
     if not options.input.is_file():
         raise AnomalyError(f"--input {options.input} isn't a file; explain takes one image")
     if options.model is not None:

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--settle",
-        type=float,
+        type=machine.number,
         default=0.5,
         metavar="SECONDS",
         help="of --watch: a file that nobody has written to for so long is fully written (0.5)",

@@ -36,6 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def number(text: str) -> float:
+    """A number of an option, as `argparse` takes it; says how to write one that people mean."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    plain, share = text.replace(",", ".").rstrip("% "), text.rstrip().endswith("%")
+    try:
+        meant = f"; write {float(plain) / (100 if share else 1):g}"
+    except ValueError:
+        meant = ""
+    raise argparse.ArgumentTypeError(f"{text!r} is no number{meant}")
+
+
 def add_config(parser: argparse.ArgumentParser) -> None:
     """The options that name a config and change its values."""
     parser.add_argument(

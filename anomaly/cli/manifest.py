@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+from pathlib import PurePosixPath
 
 from anomaly.cli.speech import NOTE
 
 log = logging.getLogger(__name__)
+
+# What somebody who names a file so would take it for.
+_TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".xlsx")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +55,10 @@ def run(options: argparse.Namespace) -> int:
 
     if not (options.input or options.list):
         raise DataError("give --input, --list, or both")
+    if PurePosixPath(options.output).suffix.lower() in _TABLES:
+        raise OutputError(
+            f"--output {options.output}: a manifest is a Parquet file; name it so, with .parquet"
+        )
     if storage.exists(options.output) and not options.overwrite:
         raise OutputError(f"{options.output} exists already; add --overwrite")
     listing = Listing(options.input, options.list)
@@ -59,5 +67,6 @@ def run(options: argparse.Namespace) -> int:
         log.log(NOTE, say_passed_over(listing.passed_over))
     again = f", {doubles} named more than once" if doubles else ""
     chunks = len(read_manifest(options.output).sizes)
-    print(f"{images} images{again} in {chunks} chunks: {options.output}")
+    listed = f"{images} image{'' if images == 1 else 's'}{again}"
+    print(f"{listed} in {chunks} chunk{'' if chunks == 1 else 's'}: {options.output}")
     return 0

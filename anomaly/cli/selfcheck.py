@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=machine.number,
         default=0.01,
         metavar="SHARE",
         help="how far a score may move (default 0.01: by 1 %%); more for parts photographed anew",

@@ -56,21 +56,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     more = parser.add_argument_group("limits")
     more.add_argument(
-        "--max-body", type=float, default=64, metavar="MB", help="longest image file (64)"
+        "--max-body", type=machine.number, default=64, metavar="MB", help="longest image file (64)"
     )
     more.add_argument(
         "--queue", type=int, default=64, metavar="N", help="parts of a model that may wait (64)"
     )
     more.add_argument(
         "--memory",
-        type=float,
+        type=machine.number,
         metavar="MB",
         help="room for models in memory; the one asked for longest ago leaves when another needs "
         "it, and comes back when it is asked for (all stay)",
     )
     more.add_argument(
         "--keep-good",
-        type=float,
+        type=machine.number,
         default=0.02,
         metavar="SHARE",
         help="share of good parts whose picture is kept, beside all others' (0.02)",

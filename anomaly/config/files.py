@@ -84,7 +84,10 @@ def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
             if (place / name).is_file():
                 return place / name
     if given.is_dir():
-        raise ConfigError(f"{given} is a folder; --config takes one YAML file")
+        raise ConfigError(
+            f"{given} is a folder; --config takes one YAML file, and `anomaly start` writes one "
+            "for a folder of images"
+        )
     known = [f.name for folder in folders for f in folder.glob("*.yaml")]
     looked = ", ".join(str(p) for p in places[1:]) or "nowhere else"
     hint = f"; {nearest(given.name, known)}" if known else ""

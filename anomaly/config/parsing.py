@@ -27,20 +27,27 @@ def parse_config(
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        lines = [
-            f"{_source(error['loc'], where, overrides or {})}: {_explain(dict(error))}"
-            for error in error.errors()
-        ]
+        lines = []
+        for one in error.errors():
+            said = _explain(dict(one))
+            lines.append(f"{_source(one['loc'], said, where, overrides or {})}: {said}")
         raise ConfigError("\n  ".join(lines)) from None
 
 
-def _source(location: tuple[Any, ...], where: str, overrides: Mapping[str, str]) -> str:
-    """What a mistake is in: the overrides inside the section at fault, or that it lies in."""
+def _source(location: tuple[Any, ...], said: str, where: str, overrides: Mapping[str, str]) -> str:
+    """What a mistake is in: the overrides inside the section at fault, or that it lies in.
+
+    Of what is wrong between sections, the overrides of the keys that the message names.
+    """
     key = ".".join(map(str, location))
     at_fault = [
         source
         for name, source in overrides.items()
-        if f"{name}.".startswith(f"{key}." if key else "") or f"{key}.".startswith(f"{name}.")
+        if (
+            f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+            if key
+            else f"{name} " in said or f"{name}=" in said
+        )
     ]
     return ", ".join(at_fault) or where
 

@@ -10,7 +10,7 @@ from anomaly.datasets.folders import FOLDERS, check_good_inputs, folders_in, ope
 from anomaly.datasets.lists import open_list, open_visa
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
-from anomaly.files.writing import at_home, like
+from anomaly.files.writing import at_home, looked_in
 from anomaly.imaging.listing import is_folder
 
 __all__ = [
@@ -100,7 +100,7 @@ def _missing(layout: str, root: Path, category: str | None) -> str:
             f"of images use --set data.format=csv"
         )
     if not is_folder(root):
-        text = f"data.root {root} doesn't exist (looked in {Path.cwd()}{like(root)}). "
+        text = f"data.root {root} doesn't exist{looked_in(root)}. "
     else:
         known = nearest(str(category), folders_in(root))
         known += "" if known.endswith("?") else "."

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from anomaly.errors import DataError
 from anomaly.files.csv_files import header_of, marked_encoding, read_rows, text_of
-from anomaly.files.writing import like, short_name
+from anomaly.files.writing import looked_in, short_name
 from anomaly.imaging.listing import is_folder, is_image, list_files
 
 _COLUMNS = ("path", "group")
@@ -72,7 +72,7 @@ def find_inputs(
         elif given.exists():
             found[given] = None
         else:
-            raise DataError(f"{option} {given} doesn't exist (looked in {Path.cwd()}{like(given)})")
+            raise DataError(f"{option} {given} doesn't exist{looked_in(given)}")
     groups: dict[str, str] = {}
     if list_file is not None:
         listed, groups = _listed(list_file)

@@ -13,7 +13,7 @@ from anomaly.datasets.inputs import is_table
 from anomaly.errors import DataError
 from anomaly.files import storage
 from anomaly.files.csv_files import header_of, marked_encoding, rows_of
-from anomaly.files.writing import like
+from anomaly.files.writing import looked_in
 from anomaly.imaging.listing import each_file, is_folder, is_image
 
 _COLUMN = ("path",)
@@ -69,7 +69,7 @@ class Listing:
             found = map(Path, iglob(str(path), recursive=True))  # noqa: PTH207, takes absolute ones
             yield from (str(file) for file in found if file.is_file())
         else:
-            raise DataError(f"--input {given} doesn't exist (looked in {Path.cwd()}{like(path)})")
+            raise DataError(f"--input {given} doesn't exist{looked_in(path)}")
 
 
 def _listed(place: str) -> Iterator[str]:

@@ -50,7 +50,7 @@ class Sample:
         return self.defect_type != GOOD
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dataset:
     """Good images to learn from, and a test split that nothing is ever tuned on.
 
@@ -65,6 +65,10 @@ class Dataset:
     train: tuple[Sample, ...]
     test: tuple[Sample, ...]
     validation: tuple[Sample, ...] = ()
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{len(some)} {name}" for name, some in self.splits.items() if some)
+        return f"<Dataset {self.folder}: {counts} images>"
 
     @property
     def splits(self) -> dict[str, tuple[Sample, ...]]:

@@ -90,6 +90,14 @@ def load_state(
         for k, v in wanted.items()
         if k in state and state[k].shape != v.shape
     ]
+    order = [key for key in wanted if not key.endswith("num_batches_tracked")]
+    held = order[: len(order) - len(missing)]
+    if missing and held and missing == order[len(held) :] and not (foreign or shapes):
+        raise WeightsError(
+            f"{where} holds a part of {type(full).__name__}, up to {held[-1]}, and {len(missing)} "
+            f"tensors behind that are missing, {missing[0]} for one. Choose layers that it has "
+            "(backbone.layers), or give a whole file"
+        )
     if missing or foreign or shapes:
         problems = _some("without", missing) + _some("with unknown", foreign) + shapes[:3]
         raise WeightsError(

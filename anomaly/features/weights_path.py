@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from anomaly.errors import WeightsError
-from anomaly.files.writing import at_home, like
+from anomaly.files.writing import at_home, looked_in
 
 
 def check_weights(weights: str) -> None:
@@ -27,7 +27,7 @@ def weights_path(path: Path) -> Path:
     """
     path = at_home(path)
     if not path.is_file():
-        missing = f"doesn't exist (looked in {Path.cwd()}{like(path)})"
+        missing = f"doesn't exist{looked_in(path)}"
         kind = "is a folder" if path.is_dir() else missing
         raise WeightsError(
             f"backbone.weights: {path} {kind}. Give `imagenet`, `random`, "

@@ -39,7 +39,8 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
         present = [folder / name for name in names if (folder / name).exists()]
         if present and not overwrite:
             listed = ", ".join(str(p) for p in present)
-            raise OutputError(f"{listed} exists already; give another --output or add --overwrite")
+            exist = "exists" if len(present) == 1 else "exist"
+            raise OutputError(f"{listed} {exist} already; give another --output or add --overwrite")
         own = own_outputs(folder, [file.name for file in folder.iterdir()]) if present else ()
         for path in present:
             if path.is_dir() and path.name not in own and any(path.iterdir()):
@@ -96,6 +97,16 @@ def like(path: Path) -> str:
         return ""
     close = closest(path.absolute().relative_to(present).parts[0], names)
     return close and f"; in {present} " + close
+
+
+def looked_in(path: Path) -> str:
+    """Where a missing file was looked for, as far as its path leaves that open, and what is alike.
+
+    Returns:
+        `" (looked in /folder); in /folder did you mean 'a'?"`, or parts of it, or nothing.
+    """
+    looked = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
+    return looked + like(path)
 
 
 def short_name(name: str) -> str:

@@ -44,9 +44,9 @@ class Shard:
         index, count = map(int, found.groups()) if found else (0, 0)
         if index >= count:
             n = count or 4
+            legal = "0/1, for all" if n == 1 else f"0/{n} to {n - 1}/{n}"
             raise DataError(
-                f"--shard is {text[:40]!r}; it must be i/n with i from 0 to n - 1, e.g. 0/{n} to "
-                f"{n - 1}/{n}"
+                f"--shard is {text[:40]!r}; it must be i/n with i from 0 to n - 1: {legal}"
             )
         return cls(index, count)
 

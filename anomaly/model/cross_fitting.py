@@ -135,7 +135,7 @@ def split(images: Sequence[int], groups: Mapping[int, str], folds: int) -> list[
     if len(units) < 2:
         raise DataError(
             f"calibration needs at least 2 training images, not {len(images)}; add images, or "
-            "train with --no-calibrate and without model.leave_out_suspects"
+            "train with --no-calibrate (and without model.leave_out_suspects, if it is set)"
         )
     parts: dict[int, list[int]] = {}
     placed = 0

@@ -55,6 +55,8 @@ def find_model(folder: str | Path, *, exported: bool = True) -> Path:
         raise ModelError(
             f"no model at {folder}: there is nothing of that name{like(folder)}; train one first"
         )
+    if folder.is_file():
+        raise ModelError(f"{folder} is a file; give the model's folder, or the run that it is in")
     raise ModelError(
         f"{folder} holds no model (no {MANIFEST} in it or in its model/); "
         "give the folder that `train` wrote"

@@ -68,7 +68,8 @@ class Prediction:
     def __repr__(self) -> str:
         limit = "" if self.thresholds is None else f" (reject above {self.thresholds.image:.4g})"
         said = "".join(f"{one}, " for one in (self.product, self.verdict) if one)
-        return f"<Prediction of {self.name}: {said}score {self.score:.4g}{limit}>"
+        reason = f"; {self.reason}" if self.reason else ""
+        return f"<Prediction of {self.name}: {said}score {self.score:.4g}{limit}{reason}>"
 
     @property
     def name(self) -> str:

@@ -18,6 +18,7 @@ from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.model.appearance_model import AppearanceModel, odd_among
 from anomaly.model.cluster_patches import ClusterPatches
+from anomaly.model.cross_fitting import split
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.detector_fit import DetectorFit, fit_detector
 from anomaly.model.preparation import prepare
@@ -89,12 +90,16 @@ def train(
         progress: called with (stage, done, total).
 
     Raises:
-        DataError: two images have one name; a model knows its training images by their names.
+        DataError: two images have one name; a model knows its training images by their names. Or
+            there are too few to find thresholds with.
         AnomalyError: weights, layers or images can't be used as configured.
     """
     for name, times in Counter(sample.name for sample in samples).items():
         if times > 1:
             raise DataError(f"{times} training images have the name {name!r}; each needs its own")
+    if calibrate or config.model.leave_out_suspects:  # told before anything is computed
+        groups = {i: sample.group for i, sample in enumerate(samples) if sample.group}
+        split(range(len(samples)), groups, config.calibration.folds)
     with Decoders(min(workers, len(samples))) as decoders:
         return _train(config, samples, decoders, device, scratch, calibrate, cluster, progress)
 

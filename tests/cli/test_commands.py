@@ -215,7 +215,7 @@ def test_an_existing_output_is_refused_without_overwrite(
     assert command("train", train_arguments(product, output))[0] == 0
     before = (output / "model" / "manifest.json").read_bytes()
     code, _, err = command("train", train_arguments(product, output))
-    assert (code, "exists already" in err, "--overwrite" in err) == (2, True, True)
+    assert (code, "exist already" in err, "--overwrite" in err) == (2, True, True)
     assert command("train", [*train_arguments(product, output), "--overwrite"])[0] == 0
     assert (output / "model" / "manifest.json").read_bytes() == before
     assert sorted(p.name for p in output.iterdir()) == ["model", "suspects", "train.json"]

@@ -84,6 +84,17 @@ def _check(arguments: str, code: int, message: str, folder: Path) -> None:
          "--defects nowhere doesn't exist"),
         ("features --model {export} --input {good} --output o", 2, "and no layers"),
         ("explain --model {export} --input {part} --output o", 2, "and no layers"),
+        ("explain --model {model} --input {part} --output o --class 3", 2, "--class is about a"),
+        ("explain --backbone resnet18 --input {part} --output o --good .", 2, "give --model, too"),
+        ("manifest --input {good} --output m.csv", 2, "with .parquet"),
+        ("infer --model {model}/manifest.json --input {good} --output o", 2, "is a file; give the"),
+        ("infer --model {model} --manifest m --output o --shard 1/1", 2, "to n - 1: 0/1, for all"),
+        ("infer --model {model} --input none --output o", 2, "none doesn't exist (looked in /"),
+        ("infer --model {model} --input {good}/x.png --output o", 2, "x.png doesn't exist; in /"),
+        ("calibrate --model {model} --review-rate 2%", 2, "'2%' is no number; write 0.02"),
+        ("calibrate --model {model} --threshold 3,6", 2, "'3,6' is no number; write 3.6"),
+        ("calibrate --model {model} --threshold high", 2, "'high' is no number\n"),
+        ("check --config {good}", 2, "`anomaly start` writes one"),
     ],
 )  # fmt: skip
 def test_told_without_torch(

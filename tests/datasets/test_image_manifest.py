@@ -184,7 +184,7 @@ def _refusals(folder: Path) -> Iterator[tuple[list[object], str]]:
     (folder / "none.csv").write_text("path\n")
     (folder / "bare.csv").write_text("file,size\na.png,3\n")
     yield [], "give --input, --list, or both"
-    yield ["--input", missing], f"--input {missing} doesn't exist (looked in"
+    yield ["--input", missing], f"--input {missing} doesn't exist"
     yield ["--input", missing], "did you mean 'deep'"
     yield ["--input", empty], f"no images in --input {empty}"
     yield ["--input", folder / "*.bmp"], "no images in --input"

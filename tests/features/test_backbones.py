@@ -102,6 +102,10 @@ def test_layers_behind_the_last_one_may_be_absent_and_half_precision_is_widened(
     truncated = truncate(backbones.build("resnet18"), ["layer2"])
     backbone_weights.load_state(truncated.network, short, full, "that file")
     assert all(p.dtype == torch.float32 for p in truncated.network.parameters())
+    further = truncate(backbones.build("resnet18"), ["layer3"])
+    says = r"a part of ResNet, up to layer2\.1\..*, and .* missing, layer3\.0\.conv1\.weight"
+    with pytest.raises(WeightsError, match=says):
+        backbone_weights.load_state(further.network, short, full, "that file")
     with pytest.raises(WeightsError, match="unknown extra"):
         backbone_weights.load_state(
             truncated.network, short | {"extra": torch.ones(1)}, full, "that file"

@@ -76,7 +76,7 @@ def test_claim_refuses_and_clear_deletes_only_ones_own_names(tmp_path: Path) -> 
     write(tmp_path / "out" / "rows.csv", "x")
     write(tmp_path / "out" / "pictures" / "1.png", "x")
     write(tmp_path / "out" / "mine.txt", "x")
-    with pytest.raises(OutputError, match="exists already"):
+    with pytest.raises(OutputError, match="exist already"):
         claim(tmp_path / "out", ("rows.csv", "pictures"), overwrite=False)
     with pytest.raises(OutputError, match="pictures isn't from an earlier run"):
         claim(tmp_path / "out", ("rows.csv", "pictures"), overwrite=True)
