@@ -45,8 +45,12 @@ function drawHistogram() {
     }, drawing("title", {}, `${count} ${name} from ${scale.text(from)} to ${scale.text(to)}`.replace("  ", " "))));
   });
   svg.append(drawing("line", { class: "axis", x1: EDGE, x2: width - EDGE, y1: middle, y2: middle }));
-  for (const { up } of bars) for (const count of marks) {
-    svg.append(drawing("text", { class: "count", x: width - EDGE, y: level(up, count) + (up > 0 ? -2 : 10), "text-anchor": "end" }, String(count)));
+  for (const { counts, up } of bars) for (const count of marks) {
+    // At the right, or as near to it as no bar is under the number.
+    let end = BINS;
+    while (end > 1 && (counts[end - 1] >= count || counts[end - 2] >= count)) end -= 1;
+    const x = EDGE + (end > 1 ? end : BINS) * step;
+    svg.append(drawing("text", { class: "count", x, y: level(up, count) + (up > 0 ? -2 : 10), "text-anchor": "end" }, String(count)));
   }
   for (const side of ["review", "reject"]) {
     histogram.lines[side] = drawing("line", { class: `limit ${side}`, y1: top, y2: height });

@@ -28,7 +28,7 @@ function stackOf(image, withMarks = true) {
   stack.style.aspectRatio = `${width} / ${height}`;
   stack.style.setProperty("--ratio", width / height);
   const picture = (kind, content, type) => {
-    const node = element("img", { class: kind, alt: "", decoding: "async" });
+    const node = element("img", { class: kind, alt: "" });
     node.src = `data:image/${type};base64,${content}`;
     return node;
   };
