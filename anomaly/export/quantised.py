@@ -272,6 +272,7 @@ def _thresholds(
         patches,
         fitter,
         dict(zip(samples, names, strict=True)),
+        patches.hashes,
         folds=detector.config.calibration.folds,
         groups={i: sample.group for i, sample in samples.items() if sample.group},
         progress=lambda done, total: progress("calibration", done, total),

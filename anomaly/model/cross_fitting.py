@@ -30,6 +30,7 @@ def cross_fit(
     patches: TrainingPatches | Part,
     fitter: Fitter[Any],
     names: Mapping[int, str],
+    hashes: Mapping[int, str],
     *,
     folds: int,
     groups: Mapping[int, str],
@@ -46,8 +47,10 @@ def cross_fit(
         patches: the training images'; their features are read, never computed again.
         fitter: the settings that the detector was fitted with.
         names: of the images used, by index.
+        hashes: sha256 of each one's file. Copies of a file are held out together and count once.
         folds: into how many parts to split them, at most.
         groups: the group of each image that has one; it is never parted, unless it is the only one.
+            A copy belongs to the first one's group.
         suspects: sees all the scores.
         score: scores some of the patches, elsewhere perhaps; `scores_of` by default.
         progress: called with (images scored, all of them).
@@ -56,12 +59,16 @@ def cross_fit(
         DataError: too few images, or none but those of one fold.
     """
     indices = sorted(names)
-    units = len({groups.get(i, i) for i in indices})
+    met: dict[str, int] = {}
+    first = {i: met.setdefault(hashes[i], i) for i in indices}
+    distinct = sorted(set(first.values()))
+    units = len({groups.get(i, i) for i in distinct})
     heeded = groups if units > 1 else {}
-    divided = split(indices, heeded, folds)
+    divided = split(indices, {i: heeded.get(one, one) for i, one in first.items()}, folds)
     log.debug("scoring %d images as %d held-out parts, for thresholds", len(indices), len(divided))
     found: dict[int, tuple[float, float]] = {}
-    held_out = fitter.held_out(detector.scorer, patches, divided, grouped=bool(heeded))
+    grouped = bool(heeded) or len(distinct) < len(indices)
+    held_out = fitter.held_out(detector.scorer, patches, divided, grouped=grouped)
     for images, scorer in held_out:
         stand_in = replace(detector, scorer=scorer)
         some = patches.only(frozenset(images))
@@ -75,10 +82,10 @@ def cross_fit(
             )
         )
     return GoodScores(
-        names=tuple(names[i] for i in indices),
-        image=tuple(found[i][0] for i in indices),
-        peak=tuple(found[i][1] for i in indices),
-        source=f"{len(indices)} training images, each scored by a model that hasn't seen it",
+        names=tuple(names[i] for i in distinct),
+        image=tuple(found[i][0] for i in distinct),
+        peak=tuple(found[i][1] for i in distinct),
+        source=f"{len(distinct)} training images, each scored by a model that hasn't seen it",
         groups=units if groups else None,
     )
 
@@ -121,7 +128,7 @@ def scores_of(
     return found
 
 
-def split(images: Sequence[int], groups: Mapping[int, str], folds: int) -> list[Fold]:
+def split(images: Sequence[int], groups: Mapping[int, str | int], folds: int) -> list[Fold]:
     """Part images into at most `folds` folds of about equal size; a group stays whole.
 
     Neighbours share a fold: pictures taken one after the other often show parts alike.
@@ -134,8 +141,8 @@ def split(images: Sequence[int], groups: Mapping[int, str], folds: int) -> list[
         units.setdefault(groups.get(image, image), []).append(image)
     if len(units) < 2:
         raise DataError(
-            f"calibration needs at least 2 training images, not {len(images)}; add images, or "
-            "train with --no-calibrate (and without model.leave_out_suspects, if it is set)"
+            f"calibration needs at least 2 different training images, not {len(units)}; "
+            "add some, or train with --no-calibrate (and without model.leave_out_suspects, if set)"
         )
     parts: dict[int, list[int]] = {}
     placed = 0

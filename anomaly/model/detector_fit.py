@@ -79,6 +79,7 @@ def fit_detector(
             some,
             fitter,
             {i: samples[i].name for i in used},
+            patches.hashes,
             folds=detector.config.calibration.folds,
             groups={i: group for i in used if (group := samples[i].group)},
             suspects=suspects,
@@ -89,7 +90,8 @@ def fit_detector(
     good = scored(patches, images, suspects)
     stand_out = standing_out(good)
     if leave_out and stand_out:
-        images = tuple(i for i in images if samples[i].name not in stand_out)
+        odd = {patches.hashes[i] for i in images if samples[i].name in stand_out}  # and copies
+        images = tuple(i for i in images if patches.hashes[i] not in odd)
         rest = patches.only(frozenset(images))
         detector = detector_of(fitter.fit(rest, selecting))
         good = scored(rest, images, None)

@@ -98,8 +98,7 @@ def train(
         if times > 1:
             raise DataError(f"{times} training images have the name {name!r}; each needs its own")
     if calibrate or config.model.leave_out_suspects:  # told before anything is computed
-        groups = {i: sample.group for i, sample in enumerate(samples) if sample.group}
-        split(range(len(samples)), groups, config.calibration.folds)
+        split(range(len(samples)), {}, config.calibration.folds)
     with Decoders(min(workers, len(samples))) as decoders:
         return _train(config, samples, decoders, device, scratch, calibrate, cluster, progress)
 
@@ -164,6 +163,13 @@ def _training(
 ) -> Training:
     """What came of a fit, with what is known of the images; `shard` of them went together."""
     used, detector = fit.images, fit.detector
+    if copies := len(used) - len({patches.hashes[i] for i in used}):
+        log.warning(
+            "%d of %d training images are copies of others, byte for byte; each picture counts "
+            "once for the thresholds",
+            copies,
+            len(used),
+        )
     looks = [patches.looks[i] for i in used]
     hashes = {samples[i].name: patches.hashes[i] for i in used}
     unused = {samples[i].name: i for i in sorted({*range(len(samples))} - {*used})}

@@ -203,6 +203,7 @@ class _Trial:
                 patches,
                 fitter,
                 some,
+                patches.hashes,
                 folds=folds,
                 groups={},
                 progress=lambda done, total: progress("calibration", done, total),

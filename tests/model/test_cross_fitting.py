@@ -81,6 +81,11 @@ def _fitted(kind: str, patches: _Patches) -> tuple[AnomalyDetector, Any]:
     return AnomalyDetector(config, nothing, nothing, scorer, None, CPU), fitter
 
 
+def _apart(names: dict[int, str]) -> dict[int, str]:
+    """Hashes of images of which none is a copy."""
+    return {i: f"hash {i}" for i in names}
+
+
 def _fold_of(images: int, folds: list[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
     return {image: fold for fold in folds for image in fold}
 
@@ -94,7 +99,7 @@ def test_a_bank_of_everything_scores_as_brute_force_over_the_other_folds(
     names = {i: f"{i}.png" for i in range(11)}
     seen: list[tuple[int, int]] = []
     good = cross_fit(
-        detector, cast(Any, patches), fitter, names, folds=4, groups=groups,
+        detector, cast(Any, patches), fitter, names, _apart(names), folds=4, groups=groups,
         progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
     assert good.names == tuple(names.values())
@@ -116,7 +121,9 @@ def test_padim_scores_as_numpy_covariances_of_the_others(groups: dict[int, str])
     patches = _patches(30)
     detector, fitter = _fitted("padim", patches)
     names = {i: str(i) for i in range(30)}
-    good = cross_fit(detector, cast(Any, patches), fitter, names, folds=5, groups=groups)
+    good = cross_fit(
+        detector, cast(Any, patches), fitter, names, _apart(names), folds=5, groups=groups
+    )
     projection = detector.scorer.projection  # type: ignore[attr-defined]
     x = projection(patches.embeddings).double().numpy()
     folds = _fold_of(30, split(range(30), groups, 5)) if groups else {i: (i,) for i in range(30)}
@@ -138,7 +145,9 @@ def test_one_group_alone_is_scored_image_by_image_and_cautions() -> None:
     detector, fitter = _fitted("patchcore", patches)
     names = {i: str(i) for i in range(11)}
     one = dict.fromkeys(range(11), "monday")
-    good = cross_fit(detector, cast(Any, patches), fitter, names, folds=4, groups=one)
+    good = cross_fit(
+        detector, cast(Any, patches), fitter, names, _apart(names), folds=4, groups=one
+    )
     assert good.groups == 1
     assert "one group" in good.cautions[0]
 
@@ -148,11 +157,43 @@ def test_a_group_beside_single_images_is_kept_whole() -> None:
     detector, fitter = _fitted("patchcore", patches)
     names = {i: str(i) for i in range(11)}
     pair = {0: "part", 10: "part"}
-    good = cross_fit(detector, cast(Any, patches), fitter, names, folds=11, groups=pair)
+    good = cross_fit(
+        detector, cast(Any, patches), fitter, names, _apart(names), folds=11, groups=pair
+    )
     assert good.groups == 10
     flat = patches.embeddings.flatten(1, 2)
     distances = torch.cdist(flat[0], flat[1:10].flatten(0, 1)).amin(1)
     assert good.image[0] == pytest.approx(float(distances.max()), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["patchcore", "padim"])
+def test_copies_are_held_out_together_and_count_once(kind: str) -> None:
+    patches = _patches(12)
+    patches.embeddings = patches.embeddings.clone()
+    patches.embeddings[[5, 11]] = patches.embeddings[0].clone()
+    detector, fitter = _fitted(kind, patches)
+    names = {i: str(i) for i in range(12)}
+    hashes = _apart(names) | dict.fromkeys([0, 5, 11], "one picture")
+    good = cross_fit(detector, cast(Any, patches), fitter, names, hashes, folds=4, groups={})
+    assert good.names == ("0", "1", "2", "3", "4", "6", "7", "8", "9", "10")
+    assert good.groups is None
+    assert good.source.startswith("10 training images")
+    assert good.image[0] > 0.5 * min(good.image[1:])
+    # A copy belongs to the group of the first.
+    pair = cross_fit(
+        detector, cast(Any, patches), fitter, names, hashes, folds=11, groups={0: "a", 1: "a"}
+    )
+    assert pair.groups == 9
+    with pytest.raises(DataError, match="2 different training images, not 1"):
+        cross_fit(
+            detector,
+            cast(Any, patches),
+            fitter,
+            names,
+            dict.fromkeys(names, "one picture"),
+            folds=4,
+            groups={},
+        )
 
 
 @given(
