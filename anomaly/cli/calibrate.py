@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
-from anomaly.cli.progress import ProgressLine
 from anomaly.errors import AnomalyError, DataError
 
 if TYPE_CHECKING:
@@ -97,19 +96,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from anomaly.cli.calibrate_images import scored_images
+    from anomaly.cli.trained import say_raised
     from anomaly.model.checkpoint import load
     from anomaly.model.folder import HISTORY, find_model
     from anomaly.model.threshold_files import change, replace_thresholds
 
     device, threads = machine.device_and_threads(options)
     model = load(options.model, device)
-    scored = _score(options, model, threads)
+    scored = scored_images(options, model, threads)
     good, defects = _good(options, model, scored), scored.get("defects")
     new, choice = _choose(options, model, good, defects)
     _say_what_is_odd(model.thresholds, new, good)
 
     for line in new.lines():
         print(line)
+    say_raised(new, options.model)
     found = None if defects is None else _recall(new, defects, choice)
     before = model.thresholds
     done = 3 if any(images.refused for images in scored.values()) else 0
@@ -173,67 +175,6 @@ def _within(
     value = getattr(options, name)
     if value is not None and not (0 <= value < limit and not (strict and value == 0)):
         raise AnomalyError(f"--{name.replace('_', '-')} is {value:g}; it must be {legal}")
-
-
-def _score(
-    options: argparse.Namespace, model: AnomalyDetector, threads: int
-) -> dict[str, HeldOutScores]:
-    """The scores of the images that were given, by option."""
-    from anomaly.datasets import check_good_inputs
-    from anomaly.datasets.inputs import find_inputs
-    from anomaly.evaluation.held_out import score_held_out
-
-    given = {name: getattr(options, name) for name in ("good", "defects")}
-    given = {name: inputs for name, inputs in given.items() if inputs is not None}
-    found = {name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items()}
-    check_good_inputs(given.get("good", ()), found.get("good", ()))
-    tested = _tested(options, model) if given else frozenset()
-    scored: dict[str, HeldOutScores] = {}
-    for name, paths in found.items():
-        with ProgressLine() as progress:
-            scored[name] = score_held_out(
-                model,
-                paths,
-                learned=frozenset(model.manifest["training_images"].values()),
-                tested=tested,
-                workers=threads,
-                progress=lambda done, total, name=name: progress(name, done, total),  # type: ignore[misc]
-            )
-        _say_left_out(f"--{name}", scored[name])
-    if len(scored) > 1:
-        defects = set(scored["defects"].hashes)
-        for path, sha256 in scored["good"].named_hashes().items():
-            if sha256 in defects:
-                raise DataError(f"{path} is given as good and as a defect; give it once")
-    return scored
-
-
-def _say_left_out(option: str, images: HeldOutScores) -> None:
-    if images.learned:
-        log.warning("%s: the model has learned from %d; left out", option, images.learned)
-    if images.repeated:
-        log.warning("%s: %d are copies of others; left out", option, images.repeated)
-    for reason in images.refused[:5]:
-        log.warning("skipped: %s", reason)
-    if len(images.refused) > 5:
-        log.warning("%s: skipped %d more", option, len(images.refused) - 5)
-
-
-def _tested(options: argparse.Namespace, model: AnomalyDetector) -> frozenset[str]:
-    """Hashes of the test split, where the run remembers its data set and it is still there."""
-    from anomaly.evaluation.test_split import tested_hashes
-
-    try:
-        return tested_hashes(model, options.model, options.data_root)
-    except AnomalyError as error:
-        if options.data_root is not None:
-            raise
-        log.warning(
-            "%s: make sure yourself that these images aren't those the model is evaluated on, or "
-            "name the data set's folder with --data-root",
-            error,
-        )
-        return frozenset()
 
 
 def _good(

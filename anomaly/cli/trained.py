@@ -93,7 +93,7 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
     else:
         for line in thresholds.lines():
             print(line)
-        _say_raised(summary["raised_by"], thresholds.image, output)
+        say_raised(thresholds, output)
     if images["learned"] < LEAST_IMAGES:
         log.info(
             "%d images don't show what is usual: it takes %d for another product, a lens cap or a "
@@ -154,19 +154,21 @@ def _say_stand_out(images: dict[str, float], left_out: bool) -> None:
         )
 
 
-def _say_raised(raised: Sequence[dict[str, Any]], reject: float, output: Path) -> None:
+def say_raised(thresholds: Thresholds, model: Path) -> None:
     """Which good images put the reject threshold so high, and what to do about it."""
-    for i, image in enumerate(raised):
+    raised = thresholds.raised_by()
+    for i, (name, score, value) in enumerate(raised):
         without = "without it" if i == 0 else f"without it and the {i} before"
         log.info(
-            f"{image['name']} scores {image['score']:.5g} and raises the reject threshold: "
-            f"{without} that would be {image['reject_without']:.5g} instead of {reject:.5g}"
+            f"{name} scores {score:.5g} and raises the reject threshold: "
+            f"{without} that would be {value:.5g} instead of {thresholds.image:.5g}"
         )
     if raised:
-        names = " ".join(shlex.quote(image["name"]) for image in raised)
+        out = [image.name for image in thresholds.good.left_out]  # or they would count again
+        names = shlex.join([*out, *(name for name, _, _ in raised)])
         log.info(
             "  look at what raises it; where it isn't good: "
-            f"anomaly calibrate --model {shlex.quote(str(output))} --without {names}"
+            f"anomaly calibrate --model {shlex.quote(str(model))} --without {names}"
         )
 
 

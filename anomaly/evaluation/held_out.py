@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ class HeldOutScores:
         image: their image scores.
         peak: the highest value of each one's anomaly map.
         hashes: sha256 of each file.
+        reasons: why a person has to look at each one whatever its score; empty where there is none.
         learned: images left out because the model has learned from them.
         repeated: images left out because another one has the same bytes.
         refused: why others can't be used.
@@ -37,6 +39,7 @@ class HeldOutScores:
     image: tuple[float, ...]
     peak: tuple[float, ...]
     hashes: tuple[str, ...]
+    reasons: tuple[str, ...]
     learned: int
     repeated: int
     refused: tuple[str, ...]
@@ -46,10 +49,34 @@ class HeldOutScores:
         return dict(zip(map(str, self.paths), self.hashes, strict=True))
 
     def good_scores(self) -> GoodScores:
-        """What thresholds are found with, where all of these images are good."""
-        names = tuple(path.name for path in self.paths)
-        source = f"{len(names)} good images that the model hasn't learned from"
-        return GoodScores(names, self.image, self.peak, source, hashes=self.hashes)
+        """What thresholds are found with, where all of these images are good.
+
+        Those that a person has to look at whatever their score say nothing of thresholds.
+
+        Raises:
+            DataError: they are all like that.
+        """
+        kept = [i for i, reason in enumerate(self.reasons) if not reason]
+        if not kept:
+            raise DataError(
+                f"all {len(self.paths)} good images would be for review whatever their score "
+                f"({self.reasons[0]}), so they say nothing of thresholds; where parts look like "
+                "that from now on, the model can learn them (update)"
+            )
+        names = _names([self.paths[i] for i in kept])
+        return GoodScores(
+            tuple(names),
+            tuple(self.image[i] for i in kept),
+            tuple(self.peak[i] for i in kept),
+            f"{len(kept)} good images that the model hasn't learned from",
+            hashes=tuple(self.hashes[i] for i in kept),
+        )
+
+    @property
+    def left_out(self) -> list[str]:
+        """Which images say nothing of thresholds, and why, for people."""
+        looked = zip(self.paths, self.reasons, strict=True)
+        return [f"{path}: {reason}" for path, reason in looked if reason]
 
 
 def score_held_out(
@@ -74,7 +101,7 @@ def score_held_out(
     Raises:
         DataError: an image belongs to the test split, or none is left.
     """
-    rows: dict[int, tuple[float, float, str]] = {}
+    rows: dict[int, tuple[float, float, str, str]] = {}
     paths = [described(i) if isinstance(im, Image) else im for i, im in enumerate(images)]
     refused: list[str] = []
     met: set[str] = set()
@@ -95,16 +122,26 @@ def score_held_out(
         elif sha256 in met:
             repeated += 1
         else:
-            rows[result.index] = (result.score, _peak(result), sha256)
+            rows[result.index] = (result.score, _peak(result), sha256, result.reason)
         met.add(sha256)
     if not rows:
         reasons = [f"{known} the model has learned from"] if known else []
         reasons += refused[:3]
         raise DataError(f"none of {len(images)} images can be used: {'; '.join(reasons)}")
     order = sorted(rows)
-    image, peak, hashes = zip(*(rows[i] for i in order), strict=True)
+    image, peak, hashes, odd = zip(*(rows[i] for i in order), strict=True)
     files = tuple(Path(paths[i]) for i in order)
-    return HeldOutScores(files, image, peak, hashes, known, repeated, tuple(refused))
+    return HeldOutScores(files, image, peak, hashes, odd, known, repeated, tuple(refused))
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Images' names: those of their files, with as many folders as it takes to tell them apart."""
+    names = [path.name for path in paths]
+    if len(set(names)) == len(names):
+        return names
+    places = [path.absolute() for path in paths]
+    common = Path(os.path.commonpath([place.parent for place in places]))
+    return [place.relative_to(common).as_posix() for place in places]
 
 
 def _peak(result: Prediction) -> float:

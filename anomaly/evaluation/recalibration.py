@@ -128,6 +128,8 @@ def _scored(
         log.warning("the model has learned from %d of the good images; left out", unseen.learned)
     if unseen.repeated:
         log.warning("%d good images are copies of others; left out", unseen.repeated)
+    for reason in unseen.left_out:
+        log.warning("left out, as it would be for review whatever its score: %s", reason)
     for reason in unseen.refused:
         log.warning("skipped: %s", reason)
     return unseen

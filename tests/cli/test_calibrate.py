@@ -8,8 +8,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import pytest
 from conftest import Command, train_arguments, write_part, write_product
+
+import anomaly
 
 SAME = ("backbone.safetensors", "scorer.safetensors", "config.yaml")
 
@@ -244,6 +248,46 @@ def test_images_learned_from_copies_and_broken_files_are_left_out(
         "calibrate", ["--model", run, "--good", product / "train" / "good", "--device", "cpu"]
     )
     assert (code, "12 the model has learned from" in err) == (2, True)
+
+
+def test_what_a_person_has_to_look_at_says_nothing_of_thresholds(
+    run: Path, good: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = _files(run)
+    dark = tmp_path / "dark"
+    dark.mkdir()
+    cv2.imwrite(str(dark / "lens_cap.png"), np.full((96, 120, 3), 1, np.uint8))
+    arguments = ["--model", run, "--device", "cpu", "--good"]
+    code, _, err = command("calibrate", [*arguments, dark])
+    assert (code, "all 1 good images would be for review whatever" in err) == (2, True)
+    assert _files(run) == before
+    code, out, _ = command("calibrate", [*arguments, good, dark])
+    assert (code, "thresholds calibrated on 10 good images" in out) == (0, True)
+    assert f"left out: {dark / 'lens_cap.png'}: all its pixels" in caplog.text
+    caplog.clear()
+    detector = anomaly.load(run, device="cpu").calibrate([*sorted(good.iterdir()), *dark.iterdir()])
+    assert detector.thresholds is not None
+    assert detector.thresholds.images == 10
+    assert f"{dark / 'lens_cap.png'}: all its pixels" in caplog.text
+
+
+def test_what_raises_the_threshold_is_named_among_further_images_too(
+    run: Path, good: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two folders with the same file names, and with what was left out before."""
+    caplog.set_level("INFO")
+    shutil.copytree(good, tmp_path / "lots" / "a")
+    for i in range(10):
+        write_part(tmp_path / "lots" / "b" / f"{i:03}.png", seed=800 + i, mark=(30, 60 - i))
+        if i not in (3, 7):
+            write_part(tmp_path / "lots" / "b" / f"{i:03}.png", seed=800 + i)
+    arguments = ["--model", run, "--device", "cpu"]
+    lots = ["--good", tmp_path / "lots" / "a", tmp_path / "lots" / "b"]
+    assert command("calibrate", [*arguments, *lots, "--without", "lots/b/003.png"])[0] == 0
+    advice = f"anomaly calibrate --model {run} --without b/003.png b/007.png"
+    assert advice in caplog.text
+    code, out, _ = command("calibrate", [*arguments, "--without", "b/003.png", "b/007.png"])
+    assert (code, "thresholds calibrated on 18 good images" in out) == (0, True)
 
 
 def test_an_image_given_as_good_and_as_a_defect_is_refused(

@@ -96,12 +96,14 @@ def test_good_parts_under_another_lamp_are_learned(
 
 
 def test_images_that_the_model_was_calibrated_with_count_once(
-    run_folder: Path, lamp: Path, tmp_path: Path, update: Any, command: Command
+    run_folder: Path, tmp_path: Path, update: Any, command: Command
 ) -> None:
     run = shutil.copytree(run_folder, tmp_path / "calibrated")
-    arguments = ["--model", run, "--good", lamp / "good", "--device", "cpu"]
+    for i in range(12):
+        write_part(tmp_path / "more" / f"{i}.png", seed=550 + i)
+    arguments = ["--model", run, "--good", tmp_path / "more", "--device", "cpu"]
     assert command("calibrate", arguments)[0] == 0
-    code, _, err, new = update(run, "--good", lamp / "good", "--include-suspects")
+    code, _, err, new = update(run, "--good", tmp_path / "more", "--include-suspects")
     assert code == 0, err
     thresholds = load(new, "cpu").thresholds
     assert thresholds is not None
@@ -248,7 +250,7 @@ def test_golden_parts_of_the_run_that_is_replaced_go(
     golden = shutil.copytree(lamp / "other", tmp_path / "new" / "golden")
     (golden / "golden.json").write_text('{"model_id": "a", "images": {}}')
     code, _, err, _ = update(run_folder, "--good", lamp / "good")
-    assert (code, "/golden exists already" in err) == (2, True)
+    assert (code, "/golden exist already" in err) == (2, True)
     code, _, _, new = update(run_folder, "--good", lamp / "good", "--overwrite")
     assert code == 0
     assert sorted(file.name for file in new.iterdir()) == ["model", "train.json"]

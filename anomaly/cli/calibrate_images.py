@@ -1,0 +1,90 @@
+"""The images that `anomaly calibrate` is given, scored, and what is said of them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import TYPE_CHECKING
+
+from anomaly.cli.progress import ProgressLine
+from anomaly.errors import AnomalyError, DataError
+
+if TYPE_CHECKING:
+    from anomaly.evaluation.held_out import HeldOutScores
+    from anomaly.model.detector import AnomalyDetector
+
+log = logging.getLogger(__name__)
+
+
+def scored_images(
+    options: argparse.Namespace, model: AnomalyDetector, threads: int
+) -> dict[str, HeldOutScores]:
+    """The scores of the images that were given, by option.
+
+    Raises:
+        DataError: an image is given as good and as a defect, or belongs to the test split; or none
+            can be used.
+    """
+    from anomaly.datasets import check_good_inputs
+    from anomaly.datasets.inputs import find_inputs
+    from anomaly.evaluation.held_out import score_held_out
+
+    given = {name: getattr(options, name) for name in ("good", "defects")}
+    given = {name: inputs for name, inputs in given.items() if inputs is not None}
+    found = {name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items()}
+    check_good_inputs(given.get("good", ()), found.get("good", ()))
+    tested = _tested(options, model) if given else frozenset()
+    scored: dict[str, HeldOutScores] = {}
+    for name, paths in found.items():
+        with ProgressLine() as progress:
+            scored[name] = score_held_out(
+                model,
+                paths,
+                learned=frozenset(model.manifest["training_images"].values()),
+                tested=tested,
+                workers=threads,
+                progress=lambda done, total, name=name: progress(name, done, total),  # type: ignore[misc]
+            )
+        _say_left_out(f"--{name}", scored[name])
+    if len(scored) > 1:
+        defects = set(scored["defects"].hashes)
+        for path, sha256 in scored["good"].named_hashes().items():
+            if sha256 in defects:
+                raise DataError(f"{path} is given as good and as a defect; give it once")
+    return scored
+
+
+def _say_left_out(option: str, images: HeldOutScores) -> None:
+    if images.learned:
+        log.warning("%s: the model has learned from %d; left out", option, images.learned)
+    if images.repeated:
+        log.warning("%s: %d are copies of others; left out", option, images.repeated)
+    if option == "--good" and (odd := images.left_out):
+        log.warning(
+            "--good: %d would be for review whatever their score, and say nothing of thresholds; "
+            "left out: %s%s",
+            len(odd),
+            "; ".join(odd[:3]),
+            " …" if len(odd) > 3 else "",
+        )
+    for reason in images.refused[:5]:
+        log.warning("skipped: %s", reason)
+    if len(images.refused) > 5:
+        log.warning("%s: skipped %d more", option, len(images.refused) - 5)
+
+
+def _tested(options: argparse.Namespace, model: AnomalyDetector) -> frozenset[str]:
+    """Hashes of the test split, where the run remembers its data set and it is still there."""
+    from anomaly.evaluation.test_split import tested_hashes
+
+    try:
+        return tested_hashes(model, options.model, options.data_root)
+    except AnomalyError as error:
+        if options.data_root is not None:
+            raise
+        log.warning(
+            "%s: make sure yourself that these images aren't those the model is evaluated on, or "
+            "name the data set's folder with --data-root",
+            error,
+        )
+        return frozenset()
