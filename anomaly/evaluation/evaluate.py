@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
 from anomaly.scorers.base import Progress
+
+log = logging.getLogger(__name__)
 
 Map = NDArray[np.float32]
 Mask = NDArray[np.bool_]
@@ -104,8 +107,8 @@ def score_test_split(
 
     Args:
         detector: trained.
-        samples: good and defective images; a defective one without a mask counts for the image
-            metrics only.
+        samples: good and defective images; a defective one without a mask, or whose mask marks
+            nothing, counts for the image metrics only.
         mask_above: mask values above this are defect.
         workers: decoding processes, besides one for masks.
         progress: called with (done, total).
@@ -119,6 +122,7 @@ def score_test_split(
         raise DataError("the test split is empty: there is nothing to evaluate")
     pixels = PixelAccumulator()
     scored: dict[int, Scored] = {}
+    unmarked: list[str] = []
     with Decoders(1) as masks:
         for result in detector.score_all(
             [s.source for s in samples], workers=workers, keep_images=True
@@ -128,6 +132,9 @@ def score_test_split(
                 if isinstance(result, UnusableImage):
                     raise ImageError(result.reason, result.status)
                 mask = _mask(masks, sample, result.view.source, mask_above)
+                if mask is not None and sample.is_defect and not mask.any():
+                    mask = None  # or it would count as a good image's
+                    unmarked.append(str(sample.mask_path))
             except ImageError as error:
                 scored[result.index] = Scored(sample, None, str(error))
             else:
@@ -143,6 +150,14 @@ def score_test_split(
                     pixels.update(anomaly_map, mask)
                 visit(result, sample, anomaly_map, mask)
             progress(len(scored), len(samples))
+    if unmarked:
+        log.warning(
+            "%d masks of defects mark nothing (%s%s); these images count in the figures of images, "
+            "not in those of pixels",
+            len(unmarked),
+            ", ".join(unmarked[:3]),
+            " …" if len(unmarked) > 3 else "",
+        )
     rows = tuple(scored[i] for i in range(len(samples)))
     known = [(r.image_score, r.sample) for r in rows if r.image_score is not None]
     scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]

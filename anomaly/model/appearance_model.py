@@ -48,6 +48,8 @@ class AppearanceModel:
         mean: (D,) of the training images' mean embeddings.
         spread: standard deviation of the patches' embeddings within an image, over all values.
         seen_distance: of the farthest training image from the mean of the others, in spreads.
+        images: that this was learned from; fewer than `LEAST_IMAGES` don't show what is far
+            outside, but are kept to be joined with more.
     """
 
     ranges: dict[str, tuple[float, float]]
@@ -55,15 +57,11 @@ class AppearanceModel:
     mean: Floats
     spread: float
     seen_distance: float
+    images: int
 
     @classmethod
-    def of(cls, looks: Sequence[Appearance]) -> AppearanceModel | None:
-        """Learn from training images; None where there are fewer than `LEAST_IMAGES`."""
-        return None if len(looks) < LEAST_IMAGES else cls.measured(looks)
-
-    @classmethod
-    def measured(cls, looks: Sequence[Appearance]) -> AppearanceModel:
-        """What images look like, however few; few don't show what is usual."""
+    def of(cls, looks: Sequence[Appearance]) -> AppearanceModel:
+        """Learn from training images, one at least."""
         mean = _mean_of(looks)
         return cls._from(_figures(looks), _variances(looks), mean, _away(looks, mean))
 
@@ -89,19 +87,24 @@ class AppearanceModel:
             mean=mean,
             spread=spread,
             seen_distance=others * float(away.max()) / spread,
+            images=len(away),
         )
 
-    def merged(self, images: int, other: AppearanceModel, others: int) -> AppearanceModel:
+    @property
+    def tells(self) -> bool:
+        """Whether there were images enough to tell what is far outside them."""
+        return self.images >= LEAST_IMAGES
+
+    def merged(self, other: AppearanceModel) -> AppearanceModel:
         """What the images of both look like together.
 
         How far the farthest is from the mean isn't kept by image, so that what is said is the most
         that it can be.
 
         Args:
-            images: that this was learned from.
             other: what further images look like.
-            others: how many those are.
         """
+        images, others = self.images, other.images
         count = images + others
         mean = (self.mean * images + other.mean * others) / count
         spread = ((images * self.spread**2 + others * other.spread**2) / count) ** 0.5
@@ -119,10 +122,16 @@ class AppearanceModel:
             mean=mean,
             spread=spread,
             seen_distance=farthest / spread * count / (count - 1),
+            images=count,
         )
 
     def deviation(self, one: Appearance) -> str:
-        """Why an image is far outside the training set, for a person; empty where it isn't."""
+        """Why an image is far outside the training set, for a person.
+
+        Empty where it isn't, or where there were too few images to tell.
+        """
+        if not self.tells:
+            return ""
         for name, value in one.figures().items():
             low, high = self.ranges[name]
             if not low <= value <= high:
@@ -156,8 +165,8 @@ class AppearanceModel:
         }
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Floats]) -> AppearanceModel:
-        """The way back from `tensors`.
+    def from_tensors(cls, tensors: dict[str, Floats], images: int) -> AppearanceModel:
+        """The way back from `tensors`, for as many images as they were learned from.
 
         Raises:
             ModelError: they aren't those of a training set's look.
@@ -177,6 +186,7 @@ class AppearanceModel:
             mean=tensors["mean"],
             spread=float(tensors["spread"]),
             seen_distance=float(tensors["seen_distance"]),
+            images=images,
         )
 
 

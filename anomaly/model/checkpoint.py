@@ -93,7 +93,10 @@ def load(
             else _computed_stages(folder, manifest, config, chosen, precision, like)
         )
         looks = folder / USUAL
-        appearance = AppearanceModel.from_tensors(load_file(looks)) if looks.is_file() else None
+        images = len(manifest["training_images"])
+        appearance = (
+            AppearanceModel.from_tensors(load_file(looks), images) if looks.is_file() else None
+        )
         thresholds = read_thresholds(folder)
         region = region_of(config.image, folder, read_mask)
     except SafetensorError:

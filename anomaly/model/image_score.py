@@ -38,7 +38,8 @@ def network_map(
         return rows @ scores @ columns
     where = module_of(scores).where
     weights = rows @ (inside * like(np.ones(1, np.float32), scores)) @ columns
-    maps = rows @ where(inside, scores, 0.0) @ columns / weights
+    # Beyond the blur's reach of all of them nothing counts, and 0 / 0 has no gradient.
+    maps = rows @ where(inside, scores, 0.0) @ columns / where(weights > 0, weights, 1.0)
     shown = inside[:, _nearest(height, size[0])][:, :, _nearest(width, size[1])]
     return where(shown, maps, math.nan)
 

@@ -139,10 +139,7 @@ def _thresholds(detectors: Sequence[AnomalyDetector]) -> Thresholds | None:
 
 
 def _appearance(detectors: Sequence[AnomalyDetector]) -> AppearanceModel | None:
-    looks, count = detectors[0].appearance, len(detectors[0].manifest["training_images"])
-    for detector in detectors[1:]:
-        images = len(detector.manifest["training_images"])
-        other = detector.appearance
-        looks = looks and other and looks.merged(count, other, images)
-        count += images
-    return looks
+    """What the images of all look like; None where it isn't known of one of them."""
+    looks = [detector.appearance for detector in detectors]
+    known = [one for one in looks if one is not None]
+    return reduce(AppearanceModel.merged, known) if len(known) == len(looks) else None

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from anomaly.config.methods import METHODS
 from anomaly.errors import ModelError
 from anomaly.model import checkpoint
-from anomaly.model.appearance_model import AppearanceModel
+from anomaly.model.appearance_model import LEAST_IMAGES, AppearanceModel
 from anomaly.model.exported import files_of, read_export
 from anomaly.model.folder import BACKBONE, USUAL, check_files, find_products
 from anomaly.model.manifest import read_manifest
@@ -83,9 +83,10 @@ def appearances(folder: Path) -> dict[str, AppearanceModel]:
 
 
 def _appearance(place: Path) -> AppearanceModel:
-    files = files_of(read_manifest(place), read_export(place))
+    manifest = read_manifest(place)
+    files = files_of(manifest, read_export(place))
     check_files(place, {USUAL: files[USUAL]}, files.keys() - {USUAL})
-    return AppearanceModel.from_tensors(load_file(place / USUAL))
+    return AppearanceModel.from_tensors(load_file(place / USUAL), len(manifest["training_images"]))
 
 
 def _check_sharing(folder: Path, products: Mapping[str, Path], precision: str | None) -> None:
@@ -148,7 +149,12 @@ def _check_looks(folder: Path, products: Mapping[str, Path]) -> None:
     Raises:
         ModelError: one of them doesn't.
     """
-    lacking = [name for name, place in products.items() if not (place / USUAL).is_file()]
+    lacking = [
+        name
+        for name, place in products.items()
+        if not (place / USUAL).is_file()
+        or len(read_manifest(place)["training_images"]) < LEAST_IMAGES
+    ]
     if lacking and len(products) > 1:
         raise ModelError(
             f"{folder}: {', '.join(lacking)} learned from too few images to tell what else looks "

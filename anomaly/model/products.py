@@ -91,7 +91,7 @@ class ProductSet(Predictor):
         known = {
             name: one.appearance
             for name, one in self.products.items()
-            if one.appearance is not None
+            if one.appearance is not None and one.appearance.tells
         }
         if len(known) < len(self.products):
             return self.product or next(iter(self.products))

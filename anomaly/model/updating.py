@@ -21,7 +21,6 @@ from anomaly.errors import DataError, ModelError
 from anomaly.features.exported import ExportedNetwork
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.model.appearance import Appearance
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of
@@ -117,7 +116,8 @@ def learn(
         replace(
             trial.detector,
             thresholds=_thresholds(detector, trial.good),
-            appearance=_appearance(detector.appearance, len(known), looks),
+            appearance=detector.appearance
+            and detector.appearance.merged(AppearanceModel.of(looks)),
             manifest={
                 **manifest,
                 "training_images": {**known, **hashes},
@@ -133,15 +133,6 @@ def learn(
         suspects,
         refused,
     )
-
-
-def _appearance(
-    usual: AppearanceModel | None, known: int, looks: Sequence[Appearance]
-) -> AppearanceModel | None:
-    """What images look like, with new ones; the known images alone may have been too few."""
-    if usual is None:
-        return AppearanceModel.of(looks)
-    return usual.merged(known, AppearanceModel.measured(looks), len(looks))
 
 
 @contextmanager

@@ -117,7 +117,8 @@ def test_what_is_usual_is_learned_once_there_are_images_enough(
     few = sorted((product / "train" / "good").iterdir())[:6]
     settings = {"backbone": {"name": "mobilenet_v2", "weights": "random"}, "image": {"area": 64}}
     detector = anomaly.fit(few, settings, device="cpu")
-    assert detector.appearance is None
+    assert detector.appearance is not None
+    assert not detector.appearance.tells
     detector.save(tmp_path / "run" / "model")
     for i in range(12):
         write_part(tmp_path / "good" / f"{i}.png", seed=700 + i)
@@ -125,10 +126,12 @@ def test_what_is_usual_is_learned_once_there_are_images_enough(
     assert code == 0, err
     learned = load(new, "cpu")
     assert learned.appearance is not None
+    assert learned.appearance.images == 18
     white = np.full((96, 120, 3), 255, np.uint8)
     white[0, 0] = 254
     assert "brightness" in learned.predict(white).reason
     assert learned.predict(tmp_path / "good" / "0.png").reason == ""
+    assert [learned.predict(file).reason for file in few] == [""] * 6
 
 
 def test_an_update_that_lets_a_defect_pass_is_refused(

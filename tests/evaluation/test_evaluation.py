@@ -90,6 +90,20 @@ def test_defects_without_masks_count_for_the_image_only(run_folder: Path, tmp_pa
     assert metrics.reasons["pixel_auroc"]
 
 
+def test_a_mask_that_marks_nothing_makes_no_good_image(
+    run_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    product = write_product(tmp_path / "disc", n_train=1)
+    detector = load(run_folder, torch.device("cpu"))
+    masks = product / "ground_truth" / "spot"
+    (masks / "000_mask.png").unlink()
+    expected = score_test_split(detector, open_dataset("mvtec", product, None).test).metrics
+    cv2.imwrite(str(masks / "000_mask.png"), np.zeros((96, 120), np.uint8))
+    found = score_test_split(detector, open_dataset("mvtec", product, None).test).metrics
+    assert found == expected
+    assert f"1 masks of defects mark nothing ({masks / '000_mask.png'})" in caplog.text
+
+
 def test_an_unreadable_test_image_is_left_out_and_listed(run_folder: Path, tmp_path: Path) -> None:
     product = write_product(tmp_path / "disc", n_train=1)
     (product / "test" / "good" / "001.png").write_text("no image")

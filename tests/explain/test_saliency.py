@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from anomaly.errors import AnomalyError, LayerError
 from anomaly.explain.saliency import guided_backpropagation, image_gradient, saliency_map
 from anomaly.hooks import live_hooks
+from anomaly.model.image_score import image_scores, network_map
 
 
 def test_image_gradient_equals_finite_differences() -> None:
@@ -98,3 +99,17 @@ def test_saliency_is_the_largest_absolute_gradient_of_the_colours() -> None:
     assert np.argwhere(saliency).tolist() == [[3, 4], [7, 8]]
     assert saliency[3, 4] == 1.0
     assert not saliency_map(torch.zeros(3, 4, 4)).any()
+
+
+@pytest.mark.parametrize("how", ["map_top_percent", "map_max"])
+def test_what_is_not_looked_at_has_no_gradient_and_spoils_none(how: str) -> None:
+    """Far outside the patches that count, the map's weights are 0."""
+    scores = torch.rand(1, 16, 16, dtype=torch.float64).float().requires_grad_()
+    inside = torch.zeros(1, 16, 16, dtype=torch.bool)
+    inside[:, 2:6, 2:6] = True
+    maps = network_map(scores, (128, 128), 4.0, inside)
+    assert maps.isnan().sum() == 128 * 128 - 32 * 32
+    (gradient,) = torch.autograd.grad(image_scores(scores, maps, how).sum(), scores)
+    assert gradient.isfinite().all()
+    assert gradient[inside].abs().sum() > 0
+    assert (gradient[~inside] == 0).all()

@@ -90,10 +90,9 @@ def test_tiles_add_up() -> None:
 
 def test_what_is_usual_and_what_is_not() -> None:
     rng = np.random.default_rng(0)
-    assert AppearanceModel.of([_look(rng) for _ in range(LEAST_IMAGES - 1)]) is None
+    few = AppearanceModel.of([_look(rng) for _ in range(LEAST_IMAGES - 1)])
     usual = AppearanceModel.of([_look(rng) for _ in range(40)])
-    assert usual is not None
-    again = AppearanceModel.from_tensors(usual.tensors())
+    again = AppearanceModel.from_tensors(usual.tensors(), 40)
     assert [usual.deviation(_look(rng)) for _ in range(200)] == [""] * 200
     black, white = np.zeros((32, 48, 3), np.float32), np.ones((32, 48, 3), np.float32)
     noise = np.clip(rng.normal(0.5, 0.05, (32, 48, 1)), 0, 1).repeat(3, 2).astype(np.float32)
@@ -107,6 +106,8 @@ def test_what_is_usual_and_what_is_not() -> None:
     for says, one in odd.items():
         assert says in usual.deviation(one)
         assert again.deviation(one) == usual.deviation(one)
+        assert few.deviation(one) == ""  # too few to tell, and enough once they are joined
+        assert says in few.merged(few).deviation(one)
 
 
 def test_odd_ones_out_are_those_that_the_others_would_not_accept() -> None:
@@ -118,9 +119,7 @@ def test_odd_ones_out_are_those_that_the_others_would_not_accept() -> None:
     looks[21] = _look(rng, shift=1.0)
 
     def without(place: int) -> AppearanceModel:
-        usual = AppearanceModel.of(looks[:place] + looks[place + 1 :])
-        assert usual is not None
-        return usual
+        return AppearanceModel.of(looks[:place] + looks[place + 1 :])
 
     every = [i for i, one in enumerate(looks) if without(i).deviation(one)]
     assert odd_among(looks) == every == [7, 21]
@@ -133,7 +132,7 @@ def test_mean_embeddings_of_many_images_are_not_held_twice() -> None:
     looks = [Appearance(1024, 500, 250, 9, 64, row, 64 * 3000, 0.1, 0.9) for row in sums]
     tracemalloc.start()
     try:
-        usual = AppearanceModel.measured(looks)
+        usual = AppearanceModel.of(looks)
         odd_among(looks)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -181,7 +180,6 @@ def test_odd_images_are_for_review(
 def test_a_handful_of_images_says_nothing(tmp_path: Path, command: Command) -> None:
     product = write_product(tmp_path / "disc", n_train=4)
     assert command("train", train_arguments(product, tmp_path / "run"))[0] == 0
-    assert not (tmp_path / "run" / "model" / "usual.safetensors").exists()
     dark = tmp_path / "dark.png"
     pixels = np.random.default_rng(0).integers(0, 3, (96, 120, 3), dtype=np.uint8)
     cv2.imwrite(str(dark), pixels)

@@ -229,14 +229,14 @@ def test_each_tensor_of_the_scorer(model: Path) -> None:
 
 def test_each_tensor_of_the_training_images_look(bank: Path) -> None:
     whole = load_file(bank / "usual.safetensors")
-    AppearanceModel.from_tensors({k: v.numpy() for k, v in whole.items()})
+    AppearanceModel.from_tensors({k: v.numpy() for k, v in whole.items()}, 12)
     save_file(whole | {"mean": whole["mean"][:-1].clone()}, bank / "usual.safetensors")
     vouch_for(bank, "usual.safetensors")
     assert attempt(bank) is None  # of another network
     for what, tensors in tampered(whole):
         if what not in ("mean cut", "mean empty"):
             with pytest.raises(ModelError):
-                AppearanceModel.from_tensors({k: v.numpy() for k, v in tensors.items()})
+                AppearanceModel.from_tensors({k: v.numpy() for k, v in tensors.items()}, 12)
 
 
 def test_tensors_of_the_network(bank: Path) -> None:
