@@ -10,6 +10,11 @@ from typing import NamedTuple
 from anomaly.calibration.rates import percent, supported_rate
 from anomaly.errors import DataError
 
+_FOR_THE_REST = (
+    "Rates and bounds are for parts like the images that stayed; where parts like those left out "
+    "are good, and come again, more good parts will be flagged than is said"
+)
+
 
 class LeftOut(NamedTuple):
     """A good image that somebody has taken out.
@@ -43,6 +48,7 @@ class GoodScores:
         left_out: images that somebody has taken out.
         hashes: sha256 of each of the n images, empty for one of which it isn't known here; none at
             all after training, whose images' hashes the model's manifest has by name.
+        stood_out: how many images training has left out because they stood out from all others.
     """
 
     names: tuple[str, ...] = field(repr=False)
@@ -52,6 +58,7 @@ class GoodScores:
     groups: int | None = None
     left_out: tuple[LeftOut, ...] = ()
     hashes: tuple[str, ...] = field(default=(), repr=False)
+    stood_out: int = 0
 
     def rows(self) -> list[tuple[str, float, float, str]]:
         """Name, image score, peak and sha256 of each image; empty where that isn't known."""
@@ -102,23 +109,27 @@ class GoodScores:
             source=source,
             groups=(self.groups or 1) + (other.groups or 1) if known else None,
             left_out=out + moved,
+            stood_out=self.stood_out + other.stood_out,
         )
 
     @property
     def cautions(self) -> list[str]:
         """Why the bounds may promise too much; nothing where nothing is known against them."""
         said = [] if self.groups is None else [self._caution_of_groups(self.groups)]
+        if self.stood_out:
+            said.append(
+                f"{self.stood_out} more stood out from all others and were left out "
+                f"(model.leave_out_suspects). {_FOR_THE_REST}"
+            )
         if self.left_out:
             names = ", ".join(image.name for image in self.left_out)
-            said.append(
-                f"{len(self.left_out)} more left out by hand: {names}. Rates and bounds are for "
-                "parts like the images that stayed; where parts like those left out are good, and "
-                "come again, more good parts will be flagged than is said"
-            )
+            said.append(f"{len(self.left_out)} more left out by hand: {names}. {_FOR_THE_REST}")
         return said
 
     def _caution_of_groups(self, groups: int) -> str:
         held = "one group" if groups == 1 else f"{groups} groups"
+        if groups > 1 and self.left_out:  # of which groups isn't kept
+            held += " at most"
         least = supported_rate(groups)
         return (
             f"the images come from {held}: as far as those of a group are alike, the bounds "

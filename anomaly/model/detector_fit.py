@@ -94,7 +94,7 @@ def fit_detector(
         images = tuple(i for i in images if patches.hashes[i] not in odd)
         rest = patches.only(frozenset(images))
         detector = detector_of(fitter.fit(rest, selecting))
-        good = scored(rest, images, None)
+        good = replace(scored(rest, images, None), stood_out=len(stand_out))
     if calibrate:
         rates = detector.config.calibration
         thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)

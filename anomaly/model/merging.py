@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
 
 from anomaly.calibration import GoodScores, Thresholds, thresholds_from
+from anomaly.calibration.rates import percent
 from anomaly.errors import ModelError
 from anomaly.features.exported import ExportedNetwork
 from anomaly.model.appearance_model import AppearanceModel
@@ -16,6 +18,8 @@ from anomaly.model.detector import AnomalyDetector
 from anomaly.model.settings import MASKS, flat, portable
 from anomaly.model.threshold_files import change
 from anomaly.model.updating import rates_of, unique_names
+
+log = logging.getLogger(__name__)
 
 # What doesn't touch what is learned; the first model's is taken.
 _FREE = ("name", "data.", "batch_size", "memory_limit", "calibration.")
@@ -46,7 +50,7 @@ def merge(detectors: Sequence[AnomalyDetector], names: Sequence[str]) -> Anomaly
         _check_same(first, detector, f"{names[0]} and {name}")
     numbers, training = _numbered([detector.manifest for detector in detectors])
     scorer = fitter_of(first.config).merged([d.scorer for d in detectors], numbers)
-    thresholds = _thresholds(detectors)
+    thresholds = _thresholds(detectors, names)
     parents = [d.model_id for d in detectors if d.model_id]
     manifest = {**first.manifest, "training_images": training, "refused_images": {}}
     made = change({"merged": list(names)}, first.thresholds, thresholds, {})
@@ -118,24 +122,68 @@ def _numbered(
     return numbers, training
 
 
-def _thresholds(detectors: Sequence[AnomalyDetector]) -> Thresholds | None:
-    known: set[str] = set()
-    parts: list[GoodScores] = []
+def _thresholds(detectors: Sequence[AnomalyDetector], names: Sequence[str]) -> Thresholds | None:
+    """Those of the scores that each detector knows; None where one has no thresholds.
+
+    An image that somebody has left out of one is left out. Each image counts once.
+    """
+    goods: list[GoodScores] = []
     for detector in detectors:
         if detector.thresholds is None:
             return None
-        images, good = detector.manifest["training_images"], detector.thresholds.good
-        hashed = [(*row[:3], row[3] or images.get(row[0], "")) for row in good.rows()]
-        fresh = [row for row in hashed if row[3] not in known]
-        known.update(images.values(), (row[3] for row in hashed if row[3]))
+        goods.append(_hashed(detector.thresholds.good, detector.manifest["training_images"]))
+    _say_what_is_lost(detectors, names)
+    left_out = {o.sha256 or (i, o.name): o for i, good in enumerate(goods) for o in good.left_out}
+    known, parts = {key for key in left_out if isinstance(key, str)}, []
+    for detector, good in zip(detectors, goods, strict=True):
+        fresh = [row for row in good.rows() if row[3] not in known]
+        known.update(detector.manifest["training_images"].values(), good.hashes)
+        known.discard("")
         if fresh:
-            parts.append(good.with_rows(fresh))
+            parts.append(replace(good.with_rows(fresh), left_out=()))
+    if not parts:
+        raise ModelError(
+            "each image behind the models' thresholds was left out by hand of one of them; give "
+            "them other thresholds first (anomaly calibrate)"
+        )
     joined = reduce(lambda a, b: a.joined(b, ""), parts)
-    names = tuple(unique_names(joined.names, ()))
-    source = f"{len(names)} good images, each scored by one of the models merged, which hadn't seen"
-    return thresholds_from(
-        replace(joined, names=names, source=f"{source} it"), *rates_of(detectors[0])
-    )
+    unique = unique_names([*joined.names, *(out.name for out in left_out.values())], ())
+    count = len(joined.names)
+    source = f"{count} good images, each scored by one of the models merged, which hadn't seen it"
+    out = [
+        image._replace(place=count + i, name=unique[count + i])
+        for i, image in enumerate(left_out.values())
+    ]
+    good = replace(joined, names=tuple(unique[:count]), source=source, left_out=tuple(out))
+    return thresholds_from(good, *rates_of(detectors[0]))
+
+
+def _hashed(good: GoodScores, images: Mapping[str, str]) -> GoodScores:
+    """Scores whose images' hashes are known, those left out included, as far as they can be."""
+    rows = [(*row[:3], row[3] or images.get(row[0], "")) for row in good.rows()]
+    out = (o._replace(sha256=o.sha256 or images.get(o.name, "")) for o in good.left_out)
+    return replace(good.with_rows(rows), left_out=tuple(out))
+
+
+def _say_what_is_lost(detectors: Sequence[AnomalyDetector], names: Sequence[str]) -> None:
+    """Warn of thresholds that were set otherwise than the new ones will be."""
+    wanted = rates_of(detectors[0])
+    for detector, name in zip(detectors, names, strict=True):
+        assert detector.thresholds is not None
+        if detector.thresholds.label != "calibrated":
+            log.warning(
+                "%s: its thresholds were found %s; those of the merged model are found by rates",
+                name,
+                detector.thresholds.label,
+            )
+        elif (rates := rates_of(detector)) != wanted:
+            log.warning(
+                "%s: its thresholds are for %s of good parts not called good and %s rejected; "
+                "those of the merged model are for %s and %s, as those of %s",
+                name,
+                *map(percent, (*rates, *wanted)),
+                names[0],
+            )
 
 
 def _appearance(detectors: Sequence[AnomalyDetector]) -> AppearanceModel | None:

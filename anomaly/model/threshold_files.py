@@ -35,6 +35,8 @@ def write_thresholds(folder: Path, thresholds: Thresholds | None) -> None:
         good = asdict(thresholds.good)
         if not thresholds.good.hashes:  # as files have it that knew no hashes
             del good["hashes"]
+        if not thresholds.good.stood_out:
+            del good["stood_out"]
         both = thresholds.to_json(), good
     for name, values in zip(_FILES, both, strict=True):
         (folder / name).write_text(as_json(values), "utf-8")

@@ -13,8 +13,10 @@ from PIL import Image
 from sklearn.metrics import roc_auc_score
 
 import anomaly
+from anomaly.calibration import thresholds_from
 from anomaly.model.checkpoint import load
 from anomaly.model.merging import merge
+from anomaly.model.threshold_files import change, replace_thresholds
 from anomaly.sample_data import write_sample_data
 
 _WEIGHTS = REPOSITORY / "weights" / "mobilenet_v2-b0353104.pth"
@@ -114,6 +116,37 @@ def test_images_that_both_were_calibrated_with_count_once(run_folder: Path, prod
     some = merge([first, others], ["a", "b"])
     assert some.thresholds is not None
     assert len(some.thresholds.good.names) == len(first.thresholds.good.names) + count
+
+
+def test_what_is_left_out_of_one_is_left_out_of_both(run_folder: Path, tmp_path: Path) -> None:
+    first = load(run_folder, "cpu")
+    assert first.thresholds is not None
+    name = first.thresholds.good.names[3]
+    run = shutil.copytree(run_folder, tmp_path / "other")
+    thresholds = thresholds_from(first.thresholds.good.without([name]), 0.05, 0.01)
+    replace_thresholds(run, thresholds, change({}, first.thresholds, thresholds, {}))
+    other = load(run, "cpu")
+    assert other.thresholds is not None
+    assert len(other.thresholds.good.left_out) == 1
+    for pair in ((first, other), (other, first)):
+        both = merge(pair, ["a", "b"]).thresholds
+        assert both is not None
+        assert both.images == 11
+        assert [out.name for out in both.good.left_out] == [name]
+        assert both.good.without([]).names.count(name) == 1
+        assert len(both.good.without([]).names) == 12
+
+
+def test_thresholds_that_a_merge_does_not_keep_are_told(
+    run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = load(run_folder, "cpu")
+    by_hand, other = first.calibrate(threshold=9.0), first.calibrate(reject_rate=0.1)
+    merge([first, by_hand, other], ["a", "b", "c"])
+    assert "b: its thresholds were found by hand; those of the merged model are" in caplog.text
+    says = "c: its thresholds are for 10 % of good parts not called good and 10 % rejected"
+    assert says in caplog.text
+    assert "a: its" not in caplog.text
 
 
 def test_nothing_is_left_of_the_run_that_a_merged_model_replaces(
