@@ -7,10 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from scipy import ndimage
 from torch import Tensor, nn
 
 from anomaly.datasets import Sample
@@ -29,8 +26,6 @@ from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage
 from anomaly.imaging.turning import turn_of, upright
 from anomaly.maps.heatmap import display
 from anomaly.model.detector import AnomalyDetector
-
-_FLAWS = 4  # that are shown
 
 
 @dataclass(frozen=True)
@@ -90,27 +85,6 @@ class GoodPatch:
     row: int
     column: int
     distance: float | None
-
-
-def worst_patches(scores: NDArray[np.float32], limit: float) -> list[tuple[int, int]]:
-    """The highest patch of each of the four worst flaws.
-
-    Args:
-        scores: patch scores (h, w); NaN doesn't count.
-        limit: patches above it that touch each other, corners included, are one flaw; where there
-            are none, the highest of all patches is returned alone.
-
-    Returns:
-        (row, column) of each, highest score first.
-    """
-    flaws, count = ndimage.label(scores > limit, np.ones((3, 3)))
-    if not count:
-        counted = np.nan_to_num(scores, nan=-np.inf)
-        row, column = np.unravel_index(counted.argmax(), scores.shape)
-        return [(int(row), int(column))]
-    peaks = ndimage.maximum_position(scores, flaws, range(1, count + 1))
-    peaks.sort(key=lambda peak: -scores[peak])
-    return [(int(row), int(column)) for row, column in peaks[:_FLAWS]]
 
 
 def tile_of(item: Loaded, grid: tuple[int, int], patch: tuple[int, int]) -> Loaded:
@@ -207,7 +181,8 @@ class GoodImages:
             evidence = self._detector.scorer.evidence(wanted, count)
         if evidence is None:
             learned = list(self._hashes)
-            picked = [learned[i * len(learned) // count] for i in range(min(count, len(learned)))]
+            count = min(count, len(learned))
+            picked = [learned[i * len(learned) // count] for i in range(count)]
             return [
                 [GoodPatch(name, *self._same_place(item, patch, name), None) for name in picked]
                 for patch in patches

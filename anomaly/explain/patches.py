@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from anomaly.explain.tiles import RgbImage, captioned, grid, shortened, stacked
 from anomaly.imaging.geometry import AnyView, AxisView
+from anomaly.maps.regions import MarkedRegion
 
 MARK = (255, 64, 32)
+_FLAWS = 4  # that are shown
 _NUMBERED = 48
 _CONTEXT = 7  # sides of the patch that a crop shows
 
@@ -41,6 +44,22 @@ def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Bo
     return Box(top, left, bottom, right)
 
 
+def patch_centres(
+    view: AnyView, grid: tuple[int, int]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Where the middles of the patches' rows (h,) and columns (w,) lie in the original image.
+
+    Args:
+        view: how the network saw the image.
+        grid: (h, w) of its patch grid; with tiles, of their mosaic.
+    """
+    rows, columns = (
+        np.array([sum(_edges(pieces, count, index)) / 2 for index in range(count)])
+        for pieces, count in zip(view.axes, grid, strict=True)
+    )
+    return rows, columns
+
+
 def _edges(pieces: Sequence[AxisView], count: int, index: int) -> tuple[float, float]:
     """Where one of `count` patches along an axis of one or more pieces begins and ends."""
     each = count // len(pieces)
@@ -48,6 +67,41 @@ def _edges(pieces: Sequence[AxisView], count: int, index: int) -> tuple[float, f
     local = index % each
     start, end = piece.to_source(np.array([local, local + 1.0]) * (piece.size / each)).tolist()
     return start, end
+
+
+def worst_patches(
+    scores: NDArray[np.float32],
+    flaws: Sequence[MarkedRegion],
+    centres: tuple[NDArray[np.float64], NDArray[np.float64]],
+) -> list[tuple[int, int]]:
+    """The highest patch of each of the four worst flaws.
+
+    Args:
+        scores: patch scores (h, w); NaN doesn't count.
+        flaws: what is marked in the image, the worst first. Where nothing is, the highest of all
+            patches is returned alone.
+        centres: of the patches' rows (h,) and columns (w,), in the image's own pixels.
+
+    Returns:
+        (row, column) of each, each once.
+    """
+    counted = np.nan_to_num(scores, nan=-np.inf)
+    found: dict[tuple[int, int], None] = {}
+    for flaw in flaws[:_FLAWS]:
+        rows = _within(centres[0], flaw.y, flaw.height, flaw.peak_y)
+        columns = _within(centres[1], flaw.x, flaw.width, flaw.peak_x)
+        best = np.unravel_index(counted[np.ix_(rows, columns)].argmax(), (len(rows), len(columns)))
+        found[int(rows[best[0]]), int(columns[best[1]])] = None
+    if not found:
+        row, column = np.unravel_index(counted.argmax(), scores.shape)
+        found[int(row), int(column)] = None
+    return list(found)
+
+
+def _within(centres: NDArray[np.float64], start: int, size: int, peak: int) -> NDArray[np.intp]:
+    """The places of the centres inside a stretch of an axis; of the one nearest to its peak."""
+    inside = np.flatnonzero((centres >= start) & (centres < start + size))
+    return inside if len(inside) else np.array([np.abs(centres - peak - 0.5).argmin()])
 
 
 def patch_crop(picture: RgbImage, box: Box, size: int = 150) -> RgbImage:

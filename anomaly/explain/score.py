@@ -18,10 +18,16 @@ from anomaly.explain.explanation import (
     GoodPatch,
     score_gradient,
     tile_of,
-    worst_patches,
 )
 from anomaly.explain.feature_maps import feature_map_pictures
-from anomaly.explain.patches import comparison, marked, patch_box, patch_crop
+from anomaly.explain.patches import (
+    comparison,
+    marked,
+    patch_box,
+    patch_centres,
+    patch_crop,
+    worst_patches,
+)
 from anomaly.explain.saliency import saliency_map
 from anomaly.explain.tiles import RgbImage, beside, glowing, stacked
 from anomaly.features.embedder import network_input
@@ -138,9 +144,9 @@ def explain_score(
     (prediction,) = detector.predict_batches([[item]])
     if isinstance(prediction, UnusableImage):
         raise ImageError(prediction.reason, prediction.status)
-    limit = None if detector.thresholds is None else detector.thresholds.pixel
-    patches = worst_patches(prediction.patch_scores, float("inf") if limit is None else limit)
-    height, width = prediction.patch_scores.shape
+    flaws = () if detector.thresholds is None else prediction.regions
+    height, width = grid = prediction.patch_scores.shape
+    patches = worst_patches(prediction.patch_scores, flaws, patch_centres(item.view, grid))
     worst = tile_of(item, (height, width), patches[0])
     network, layers = detector.extractor.network, detector.extractor.layers
     seen = network_input([worst], detector.normalise, detector.device)[0]
@@ -148,7 +154,12 @@ def explain_score(
 
     heatmap = _heatmap(prediction, item)
     good = GoodImages(detector, detector.manifest, there, read)
-    evidence, facts = _evidence_picture(good, item, prediction, patches, heatmap, limit)
+    title = "most unusual patch"
+    if flaws:
+        title = "worst patch of each flaw that is marked"
+    elif detector.thresholds is not None:
+        title += "; nothing is marked"
+    evidence, facts = _evidence_picture(good, item, prediction, patches, heatmap, title)
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
     pictures["score_gradient"] = _gradient(detector, prediction, worst, heatmap)
     pictures["evidence"] = evidence
@@ -197,7 +208,7 @@ def _evidence_picture(
     prediction: Prediction,
     patches: Sequence[tuple[int, int]],
     heatmap: RgbImage,
-    limit: float | None,
+    title: str,
 ) -> tuple[RgbImage, list[dict[str, Any]]]:
     """Draw why an image was flagged.
 
@@ -207,7 +218,7 @@ def _evidence_picture(
         prediction: what was made of it.
         patches: (row, column) of each patch to show.
         heatmap: (H, W, 3) uint8 RGB, of the image.
-        limit: the pixel threshold, in score units; None for a model without thresholds.
+        title: what these patches are.
 
     Returns:
         The picture, (H, W, 3) uint8 RGB, and for each patch its place, its score and the good
@@ -228,9 +239,6 @@ def _evidence_picture(
         facts.append(
             {"row": patch[0], "column": patch[1], "score": score, "compared_with": compared}
         )
-    title = "most unusual patch"
-    if limit is not None:
-        title = f"worst patch of each flaw, above {limit:.3g}"
     overview = beside([(title, marked(picture, boxes)), ("heatmap", heatmap)])
     return stacked([overview, comparison(rows)]), facts
 

@@ -16,6 +16,7 @@ from conftest import Command, train_arguments, write_part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from scipy import ndimage
 
 from anomaly.datasets import Sample
 from anomaly.datasets.samples import listed
@@ -24,11 +25,11 @@ from anomaly.explain.explanation import (
     score_gradient,
     tile_of,
     training_names,
-    worst_patches,
 )
-from anomaly.explain.patches import patch_box
+from anomaly.explain.patches import patch_box, worst_patches
 from anomaly.hooks import live_hooks
 from anomaly.imaging.preprocessing import Loaded, load
+from anomaly.maps.regions import MarkedRegion, marked_regions
 from anomaly.model.checkpoint import load as load_model
 from anomaly.model.detector import AnomalyDetector
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
@@ -48,28 +49,41 @@ def _in(folder: Path) -> list[Sample]:
     return listed(folder, folder)
 
 
+def _highest(scores: np.ndarray) -> tuple[int, int]:
+    row, column = np.unravel_index(scores.argmax(), scores.shape)
+    return int(row), int(column)
+
+
+CENTRES = 10 * np.arange(7) + 5.0, 10 * np.arange(9) + 5.0
+
+
 @given(arrays(np.float32, (7, 9), elements=st.floats(0, 9, width=16)), st.floats(0, 10))
-def test_worst_patches_are_the_peaks_of_separate_flaws(scores: np.ndarray, limit: float) -> None:
-    found = worst_patches(scores, limit)
-    left = {(int(r), int(c)) for r, c in zip(*np.nonzero(scores > limit), strict=True)}
-    flaws = []
-    while left:  # flood fill
-        flaw, edge = set(), {left.pop()}
-        while edge:
-            row, column = edge.pop()
-            flaw.add((row, column))
-            around = {(row + i, column + j) for i in (-1, 0, 1) for j in (-1, 0, 1)} & left
-            left -= around
-            edge |= around
-        flaws.append(flaw)
-    peaks = sorted((max(scores[patch] for patch in flaw) for flaw in flaws), reverse=True)
-    assert [scores[patch] for patch in found] == (peaks[:4] or [scores.max()])
-    assert all(sum(patch in flaw for patch in found) <= 1 for flaw in flaws)
+def test_worst_patches_are_those_of_what_is_marked(scores: np.ndarray, limit: float) -> None:
+    """Patches of ten pixels, and a map of which each pixel is its patch."""
+    mask = (scores.repeat(10, 0).repeat(10, 1) > limit).astype(np.uint8)
+    flaws = marked_regions(mask, lambda strip: scores.repeat(10, 0).repeat(10, 1)[strip])
+    found = worst_patches(scores, flaws, CENTRES)
+    labels = ndimage.label(scores > limit, np.ones((3, 3)))[0]
+    peaks = sorted((scores[labels == i].max() for i in range(1, labels.max() + 1)), reverse=True)
+    assert scores[found[0]] == (peaks or [scores.max()])[0]
+    assert len(found) == len(set(found)) <= max(1, min(4, len(peaks)))
+    assert all(scores[patch] > limit for patch in found) or not peaks
+
+
+def test_a_flaw_between_two_patches_has_the_nearer_one() -> None:
+    scores = np.zeros((7, 9), np.float32)
+    scores[0, 0] = 5
+    flaw = MarkedRegion(x=61, y=32, width=2, height=2, area=4, peak_score=3, peak_x=61, peak_y=33)
+    assert worst_patches(scores, (flaw,), CENTRES) == [(3, 6)]
+    assert worst_patches(scores, (), CENTRES) == [(0, 0)]
 
 
 def test_patches_that_do_not_count_are_never_the_worst() -> None:
     scores = np.array([[np.nan, 1, 2], [np.nan, 5, np.nan]], np.float32)
-    assert worst_patches(scores, 9.0) == worst_patches(scores, 3.0) == [(1, 1)]
+    flaw = MarkedRegion(x=0, y=0, width=30, height=10, area=9, peak_score=3, peak_x=1, peak_y=1)
+    centres = np.array([5.0, 15.0]), np.array([5.0, 15.0, 25.0])
+    assert worst_patches(scores, (), centres) == [(1, 1)]
+    assert worst_patches(scores, (flaw,), centres) == [(0, 2)]
 
 
 SETTINGS: dict[str, list[str]] = {
@@ -118,7 +132,7 @@ def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
     detector = model
     item = loaded(detector, product / "test" / "spot" / "000.png")
     (prediction,) = detector.score([item])
-    patches = [worst_patches(prediction.patch_scores, 0.0)[0], (0, 0), (2, 5)]
+    patches = [_highest(prediction.patch_scores), (0, 0), (2, 5)]
     good = GoodImages(
         detector, model.manifest, _in(product), partial(load, 0, loading=detector.loading)
     )
@@ -154,7 +168,7 @@ def test_large_images_are_explained_by_their_tiles(
     good = GoodImages(
         detector, model.manifest, _in(product), partial(load, 0, loading=detector.loading)
     )
-    patches = [worst_patches(prediction.patch_scores, 0.0)[0], (height - 1, 0), (2, width - 1)]
+    patches = [_highest(prediction.patch_scores), (height - 1, 0), (2, width - 1)]
     for patch, near in zip(patches, good.nearest(item, patches), strict=True):
         assert near[0].distance == pytest.approx(float(prediction.patch_scores[patch]), rel=1e-3)
         box = patch_box(item.view, (height, width), *patch)
