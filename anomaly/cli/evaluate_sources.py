@@ -93,6 +93,7 @@ def _evaluate(
             samples,
             data_folder,
             mask_above=detector.config.data.mask_above,
+            own_split=not (options.good or options.defects),
             workers=threads,
             progress=lambda done, total: progress(detector.config.name, done, total),
             model=str(folder),

@@ -16,6 +16,8 @@ nothing bleeds in from outside a region and its rim isn't dimmed.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -118,7 +120,7 @@ def source_map(
         no patch near by counts.
     """
     rows, columns = (
-        _source_operator(patches, pieces, smoothing)
+        _operators.get(patches, pieces, smoothing)
         for patches, pieces in zip(scores.shape, view.axes, strict=True)
     )
     if strip is not None:
@@ -145,7 +147,36 @@ def upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[np
     return (_gaussian(size, smoothing) @ bilinear).astype(np.float32)
 
 
-@lru_cache(maxsize=64)
+class _Operators:
+    """The last source operators, as far as they fit: those of large tiled images take 50 MB each.
+
+    Images of one size share them; threads may.
+    """
+
+    _BYTES = 128_000_000
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[int, Axis, float], NDArray[np.float32]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, patches: int, pieces: Axis, smoothing: float) -> NDArray[np.float32]:
+        """See `_source_operator`."""
+        key = patches, pieces, smoothing
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        made = _source_operator(*key)
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > 2 and sum(o.nbytes for o in self._kept.values()) > self._BYTES:
+                self._kept.popitem(last=False)
+        return made
+
+
+_operators = _Operators()
+
+
 def _source_operator(patches: int, pieces: Axis, smoothing: float) -> NDArray[np.float32]:
     """(source, patches) for an axis, `patches` counted over all its pieces; NaN outside a crop."""
     each = patches // len(pieces)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.calibration import Thresholds
 from anomaly.datasets import Dataset, Sample
-from anomaly.errors import DataError
+from anomaly.errors import AnomalyError, DataError
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, Scored, score_test_split
 from anomaly.evaluation.metrics import Confusion, confusion
 from anomaly.evaluation.test_split import images_to_test, not_learned
 from anomaly.model.appearance import Appearance
 from anomaly.model.detector import AnomalyDetector
+from anomaly.model.folder import find_model
 from anomaly.model.prediction import Prediction
 from anomaly.model.run_folder import training_record
 from anomaly.model.settings import images_meant, portable
+from anomaly.model.threshold_files import thresholds_alone_differ
 from anomaly.report.page import utc_now
 from anomaly.report.tiles import Tile, Tiles
 from anomaly.scorers.base import Progress
@@ -44,6 +47,7 @@ class Category:
         settings: the model's config as plain values.
         training: what the run's train.json says; empty where it isn't there.
         data_folder: where the test images are.
+        own_split: whether they are the test split of a data set, not images of somebody's choice.
         date: of the evaluation, in UTC.
         seconds: that scoring the test split took.
         tiles: by the images' places in the test split; empty for no report.
@@ -62,6 +66,7 @@ class Category:
     settings: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     data_folder: str = ""
+    own_split: bool = True
     date: str = ""
     seconds: float = 0.0
     tiles: Mapping[int, Tile] = field(default_factory=dict)
@@ -152,7 +157,13 @@ def evaluate(
         samples, place, mask_above = images_meant(data, mask_above)
     samples = not_learned(detector, detector.config.name, samples)
     return evaluated(
-        detector, samples, place, mask_above=mask_above, workers=workers, progress=progress
+        detector,
+        samples,
+        place,
+        mask_above=mask_above,
+        own_split=bool(place),  # samples have none
+        workers=workers,
+        progress=progress,
     )
 
 
@@ -162,6 +173,7 @@ def evaluated(
     data_folder: str,
     *,
     mask_above: int,
+    own_split: bool = True,
     workers: int = 2,
     progress: Progress = lambda done, total: None,
     model: str = "",
@@ -174,6 +186,7 @@ def evaluated(
         samples: to test with.
         data_folder: where they are, for people.
         mask_above: mask values above this are defect.
+        own_split: whether they are the test split of a data set.
         workers: decoding processes, besides one for masks.
         progress: called with (done, total).
         model: the model's folder, as the user named it.
@@ -212,13 +225,23 @@ def evaluated(
         engine=detector.extractor.engine,
         manifest=detector.manifest,
         settings=portable(detector.config),
-        training={} if folder is None else training_record(folder),
+        training={} if folder is None else _training(folder, detector.model_id),
         data_folder=data_folder,
+        own_split=own_split,
         date=utc_now(),
         seconds=time.perf_counter() - started,
         tiles=pictures,
         looks=looks,
     )
+
+
+def _training(folder: Path, model_id: str) -> dict[str, Any]:
+    """What is known of a model's training; empty where the record beside it is another model's."""
+    record = training_record(folder)
+    ids = {model_id}
+    with suppress(AnomalyError):
+        ids |= thresholds_alone_differ(find_model(folder))
+    return record if record.get("model_id", model_id) in ids else {}
 
 
 @dataclass(frozen=True)

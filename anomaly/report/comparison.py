@@ -46,8 +46,8 @@ class Change:
 
     @property
     def changed(self) -> bool:
-        """Whether the verdict is another one."""
-        return self.verdicts[0] != self.verdicts[1]
+        """Whether the verdict is another one; where one has none, nothing has changed."""
+        return "" not in self.verdicts and self.verdicts[0] != self.verdicts[1]
 
     @property
     def better(self) -> bool | None:
@@ -105,8 +105,8 @@ def write_comparison(first: Path, second: Path, output: Path, *, overwrite: bool
 def compare(first: Path, second: Path) -> Comparison:
     """Compare what `evaluate` wrote into two folders.
 
-    Categories and images are told apart by name; two evaluations of one category each are
-    compared whatever the models' names.
+    Categories and images are told apart by name, and images of one name by their content; two
+    evaluations of one category each are compared whatever the models' names.
 
     Raises:
         DataError: a folder doesn't hold an evaluation, or they have no image in common.
@@ -117,7 +117,7 @@ def compare(first: Path, second: Path) -> Comparison:
         (name,), (other,) = figures[0], figures[1]
         figures = figures[0], {name: figures[1][other]}
         rows = rows[0], {(name, path): row for (_, path), row in rows[1].items()}
-    common = [key for key in rows[0] if key in rows[1]]
+    common = [key for key, row in rows[0].items() if key in rows[1] and _is_same(row, rows[1][key])]
     if not common:
         raise DataError(f"{first} and {second} have no image in common; compare like with like")
     try:
@@ -128,6 +128,12 @@ def compare(first: Path, second: Path) -> Comparison:
     both = {name: (figures[0][name], figures[1][name]) for name in figures[0] if name in figures[1]}
     alone = len(rows[0]) - len(common), len(rows[1]) - len(common)
     return Comparison((str(first), str(second)), both, tuple(changes), alone)
+
+
+def _is_same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether two rows are of one image, as far as is known: earlier tables have no hashes."""
+    hashes = one.get("image_sha256"), other.get("image_sha256")
+    return not all(hashes) or hashes[0] == hashes[1]
 
 
 def comparison_csv(comparison: Comparison) -> str:
@@ -144,15 +150,25 @@ def comparison_csv(comparison: Comparison) -> str:
 def summary(comparison: Comparison) -> str:
     """The outcome in one sentence."""
     changed = [c for c in comparison.changes if c.changed]
+    mute = [
+        name for i, name in enumerate("AB") if not any(c.verdicts[i] for c in comparison.changes)
+    ]
+    if mute:
+        text = f"{len(comparison.changes)} images in both; {' and '.join(mute)} without verdicts"
+        return text + _alone(comparison)
     better = sum(c.better is True for c in changed)
     worse = sum(c.better is False for c in changed)
     text = (
         f"{len(changed)} of {len(comparison.changes)} images changed verdict, "
         f"{better} for the better and {worse} for the worse"
     )
-    if any(comparison.alone):
-        text += f"; only in A: {comparison.alone[0]}, only in B: {comparison.alone[1]}"
-    return text
+    return text + _alone(comparison)
+
+
+def _alone(comparison: Comparison) -> str:
+    if not any(comparison.alone):
+        return ""
+    return f"; only in A: {comparison.alone[0]}, only in B: {comparison.alone[1]}"
 
 
 def _read_figures(folder: Path) -> dict[str, dict[str, Any]]:

@@ -99,7 +99,12 @@ def subtitle(method: str, settings: Mapping[str, Any], counted: str, model_id: s
 
 
 def command(model: str) -> str:
-    """The shell command that sets thresholds of a model, but for the thresholds."""
+    """The shell command that sets thresholds of a model, but for the thresholds.
+
+    Empty for a model that is in memory alone.
+    """
+    if not model:
+        return ""
     return f"anomaly calibrate --model {_quoted(model)}"
 
 

@@ -131,6 +131,8 @@ def index_html(
 
 
 def _published(category: Category) -> Published | None:
+    if not category.own_split:
+        return None
     layers = list(category.manifest.get("backbone", {}).get("layers", []))
     return published(category.settings, layers)
 

@@ -18,6 +18,7 @@ from anomaly.maps.thumbnails import jpeg
 from anomaly.report.page import asset, page
 
 _SIDE = 1200  # of a square as large as the picture on the page
+_LONGEST = 8000  # side of the picture
 
 
 def region_page(path: Path, max_pixels: int, bit_depth: int | None = None) -> str:
@@ -32,7 +33,8 @@ def region_page(path: Path, max_pixels: int, bit_depth: int | None = None) -> st
         ImageError: the image can't be used.
     """
     height, width = size_of(path) or (1, 1)
-    area = max(1, min(_SIDE, round(math.sqrt(height * width))))
+    longest = _LONGEST / math.sqrt(max(height, width) / min(height, width))
+    area = max(1, round(min(_SIDE, longest, math.sqrt(height * width))))
     sizing = Sizing(resize=None, crop=None, area=area, multiple=1)
     with Decoders(1, Task(Loading(sizing, bit_depth, max_pixels))) as decoders:
         item = decoders.load(path)

@@ -63,6 +63,7 @@ def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Threshold
             "threshold",
             "verdict",
             "reason",
+            "image_sha256",
         )
     ]
     for evaluation, limits in zip(evaluations, thresholds, strict=True):
@@ -80,6 +81,7 @@ def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Threshold
                     None if limits is None else limits.image,
                     row.verdict(limits),
                     row.reason,
+                    row.image_sha256,
                 )
             )
     return csv_text(rows)

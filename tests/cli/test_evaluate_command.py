@@ -8,6 +8,9 @@ import cv2
 import pytest
 from conftest import FAST, REPOSITORY, Command, write_product
 
+import anomaly
+from anomaly.report.category import _training
+
 EVALUATION = {"index.html", "metrics.json", "scores.csv"}
 CATEGORY = {"report.html", "metrics.json", "scores.csv"}
 
@@ -116,3 +119,14 @@ def test_infer_draws_as_asked(
     height, width = picture.shape[:2]
     assert (height > 96 and width > 250) if flags else (height, width) == (96, 120)
     assert (tmp_path / "heatmap_scale.png").is_file()
+
+
+def test_the_record_of_another_models_training_is_not_shown(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    detector = anomaly.load(run, device="cpu")
+    assert _training(run, detector.model_id)["bank_vectors"] > 0
+    assert _training(run, "0" * 16) == {}
+    detector.calibrate(threshold=7).save(run / "model", overwrite=True)
+    assert _training(run, anomaly.load(run, device="cpu").model_id)["bank_vectors"] > 0

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,11 +62,29 @@ def test_an_evaluation_compared_with_itself_changes_nothing(tmp_path: Path) -> N
 
 
 def test_single_categories_are_compared_whatever_their_names(tmp_path: Path) -> None:
-    first, second = case(20, name="padim"), case(16, name="patchcore")
+    first, second = case(20, name="padim"), case(16, name="padim")
+    second = replace(second, evaluation=replace(second.evaluation, name="patchcore"))
     compared = compare(written(tmp_path / "a", first), written(tmp_path / "b", second))
     assert len(compared.changes) == 16
     assert compared.alone == (4, 0)
     assert list(compared.figures) == ["padim"]
+
+
+def test_images_of_one_name_and_another_content_are_not_compared(tmp_path: Path) -> None:
+    first, second = case(), case()
+    rows = list(second.evaluation.scored)
+    rows[3] = replace(rows[3], image_sha256="another picture")
+    second = replace(second, evaluation=replace(second.evaluation, scored=tuple(rows)))
+    compared = compare(written(tmp_path / "a", first), written(tmp_path / "b", second))
+    assert len(compared.changes) == 29
+    assert compared.alone == (1, 1)
+
+
+def test_where_one_side_has_no_verdicts_none_has_changed(tmp_path: Path) -> None:
+    first, second = case(), case(thresholds=limits())
+    compared = compare(written(tmp_path / "a", first), written(tmp_path / "b", second))
+    assert not any(c.changed for c in compared.changes)
+    assert summary(compared) == "30 images in both; A without verdicts"
 
 
 def test_what_is_not_an_evaluation_is_named(tmp_path: Path) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
 from report_cases import case, limits
 
+from anomaly.report import index
 from anomaly.report.index import index_html
+from anomaly.report.published import PATCHCORE_1
 from anomaly.report.tables import metrics_json, table
 
 
@@ -36,3 +39,11 @@ def test_the_index_says_when_and_of_which_data() -> None:
     page = index_html([category], [], {})
     assert "2026-11-22 01:00 UTC" in page
     assert "/data/&lt;disc&gt;" in page
+
+
+def test_papers_figures_stand_beside_the_test_split_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "published", lambda settings, layers: PATCHCORE_1)
+    own = case(40, name="bottle", thresholds=limits())
+    said = "pooled to 1024 dimensions; ours"
+    assert said in index_html([own], [], {})
+    assert said not in index_html([replace(own, own_split=False)], [], {})

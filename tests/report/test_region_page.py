@@ -113,3 +113,8 @@ def test_what_cannot_be_drawn_on(
     assert "add --overwrite" in capsys.readouterr().err
     assert main(["region", str(broken), "--bit-depth", "99"]) == 2
     assert "image.bit_depth is 99: must be 16 or less" in capsys.readouterr().err
+
+
+def test_a_picture_sixty_times_as_wide_as_high(tmp_path: Path) -> None:
+    cv2.imwrite(str(tmp_path / "web.png"), np.full((200, 12600), 90, np.uint8))
+    assert main(["region", str(tmp_path / "web.png"), "--output", str(tmp_path / "r.html")]) == 0

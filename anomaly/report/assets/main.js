@@ -38,7 +38,10 @@ function showInputs() {
     if (document.activeElement !== number) number.value = String(Number(state[side].toPrecision(6)));
   }
   const band = state.review < state.reject ? ` --review-threshold ${state.review}` : "";
-  byId("command").value = `${data.command} --threshold ${state.reject}${band}`;
+  const review = band ? `, review_threshold=${state.review}` : "";
+  byId("command").value = data.command
+    ? `${data.command} --threshold ${state.reject}${band}`
+    : `detector = detector.calibrate(threshold=${state.reject}${review})`;
   const own = ownLimits();
   byId("reset").disabled = state.review === own.review && state.reject === own.reject;
 }
