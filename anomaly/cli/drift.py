@@ -62,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
 
     thresholds = _thresholds(options)
     folder = find_model(options.model)
+    if options.rows.is_dir():  # the output of infer
+        options.rows /= "results.csv"
     stream = read_scores(options.rows, {model_id(folder), *thresholds_alone_differ(folder)})
     try:
         levels = levels_of(thresholds, defects=options.defects, false_alarms=options.false_alarms)

@@ -119,6 +119,9 @@ def _explain(options: argparse.Namespace) -> int:
     if facts.get("verdict"):
         reason = f": {facts['reason']}" if facts["reason"] else ""
         print(f"{facts['verdict']}, score {facts['image_score']:.4g}{reason}")
+    for one in facts.get("classes", ()):
+        named = f" {one['name']}" if one["name"] else ""
+        print(f"class {one['index']}{named}: {100 * one['probability']:.1f} %")
     print(f"{', '.join(pictures)} and explanation.json in {options.output}")
     for note in notes:
         log.info(f"not shown: {note}")

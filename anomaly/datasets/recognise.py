@@ -146,7 +146,8 @@ def _plain(place: Path) -> Recognised:
     if len(lists) == 1 and not list_images(place):
         return Recognised("csv", lists[0], f"a list of images, {lists[0].name}")
     if not list_images(place):
-        raise DataError(f"no images in {place}; give a folder of good images")
+        listed = f", but lists: give one of them, e.g. {lists[0]}" if lists else ""
+        raise DataError(f"no images in {place}{listed or '; give a folder of good images'}")
     unclear = [name for name in inside if list_images(place / name)]
     if len(unclear) > 1 and not any(image.parent == place for image in list_images(place)):
         raise DataError(

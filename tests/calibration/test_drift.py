@@ -202,11 +202,14 @@ def test_rows_from_before_a_recalibration_count(
     run = shutil.copytree(run_folder, tmp_path / "run")
     first = model_id(run / "model")
     (tmp_path / "rows.jsonl").write_text(as_jsonl(rows(first, [1.0, 1.1, 1.2])))
+    (tmp_path / "results.csv").write_text(as_csv(rows(first, [1.0, 1.1, 1.2]), Row))
     for threshold in (7, 8):
         arguments = ["--model", run, "--threshold", threshold, "--device", "cpu"]
         assert command("calibrate", arguments)[0] == 0
     code, out, err = command("drift", ["--model", run, "--rows", tmp_path / "rows.jsonl"])
     assert (code, "of 3 parts" in out) == (0, True), err
+    code, again, _ = command("drift", ["--model", run, "--rows", tmp_path])  # infer's output
+    assert (code, again) == (0, out)
     # Scores of before an update are another model's.
     line = {"asked": {"updated": {}}, "model_before": "1" * 16}
     history = run / "model" / "history.jsonl"

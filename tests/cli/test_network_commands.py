@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -287,7 +288,9 @@ def test_explain_with_a_model_and_a_classifier_of_like_layers(
     image = product / "test" / "spot" / "000.png"
     output = tmp_path / "why"
     arguments = ["--model", run_folder, "--backbone", "resnet18", "--weights", "random"]
-    assert command("explain", [*arguments, "--input", image, "--output", output])[0] == 0
+    code, out, _ = command("explain", [*arguments, "--input", image, "--output", output])
+    assert code == 0
+    assert re.search(r"^class \d+ .+: [\d.]+ %$", out, re.MULTILINE)
     ours, theirs = (
         (output / f"{before}feature_maps_layer2.png").read_bytes() for before in ("", "classifier_")
     )

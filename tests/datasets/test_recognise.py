@@ -109,6 +109,9 @@ def test_lists_are_recognised(tmp_path: Path) -> None:
     listing.write_text("path,label\n")
     assert [one.layout for one in recognise(listing)] == ["csv"]
     assert recognise(folder)[0].root == listing
+    (folder / "another.csv").write_text("path,label\n")
+    with pytest.raises(DataError, match=r"but lists: give one of them, e\.g\. .*another\.csv"):
+        recognise(folder)
 
 
 @pytest.mark.parametrize(
