@@ -466,7 +466,7 @@ def test_a_destination_is_of_one_job(
     plain = ["--model", run_folder, "--input", archive / "0" / "000.png", "--output"]
     code, _, err = command("infer", [*plain, one])  # nor does a plain run write there
     assert code == 2
-    assert "results.parts exists already" in err
+    assert "results.parts exist already" in err
     assert command("infer", [*plain, tmp_path / "plain"])[0] == 0
     code, _, err = command("infer", _infer(manifest, run_folder, tmp_path / "plain"))
     assert code == 2
