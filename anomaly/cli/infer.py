@@ -13,7 +13,7 @@ from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.speech import NOTE
 from anomaly.cli.stopping import Stopping
-from anomaly.files.own_outputs import DONE, HEATMAPS, JOURNAL
+from anomaly.files.own_outputs import DONE, FOLDERS, HEATMAPS, JOURNAL
 
 if TYPE_CHECKING:
     from anomaly.inference.outputs import Outputs
@@ -214,7 +214,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
         "milliseconds": round(1000 * (time.perf_counter() - begun), 1),
     }
     journal.finish(options.output / DONE, code, when)
-    remove_drafts(options.output)  # of decoding processes that were killed
+    remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
     return code
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from anomaly.cli import machine
 from anomaly.cli.speech import NOTE
 from anomaly.cli.stopping import Stopping
-from anomaly.files.own_outputs import INFER, JOURNAL, WATCHED
+from anomaly.files.own_outputs import FOLDERS, INFER, JOURNAL, WATCHED
 
 if TYPE_CHECKING:
     from anomaly.imaging.decoder_pool import Decoders
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
     _check(options)
     resume = options.resume and (options.output / WATCHED).exists()
     claim(options.output, () if resume else INFER, overwrite=options.overwrite)
-    remove_drafts(options.output)
+    remove_drafts(options.output, FOLDERS)
     _say_passed_over(options)
     with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
         from anomaly.maps.thumbnails import Thumbnails
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
         thumbnails = None if options.no_page else Thumbnails()
         counts = _follow(options, outputs, model, about, decoders, stop, thumbnails)
         page = "" if thumbnails is None else _write_page(options, model, about, thumbnails)
-    remove_drafts(options.output)  # of decoding processes that were killed
+    remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
     print(f"{_counted(counts)}; rows in {options.output / 'results.csv'}{page}")
     return 0 if counts["ok"] == _total(counts) else 3 if counts["ok"] else 2
 

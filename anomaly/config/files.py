@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +116,11 @@ def _read_with_base(file: Path, folders: Sequence[Path], seen: tuple[Path, ...])
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        values = yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} can't be read: {why(error)}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
     except _NO_YAML as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -132,6 +135,22 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return values
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads YAML, and refuses a key that stands twice: the first one would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """See yaml.SafeLoader."""
+        seen: dict[object, yaml.Node] = {}
+        for key, _ in node.value:
+            if (name := getattr(key, "value", None)) in seen and name != "<<":
+                raise ConfigError(
+                    f"{name} stands twice, in line {seen[name].start_mark.line + 1} and in line "
+                    f"{key.start_mark.line + 1}; write all of its settings in one place"
+                )
+            seen[name] = key
+        return super().construct_mapping(node, deep)
+
+
 def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
@@ -139,6 +158,10 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(lower, dict) and isinstance(value, dict)
         merged[key] = _merge(lower, value) if both else value  # type: ignore[arg-type]
     return merged
+
+
+# Settings whose values are text, whatever they look like.
+_TEXTS = ("name", "data.root", "data.category", "backbone.name", "backbone.weights")
 
 
 def _apply(values: dict[str, Any], override: str) -> str:
@@ -152,6 +175,11 @@ def _apply(values: dict[str, Any], override: str) -> str:
         value = yaml.safe_load(text)
     except _NO_YAML:
         raise ConfigError(f"--set {override}: {text!r} isn't a YAML value") from None
+    plain = text.strip()
+    if (isinstance(value, str) and plain[0] not in "'\"|>") or (
+        key.strip() in _TEXTS and isinstance(value, int | float | date)
+    ):
+        value = plain  # ` #` is no comment here, and a folder may be called 2024
     *sections, last = key.strip().split(".")
     inner = values
     for section in sections:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-_GOOD = frozenset(("good", "ok", "normal", "io", "gut", "gute", "pass", "passed", "healthy"))
+GOOD_WORDS = frozenset(("good", "ok", "normal", "io", "gut", "gute", "pass", "passed", "healthy"))
+_MASKS = frozenset(("mask", "masks", "gt", "truth", "groundtruth"))
 _NEGATIONS = frozenset(("no", "not", "non"))
 _NOT_GOOD = re.compile(
     "defect(s|ive)?|defekte?|fehler|fault(s|y)?|flaws?|bad|ko|ng|nok|nio|fail(ed|ures?)?|"
@@ -28,14 +29,21 @@ def says_not_good(name: str) -> bool:
     words = _words(name)
     telling = {word for word in words if not _BESIDE.fullmatch(word)}
     if words & _NEGATIONS:
-        return bool(words & _GOOD) and telling <= _GOOD | _NEGATIONS
+        return bool(words & GOOD_WORDS) and telling <= GOOD_WORDS | _NEGATIONS
     return bool(telling) and all(map(_NOT_GOOD.fullmatch, telling))
 
 
 def says_good(name: str) -> bool:
     """Whether a folder's name is that of good images."""
     words = _words(name)
-    return bool(words & _GOOD) and not (words & _NEGATIONS or any(map(_NOT_GOOD.fullmatch, words)))
+    return bool(words & GOOD_WORDS) and not (
+        words & _NEGATIONS or any(map(_NOT_GOOD.fullmatch, words))
+    )
+
+
+def says_masks(name: str) -> bool:
+    """Whether a folder's name is that of masks."""
+    return bool(_words(name) & _MASKS)
 
 
 def first_not_good(folders: Iterable[Path], top: Path) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +20,7 @@ from anomaly.datasets.samples import (
 from anomaly.errors import DataError
 from anomaly.files.own_outputs import own_outputs
 from anomaly.files.writing import like
-from anomaly.imaging.listing import is_folder
+from anomaly.imaging.listing import is_folder, is_image
 
 # A folder inside that each of these has, beside that of its good images.
 _TELLING = {
@@ -31,7 +30,6 @@ _TELLING = {
     "good_defect": ("good", "defect"),
     "visa": ("../split_csv",),
 }
-_MASK_NAMES = ("{}_mask.png", "{}.png", "{}.bmp", "{}.tif", "{}.tiff", "{}.webp", "{}")
 
 
 @dataclass(frozen=True)
@@ -125,6 +123,13 @@ def open_test_images(
             if samples.setdefault(sample.path, sample) != sample:
                 raise DataError(f"{sample.path} is given as good and as a defect; give it once")
     bad = [sample for sample in samples.values() if sample.is_defect]
+    owner: dict[Path, Path] = {}
+    for sample in bad:
+        if sample.mask_path and owner.setdefault(sample.mask_path, sample.path) != sample.path:
+            raise DataError(
+                f"{sample.mask_path} would be the mask of {owner[sample.mask_path]} and of "
+                f"{sample.path}; put the masks of several folders into folders of their names"
+            )
     if masks is not None and not any(sample.mask_path for sample in bad):
         wanted = masks / bad[0].defect_type / f"{bad[0].path.stem}.png"
         raise DataError(
@@ -136,7 +141,7 @@ def open_test_images(
 
 def _defects_in(folder: Path, root: Path, masks: Path | None) -> list[Sample]:
     """Defects by type: the name of the subfolder that they are in, else the folder's own."""
-    found = []
+    found, finder = [], Masks()
     for sample in listed(folder, root, folder.name):
         inner = sample.path.relative_to(folder)
         kind = inner.parts[0] if len(inner.parts) > 1 else folder.name
@@ -147,8 +152,8 @@ def _defects_in(folder: Path, root: Path, masks: Path | None) -> list[Sample]:
             )
         mask = None
         if masks is not None:  # of several folders' defects, each folder's are in one of its name
-            mask = _mask_of(sample.path, masks / folder.name / inner.parent)
-            mask = mask or _mask_of(sample.path, masks / inner.parent)
+            mask = finder.of(sample.path, masks / folder.name / inner.parent)
+            mask = mask or finder.of(sample.path, masks / inner.parent)
         found.append(replace(sample, defect_type=kind, mask_path=mask))
     return found
 
@@ -228,25 +233,47 @@ def _plain(path: Path) -> Path:
     return Path(os.path.abspath(path))  # noqa: PTH100, `..` goes and links stay
 
 
+class Masks:
+    """Finds the masks of images in folders, each of which is listed once."""
+
+    def __init__(self) -> None:
+        self._listed: dict[Path, dict[str, list[str]]] = {}
+
+    def of(self, image: Path, folder: Path) -> Path | None:
+        """`1_mask.png`, `1.png` or a folder `1` with several masks, for `1.jpg`.
+
+        Suffixes are any that can be read; capitals don't matter where nothing has the same ones.
+        """
+        names = self._names_in(folder)
+        for stem in (f"{image.stem}_mask", image.stem):
+            if same := names.get(stem.lower()):
+                exact = [name for name in same if name.startswith(stem)] or same
+                return folder / min(exact, key=lambda name: (name != image.name, name))
+        return None
+
+    def _names_in(self, folder: Path) -> dict[str, list[str]]:
+        """Names of pictures and of folders, by their stem in small letters."""
+        if folder not in self._listed:
+            found: dict[str, list[str]] = {}
+            for entry in _inside(folder) if is_folder(folder) else ():
+                if is_image(entry):
+                    found.setdefault(entry.stem.lower(), []).append(entry.name)
+                elif entry.is_dir():
+                    found.setdefault(entry.name.lower(), []).append(entry.name)
+            self._listed[folder] = found
+        return self._listed[folder]
+
+
 def _with_masks(samples: list[Sample], folder: Path) -> list[Sample]:
-    return [replace(s, mask_path=_mask_of(s.path, folder)) for s in samples]
+    masks = Masks()
+    return [replace(s, mask_path=masks.of(s.path, folder)) for s in samples]
 
 
-def _mask_of(image: Path, folder: Path) -> Path | None:
-    for name in _MASK_NAMES:
-        path = folder / name.format(image.stem)
-        if _exists(path):
-            return path
-    return None
-
-
-def _exists(path: Path) -> bool:
+def _inside(folder: Path) -> list[Path]:
     try:
-        return path.exists()
+        return list(folder.iterdir())
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            return False
-        raise DataError(f"{path} can't be looked at ({error.strerror})") from None
+        raise DataError(f"{folder}: can't list this folder ({error.strerror})") from None
 
 
 def folders_in(folder: Path) -> list[str]:
@@ -257,12 +284,9 @@ def folders_in(folder: Path) -> list[str]:
     """
     if not is_folder(folder):
         return []
-    try:
-        inside = list(folder.iterdir())
-        own = own_outputs(folder, [inner.name for inner in inside])
-        return sorted(one.name for one in inside if one.is_dir() and one.name not in own)
-    except OSError as error:
-        raise DataError(f"{folder}: can't list this folder ({error.strerror})") from None
+    inside = _inside(folder)
+    own = own_outputs(folder, [inner.name for inner in inside])
+    return sorted(one.name for one in inside if one.is_dir() and one.name not in own)
 
 
 FOLDERS: dict[str, Callable[[Path], Dataset]] = {

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from anomaly.datasets.folder_names import GOOD_WORDS
 from anomaly.datasets.samples import GOOD, Dataset, Sample, no_training_images, set_apart
 from anomaly.errors import DataError, nearest
 from anomaly.files.csv_files import Rows, read_rows
 from anomaly.files.writing import like
 
+log = logging.getLogger(__name__)
+
 COLUMNS = ("path", "label", "mask", "split", "group")
-_GOOD_LABELS = frozenset({"", GOOD, "ok", "normal", "0"})
+_GOOD_LABELS = GOOD_WORDS | {"", "0"}
 _SPLITS = ("train", "validation", "test")
 _VISA_LIST = Path("split_csv") / "1cls.csv"
 
@@ -19,10 +23,10 @@ _VISA_LIST = Path("split_csv") / "1cls.csv"
 def open_list(file: Path) -> Dataset:
     """A CSV file with a header: `path`, and where there are any `label, mask, split, group`.
 
-    Paths are taken from the list's own folder. A label is `good` (also `ok`, `normal`, `0` or
-    nothing) or a kind of defect. Without a column `split`, good images are learned from, but for a
-    fifth that is tested with, like all defects. The order of the lines changes nothing: images are
-    taken in the order of their paths, as from a folder.
+    Paths are taken from the list's own folder. A label is `good` (or another of `GOOD_WORDS`, `0`
+    or nothing) or a kind of defect. Without a column `split`, good images are learned from, but for
+    a fifth that is tested with, like all defects; views of one part stay together. The order of
+    the lines changes nothing: images are taken in the order of their paths, as from a folder.
 
     Raises:
         DataError: no such list, or a row that can't be meant; the message names the line.
@@ -30,6 +34,13 @@ def open_list(file: Path) -> Dataset:
     samples: list[tuple[str, Sample]] = []
     seen: dict[str, int] = {}
     for line, row in _rows(file, COLUMNS, ("path",)):
+        if not seen and "label" not in row and (others := sorted(row.keys() - {*COLUMNS})):
+            log.warning(
+                "%s has no column label, so all its images are taken for good; does %s say which "
+                "are?",
+                file,
+                " or ".join(others),
+            )
         where = f"{file} line {line}"
         if not row["path"].strip():
             raise DataError(f"{where} has no path; fill it in or remove the line")
@@ -41,7 +52,10 @@ def open_list(file: Path) -> Dataset:
     samples.sort(key=lambda entry: entry[1].name)
     train, validation, test = ([s for n, s in samples if n == split] for split in _SPLITS)
     undecided = [s for n, s in samples if not n]
-    learned, tested = set_apart(s for s in undecided if not s.is_defect)
+    # Of a part with a defect all views are tested with, and so are those of a part that is tested.
+    parts = {s.group for s in [*test, *(s for s in undecided if s.is_defect)]} - {None}
+    test += [s for s in undecided if not s.is_defect and s.group in parts]
+    learned, tested = set_apart(s for s in undecided if not s.is_defect and s.group not in parts)
     train += learned
     test += [*tested, *(s for s in undecided if s.is_defect)]
     return _dataset(file, train, test, validation)
@@ -73,7 +87,11 @@ def _dataset(
     where: Path, train: Sequence[Sample], test: Sequence[Sample], validation: Sequence[Sample]
 ) -> Dataset:
     if not train:
-        raise no_training_images(where, "A list needs good images with the split `train`.")
+        raise no_training_images(
+            where,
+            "A list needs good images with the split `train`; good ones have the label "
+            f"{', '.join(sorted(GOOD_WORDS))}, 0 or none",
+        )
     return Dataset(where, tuple(train), tuple(test), tuple(validation))
 
 

@@ -9,15 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from anomaly.datasets.folder_names import says_good, says_not_good
-from anomaly.datasets.folders import folders_in
+from anomaly.datasets.folder_names import says_good, says_masks, says_not_good
+from anomaly.datasets.folders import Masks, folders_in
 from anomaly.datasets.lists import meant_by
 from anomaly.datasets.samples import GOOD
 from anomaly.errors import DataError, nearest
 from anomaly.files.writing import at_home, like
 from anomaly.imaging.listing import is_folder, list_images
-
-_MASKS = ("mask", "truth", "gt")
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def _own_names(place: Path) -> Recognised | None:
     good = [name for name in folders if says_good(name)]
     if not good:
         return None
-    masks = [name for name in folders if any(word in name.lower() for word in _MASKS)]
+    masks = [name for name in folders if says_masks(name)]
     left = [name for name in folders if name not in good and name not in masks]
     others = [name for name in left if list_images(place / name)]  # no runs, no notes
     if not others:
@@ -115,15 +113,21 @@ def _own_names(place: Path) -> Recognised | None:
         return Recognised("folder", root, f"good images in {', '.join(good)}")
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("path", "label"))
+    rows.writerow(("path", "label", "mask"))
+    finder = Masks()
     for folder in [*good, *others]:
         for image in list_images(place / folder):
-            inner = image.relative_to(place / folder).parts
-            kind = inner[0] if len(inner) > 1 else folder
-            if meant_by(kind) != kind:  # `ng/0` or `ng/ok` would be taken for good ones
-                kind = f"{folder} {kind}" if len(inner) > 1 else f"folder {kind}"
-            rows.writerow((image, GOOD if folder in good else kind))
+            inner = image.relative_to(place / folder)
+            kind = inner.parts[0] if len(inner.parts) > 1 else folder
+            if meant_by(kind) in (GOOD, "defect"):  # `ng/0`, `ng/ok`: taken for good ones
+                kind = f"{folder} {kind}" if len(inner.parts) > 1 else f"folder {kind}"
+            places = [p for m in masks for p in (place / m / folder, place / m)]
+            found = (finder.of(image, p / inner.parent) for p in places)
+            mask = None if folder in good else next(filter(None, found), None)
+            rows.writerow((image, GOOD if folder in good else kind, mask or ""))
     reason = f"good images in {', '.join(good)}, others in {', '.join(others)}"
+    if masks:
+        reason += f", their masks in {', '.join(masks)}"
     # Marked as UTF-8, so that the bytes of names that are none are kept.
     return Recognised("csv", place, reason, "\ufeff" + text.getvalue())
 

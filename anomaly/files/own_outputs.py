@@ -15,6 +15,8 @@ WATCHED = "results.watched.jsonl"
 DONE = "results.done.json"
 GOLDEN = "golden.json"
 JOB, PARTS = "results.job.json", "results.parts"
+# Folders of a run of `infer`.
+FOLDERS = (HEATMAPS, MASKS, MAPS, PAGES, SCALES, PARTS)
 # What shards write.
 SHARDED = (JOB, PARTS, HEATMAPS, SCALE, SCALES, MASKS, MAPS)
 INFER = (

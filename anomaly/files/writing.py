@@ -156,9 +156,16 @@ def share(file: Path) -> None:
     twin.unlink()
 
 
-def remove_drafts(folder: Path) -> None:
-    """Delete what `write` has left of files that it couldn't finish, because it was killed."""
-    for draft in folder.rglob(f"{_DRAFT}*{_DRAFT_SUFFIX}"):
+def remove_drafts(folder: Path, inside: Iterable[str] = ()) -> None:
+    """Delete what `write` has left of files that it couldn't finish, because it was killed.
+
+    Args:
+        folder: drafts in it are deleted, not those in its folders, where others may be at work.
+        inside: folders in it that are one's own: drafts at any depth are deleted.
+    """
+    pattern = f"{_DRAFT}*{_DRAFT_SUFFIX}"
+    own = (draft for name in inside for draft in (folder / name).rglob(pattern))
+    for draft in (*folder.glob(pattern), *own):
         with suppress(OSError):
             draft.unlink()
 

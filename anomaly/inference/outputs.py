@@ -12,7 +12,7 @@ from anomaly import __version__
 from anomaly.datasets.inputs import Found, picture_names
 from anomaly.errors import OutputError
 from anomaly.files import storage
-from anomaly.files.own_outputs import INFER, JOURNAL, SCALE, SCALES, WATCHED
+from anomaly.files.own_outputs import FOLDERS, INFER, JOURNAL, SCALE, SCALES, WATCHED
 from anomaly.files.writing import claim, clear, remove_drafts, write
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -90,7 +90,7 @@ class Outputs:
             )
         complete = resume and not unfinished and (self.folder / "results.csv").exists()
         claim(self.folder, () if resume else INFER, overwrite=overwrite)
-        remove_drafts(self.folder)
+        remove_drafts(self.folder, FOLDERS)
         return complete
 
     def clear(self, model: AnyModel) -> None:

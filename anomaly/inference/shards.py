@@ -96,7 +96,7 @@ def infer_shard(
             for i, reason in lost.items():
                 unusable = UnusableImage(i, "failed", f"{images.names[i]}: {reason}")
                 images.rows[i] = row_of(unusable, model, images.names[i], time.perf_counter())
-            remove_drafts(outputs.folder / HEATMAPS / _name(chunk))
+            remove_drafts(outputs.folder / HEATMAPS, [_name(chunk)])
             pictures = [f"{_name(chunk)}/{i:06}.png" for i in range(len(images.names))]
             inputs = Inputs(images.paths, pictures, outputs.heatmaps, images.brought)
 

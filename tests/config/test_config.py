@@ -233,3 +233,29 @@ def test_an_override_without_effect_is_told(
     load_config(file, overrides)
     assert bool(caplog.text) == bool(says)
     assert says in caplog.text
+
+
+def test_a_section_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "part.yaml"
+    file.write_text("image:\n  area: 96\nseed: 1\nimage:\n  tile: 512\n")
+    with pytest.raises(
+        ConfigError, match=r"part.yaml: image stands twice, in line 1 and in line 4"
+    ):
+        load_config(file)
+    file.write_text("a: &x {area: 96}\nimage: {<<: *x, tile: 512}\n")
+    with pytest.raises(ConfigError, match="unknown key 'a'"):  # merged keys are as ever
+        load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("data.root=/data/good #2", "/data/good #2"),
+        ("data.root=2024", "2024"),
+        ("data.root=2024-11-25", "2024-11-25"),
+        ("data.root='/data/good #2'", "/data/good #2"),
+    ],
+)
+def test_an_override_of_a_path_is_taken_as_it_is(tmp_path: Path, override: str, value: str) -> None:
+    (tmp_path / "part.yaml").write_text("")
+    assert str(load_config(tmp_path / "part.yaml", [override]).data.root) == value

@@ -9,7 +9,14 @@ import pytest
 from conftest import write_part, write_product
 
 from anomaly.config.schema import DataConfig
-from anomaly.datasets import FORMATS, Dataset, Sample, ground_truth, open_dataset
+from anomaly.datasets import (
+    FORMATS,
+    Dataset,
+    Sample,
+    ground_truth,
+    open_dataset,
+    open_test_images,
+)
 from anomaly.errors import DataError, ImageError
 
 
@@ -384,3 +391,43 @@ def test_names_that_are_too_long_or_may_not_be_looked_at(
     monkeypatch.setattr(Path, "stat", closed)
     with pytest.raises(DataError, match=r"disc can't be looked at \(Permission denied\)"):
         open_dataset("mvtec", product, None)
+
+
+def test_masks_have_any_suffix_and_capitals(tmp_path: Path) -> None:
+    names = ["a.PNG", "b.jpg", "c.jpeg", "d.TIF", "e.BMP", "f.png"]
+    masks = ["a.png", "b.jpg", "c.JPEG", "d_mask.tiff", "E.bmp", "f.bmp"]
+    _touch(tmp_path, *(f"bad/{n}" for n in names), *(f"masks/{n}" for n in masks))
+    samples = open_test_images([], [tmp_path / "bad"], tmp_path / "masks")
+    found = {s.path.name: s.mask_path and s.mask_path.name for s in samples}
+    assert found == dict(zip(names, masks, strict=True))
+
+
+def test_one_mask_is_not_two_images(tmp_path: Path) -> None:
+    _touch(tmp_path, "cut/1.png", "hole/1.png", "masks/1.png")
+    with pytest.raises(DataError, match=r"mask of .*cut/1\.png and of .*hole/1\.png"):
+        open_test_images([], [tmp_path / "cut", tmp_path / "hole"], tmp_path / "masks")
+
+
+def test_all_views_of_a_part_with_a_defect_are_tested_with(tmp_path: Path) -> None:
+    rows = [
+        (f"{part}_{view}.png", "scratch" if part < 4 and view == "back" else "good", part)
+        for part in range(10)
+        for view in ("front", "back")
+    ]
+    lines = ["path,label,group", *(",".join(map(str, row)) for row in rows)]
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    dataset = open_dataset("csv", tmp_path / "list.csv", None)
+    assert not {s.group for s in dataset.train} & {s.group for s in dataset.test}
+    assert {"0", "1", "2", "3"} <= {s.group for s in dataset.test}
+
+
+def test_a_list_whose_labels_have_another_name_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "list.csv").write_text("path,class\na.png,good\nb.png,broken\n")
+    open_dataset("csv", tmp_path / "list.csv", None)
+    assert "has no column label, so all its images are taken for good; does class" in caplog.text
+    (tmp_path / "list.csv").write_text("path,label\na.png,pass\nb.png,broken\n")
+    assert [s.path.name for s in open_dataset("csv", tmp_path / "list.csv", None).train] == [
+        "a.png"
+    ]

@@ -47,6 +47,7 @@ def test_each_layout_is_recognised_and_opens_as_such(layout: str, tmp_path: Path
         (["ok_parts", "bad/crack", "bad/dent", "masks"], "ok_parts", {"crack", "dent"}),
         (["good", "ng/0", "ng/1", "ng/OK"], "good", {"ng 0", "ng 1", "ng OK"}),
         (["good", "0", "1"], "good", {"folder 0", "folder 1"}),
+        (["ok", "ng/good", "ng/hole", "wrong_length"], "ok", {"ng good", "hole", "wrong_length"}),
     ],
 )
 def test_names_of_ones_own_become_a_list(
@@ -60,6 +61,17 @@ def test_names_of_ones_own_become_a_list(
     dataset = open_dataset("csv", listing, None)
     assert {sample.path.parent.name for sample in dataset.train} == {good}
     assert {sample.defect_type for sample in dataset.test if sample.is_defect} == kinds
+
+
+def test_masks_beside_folders_of_ones_own_names(tmp_path: Path) -> None:
+    root = _images(tmp_path / "part", ["OK", "NG/cut", "Masks/cut"])
+    (found,) = recognise(root)
+    listing = tmp_path / "images.csv"
+    listing.write_text(found.listing, encoding="utf-8")
+    masks = {s.path: s.mask_path for s in open_dataset("csv", listing, None).test if s.is_defect}
+    assert masks == {path: root / "Masks" / "cut" / path.name for path in masks}
+    assert masks
+    assert "their masks in Masks" in found.reason
 
 
 def test_names_that_are_no_text_stay_in_the_list(tmp_path: Path) -> None:

@@ -48,7 +48,9 @@ def test_only_our_own_drafts_are_removed(tmp_path: Path, monkeypatch: pytest.Mon
     foreign = [".camera.png.part", "b.part", ".part", ".anomaly-notes.txt"]
     for name in foreign:
         (tmp_path / "sub" / name).write_text("another program's")
-    remove_drafts(tmp_path)
+    remove_drafts(tmp_path)  # of a folder inside that somebody else may be at work in
+    assert draft in os.listdir(tmp_path / "sub")
+    remove_drafts(tmp_path, ["sub"])
     assert draft not in foreign
     assert sorted(os.listdir(tmp_path / "sub")) == sorted(foreign)
 
