@@ -64,10 +64,18 @@ class ImageManifest:
         Raises:
             DataError: the file can't be read any more.
         """
+        import pyarrow
+
         try:
-            return storage.again(self.place, partial(self._read, number))
-        except OSError:
-            raise DataError(f"{self.place} can't be read any more") from None
+            if storage.local(self.place) is None:
+                return storage.again(self.place, partial(self._read, number))
+            return self._read(number)
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise DataError(f"{self.place} can't be read any more") from None
+            raise DataError(
+                f"{self.place} is damaged; make it again with: anomaly manifest"
+            ) from None
 
     @cached_property
     def _file(self) -> Any:

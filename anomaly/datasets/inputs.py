@@ -108,6 +108,8 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
     except OSError as error:
         raise DataError(f"--list {list_file} can't be read: {error.strerror}") from None
     name = f"--list {list_file}"
+    if b"\0" in data and marked_encoding(data) is None:
+        raise DataError(f"{name} is no text: a list names an image on each line; is it an --input?")
     encoding, rest = marked_encoding(data) or ("utf-8", data)
     # File names are bytes; whatever isn't UTF-8 in them survives.
     text = os.fsdecode(rest) if encoding == "utf-8" else text_of(data, name)

@@ -227,6 +227,8 @@ def _from_pil(image: Any) -> tuple[NDArray[Any], int]:
             image = image.convert("L")
         if image.mode in ("P", "PA"):
             image = image.convert("RGBA")
+        elif image.mode in ("L", "RGB") and "transparency" in image.info:  # one colour is clear
+            image = image.convert("LA" if image.mode == "L" else "RGBA")
         values = np.asarray(image)
     except (OSError, SyntaxError, ValueError, TypeError) as error:
         raise ImageError(f"PIL can't read it ({' '.join(str(error).split())})") from None

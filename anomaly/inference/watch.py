@@ -53,6 +53,8 @@ def stamp_of(path: Path) -> Stamp | None:
 class Arrivals:
     """Follows folders. What it remembers are the files that are in them now.
 
+    Of a folder that is empty it remembers those that were in it last.
+
     Args:
         folders: searched with their subfolders.
         done: files that were given earlier, with the stamps that they had then.
@@ -99,7 +101,15 @@ class Arrivals:
                 self._written[path] = stamp, since
             else:
                 ready[path] = stamp
-        self._given = {path: stamp for path, stamp in self._given.items() if path in stamps}
+        # A folder that is empty all at once may be a drive that comes back.
+        there = {
+            folder for folder in self._folders if any(p.is_relative_to(folder) for p in stamps)
+        }
+        self._given = {
+            path: stamp
+            for path, stamp in self._given.items()
+            if path in stamps or not any(path.is_relative_to(folder) for folder in there)
+        }
         self._given.update(ready)
         return dict(sorted(ready.items(), key=lambda one: (one[1].time, one[0])))
 
@@ -117,7 +127,7 @@ class WatchJournal(Journal):
         mm_per_pixel: for that one; None where it isn't known.
 
     Attributes:
-        done: files in the tables that are still where they were, unchanged, when this was made.
+        done: files in the tables that were unchanged, or not there, when this was made.
 
     Raises:
         OutputError: the tables are about something else, or damaged.
@@ -173,7 +183,7 @@ class WatchJournal(Journal):
         """Remember the files of a line, and how long the tables were."""
         for name, said in line["files"].items():
             path, stamp = Path(name), Stamp(**said)
-            if stamp_of(path) == stamp:
+            if stamp_of(path) in (stamp, None):  # one that isn't there may come back
                 self.done[path] = stamp
         self._ends.update(line["ends"])
 

@@ -59,6 +59,28 @@ def test_the_oldest_first_and_from_every_folder(tmp_path: Path) -> None:
     assert _poll(arrivals, tmp_path) == ["one/c.bmp", "two/sub/a.jpg", "one/b.png"]
 
 
+def test_a_drive_that_was_gone_for_a_moment_brings_nothing_new(tmp_path: Path) -> None:
+    """Its folder is there and empty meanwhile."""
+    line = tmp_path / "line"
+    line.mkdir()
+    for name in "abc":
+        (line / f"{name}.png").write_bytes(b"1")
+    arrivals = Arrivals([line], {})
+    arrivals.poll()
+    assert len(arrivals.poll()) == 3
+    line.rename(tmp_path / "away")
+    line.mkdir()
+    arrivals.poll()
+    line.rmdir()
+    (tmp_path / "away").rename(line)
+    (line / "d.png").write_bytes(b"1")
+    arrivals.poll()
+    assert list(arrivals.poll()) == [line / "d.png"]
+    (line / "a.png").unlink()
+    arrivals.poll()
+    assert set(arrivals._given) == {line / f"{name}.png" for name in "bcd"}
+
+
 def test_what_has_left_is_forgotten(tmp_path: Path) -> None:
     arrivals = Arrivals([tmp_path], {})
     for i in range(300):
@@ -68,7 +90,7 @@ def test_what_has_left_is_forgotten(tmp_path: Path) -> None:
         assert len(arrivals.poll()) == 1
         file.unlink()
     arrivals.poll()
-    assert len(arrivals._given) + len(arrivals._written) == 0
+    assert len(arrivals._given) + len(arrivals._written) <= 1  # the last one may come back
     file = tmp_path / "0.png"  # the name is used again
     file.write_bytes(b"1")
     arrivals.poll()

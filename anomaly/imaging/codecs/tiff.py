@@ -25,7 +25,7 @@ from anomaly.imaging.codecs.tiff_directory import (
     read_directories,
     valid_orientation,
 )
-from anomaly.imaging.codecs.tiff_samples import COMPRESSIONS, Samples, read_samples
+from anomaly.imaging.codecs.tiff_samples import COMPRESSIONS, PREDICTED, Samples, read_samples
 
 _WHITE_IS_ZERO, _BLACK_IS_ZERO, _RGB, _PALETTE, _INK = 0, 1, 2, 3, 5
 _KINDS = {
@@ -101,7 +101,7 @@ def _look_up(layout: _TiffLayout, indices: Pixels) -> Pixels:
     palette = layout.colour_map.astype(np.uint32).reshape(3, -1).T
     # TIFF palettes have 16 bits; a few programs write 8.
     if palette.max() > 255:
-        palette = (palette + 128) // 257
+        palette >>= 8  # written as 256 or as 257 times the value
     return look_up(np.ascontiguousarray(indices), palette.astype(np.uint8))
 
 
@@ -147,6 +147,7 @@ def _samples(data: bytes, page: Directory) -> Samples:
     width, height = page.first(Tag.WIDTH), page.first(Tag.HEIGHT)
     tiled = page.first(Tag.TILE_WIDTH, 0) > 0
     rows = page.first(Tag.TILE_HEIGHT if tiled else Tag.ROWS_PER_STRIP, height)
+    compression = page.first(Tag.COMPRESSION, 1)
     samples = Samples(
         width=width,
         height=height,
@@ -154,8 +155,9 @@ def _samples(data: bytes, page: Directory) -> Samples:
         bits=page.same(Tag.BITS, 1),
         is_float=_sample_format(page) == _FLOAT,
         byte_order=byte_order(data),
-        compression=page.first(Tag.COMPRESSION, 1),
-        predictor=page.first(Tag.PREDICTOR, 1),
+        compression=compression,
+        # Other compressions have none: what stands there is left of an earlier one, and ignored.
+        predictor=page.first(Tag.PREDICTOR, 1) if compression in PREDICTED else 1,
         planar=page.first(Tag.PLANAR, 1) == 2 and count > 1,
         tiled=tiled,
         block=(rows if tiled else min(rows, height), page.first(Tag.TILE_WIDTH, width)),

@@ -16,6 +16,7 @@ from anomaly.imaging.codecs.header import Pixels, damaged, unsupported
 
 _NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE = 1, 5, 8, 32773, 32946
 COMPRESSIONS = frozenset((_NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE))
+PREDICTED = frozenset((_LZW, _DEFLATE, _OLD_DEFLATE))  # those that a predictor belongs to
 _BY_LIBTIFF, _BY_ZLIB = (_LZW, _PACK_BITS), (_DEFLATE, _OLD_DEFLATE)
 _DIFFERENCES, _FLOAT_DIFFERENCES = 2, 3
 _WIDEST = 1 << 20  # columns that OpenCV takes
@@ -225,7 +226,9 @@ def _values(stored: _Bytes, samples: Samples, shape: tuple[int, ...]) -> Pixels:
         if samples.predictor != 1:
             raise damaged(f"its samples of {samples.bits} bits can't have a predictor")
         return _unpacked(stored, samples.bits, shape)
-    if samples.predictor == _FLOAT_DIFFERENCES and samples.is_float:
+    if samples.predictor == _FLOAT_DIFFERENCES:
+        if not samples.is_float:
+            raise damaged("its whole numbers can't have a predictor for floats")
         return _undo_float_differences(stored, samples.bits // 8, shape)
     size = samples.bits // 8
     number = np.dtype(f"{'f' if samples.is_float else 'u'}{size}")

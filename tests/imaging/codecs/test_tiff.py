@@ -120,7 +120,8 @@ def test_straight_and_premultiplied_alpha():
         ({"t262": 2}, "unreadable"),  # colour of one channel
         ({"t259": 7}, "unsupported"),  # JPEG inside
         ({"t266": 2}, "unsupported"),  # low bits first
-        ({"t317": 9}, "unsupported"),
+        ({"t317": 9, "t259": 5}, "unsupported"),
+        ({"t317": 3, "t259": 8}, "unreadable"),  # of floats, with whole numbers
         ({"t339": 2}, "unsupported"),  # signed
         ({"t258": 32}, "unsupported"),
         ({"t258": [16, 8]}, "unsupported"),
@@ -132,6 +133,26 @@ def test_straight_and_premultiplied_alpha():
 )
 def test_layouts_that_cant_be_used(more, status):
     assert refusal(layout(samples(1), **more))[0] == status
+
+
+@pytest.mark.parametrize("predictor", [2, 9])
+def test_a_predictor_that_an_earlier_compression_has_left_is_ignored(predictor):
+    values = samples(1)
+    found = tiff.decode(layout(values, t317=predictor))
+    np.testing.assert_array_equal(found, tiff.decode(layout(values)))
+
+
+@pytest.mark.parametrize("factor", [256, 257])
+def test_palettes_of_both_kinds_keep_every_level(factor, tmp_path):
+    colours = np.arange(256)[:, None].repeat(3, 1)
+    picture = Pil.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16), "P")
+    picture.putpalette(colours.astype(np.uint8).tobytes())
+    picture.save(tmp_path / "p.tif")
+    data = (tmp_path / "p.tif").read_bytes()
+    was = (colours.T.ravel() * 256).astype("<u2").tobytes()
+    assert was in data
+    data = data.replace(was, (colours.T.ravel() * factor).astype("<u2").tobytes())
+    np.testing.assert_array_equal(tiff.decode(data)[..., 0].ravel(), np.arange(256))
 
 
 def test_pages():

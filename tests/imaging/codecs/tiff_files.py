@@ -102,7 +102,7 @@ def layout(
     tags |= {339: [3 if kind.kind == "f" else 1] * count} | {int(k[1:]): v for k, v in more.items()}
     blocks = []
     for part in blocks_of(values, planar, block, tiled):
-        if tags.get(317) == 2:
+        if tags.get(317) == 2 and compression not in (NONE, PACK_BITS):
             part = np.diff(part, axis=1, prepend=np.zeros_like(part[:, :1]))
         blocks.append(ENCODERS[compression](packed(part, bits, order)))
     return file([(tags, blocks)], order, big)
