@@ -150,6 +150,8 @@ def test_pil_images_are_what_their_files_are(
     Pil.fromarray(alpha).save(tmp_path / "alpha.png")
     Pil.fromarray(sixteen).save(tmp_path / "sixteen.png")
     Pil.fromarray(pixels).quantize(16).save(tmp_path / "palette.png")
+    clear = tuple(pixels[0, 0].tolist())
+    Pil.fromarray(pixels).save(tmp_path / "clear.png", transparency=clear)
     for file in sorted(tmp_path.iterdir()):
         assert detector.predict(Pil.open(file)).score == detector.predict(file).score, file
 

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -256,3 +257,15 @@ def test_a_manifest_is_read_again_when_storage_has_hiccups(
             manifest.chunk(1)
     finally:
         system.store.clear()
+
+
+def test_a_damaged_manifest_is_told_at_once(tmp_path: Path) -> None:
+    place = tmp_path / "m.parquet"
+    write_manifest((f"/x/{i:04}.png" for i in range(3000)), str(place))
+    data = bytearray(place.read_bytes())
+    data[100:400] = bytes(300)
+    place.write_bytes(data)
+    begun = time.monotonic()
+    with pytest.raises(DataError, match="is damaged; make it again"):
+        read_manifest(str(place)).chunk(0)
+    assert time.monotonic() - begun < 5  # storage elsewhere is asked again for 15 s

@@ -166,3 +166,9 @@ def test_names_that_no_file_can_have(tmp_path: Path) -> None:
         find_inputs([Path(long)])
     with pytest.raises(DataError, match=r"--golden .* doesn't exist"):
         find_inputs([tmp_path / "nowhere"], option="--golden")
+
+
+def test_a_picture_is_no_list(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    with pytest.raises(DataError, match=r"is no text: .* is it an --input"):
+        find_inputs([], str(tmp_path / "a.png"))
