@@ -140,14 +140,16 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """See yaml.SafeLoader."""
-        seen: dict[object, yaml.Node] = {}
+        seen: dict[str, int] = {}
         for key, _ in node.value:
-            if (name := getattr(key, "value", None)) in seen and name != "<<":
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue
+            line = key.start_mark.line + 1
+            if seen.setdefault(key.value, line) != line:
                 raise ConfigError(
-                    f"{name} stands twice, in line {seen[name].start_mark.line + 1} and in line "
-                    f"{key.start_mark.line + 1}; write all of its settings in one place"
+                    f"{key.value} stands twice, in line {seen[key.value]} and in line {line}; "
+                    "write all of its settings in one place"
                 )
-            seen[name] = key
         return super().construct_mapping(node, deep)
 
 

@@ -242,6 +242,9 @@ def test_a_section_that_stands_twice_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"part.yaml: image stands twice, in line 1 and in line 4"
     ):
         load_config(file)
+    file.write_text("? [a, b]\n: 1\n")
+    with pytest.raises(ConfigError, match="isn't valid YAML"):
+        load_config(file)
     file.write_text("a: &x {area: 96}\nimage: {<<: *x, tile: 512}\n")
     with pytest.raises(ConfigError, match="unknown key 'a'"):  # merged keys are as ever
         load_config(file)
