@@ -31,10 +31,12 @@ def arriving(folder: Path) -> Iterator[Path]:
     seen: set[Path] = set()
     while True:
         for file in sorted(folder.iterdir()):
-            whole = time.time() - file.stat().st_mtime > WRITTEN_SECONDS
-            if whole and file not in seen and file.suffix.lower() in KINDS:
-                seen.add(file)
-                yield file
+            if file in seen or file.suffix.lower() not in KINDS:
+                continue
+            with suppress(FileNotFoundError):  # renamed or taken away meanwhile
+                if time.time() - file.stat().st_mtime > WRITTEN_SECONDS:
+                    seen.add(file)
+                    yield file
         time.sleep(0.1)
 
 
@@ -49,7 +51,10 @@ def score(file: Path, address: str) -> dict[str, Any]:
             with urlopen(request, timeout=90) as answer:
                 return dict(json.load(answer))
         except HTTPError as refused:
-            said = json.load(refused)
+            try:
+                said = json.load(refused)
+            except ValueError:  # of something between here and the service
+                said = {"detail": refused.reason}
             if refused.code == 422:  # an image that can't be used has a row, too
                 return dict(said)
             if refused.code < 500:

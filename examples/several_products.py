@@ -36,7 +36,9 @@ def learn_all(folder: Path, layout: str, output: Path) -> dict[str, float]:
         found[product.name] = evaluation.metrics["image_auroc"]
         verdicts = evaluation.verdicts
         rejects, escapes = verdicts.good.reject, verdicts.defective.good
-        print(f"{product.name:20} {found[product.name]:7.4f} {rejects:14} {escapes:8}")
+        auroc = found[product.name]  # None without defects
+        shown = "–" if auroc is None else f"{auroc:.4f}"
+        print(f"{product.name:20} {shown:>7} {rejects:14} {escapes:8}")
     return found
 
 

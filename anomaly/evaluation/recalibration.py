@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 
 from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand, thresholds_from
@@ -13,7 +14,7 @@ from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, ImageError
 from anomaly.evaluation.held_out import HeldOutScores, score_held_out
 from anomaly.evaluation.test_split import tested_hashes
-from anomaly.imaging.given import Given, ImageLike
+from anomaly.imaging.given import Given, ImageLike, is_one
 from anomaly.imaging.image import Image, described
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.threshold_files import change
@@ -77,8 +78,8 @@ def check_by_hand(reject: float, review: float | None) -> None:
     """
     chosen = reject if review is None else review
     for name, value in (("threshold", reject), ("review threshold", chosen)):
-        if not 0 <= value < float("inf"):
-            raise DataError(f"the {name} is {value:g}; it must be a number of 0 or more")
+        if not isinstance(value, Real) or not 0 <= value < float("inf"):
+            raise DataError(f"the {name} is {value!r}; it must be a number of 0 or more")
     if chosen > reject:
         raise DataError(f"the review threshold {chosen:g} lies above the threshold {reject:g}")
 
@@ -112,7 +113,11 @@ def rates(
 def _known_scores(detector: AnomalyDetector) -> GoodScores:
     if detector.thresholds is None:
         raise DataError("the model knows no scores of good images; give some good images")
-    return detector.thresholds.good
+    known = detector.thresholds.good
+    if known.left_out:
+        names = ", ".join(image.name for image in known.left_out)
+        log.warning("left out before, and counted again: %s", names)
+    return known.without(())
 
 
 def _scored(
@@ -141,7 +146,7 @@ def sources(
     """Images as a program names them: a folder, or a collection.
 
     Args:
-        images: what it names.
+        images: what it names; a single image is one of them.
         given: how arrays are to be taken.
         what: the images are, for messages; by that it is seen whether folders are called defects.
 
@@ -155,11 +160,13 @@ def sources(
             check_good_inputs([Path(images)], paths)
         return list(paths)
     found: list[Path | Image] = []
-    for index, image in enumerate(images):
+    for index, image in enumerate([images] if is_one(images) else images):
         try:
             found.append(given.source(image))
         except ImageError as error:
             raise ImageError(f"{described(index)}: {error}", error.status) from None
+    if not found:
+        raise DataError(f"no {what} were given")
     return found
 
 

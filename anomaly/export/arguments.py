@@ -10,7 +10,8 @@ from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, ModelError, OutputError
 from anomaly.features.engine import check_precision, installed
 from anomaly.files.writing import like
-from anomaly.model.folder import claim_model, find_model
+from anomaly.model.folder import EXPORT, check_run_folder, claim_model, find_model
+from anomaly.model.manifest import MANIFEST
 
 
 def check_arguments(
@@ -56,6 +57,12 @@ def _check_output(folder: Path, target: Path, overwrite: bool) -> None:
     if place.is_relative_to(model) or model.is_relative_to(place):
         raise OutputError(
             f"{target} is where the model is that is to be exported ({folder}); give another "
+            "--output"
+        )
+    check_run_folder(target.parent)
+    if (target / MANIFEST).is_file() and not (target / EXPORT).is_file():
+        raise OutputError(
+            f"{target} is a trained model, which an export isn't written over; give another "
             "--output"
         )
     claim_model(target, overwrite=overwrite)

@@ -78,8 +78,10 @@ def load(
         AnomalyError: a GPU was asked for and isn't there; or the model isn't an exported one, and
             torch isn't installed.
         ModelError: no model there, made by something else, or a file is missing, changed or
-            doesn't belong.
+            doesn't belong; or there is no such precision.
     """
+    if precision not in (None, "fp32", "bf16"):
+        raise ModelError(f"precision {precision!r}: give 'fp32' or 'bf16'")
     folder = find_model(folder)
     manifest, export = read_manifest(folder), read_export(folder)
     chosen = _device(folder, export, device)
@@ -236,20 +238,14 @@ def _unreadable(folder: Path, manifest: dict[str, Any], error: Exception) -> Mod
 
 
 def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
-    """The model's own precision, unless told otherwise or the device is slower with it.
-
-    Raises:
-        ModelError: there is no such precision.
-    """
+    """The model's own precision, unless told otherwise or the device is slower with it."""
     own = config.precision
-    if wanted not in (None, "fp32", "bf16"):
-        raise ModelError(f"precision {wanted!r}: give 'fp32' or 'bf16'")
     chosen = wanted or ("fp32" if own == "bf16" and not has_bf16(device) else own)
     if chosen != own:
         why = "as asked" if wanted else "this machine doesn't have bf16"
         log.warning(
-            "the model was trained in %s and runs in %s (%s): scores move by about 1 %%, and a "
-            "verdict this close to its threshold may change",
+            "the model was trained in %s and runs in %s (%s): scores move by about 1 %% in "
+            "the mean, single ones by up to 10 %%, and verdicts close to a threshold may change",
             own,
             chosen,
             why,

@@ -133,36 +133,47 @@ def _closing(status: int, message: str) -> HTTPException:
 
 
 def file_in_form(content_type: str, body: bytes) -> tuple[bytes, str]:
-    """The first file of a multipart/form-data body, and its name (RFC 7578, RFC 2046).
+    """The file of a multipart/form-data body, and its name (RFC 7578, RFC 2046).
+
+    That of the field `image`, or the only one.
 
     Raises:
-        HTTPException: 400: there is none.
+        HTTPException: 400: there is none, or more than one that may be meant.
     """
     header = Message()
     header["Content-Type"] = content_type
     boundary = header.get_param("boundary")
+    files: list[tuple[str, bytes, str]] = []
     if isinstance(boundary, str) and boundary:
         pieces = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("utf-8", "replace"))
         for piece in pieces[1:]:
             if piece.startswith(b"--"):
                 break
             told, blank, content = piece.partition(b"\r\n\r\n")
-            name = _file_name(told)
+            field, name = _file_names(told)
             if blank and name is not None:
-                return content, name
+                files.append((field, content, name))
+    meant = [file for file in files if file[0] == "image"] or files
+    if len(meant) > 1:
+        raise HTTPException(
+            400, f"the form holds {len(meant)} files; send each by itself, as -F image=@part.png"
+        )
+    if meant:
+        return meant[0][1:]
     raise HTTPException(400, "the form holds no file; send one as -F image=@part.png, or the bytes")
 
 
-def _file_name(told: bytes) -> str | None:
-    """The file name in a part's headers; None where the part is no file."""
+def _file_names(told: bytes) -> tuple[str, str | None]:
+    """The field and the file name in a part's headers; None where the part is no file."""
     for line in told.decode("utf-8", "replace").split("\r\n"):
         name, _, value = line.partition(":")
         if name.strip().lower() == "content-disposition":
             header = Message()
             header["Content-Disposition"] = " ".join(value.split())
+            field = header.get_param("name", "", "content-disposition")
             found = header.get_filename()
-            return None if found is None else str(found)
-    return None
+            return str(field), None if found is None else str(found)
+    return "", None
 
 
 def shown_name(name: str) -> str:

@@ -155,6 +155,8 @@ class Lineup:
 
     def _version(self, served: Served, passed: Version | None) -> tuple[Version, Engine]:
         """What is in a model's folder, checked and measured unless it has passed before."""
+        if not served.folder.is_dir():
+            raise ModelError(f"its folder {served.folder} isn't there any more")
         if not passed:
             size = sum(file.stat().st_size for file in served.folder.iterdir() if file.is_file())
             self._refuse_above_limit(size, "its files have")

@@ -91,6 +91,9 @@ class Record:
                 raise OutputError(
                     f"{file} was written by another version of this program; give another --record"
                 )
+            tables = "SELECT EXISTS (SELECT 1 FROM sqlite_schema)"
+            if not version and self._db.execute(tables).fetchone()[0]:
+                raise OutputError(f"{file} is a database of another program; give another --record")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             schema = files("anomaly.service").joinpath("assets", "record.sql")

@@ -29,7 +29,7 @@ from anomaly.model.manifest import MANIFEST
 _TOLERANCE = 0.01  # by which a golden part's score may have moved, as in `selfcheck`
 _EARLIER, _WITHDRAWN = "earlier", "withdrawn"
 # In the order in which they move: nobody finds a new model without its golden parts.
-_PARTS = ("golden", "model")
+_PARTS = ("golden", "model", "train.json", "suspects")
 
 
 def check(model: AnomalyDetector, folder: Path, workers: int) -> str:
@@ -78,7 +78,9 @@ def stamp_of(folder: Path) -> tuple[object, ...]:
 
 
 def deploy(new: Path, run: Path) -> None:
-    """Put a copy of a model, with its golden parts, in the place of a run's, which is kept.
+    """Put a copy of a model in the place of a run's, which is kept.
+
+    With it go its golden parts and what is known of its training: on which data set, above all.
 
     Args:
         new: the model folder.
@@ -98,8 +100,11 @@ def deploy(new: Path, run: Path) -> None:
             raise OutputError(f"{run} holds this model already ({_id(run)}); nothing is changed")
         try:
             shutil.copytree(new, draft / "model")
-            if new.name == "model" and (new.parent / "golden").is_dir():
-                shutil.copytree(new.parent / "golden", draft / "golden")
+            for name in (part for part in _PARTS if part != "model" and new.name == "model"):
+                if (new.parent / name).is_dir():
+                    shutil.copytree(new.parent / name, draft / name)
+                elif (new.parent / name).is_file():
+                    shutil.copy2(new.parent / name, draft / name)
             _move(run, _numbered(run, _EARLIER))
             _move(draft, run)
         finally:
@@ -146,7 +151,7 @@ def _numbered(run: Path, kind: str) -> Path:
 
 def _move(source: Path, target: Path) -> None:
     for part in _PARTS:
-        if (source / part).is_dir():
+        if (source / part).exists():
             target.mkdir(parents=True, exist_ok=True)
             (source / part).rename(target / part)
 

@@ -290,6 +290,35 @@ def test_what_raises_the_threshold_is_named_among_further_images_too(
     assert (code, "thresholds calibrated on 18 good images" in out) == (0, True)
 
 
+def test_from_a_program_one_image_is_one_and_none_is_told(
+    run: Path, good: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    detector = anomaly.load(run, device="cpu")
+    picture = cv2.cvtColor(cv2.imread(str(good / "000.png")), cv2.COLOR_BGR2RGB)
+    one = detector.calibrate(picture)
+    assert one.thresholds is not None
+    assert one.thresholds.images == 1
+    for nothing in (detector.calibrate, detector.update):
+        with pytest.raises(anomaly.AnomalyError, match="no good images were given"):
+            nothing([])
+    with pytest.raises(anomaly.AnomalyError, match="'3'; it must be a number"):
+        detector.calibrate(threshold="3")  # type: ignore[arg-type]
+    with pytest.raises(anomaly.AnomalyError, match=r"^precision 'int8': give"):
+        anomaly.load(run, device="cpu", precision="int8")
+
+
+def test_what_was_left_out_counts_again_from_a_program_too(
+    run: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = anomaly.load(run, device="cpu").manifest["training_images"].copy().popitem()[0]
+    arguments = ["--model", run, "--device", "cpu", "--without", name]
+    assert command("calibrate", arguments)[0] == 0
+    again = anomaly.load(run, device="cpu").calibrate(reject_rate=0.02)
+    assert again.thresholds is not None
+    assert again.thresholds.images == 12
+    assert f"left out before, and counted again: {name}" in caplog.text
+
+
 def test_an_image_given_as_good_and_as_a_defect_is_refused(
     run: Path, good: Path, tmp_path: Path, command: Command
 ) -> None:

@@ -116,6 +116,8 @@ def test_told_without_torch(
         ("--output o --precision int8 --training-images no", "--training-images no doesn't exist"),
         ("--output run --overwrite", "is where the model is that is to be exported"),
         ("--output link --overwrite", "is where the model is that is to be exported"),
+        ("--output .", "holds the runs e, link, run, which a model in it would hide"),
+        ("--output two --overwrite", "two/model is a trained model, which an export isn't"),
         ("--output run/model", "is where the model is that is to be exported"),
         ("--output run/model/scores", "is where the model is that is to be exported"),
     ],
@@ -127,5 +129,7 @@ def test_exports_that_cannot_be_are_told_without_torch(
     shutil.copytree(run_folder, tmp_path / "run")
     shutil.copytree(bank_export, tmp_path / "e")
     (tmp_path / "link").symlink_to(tmp_path / "run")
+    if "two" in arguments:
+        shutil.copytree(run_folder, tmp_path / "two")
     _check(f"export --to onnx --model run {arguments}", 2, message, tmp_path)
-    assert {f.name for f in tmp_path.iterdir()} == {"run", "e", "link"}
+    assert {f.name for f in tmp_path.iterdir()} - {"two"} == {"run", "e", "link"}

@@ -199,6 +199,21 @@ def test_a_file_in_a_form_is_found_whatever_is_in_it() -> None:
         file_in_form("multipart/form-data", head)
 
 
+def test_of_several_files_in_a_form_it_is_the_image() -> None:
+    def part(field: str, name: str, content: str) -> str:
+        told = f'content-disposition: form-data; name="{field}"; filename="{name}"'
+        return f"--x\r\n{told}\r\n\r\n{content}\r\n"
+
+    kind = "multipart/form-data; boundary=x"
+    meta, image = part("meta", "m.json", "{}"), part("image", "p.png", "abc")
+    for body in (meta + image, image + meta):
+        assert file_in_form(kind, f"{body}--x--".encode()) == (b"abc", "p.png")
+    assert file_in_form(kind, f"{meta}--x--".encode()) == (b"{}", "m.json")
+    for body in (image + image, meta + part("else", "p.png", "abc")):
+        with pytest.raises(HTTPException, match="holds 2 files"):
+            file_in_form(kind, f"{body}--x--".encode())
+
+
 def test_names_are_shown_and_nothing_else() -> None:
     assert shown_name("a\x00b\r\nc\x1b[2J") == "a\\x00b\\r\\nc\\x1b[2J"
     assert len(shown_name("\n" * 10_000)) == 255

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,3 +173,14 @@ def test_the_command_notes_and_lists(tmp_path: Path, command: Command) -> None:
     code, _, err = command("feedback", ["--record", tmp_path / "lime.sqlite"])
     assert (code, "did you mean 'line.sqlite'" in err) == (2, True)
     assert not (tmp_path / "lime.sqlite").exists()
+
+
+def test_a_database_of_another_program_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "foreign.sqlite"
+    with closing(sqlite3.connect(file)) as database:
+        database.execute("CREATE TABLE customers (name TEXT)")
+        database.commit()
+    before = file.read_bytes()
+    with pytest.raises(OutputError, match="is a database of another program"):
+        Record(file)
+    assert file.read_bytes() == before

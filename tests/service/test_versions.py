@@ -186,3 +186,15 @@ def test_a_folder_of_runs_is_no_run(line: Path, other: Path, command: Command) -
     code, _, err = command("deploy", ["--model", other, "--to", line, "--device", "cpu"])
     assert (code, "holds the runs disc, which a model in it would hide" in err) == (2, True)
     assert sorted(entry.name for entry in line.iterdir()) == ["disc"]
+
+
+def test_what_is_known_of_a_training_goes_with_its_version(
+    line: Path, other: Path, command: Command
+) -> None:
+    """The test split that no threshold may see is that of the model in use."""
+    first, second = b'{"data_folder": "elsewhere"}', (other / "train.json").read_bytes()
+    (line / "disc" / "train.json").write_bytes(first)
+    assert command("deploy", ["--model", other, "--to", line / "disc"])[0] == 0
+    assert (line / "disc" / "train.json").read_bytes() == second
+    assert command("deploy", ["--to", line / "disc", "--back"])[0] == 0
+    assert (line / "disc" / "train.json").read_bytes() == first
