@@ -19,6 +19,9 @@ from anomaly.imaging.listing import is_folder, is_image, list_files
 
 _COLUMNS = ("path", "group")
 
+# How files of pictures begin.
+_PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"II*\0", b"MM\0*", b"RIFF")
+
 _OURS = (".png", ".tiff")  # suffixes of our pictures
 
 
@@ -108,8 +111,8 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
     except OSError as error:
         raise DataError(f"--list {list_file} can't be read: {error.strerror}") from None
     name = f"--list {list_file}"
-    if b"\0" in data and marked_encoding(data) is None:
-        raise DataError(f"{name} is no text: a list names an image on each line; is it an --input?")
+    if data.startswith(_PICTURES):
+        raise DataError(f"{name} is a picture: a list names one on each line; is it an --input?")
     encoding, rest = marked_encoding(data) or ("utf-8", data)
     # File names are bytes; whatever isn't UTF-8 in them survives.
     text = os.fsdecode(rest) if encoding == "utf-8" else text_of(data, name)
