@@ -119,7 +119,7 @@ def _own_names(place: Path) -> Recognised | None:
         for image in list_images(place / folder):
             inner = image.relative_to(place / folder)
             kind = inner.parts[0] if len(inner.parts) > 1 else folder
-            if meant_by(kind) in (GOOD, "defect"):  # `ng/0`, `ng/ok`: taken for good ones
+            if meant_by(kind) != kind or kind == GOOD:  # `ng/0`, `ng/good`: taken for good ones
                 kind = f"{folder} {kind}" if len(inner.parts) > 1 else f"folder {kind}"
             places = [p for m in masks for p in (place / m / folder, place / m)]
             found = (finder.of(image, p / inner.parent) for p in places)

@@ -143,7 +143,7 @@ def read_history(folder: Path) -> bytes:
 def thresholds_alone_differ(folder: Path) -> frozenset[str]:
     """Ids of a model folder's earlier models that give every image the same score.
 
-    They go back to the last update or merge, which change scores.
+    They go back to the last update, merge or export in 8 bits, which change scores.
 
     Raises:
         ModelError: the history can't be read.
@@ -152,7 +152,7 @@ def thresholds_alone_differ(folder: Path) -> frozenset[str]:
     for line in reversed(read_history(folder).splitlines()):
         with suppress(ValueError, TypeError, KeyError, AttributeError):  # somebody's own line
             said = json.loads(line)
-            if {"updated", "merged"} & said["asked"].keys():
+            if {"updated", "merged", "quantised"} & said["asked"].keys():
                 break
             ids.add(str(said["model_before"]))
     return frozenset(ids - {""})

@@ -47,6 +47,7 @@ def test_each_layout_is_recognised_and_opens_as_such(layout: str, tmp_path: Path
         (["ok_parts", "bad/crack", "bad/dent", "masks"], "ok_parts", {"crack", "dent"}),
         (["good", "ng/0", "ng/1", "ng/OK"], "good", {"ng 0", "ng 1", "ng OK"}),
         (["good", "0", "1"], "good", {"folder 0", "folder 1"}),
+        (["ok", "defect", "ng"], "ok", {"defect", "ng"}),
         (["ok", "ng/good", "ng/hole", "wrong_length"], "ok", {"ng good", "hole", "wrong_length"}),
     ],
 )
