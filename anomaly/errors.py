@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class AnomalyError(Exception):
@@ -72,6 +72,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return close
     shown = ", ".join(repr(k) for k in names[:12])
     return f"known: {shown}" + (", …" if len(names) > 12 else "")
+
+
+def some(names: Sequence[str], separator: str = ", ") -> str:
+    """The first three of several names, and how many more there are, as a phrase for a message."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return separator.join(names[:3]) + more
 
 
 # What the extra `train` installs beside what exported models take.

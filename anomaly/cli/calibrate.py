@@ -54,18 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rates = parser.add_argument_group("by rates (default: those that the model has)")
     add = rates.add_argument
-    add(
-        "--false-reject-rate",
-        type=number,
-        metavar="R",
-        help="good parts that may be rejected",
-    )
-    add(
-        "--review-rate",
-        type=number,
-        metavar="R",
-        help="good parts that may not be called good",
-    )
+    add("--false-reject-rate", type=number, metavar="R", help="good parts that may be rejected")
+    add("--review-rate", type=number, metavar="R", help="good parts that may not be called good")
     costs = parser.add_argument_group("by cost (needs --defects)")
     add = costs.add_argument
     add("--cost-escape", type=number, metavar="C", help="of passing a defective part")
@@ -74,12 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hand = parser.add_argument_group("by hand")
     add = hand.add_argument
     add("--threshold", type=number, metavar="X", help="reject above this image score")
-    add(
-        "--review-threshold",
-        type=number,
-        metavar="Y",
-        help="review above this (default: X)",
-    )
+    add("--review-threshold", type=number, metavar="Y", help="review above this (default: X)")
     machine.add_arguments(parser)
 
 
@@ -180,18 +165,16 @@ def _within(
 def _good(
     options: argparse.Namespace, model: AnomalyDetector, scored: dict[str, HeldOutScores]
 ) -> GoodScores:
-    now = model.thresholds
+    from anomaly.evaluation.recalibration import known_scores
+
     if "good" in scored:
         return scored["good"].good_scores().without(options.without or ())
-    if now is None:
+    if model.thresholds is None:
         raise DataError(
             f"{options.model} was trained with --no-calibrate and knows no scores of good images; "
             "give --good with a folder of some"
         )
-    good = now.good.without(options.without or ())
-    if back := {o.name for o in now.good.left_out} - {o.name for o in good.left_out}:
-        log.warning("left out before, and counted again: %s", ", ".join(sorted(back)))
-    return good
+    return known_scores(model, options.without or ())
 
 
 def _choose(

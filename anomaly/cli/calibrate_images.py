@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from anomaly.cli.progress import ProgressLine
-from anomaly.errors import AnomalyError, DataError
+from anomaly.errors import AnomalyError, DataError, some
 
 if TYPE_CHECKING:
     from anomaly.evaluation.held_out import HeldOutScores
@@ -59,13 +59,12 @@ def _say_left_out(option: str, images: HeldOutScores) -> None:
         log.warning("%s: the model has learned from %d; left out", option, images.learned)
     if images.repeated:
         log.warning("%s: %d are copies of others; left out", option, images.repeated)
-    if option == "--good" and (odd := images.left_out):
+    if option == "--good" and images.odd:
         log.warning(
             "--good: %d would be for review whatever their score, and say nothing of thresholds; "
-            "left out: %s%s",
-            len(odd),
-            "; ".join(odd[:3]),
-            " …" if len(odd) > 3 else "",
+            "left out: %s",
+            len(images.odd),
+            some(images.odd, "; "),
         )
     for reason in images.refused[:5]:
         log.warning("skipped: %s", reason)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.cli.progress import ProgressLine
+from anomaly.errors import some
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +123,7 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
             "the others: %s",
             len(odd),
             images["learned"],
-            _some(odd),
+            some(odd),
         )
     _say_refused(summary["refused"])
     seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9
@@ -144,13 +145,13 @@ def _say_stand_out(images: dict[str, float], left_out: bool) -> None:
         log.info(
             "nothing was learned from what stands out from all others: %s; where it is good, "
             "--set model.leave_out_suspects=false learns it",
-            _some([*images]),
+            some([*images]),
         )
     else:
         log.info(
             "standing out from all others: %s; where that isn't good, take it away, or train with "
             "--set model.leave_out_suspects=true, which learns nothing from what stands out",
-            _some([*images]),
+            some([*images]),
         )
 
 
@@ -170,10 +171,6 @@ def say_raised(thresholds: Thresholds, model: Path) -> None:
             "  look at what raises it; where it isn't good: "
             f"anomaly calibrate --model {shlex.quote(str(model))} --without {names}"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _say_patch(summary: dict[str, Any]) -> None:

@@ -88,7 +88,7 @@ def _good_and_defect(folder: Path) -> Dataset:
     if not train:
         hint = "Put good images in good/, defective ones in defect/ or defect/<type>/."
         raise no_training_images(folder / "good", hint)
-    test += _defects_in(folder / "defect", folder, folder / "masks")
+    test += _defects_in(folder / "defect", folder, folder / "masks", Masks())
     return Dataset(folder, tuple(train), tuple(test))
 
 
@@ -110,11 +110,12 @@ def open_test_images(
     given = [*((_plain(f), True) for f in good), *((_plain(f), False) for f in defects)]
     root = Path(os.path.commonpath([folder.parent for folder, _ in given]))
     samples: dict[Path, Sample] = {}
+    finder = Masks()
     for folder, is_good in given:
         if not is_folder(folder):
             missing = "is no folder" if folder.exists() else f"doesn't exist{like(folder)}"
             raise DataError(f"{folder} {missing}; give a folder of images to test with")
-        found = listed(folder, root) if is_good else _defects_in(folder, root, masks)
+        found = listed(folder, root) if is_good else _defects_in(folder, root, masks, finder)
         if not found:
             raise DataError(f"no images in {folder}; give a folder of images to test with")
         if is_good:
@@ -123,13 +124,6 @@ def open_test_images(
             if samples.setdefault(sample.path, sample) != sample:
                 raise DataError(f"{sample.path} is given as good and as a defect; give it once")
     bad = [sample for sample in samples.values() if sample.is_defect]
-    owner: dict[Path, Path] = {}
-    for sample in bad:
-        if sample.mask_path and owner.setdefault(sample.mask_path, sample.path) != sample.path:
-            raise DataError(
-                f"{sample.mask_path} would be the mask of {owner[sample.mask_path]} and of "
-                f"{sample.path}; put the masks of several folders into folders of their names"
-            )
     if masks is not None and not any(sample.mask_path for sample in bad):
         wanted = masks / bad[0].defect_type / f"{bad[0].path.stem}.png"
         raise DataError(
@@ -139,9 +133,9 @@ def open_test_images(
     return tuple(samples.values())
 
 
-def _defects_in(folder: Path, root: Path, masks: Path | None) -> list[Sample]:
+def _defects_in(folder: Path, root: Path, masks: Path | None, finder: Masks) -> list[Sample]:
     """Defects by type: the name of the subfolder that they are in, else the folder's own."""
-    found, finder = [], Masks()
+    found = []
     for sample in listed(folder, root, folder.name):
         inner = sample.path.relative_to(folder)
         kind = inner.parts[0] if len(inner.parts) > 1 else folder.name
@@ -234,10 +228,11 @@ def _plain(path: Path) -> Path:
 
 
 class Masks:
-    """Finds the masks of images in folders, each of which is listed once."""
+    """Finds the masks of images in folders: each folder is read once."""
 
     def __init__(self) -> None:
         self._listed: dict[Path, dict[str, list[str]]] = {}
+        self._owners: dict[Path, Path] = {}  # each mask is one image's
 
     def of(self, image: Path, folder: Path) -> Path | None:
         """`1_mask.png`, `1.png` or a folder `1` with several masks, for `1.jpg`.
@@ -248,7 +243,13 @@ class Masks:
         for stem in (f"{image.stem}_mask", image.stem):
             if same := names.get(stem.lower()):
                 exact = [name for name in same if name.startswith(stem)] or same
-                return folder / min(exact, key=lambda name: (name != image.name, name))
+                mask = folder / min(exact, key=lambda name: (name != image.name, name))
+                if (owner := self._owners.setdefault(mask, image)) != image:
+                    raise DataError(
+                        f"{mask} would be the mask of {owner} and of {image}; give each its own, "
+                        "of several folders in folders of their names"
+                    )
+                return mask
         return None
 
     def _names_in(self, folder: Path) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample, ground_truth
-from anomaly.errors import DataError, ImageError
+from anomaly.errors import DataError, ImageError, some
 from anomaly.evaluation.metrics import (
     Metrics,
     PixelAccumulator,
@@ -152,11 +152,10 @@ def score_test_split(
             progress(len(scored), len(samples))
     if unmarked:
         log.warning(
-            "%d masks of defects mark nothing (%s%s); these images count in the figures of images, "
+            "%d masks of defects mark nothing (%s); these images count in the figures of images, "
             "not in those of pixels",
             len(unmarked),
-            ", ".join(unmarked[:3]),
-            " …" if len(unmarked) > 3 else "",
+            some(unmarked),
         )
     rows = tuple(scored[i] for i in range(len(samples)))
     known = [(r.image_score, r.sample) for r in rows if r.image_score is not None]

@@ -73,8 +73,8 @@ class HeldOutScores:
         )
 
     @property
-    def left_out(self) -> list[str]:
-        """Which images say nothing of thresholds, and why, for people."""
+    def odd(self) -> list[str]:
+        """Which images a person has to look at whatever their score, and why, for people."""
         looked = zip(self.paths, self.reasons, strict=True)
         return [f"{path}: {reason}" for path, reason in looked if reason]
 

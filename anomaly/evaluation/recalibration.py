@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -48,7 +48,7 @@ def recalibrated(
     else:
         check_by_hand(threshold, review_threshold)
     scored = {} if good is None else {"good": _scored(detector, good, given)}
-    scores = scored["good"].good_scores() if scored else _known_scores(detector)
+    scores = scored["good"].good_scores() if scored else known_scores(detector)
     if threshold is None:
         limits = thresholds_from(scores, *wanted)
     else:
@@ -110,14 +110,23 @@ def rates(
     return (review, review) if review_rate is not None else (reject, reject)
 
 
-def _known_scores(detector: AnomalyDetector) -> GoodScores:
+def known_scores(detector: AnomalyDetector, without: Sequence[str] = ()) -> GoodScores:
+    """The scores of good images that a detector came with; what was left out counts again.
+
+    Args:
+        detector: has thresholds, or none.
+        without: names of images to leave out.
+
+    Raises:
+        DataError: it knows no scores, or no image has such a name.
+    """
     if detector.thresholds is None:
         raise DataError("the model knows no scores of good images; give some good images")
-    known = detector.thresholds.good
-    if known.left_out:
-        names = ", ".join(image.name for image in known.left_out)
-        log.warning("left out before, and counted again: %s", names)
-    return known.without(())
+    before = detector.thresholds.good
+    now = before.without(without)
+    if back := {out.name for out in before.left_out} - {out.name for out in now.left_out}:
+        log.warning("left out before, and counted again: %s", ", ".join(sorted(back)))
+    return now
 
 
 def _scored(
@@ -133,7 +142,7 @@ def _scored(
         log.warning("the model has learned from %d of the good images; left out", unseen.learned)
     if unseen.repeated:
         log.warning("%d good images are copies of others; left out", unseen.repeated)
-    for reason in unseen.left_out:
+    for reason in unseen.odd:
         log.warning("left out, as it would be for review whatever its score: %s", reason)
     for reason in unseen.refused:
         log.warning("skipped: %s", reason)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from anomaly.datasets import TEST_IMAGES, Dataset, Sample, open_dataset, open_test_images
-from anomaly.errors import DataError
+from anomaly.errors import DataError, some
 from anomaly.files.writing import sha256_of
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.run_folder import trained_on
@@ -106,11 +106,10 @@ def not_learned(model: AnomalyDetector, name: object, named: Sequence[Sample]) -
         samples.append(sample)
     if both := [by_label[True][known] for known in by_label[False] if known in by_label[True]]:
         log.warning(
-            "%d images are among the good ones and among the defects, by their content (%s%s): "
+            "%d images are among the good ones and among the defects, by their content (%s): "
             "one of the two is wrong, and so are the figures",
             len(both),
-            ", ".join(both[:3]),
-            ", …" if len(both) > 3 else "",
+            some(both),
         )
     if len(samples) < len(named):
         out = len(named) - len(samples)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from anomaly.errors import WeightsError
+from anomaly.errors import WeightsError, some
 from anomaly.features import timm_networks
 from anomaly.features.backbones import build, official_weights, other_on_disk, torchvision_name
 from anomaly.features.timm_networks import is_timm
@@ -99,7 +99,9 @@ def load_state(
             "(backbone.layers), or give a whole file"
         )
     if missing or foreign or shapes:
-        problems = _some("without", missing) + _some("with unknown", foreign) + shapes[:3]
+        problems = [f"without {some(missing)}"] if missing else []
+        problems += [f"with unknown {some(foreign)}"] if foreign else []
+        problems += shapes[:3]
         raise WeightsError(
             f"{where} belongs to another network than {type(full).__name__}: "
             f"{'; '.join(problems)}. Check backbone.name against the file"
@@ -130,11 +132,6 @@ def _is_usable(key: str, values: Tensor) -> bool:
     return bool(low.isfinite() and high.isfinite()) and not (
         key.endswith("running_var") and low < 0
     )
-
-
-def _some(label: str, keys: list[str]) -> list[str]:
-    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-    return [f"{label} {', '.join(keys[:3])}{more}"] if keys else []
 
 
 def _random_state(name: str, seed: int) -> dict[str, Tensor]:

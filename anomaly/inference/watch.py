@@ -102,14 +102,11 @@ class Arrivals:
             else:
                 ready[path] = stamp
         # A folder that is empty all at once may be a drive that comes back.
-        there = {
-            folder for folder in self._folders if any(p.is_relative_to(folder) for p in stamps)
-        }
-        self._given = {
-            path: stamp
-            for path, stamp in self._given.items()
-            if path in stamps or not any(path.is_relative_to(folder) for folder in there)
-        }
+        if gone := self._given.keys() - stamps.keys():
+            there = [f for f in self._folders if any(path.is_relative_to(f) for path in stamps)]
+            for path in gone:
+                if any(path.is_relative_to(folder) for folder in there):
+                    del self._given[path]
         self._given.update(ready)
         return dict(sorted(ready.items(), key=lambda one: (one[1].time, one[0])))
 

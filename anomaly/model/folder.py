@@ -77,15 +77,10 @@ def find_models(folder: Path) -> dict[str, Path]:
 
 def product_folders(folder: Path) -> list[str]:
     """The subfolders of a folder of runs that hold runs themselves, of several products say."""
-    try:
-        whole = _model_at(folder) is not None
-        inside = [] if whole else [entry for entry in sorted(folder.iterdir()) if entry.is_dir()]
-    except OSError:  # not ours to read
-        return []
     found = []
-    for entry in inside:
+    for entry in [] if _model_at(folder) else _subfolders(folder):
         with suppress(ModelError):
-            if entry.name != "model" and not entry.name.startswith(".") and find_products(entry):
+            if find_products(entry):
                 found.append(entry.name)
     return found
 
@@ -129,21 +124,26 @@ def check_run_folder(folder: Path, sources: Iterable[Path] = ()) -> None:
         )
 
 
+def _subfolders(folder: Path) -> list[Path]:
+    """The subfolders that may be models or runs, by name; none of a folder that can't be read."""
+    try:
+        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    except OSError:  # not ours to read
+        return []
+    return [
+        entry
+        for entry in entries
+        if entry.is_dir() and entry.name != "model" and not entry.name.startswith(".")
+    ]
+
+
 def _models_inside(folder: Path) -> dict[str, Path]:
     """The model folders of the subfolders that are one or are a run, by the subfolder's name.
 
     Raises:
         ModelError: a subfolder holds other parts of a model, but no manifest.
     """
-    try:
-        entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    except OSError:  # not ours to read
-        return {}
-    found = {
-        entry.name: _model_at(entry)
-        for entry in entries
-        if entry.is_dir() and entry.name != "model" and not entry.name.startswith(".")
-    }
+    found = {entry.name: _model_at(entry) for entry in _subfolders(folder)}
     # Images of a product that is left out would be scored as those of the others.
     if halves := [name for name, place in found.items() if not place and _is_half(folder / name)]:
         raise ModelError(

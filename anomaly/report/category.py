@@ -238,10 +238,12 @@ def evaluated(
 def _training(folder: Path, model_id: str) -> dict[str, Any]:
     """What is known of a model's training; empty where the record beside it is another model's."""
     record = training_record(folder)
-    ids = {model_id}
+    if record.get("model_id", model_id) == model_id:
+        return record
     with suppress(AnomalyError):
-        ids |= thresholds_alone_differ(find_model(folder))
-    return record if record.get("model_id", model_id) in ids else {}
+        if record["model_id"] in thresholds_alone_differ(find_model(folder)):
+            return record
+    return {}
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from anomaly.inference.rows import Row
 from anomaly.service.times import now
 
 _FORMAT = 1
+_STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
 # Of each part what was said last. Rows are ordered by the newest part first.
 _PARTS = """
 SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL,
@@ -86,19 +87,18 @@ class Record:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
             self._db.execute("PRAGMA busy_timeout = 5000")
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            version, tables = self._db.execute(_STATE).fetchone()
             if version not in (0, _FORMAT):
                 raise OutputError(
                     f"{file} was written by another version of this program; give another --record"
                 )
-            tables = "SELECT EXISTS (SELECT 1 FROM sqlite_schema)"
-            if not version and self._db.execute(tables).fetchone()[0]:
+            if tables and not version:
                 raise OutputError(f"{file} is a database of another program; give another --record")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             schema = files("anomaly.service").joinpath("assets", "record.sql")
-            self._db.executescript(schema.read_text("utf-8"))
-            self._db.execute(f"PRAGMA user_version = {_FORMAT}")
+            made = f"{schema.read_text('utf-8')}; PRAGMA user_version = {_FORMAT}"
+            self._db.executescript(f"BEGIN IMMEDIATE; {made}; COMMIT")
             held = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
             self._held = int(self._db.execute(held).fetchone()[0])
 

@@ -29,7 +29,8 @@ from anomaly.model.manifest import MANIFEST
 _TOLERANCE = 0.01  # by which a golden part's score may have moved, as in `selfcheck`
 _EARLIER, _WITHDRAWN = "earlier", "withdrawn"
 # In the order in which they move: nobody finds a new model without its golden parts.
-_PARTS = ("golden", "model", "train.json", "suspects")
+_BESIDE = ("train.json", "suspects", "golden")
+_PARTS = (*_BESIDE, "model")
 
 
 def check(model: AnomalyDetector, folder: Path, workers: int) -> str:
@@ -100,11 +101,8 @@ def deploy(new: Path, run: Path) -> None:
             raise OutputError(f"{run} holds this model already ({_id(run)}); nothing is changed")
         try:
             shutil.copytree(new, draft / "model")
-            for name in (part for part in _PARTS if part != "model" and new.name == "model"):
-                if (new.parent / name).is_dir():
-                    shutil.copytree(new.parent / name, draft / name)
-                elif (new.parent / name).is_file():
-                    shutil.copy2(new.parent / name, draft / name)
+            for part in _BESIDE if new.name == "model" else ():
+                _copy(new.parent / part, draft / part)
             _move(run, _numbered(run, _EARLIER))
             _move(draft, run)
         finally:
@@ -147,6 +145,13 @@ def _numbered(run: Path, kind: str) -> Path:
     kept = _kept(run, kind)
     last = int(kept[-1].name.partition("-")[0]) if kept else 0
     return run / kind / f"{last + 1:03}-{_id(run)}"
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+    elif source.exists():
+        shutil.copy2(source, target)
 
 
 def _move(source: Path, target: Path) -> None:

@@ -75,6 +75,12 @@ def test_masks_beside_folders_of_ones_own_names(tmp_path: Path) -> None:
     assert "their masks in Masks" in found.reason
 
 
+def test_one_mask_is_not_that_of_two_kinds_of_defect(tmp_path: Path) -> None:
+    root = _images(tmp_path / "part", ["OK", "cut", "hole", "masks"])
+    with pytest.raises(DataError, match=r"would be the mask of .*; give each its own"):
+        recognise(root)
+
+
 def test_names_that_are_no_text_stay_in_the_list(tmp_path: Path) -> None:
     root = _images(tmp_path / "part", ["OK", "NG"])
     name = os.fsdecode(b"K\xfchler.png")  # Windows-1252
