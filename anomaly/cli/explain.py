@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from anomaly.cli import machine
 from anomaly.errors import AnomalyError
@@ -116,13 +118,17 @@ def _explain(options: argparse.Namespace) -> int:
     facts = {"image": str(options.input), **score.facts, **seen.facts}
     facts |= {"pictures": list(pictures), "not_shown": notes}
     write(options.output / "explanation.json", as_json(facts))
+    _say(facts, options.output)
+    return 0
+
+
+def _say(facts: Mapping[str, Any], output: Path) -> None:
     if facts.get("verdict"):
         reason = f": {facts['reason']}" if facts["reason"] else ""
         print(f"{facts['verdict']}, score {facts['image_score']:.4g}{reason}")
     for one in facts.get("classes", ()):
         named = f" {one['name']}" if one["name"] else ""
         print(f"class {one['index']}{named}: {100 * one['probability']:.1f} %")
-    print(f"{', '.join(pictures)} and explanation.json in {options.output}")
-    for note in notes:
+    print(f"{', '.join(facts['pictures'])} and explanation.json in {output}")
+    for note in facts["not_shown"]:
         log.info(f"not shown: {note}")
-    return 0

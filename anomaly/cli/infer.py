@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
-from anomaly.cli.speech import NOTE
+from anomaly.cli.speech import NOTE, say_page
 from anomaly.cli.stopping import Stopping
 from anomaly.files.own_outputs import DONE, FOLDERS, HEATMAPS, JOURNAL
 
 if TYPE_CHECKING:
+    from anomaly.inference.journal import RunJournal
     from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
+    from anomaly.maps.thumbnails import Thumbnails
+    from anomaly.model.products import AnyModel
 
 log = logging.getLogger(__name__)
 
@@ -153,21 +156,19 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     from anomaly.datasets.inputs import find_inputs, say_passed_over
-    from anomaly.files.writing import remove_drafts
     from anomaly.imaging.decoder_pool import Decoders
 
     begun = time.perf_counter()
     found = find_inputs(options.input, options.list)
-    paths = found.paths
+    total = len(found.paths)
     if found.passed_over:
         log.log(NOTE, say_passed_over(found.passed_over))
     is_complete = outputs.begin(resume=options.resume, overwrite=options.overwrite)
     # The decoding processes start while this one imports torch.
-    with Decoders(min(machine.wanted_threads(options), len(paths))) as decoders, Stopping() as stop:
+    with Decoders(min(machine.wanted_threads(options), total)) as decoders, Stopping() as stop:
         from anomaly.inference.journal import RunJournal, exit_code_of
         from anomaly.inference.outputs import infer_files
         from anomaly.model.product_folder import load
-        from anomaly.report.gallery import write_gallery
 
         device, _ = machine.device_and_threads(options)
         model = load(options.model, device, options.precision, options.product)
@@ -191,30 +192,60 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
                 progress=lambda done, total: progress("scoring", done, total),
             )
     rows = journal.rows()
+    is_complete = len(rows) == total
     page = ""
-    if len(rows) == len(paths) and thumbnails is not None:
-        named = ", ".join(map(str, options.input or [options.list]))
-        file = write_gallery(
-            model, options.model, named, lambda: rows, options.output, thumbnails, about
-        )
-        page = f", all on {'one page' if file.suffix else 'a page for each product'} in {file}"
-    _say(rows, len(paths), options.output, page)
-    training = {p: one.manifest["training_images"].values() for p, one in model.models.items()}
-    learned = {product: frozenset(hashes) for product, hashes in training.items()}
-    if known := sum(row.image_sha256 in learned.get(row.product, ()) for row in rows):
-        print(f"the model has learned from {known} of them: their verdicts say nothing of others")
-    if len(rows) < len(paths):
+    if is_complete and thumbnails is not None:
+        page = _written_page(options, model, rows, thumbnails, about)
+    _say(rows, total, options.output, page)
+    _say_learned_from(model, rows)
+    if not is_complete:
         print("stopped; go on with --resume")
         return stop.exit_code
+    return _finished(options.output, journal, rows, model.name, begun)
+
+
+def _written_page(
+    options: argparse.Namespace,
+    model: AnyModel,
+    rows: list[Row],
+    thumbnails: Thumbnails,
+    about: dict[str, object],
+) -> str:
+    """Write the page of all images, and say where it is."""
+    from anomaly.report.gallery import write_gallery
+
+    named = ", ".join(map(str, options.input or [options.list]))
+    file = write_gallery(
+        model, options.model, named, lambda: rows, options.output, thumbnails, about
+    )
+    return say_page(file)
+
+
+def _say_learned_from(model: AnyModel, rows: list[Row]) -> None:
+    """Say how many of the images are the model's own training images."""
+    learned = {
+        product: frozenset(one.manifest["training_images"].values())
+        for product, one in model.models.items()
+    }
+    if known := sum(row.image_sha256 in learned.get(row.product, ()) for row in rows):
+        print(f"the model has learned from {known} of them: their verdicts say nothing of others")
+
+
+def _finished(
+    output: Path, journal: RunJournal, rows: list[Row], model_name: str, begun: float
+) -> int:
+    """Note that a run is complete, and return the command's exit code."""
+    from anomaly.files.writing import remove_drafts
+
     scored = sum(row.status == "ok" for row in rows)
-    code = 0 if scored == len(paths) else 3 if scored else 2
+    code = 0 if scored == len(rows) else 3 if scored else 2
     when = {
-        "model_name": model.name,
+        "model_name": model_name,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "milliseconds": round(1000 * (time.perf_counter() - begun), 1),
     }
-    journal.finish(options.output / DONE, code, when)
-    remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
+    journal.finish(output / DONE, code, when)
+    remove_drafts(output, FOLDERS)  # of decoding processes that were killed
     return code
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
-from anomaly.cli.speech import NOTE
+from anomaly.cli.speech import NOTE, say_page
 from anomaly.cli.stopping import Stopping
 from anomaly.files.own_outputs import FOLDERS, INFER, JOURNAL, WATCHED
 
@@ -160,7 +160,7 @@ def _write_page(
 
     named = ", ".join(map(str, options.input))
     file = write_gallery(model, options.model, named, rows, options.output, thumbnails, about)
-    return f", all on {'one page' if file.suffix else 'a page for each product'} in {file}"
+    return say_page(file)
 
 
 def _say_passed_over(options: argparse.Namespace) -> None:

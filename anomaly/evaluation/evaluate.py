@@ -132,12 +132,12 @@ def score_test_split(
                 if isinstance(result, UnusableImage):
                     raise ImageError(result.reason, result.status)
                 mask = _mask(masks, sample, result.view.source, mask_above)
-                if mask is not None and sample.is_defect and not mask.any():
-                    mask = None  # or it would count as a good image's
-                    unmarked.append(str(sample.mask_path))
             except ImageError as error:
                 scored[result.index] = Scored(sample, None, str(error))
             else:
+                if mask is not None and sample.is_defect and not mask.any():
+                    mask = None  # or it would count as a good image's
+                    unmarked.append(str(sample.mask_path))
                 scored[result.index] = Scored(
                     sample,
                     result.score,
@@ -158,13 +158,18 @@ def score_test_split(
             some(unmarked),
         )
     rows = tuple(scored[i] for i in range(len(samples)))
+    return _evaluation(detector.config.name, rows, pixels.result())
+
+
+def _evaluation(name: str, rows: tuple[Scored, ...], of_pixels: Metrics) -> Evaluation:
+    """The figures of scored images."""
     known = [(r.image_score, r.sample) for r in rows if r.image_score is not None]
     scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]
     figures = image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)
     return Evaluation(
-        detector.config.name,
+        name,
         rows,
-        figures | pixels.result(),
+        figures | of_pixels,
         image_intervals(scores, labels),
         metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
     )

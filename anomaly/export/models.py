@@ -87,29 +87,30 @@ def export_model(
         overwrite=overwrite,
     )
     remove_draft_folders(output)
-    parent = own = reference = load(folder, "cpu")
-    samples = training_images(own, source, data_root, further) if precision == "int8" else {}
-    paths = golden_images(own, source, golden, [one.path for one in samples.values()])
+    parent = load(folder, "cpu")
+    samples = training_images(parent, source, data_root, further) if precision == "int8" else {}
+    paths = golden_images(parent, source, golden, [one.path for one in samples.values()])
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)
-        values: dict[str, Any] = {"source_model_id": parent.model_id, "precision": precision}
         if precision == "int8":
-            own, values["network"], inputs = quantised(
+            own, entry, inputs = quantised(
                 parent, samples, draft, engine, workers=workers, progress=progress
             )
             reference = own
         else:
-            values["network"] = write_graph(own, draft, engine)
+            own, entry, inputs = parent, write_graph(parent, draft, engine), 0
             _copy_rest(folder, own, draft)
-            if precision != own.extractor.precision:
-                reference = load(folder, "cpu", precision)
-        values["whole"] = write_graph(own, draft, engine, whole=True) if whole else None
-        graphs = [*draft.glob("network.*"), *draft.glob("whole.*")]
-        values |= {
+            same = precision == own.extractor.precision
+            reference = own if same else load(folder, "cpu", precision)
+        values: dict[str, Any] = {
+            "source_model_id": parent.model_id,
+            "precision": precision,
+            "network": entry,
+            "whole": write_graph(own, draft, engine, whole=True) if whole else None,
             "software_version": __version__,
             "engine": engine,
             "opset": OPSET,
-            "files": {file.name: file_entry(file) for file in sorted(graphs)},
+            "files": _graph_files(draft),
         }
         progress("writing graphs", 1, 1)
         network = open_network(draft, own.manifest, values)
@@ -122,13 +123,17 @@ def export_model(
             values["quantised"] = {"calibrated_on": inputs, **found}
         values["model_id"] = model_id(draft)
         write_export(draft, values)
-    if own is parent:
-        record = training_record(source)
-    else:
-        record = made_of([source], own, values["model_id"])
+    is_new = own is not parent
+    record = made_of([source], own, values["model_id"]) if is_new else training_record(source)
     if record:  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
     return values
+
+
+def _graph_files(draft: Path) -> dict[str, Any]:
+    """Size and hash of each file of the graphs, by name."""
+    files = sorted([*draft.glob("network.*"), *draft.glob("whole.*")])
+    return {file.name: file_entry(file) for file in files}
 
 
 def _equality(

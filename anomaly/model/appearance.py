@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import cv2
 import numpy as np
@@ -85,6 +85,35 @@ class Appearance:
         mean = self.mean_embedding()
         mean_square = self.squared / max(self.patches, 1) / len(mean)
         return max(mean_square - float(np.mean(np.square(mean))), 0.0)
+
+
+class AppearanceSums:
+    """Appearances of images, whose tiles come one by one.
+
+    Their embeddings are float32 rows of one array: small arrays that stay among large ones that go
+    keep the memory of these from being used again.
+
+    Attributes:
+        of_image: the sum of what was added, by image.
+
+    Args:
+        images: the numbers of all images that may come.
+    """
+
+    def __init__(self, images: Iterable[int]) -> None:
+        self.of_image: dict[int, Appearance] = {}
+        self._row_of = {image: row for row, image in enumerate(images)}
+        self._embeddings: NDArray[np.float32] | None = None
+
+    def add(self, image: int, one: Appearance) -> None:
+        """Add one of an image's tiles."""
+        known = self.of_image.get(image)
+        total = one if known is None else known + one
+        if self._embeddings is None:
+            self._embeddings = np.empty((len(self._row_of), len(one.embedding)), np.float32)
+        row = self._row_of[image]
+        self._embeddings[row] = total.embedding
+        self.of_image[image] = replace(total, embedding=self._embeddings[row])
 
 
 def appearances_of(

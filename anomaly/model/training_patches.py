@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.errors import DataError
@@ -30,7 +27,7 @@ from anomaly.imaging.preprocessing import (
 )
 from anomaly.imaging.region import Region
 from anomaly.imaging.turning import turned_corner, with_turned
-from anomaly.model.appearance import Appearance, appearances_of
+from anomaly.model.appearance import Appearance, AppearanceSums, appearances_of
 from anomaly.model.first_reading import FirstReading, KeptPoints, matrix_hash
 from anomaly.model.part import Part
 from anomaly.model.tensor_file import Piece, TensorFile, check_room
@@ -221,9 +218,8 @@ class TrainingPatches(PatchSet):
     ) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
         file = TensorFile(self._scratch, shared=self._shared)
         points = None if matrix_of is None else KeptPoints(self._scratch, shared=self._shared)
-        sums: NDArray[np.float32] | None = None
-        rows = {index: row for row, index in enumerate(self._images)}
-        self.refused, self.hashes, self.looks, self._counts = [], {}, {}, {}
+        looks = AppearanceSums(self._images)
+        self.refused, self.hashes, self.looks, self._counts = [], {}, looks.of_image, {}
         started = time.perf_counter()
         loaded = refuse_missed(
             self._decoders.load_all(self._images.items()),
@@ -236,20 +232,12 @@ class TrainingPatches(PatchSet):
             if isinstance(done, UnusableImage):
                 self.refused.append(done)
                 continue
-            batch, kept, embeddings, looks = done
+            batch, kept, embeddings, appearances = done
             names = tuple(Piece(item.index, *item.tile, item.turn) for item in batch)
             self.hashes.update((item.index, item.sha256) for item in batch)
             self.views.update((item.index, item.layout) for item in batch)
-            for item, one in looks:
-                known = self.looks.get(item.index)
-                total = one if known is None else known + one
-                # In one block: small arrays that stay among large ones that go keep the memory of
-                # these from being used again.
-                if sums is None:
-                    sums = np.empty((len(self._images), len(one.embedding)), np.float32)
-                row = rows[item.index]
-                sums[row] = total.embedding
-                self.looks[item.index] = replace(total, embedding=sums[row])
+            for item, one in appearances:
+                looks.add(item.index, one)
             each = math.prod(embeddings.shape[1:3])
             for item in batch:
                 self._counts[item.index] = self._counts.get(item.index, 0) + each

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -108,31 +109,37 @@ def learn(
         hashes = {names[i]: patches.hashes[i] for i in trial.numbers}
         looks = [patches.looks[i] for i in trial.numbers]
         before = scores_of(detector, patches.only(trial.numbers), patches.views)
-    manifest = detector.manifest
-    known, unused = manifest["training_images"], manifest["refused_images"]
     left_out = {name: i for i, name in names.items() if name not in hashes}
-    parents = {"parents": [detector.model_id]} if detector.model_id else {}
+    new = replace(
+        trial.detector,
+        thresholds=_thresholds(detector, trial.good),
+        appearance=detector.appearance and detector.appearance.merged(AppearanceModel.of(looks)),
+        manifest=_manifest(detector, hashes, left_out),
+        model_id="",
+        folder=None,
+    )
     return Learned(
-        replace(
-            trial.detector,
-            thresholds=_thresholds(detector, trial.good),
-            appearance=detector.appearance
-            and detector.appearance.merged(AppearanceModel.of(looks)),
-            manifest={
-                **manifest,
-                "training_images": {**known, **hashes},
-                "refused_images": {**unused, **left_out},
-                **parents,
-            },
-            model_id="",
-            folder=None,
-        ),
+        new,
         trial.good,
         tuple(before[i][0] for i in trial.numbers),
         hashes,
         suspects,
         refused,
     )
+
+
+def _manifest(
+    detector: AnomalyDetector, hashes: Mapping[str, str], left_out: Mapping[str, int]
+) -> dict[str, Any]:
+    """A detector's manifest with the images that it has learned, and those that it hasn't."""
+    known = detector.manifest
+    parents = {"parents": [detector.model_id]} if detector.model_id else {}
+    return {
+        **known,
+        "training_images": {**known["training_images"], **hashes},
+        "refused_images": {**known["refused_images"], **left_out},
+        **parents,
+    }
 
 
 @contextmanager
