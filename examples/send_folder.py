@@ -71,6 +71,8 @@ def score(file: Path, address: str) -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     """Send, and print each verdict."""
     folder, address = Path(arguments[0]), arguments[1]
+    if not folder.is_dir():
+        sys.exit(f"{folder} isn't a folder")
     for file in arriving(folder):
         row = score(file, address)
         print(f"{row['id']}  {file.name}  {row['verdict'] or row['status']}", flush=True)

@@ -20,6 +20,8 @@ def learn_all(folder: Path, layout: str, output: Path) -> dict[str, float]:
 
     A product that can't be used is named with the reason, and the others go on.
     """
+    if not folder.is_dir():
+        sys.exit(f"{folder} isn't a folder; give the one that has a folder for each product")
     found: dict[str, float] = {}
     products = sorted(path for path in folder.iterdir() if path.is_dir())
     print(f"{'product':20} {'AUROC':>7} {'false rejects':>14} {'escapes':>8}")

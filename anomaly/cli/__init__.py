@@ -21,7 +21,7 @@ from anomaly.errors import AnomalyError, nearest, needs_training
 
 log = logging.getLogger(__name__)
 
-# Command to (module, one line for the help text); modules are imported when they're asked for.
+# Command to its line of the help text; modules are imported when they're asked for.
 COMMANDS = {
     "start": "from a folder of images to a trained model and a page, in one go",
     "demo": "try all of it on two generated products",

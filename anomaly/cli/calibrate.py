@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--good",
         type=Path,
+        action="extend",
         nargs="+",
         metavar="PATH",
         help="good images that the model hasn't learned from (default: the scores it came with)",
@@ -36,12 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--defects",
         type=Path,
+        action="extend",
         nargs="+",
         metavar="PATH",
         help="images of defects: says how many are found, and costs can be weighed",
     )
     add(
         "--without",
+        action="extend",
         nargs="+",
         metavar="IMAGE",
         help="good images to leave out: names as train prints them; all others count (again)",

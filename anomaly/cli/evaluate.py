@@ -26,9 +26,14 @@ log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", type=Path, nargs="+", help="runs, or their model/ folders")
     what.add_argument(
-        "--config", nargs="+", help="configs; what isn't trained yet is trained into --runs first"
+        "--model", type=Path, action="extend", nargs="+", help="runs, or their model/ folders"
+    )
+    what.add_argument(
+        "--config",
+        action="extend",
+        nargs="+",
+        help="configs; what isn't trained yet is trained into --runs first",
     )
     what.add_argument(
         "--compare",
@@ -52,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--good",
         type=Path,
+        action="extend",
         nargs="+",
         default=[],
         metavar="FOLDER",
@@ -60,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--defects",
         type=Path,
+        action="extend",
         nargs="+",
         default=[],
         metavar="FOLDER",

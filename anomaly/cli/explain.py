@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--class",
         dest="classes",
         type=int,
+        action="extend",
         nargs="+",
         metavar="INDEX",
         help="of --backbone: the classes to look for (default: the likeliest, at most three)",

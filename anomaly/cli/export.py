@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--training-images",
         type=Path,
+        action="extend",
         nargs="+",
         default=[],
         metavar="FOLDER",

@@ -20,12 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--layers",
+        action="extend",
         nargs="+",
         metavar="LAYER",
         help="see `anomaly layers`; default: the hooked ones",
     )
     parser.add_argument(
-        "--input", type=Path, nargs="+", required=True, help="image files and folders of them"
+        "--input",
+        type=Path,
+        action="extend",
+        nargs="+",
+        required=True,
+        help="image files and folders of them",
     )
     parser.add_argument("--output", type=Path, required=True, help="where the features go")
     parser.add_argument(

@@ -25,13 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--images",
         type=Path,
+        action="extend",
         nargs="+",
         default=[],
         metavar="FILE",
         help="image files, told by hash",
     )
     parser.add_argument(
-        "--parts", type=_number, nargs="+", default=[], metavar="N", help="numbers of parts"
+        "--parts",
+        type=_number,
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="numbers of parts",
     )
     parser.add_argument("--type", default="", help="kind of defect")
     parser.add_argument("--note", default="", help="anything else")

@@ -39,7 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a folder of runs: what all images show (default: each is told by how it looks)",
     )
     parser.add_argument(
-        "--input", type=Path, nargs="+", default=[], help="image files and folders of them"
+        "--input",
+        type=Path,
+        action="extend",
+        nargs="+",
+        default=[],
+        help="image files and folders of them",
     )
     parser.add_argument(
         "--list",

@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
         "--input",
+        action="extend",
         nargs="+",
         default=[],
         help="image files, folders of them and quoted patterns ('*', '?', '**'); local, or URLs of "
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--list",
+        action="extend",
         nargs="+",
         default=[],
         metavar="FILE",

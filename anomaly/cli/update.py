@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--good",
         type=Path,
+        action="extend",
         nargs="+",
         metavar="PATH",
         help="images that a person has looked at and found good",
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--defects",
         type=Path,
+        action="extend",
         nargs="+",
         metavar="PATH",
         help="images of defects; none that is caught may pass",

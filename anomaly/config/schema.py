@@ -293,7 +293,7 @@ class Config(_Section):
             )
         if self.image.tile is not None and method.one_grid:
             raise ValueError(
-                f"image.tile needs model.kind=patchcore: {method.title} learns each place of the "
-                "image, and all tiles would share one"
+                "image.tile needs model.kind=patchcore or subspace: "
+                f"{self.model.kind} learns each place of the image, and all tiles would share one"
             )
         return self

@@ -66,7 +66,8 @@ def explain_class(
     shown = Explained()
     if not (mapped := stages(table)):
         raise AnomalyError(f"{name} makes no feature maps of {size} × {size} pixels; use more")
-    shown.draw_maps(network, image, mapped, before)
+    seen = np.rint(item.pixels * 255).astype(np.uint8)
+    shown.draw_maps(network, image, mapped, seen, before)
 
     with torch.inference_mode():
         chances = network(image[None])[0].softmax(dim=0)
@@ -84,7 +85,6 @@ def explain_class(
         return shown
     if not _can_be_guided(network):
         shown.notes.append(f"guided Grad-CAM: {name} has no ReLU layers")
-    seen = np.rint(item.pixels * 255).astype(np.uint8)
     shown.pictures["grad_cam.png"] = _class_evidence(network, image, seen, layer, labels)
     return shown
 

@@ -43,7 +43,12 @@ class Explained:
     notes: list[str] = field(default_factory=list)
 
     def draw_maps(
-        self, network: nn.Module, image: Tensor, layers: Sequence[str], before: str = ""
+        self,
+        network: nn.Module,
+        image: Tensor,
+        layers: Sequence[str],
+        picture: RgbImage,
+        before: str = "",
     ) -> None:
         """Draw the feature maps of layers.
 
@@ -51,10 +56,12 @@ class Explained:
             network: in eval mode.
             image: (3, H, W), normalised as the network wants it, on its device.
             layers: paths of layers that put out feature maps.
+            picture: the image before it was normalised, (H, W, 3) uint8 RGB.
             before: what the pictures' names begin with.
         """
-        for layer, picture in feature_map_pictures(network, image, layers).items():
-            self.pictures[f"{before}feature_maps_{layer}.png"] = picture
+        maps = feature_map_pictures(network, image, layers, picture=picture)
+        for layer, drawn in maps.items():
+            self.pictures[f"{before}feature_maps_{layer}.png"] = drawn
 
 
 def read_one(path: Path, loading: Loading, decoders: Decoders) -> Loaded:

@@ -26,6 +26,7 @@ def feature_map_pictures(
     layers: Sequence[str],
     n_channels: int = 16,
     layouts: Sequence[Layout] | None = None,
+    picture: RgbImage | None = None,
 ) -> dict[str, RgbImage]:
     """Draw what each layer makes of an image.
 
@@ -35,6 +36,8 @@ def feature_map_pictures(
         layers: paths of layers that put out feature maps, see `anomaly.hooks.match`.
         n_channels: how many channels are shown, the most active first.
         layouts: how each layer's output becomes a feature map, where it isn't one.
+        picture: the image before it was normalised, (H, W, 3) uint8 RGB, for the first tile; by
+            default the normalised one, stretched, whose colours aren't the image's.
 
     Returns:
         For each layer's path a picture (h', w', 3): the image, PCA to RGB, then the channels.
@@ -54,7 +57,7 @@ def feature_map_pictures(
             for layer, layout in zip(layers, layouts, strict=True)
         }
     maps = {layer: output.float().cpu().numpy() for layer, output in outputs.items()}
-    shown = _as_picture(image.detach().cpu().float().numpy())
+    shown = _stretched(image.detach().cpu().float().numpy()) if picture is None else picture
     return {
         layer: feature_map_picture(_one_map(values, layer), layer, shown, n_channels)
         for layer, values in maps.items()
@@ -132,7 +135,7 @@ def _one_map(values: NDArray[Any], layer: str) -> NDArray[Any]:
     return one
 
 
-def _as_picture(image: NDArray[np.float32]) -> RgbImage:
+def _stretched(image: NDArray[np.float32]) -> RgbImage:
     """A normalised image (3, H, W) stretched to what the eye can see."""
     low, high = float(image.min()), float(image.max())
     unit = (image - low) / max(high - low, 1e-12)

@@ -150,7 +150,13 @@ def explain_score(
     worst = tile_of(item, (height, width), patches[0])
     network, layers = detector.extractor.network, detector.extractor.layers
     seen = network_input([worst], detector.normalise, detector.device)[0]
-    maps = feature_map_pictures(network, seen, layers, layouts=detector.extractor.layouts)
+    maps = feature_map_pictures(
+        network,
+        seen,
+        layers,
+        layouts=detector.extractor.layouts,
+        picture=np.rint(worst.pixels * 255).astype(np.uint8),
+    )
 
     heatmap = _heatmap(prediction, item)
     good = GoodImages(detector, detector.manifest, there, read)

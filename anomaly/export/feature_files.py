@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ Array: TypeAlias = NDArray[np.float32]
 Format: TypeAlias = Literal["safetensors", "npy"]
 
 SETTINGS, INDEX, SKIPPED = "features.json", "index.csv", "skipped.csv"
+_SHARD = re.compile(r"features-\d{5,}(\..+)?\.(npy|safetensors)", re.DOTALL)
 # A shard closes before all rows that wait fill more memory than this.
 _SHARD_BYTES = 256 * 1024**2
 _COLUMNS = ("shard", "row", "path", "image_sha256")
@@ -131,14 +133,8 @@ def _trusted_index(folder: Path, layers: Sequence[str], form: Format) -> list[Sa
 
 def _delete_orphans(folder: Path, shards: set[str]) -> None:
     """Files of shards that were written, but whose run ended before they were in the index."""
-    clear(
-        folder,
-        [
-            f.name
-            for f in folder.glob("features-*")
-            if f.name.partition(".")[0] not in shards and f.suffix in (".npy", ".safetensors")
-        ],
-    )
+    written = (file.name for file in folder.iterdir() if _SHARD.fullmatch(file.name))
+    clear(folder, [name for name in written if name.partition(".")[0] not in shards])
 
 
 def _shard_files(shard: str, layers: Sequence[str], form: Format) -> list[str]:
@@ -203,7 +199,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 def _is_ours(name: str) -> bool:
     """Whether a file of this name belongs to saved features."""
-    return name in (SETTINGS, INDEX, SKIPPED) or name.startswith("features-")
+    return name in (SETTINGS, INDEX, SKIPPED) or bool(_SHARD.fullmatch(name))
 
 
 class FeatureWriter:
@@ -227,7 +223,7 @@ class FeatureWriter:
         self._shard_size = shard_size
         self._waiting: dict[tuple[tuple[int, ...], ...], list[tuple[str, str, list[Array]]]] = {}
         self._layers: tuple[str, ...] = tuple(settings["layers"])
-        if overwrite and folder.is_dir():
+        if overwrite and (folder / SETTINGS).exists():
             clear(folder, [f.name for f in folder.iterdir() if _is_ours(f.name)])
         claim(folder, (), overwrite=False)
         self._check_settings(settings)
@@ -288,8 +284,12 @@ class FeatureWriter:
         return max((int(saved.shard.rpartition("-")[2]) + 1 for saved in self._index), default=0)
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        if not any(_is_ours(f.name) for f in self.folder.iterdir()):
+        if not (present := sorted(f.name for f in self.folder.iterdir() if _is_ours(f.name))):
             return
+        if SETTINGS not in present:
+            raise OutputError(
+                f"{self.folder / present[0]} isn't from saved features; give another --output"
+            )
         before = _read_settings(self.folder)
         # Through JSON, so that tuples and lists are the same.
         now = json.loads(json.dumps(settings))

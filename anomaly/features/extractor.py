@@ -183,7 +183,7 @@ class Truncated:
 
 
 @without_values()
-def truncate(network: nn.Module, layers: Sequence[str], probe: int | None = None) -> Truncated:
+def truncate(network: nn.Module, layers: Sequence[str]) -> Truncated:
     """Drop every part of a network that isn't needed to compute `layers`, in place.
 
     A dry run on the meta device, which computes nothing, shows which parameters are touched before
@@ -192,13 +192,12 @@ def truncate(network: nn.Module, layers: Sequence[str], probe: int | None = None
     Args:
         network: on the meta device.
         layers: paths or patterns, as `anomaly.hooks.match` takes them.
-        probe: side of the square dry-run image; by default the first of `probes` that it takes.
 
     Raises:
         LayerError: a layer doesn't exist, never runs, or gives neither a map nor tokens; or it
             gives something else than a map (B, C, h, w), of a network that takes squares only.
     """
-    probe, outputs = truncate_in_place(network, layers, probe)
+    probe, outputs = truncate_in_place(network, layers)
     layouts = tuple(layout_of(path, output, probe) for path, output in outputs.items())
     oblong = all(layout.axes == "map" for layout in layouts) or takes(
         network, probe, 2 * probe, list(outputs)

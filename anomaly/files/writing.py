@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.errors import AnomalyError, OutputError, closest
-from anomaly.files.own_outputs import own_outputs
+from anomaly.files.own_outputs import is_model, own_outputs
 
 # File systems take 255 bytes a name; this leaves room for a suffix and a number.
 _LONGEST_NAME = 230
@@ -30,18 +30,23 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
 
     Raises:
         OutputError: one of them exists, or is a folder that no earlier run has made, or the folder
-            can't be made or written to.
+            is a model's, or can't be made or written to.
     """
     try:
         if folder.is_file():
             raise OutputError(f"{folder} is a file, and results need a folder; give another one")
         folder.mkdir(parents=True, exist_ok=True)
+        there = [file.name for file in folder.iterdir()]
+        if is_model(folder, there):
+            raise OutputError(
+                f"{folder} is a model folder, which holds nothing else; give another --output"
+            )
         present = [folder / name for name in names if (folder / name).exists()]
         if present and not overwrite:
             listed = ", ".join(str(p) for p in present)
             exist = "exists" if len(present) == 1 else "exist"
             raise OutputError(f"{listed} {exist} already; give another --output or add --overwrite")
-        own = own_outputs(folder, [file.name for file in folder.iterdir()]) if present else ()
+        own = own_outputs(folder, there) if present else ()
         for path in present:
             if path.is_dir() and path.name not in own and any(path.iterdir()):
                 raise OutputError(

@@ -89,7 +89,7 @@ class Prediction:
         """How rare the score is among good parts, in powers of ten; None without thresholds."""
         return None if self.thresholds is None else self.thresholds.calibrated(self.score)
 
-    @property
+    @cached_property
     def source_map(self) -> SourceMap:
         """The anomaly map, made when it is called, all rows or some: it may not fit into memory."""
         region = self.loading.region

@@ -49,7 +49,7 @@ def report_html(category: Category) -> str:
     evaluation = category.evaluation
     types = {row.sample.defect_type for row in evaluation.scored}
     refused = [
-        {"name": row.sample.name, "reason": row.reason}
+        {"name": row.sample.name, "reason": row.reason.removeprefix(f"{row.sample.path}: ")}
         for row in evaluation.scored
         if row.image_score is None
     ]
@@ -111,11 +111,12 @@ def command(model: str) -> str:
 def limits(thresholds: Thresholds | None) -> dict[str, Any]:
     """A model's thresholds as a page has them."""
     if thresholds is None:
-        return {"review": None, "reject": None, "pixel": None, "lines": []}
+        return {"review": None, "reject": None, "pixel": None, "review_pixel": None, "lines": []}
     return {
         "review": thresholds.review,
         "reject": thresholds.image,
         "pixel": thresholds.pixel,
+        "review_pixel": thresholds.review_pixel,
         "lines": thresholds.lines(),
     }
 

@@ -135,8 +135,8 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
     left_out = ""
     if found.learned:
         left_out = (
-            f"The model has learned from {found.learned} of these images and knows them: that they "
-            "are called good says nothing of others. "
+            f"The model has learned from {found.learned} of the {total} images and knows them: "
+            "that they are called good says nothing of others. "
         )
     if scored > len(shown):
         left_out += (
@@ -186,8 +186,8 @@ class _Found:
         if row.image_score is None:
             self.refused += 1
             if len(self.reasons) < NAMED:
-                reason = {"name": row.path, "status": row.status, "reason": row.reason}
-                self.reasons.append(reason)
+                reason = row.reason.removeprefix(f"{row.path}: ")
+                self.reasons.append({"name": row.path, "status": row.status, "reason": reason})
             return
         odd = bool(row.reason)
         if odd:

@@ -22,7 +22,7 @@ _SHARED = (
     "Some of these models were evaluated on the same images, so that there is no mean over them "
     "and no sum of their counts."
 )
-_STRIP_WIDTH, _STRIP_HEIGHT = 160, 30
+_STRIP_WIDTH, _STRIP_HEIGHT = 130, 30
 
 
 def write_report(category: Category, folder: Path, *, overwrite: bool) -> Path:

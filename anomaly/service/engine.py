@@ -195,7 +195,7 @@ class Engine:
         if first is None:
             return None
         gathered, end = [first], time.perf_counter() + BATCH_SECONDS
-        most = self.model.config.batch_size * get_threads()
+        most = self.model.batch_size * get_threads()
         while len(gathered) < most:
             left = end - time.perf_counter() if self._decoding else 0.0
             try:
@@ -218,11 +218,10 @@ class Engine:
     def _score(
         self, gathered: Sequence[Loaded | UnusableImage]
     ) -> Iterator[Prediction | UnusableImage]:
-        batch_size = self.model.config.batch_size
         # Every thread gets a batch of its own, if a small one.
         share = -(-len(gathered) // get_threads())
         items = self.model.fitting(iter(gathered))
-        batches: Iterator[Any] = by_shape(items, max(1, min(batch_size, share)))
+        batches: Iterator[Any] = by_shape(items, max(1, min(self.model.batch_size, share)))
         return self.model.predict_batches(batches)
 
     def _draw(self, result: Prediction | UnusableImage) -> None:

@@ -1,6 +1,8 @@
 """The three commands from end to end, and every bad input with its one clear message."""
 
+import argparse
 import csv
+import importlib
 import json
 import os
 import shutil
@@ -466,3 +468,16 @@ def test_help_is_quick_and_bare_call_explains() -> None:
     )
     code += "assert not {'torch', 'cv2', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_that_takes_several_values_may_be_repeated(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"anomaly.cli.{name.replace('-', '_')}").add_arguments(parser)
+    for action in parser._actions:
+        if action.nargs in ("+", "*") and action.option_strings:
+            both = [action.option_strings[0], "1", action.option_strings[0], "2"]
+            alone = argparse.ArgumentParser()
+            alone._add_action(action)
+            values = vars(alone.parse_args(both))[action.dest]
+            assert [str(value) for value in values] == ["1", "2"], action.option_strings

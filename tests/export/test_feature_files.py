@@ -111,6 +111,21 @@ def test_other_settings_are_refused_and_overwriting_begins_anew(tmp_path: Path) 
     assert (tmp_path / "mine.txt").read_text() == "kept"
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_only_looks_like_features_is_somebodys_own(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "index.csv").write_text("mine")
+    with pytest.raises(OutputError, match=r"index\.csv isn't from saved features"):
+        FeatureWriter(tmp_path, SETTINGS, 2, overwrite=overwrite)
+    assert (tmp_path / "index.csv").read_text() == "mine"
+    (tmp_path / "index.csv").unlink()
+    (tmp_path / "features-mean.npy").write_text("mine")
+    for again in (False, overwrite):
+        with FeatureWriter(tmp_path, SETTINGS, 2, overwrite=again) as writer:
+            add(writer, range(0 if writer.done else 3))
+    check(tmp_path, range(3))
+    assert (tmp_path / "features-mean.npy").read_text() == "mine"
+
+
 def test_images_of_several_shapes_lie_in_shards_of_their_own(tmp_path: Path) -> None:
     with FeatureWriter(tmp_path, SETTINGS, 8, overwrite=False) as writer:
         for i in range(6):

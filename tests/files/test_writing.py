@@ -55,6 +55,13 @@ def test_only_our_own_drafts_are_removed(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(os.listdir(tmp_path / "sub")) == sorted(foreign)
 
 
+def test_nothing_is_written_into_a_model_folder(run_folder: Path) -> None:
+    before = sorted(os.listdir(run_folder / "model"))
+    with pytest.raises(OutputError, match="is a model folder, which holds nothing else"):
+        claim(run_folder / "model", ("rows.csv",), overwrite=True)
+    assert sorted(os.listdir(run_folder / "model")) == before
+
+
 def test_nobodys_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert at_home(Path("~/a")) == Path("/home/me/a")

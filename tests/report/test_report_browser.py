@@ -87,10 +87,11 @@ def shown(browser: Browser) -> dict[str, Any]:
 
 
 def set_slider(browser: Browser, side: str, value: float) -> float:
-    """Move a slider as a hand would; returns where it came to stand."""
+    """Move a slider as a hand would, and let go; returns where it came to stand."""
     script = (
         f"(() => {{ const s = document.getElementById('{side}'); s.value = {value};"
-        "s.dispatchEvent(new Event('input')); return Number(s.value); })()"
+        "s.dispatchEvent(new Event('input')); s.dispatchEvent(new Event('blur'));"
+        "return Number(s.value); })()"
     )
     return float(browser.evaluate(script))
 
@@ -409,6 +410,35 @@ def test_the_command_carries_the_thresholds(browser: Browser, tmp_path: Path) ->
     )
 
 
+def test_half_a_typed_number_leaves_the_other_threshold(browser: Browser, tmp_path: Path) -> None:
+    opened(browser, tmp_path, case(60, thresholds=limits(11.0, review=8.5)))
+    command = "document.getElementById('command').value.split('--threshold ')[1]"
+    browser.evaluate("document.getElementById('reject-number').select()")
+    typed = []
+    for key in "12.5":
+        browser.press(key)
+        typed.append(browser.evaluate(command))
+    assert typed[0] == "1"  # review gives way for as long as reject is 1
+    assert typed[-1] == "12.5 --review-threshold 8.5"
+    browser.press("ArrowUp")
+    browser.press("ArrowDown")
+    browser.press("ArrowDown")
+    step = float(browser.evaluate("document.getElementById('reject').step"))
+    assert browser.evaluate(command) == f"{12.5 - step:.6g} --review-threshold 8.5"
+    # What has been left stays: review comes back only while reject is held.
+    set_slider(browser, "reject", 6.0)
+    set_slider(browser, "reject", 11.0)
+    assert browser.evaluate(command) == "11 --review-threshold 6"
+
+
+def test_copied_is_said_of_the_command_that_was(browser: Browser, tmp_path: Path) -> None:
+    opened(browser, tmp_path, case(thresholds=limits(10.0)))
+    browser.click("#copy")
+    browser.until("document.getElementById('copied').textContent !== ''", True)
+    set_slider(browser, "review", 7)
+    assert browser.evaluate("document.getElementById('copied').textContent") == ""
+
+
 def test_opacity_and_outlines(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, case(thresholds=limits()))
     heat = "getComputedStyle(document.querySelector('.heat')).opacity"
@@ -474,7 +504,7 @@ def test_the_index_fits_a_laptop(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "index.html"
     categories = [case(40, name=name, thresholds=limits()) for name in names]
     file.write_text(index_html(categories, [], {}), "utf-8")
-    browser.open(file, width=1366)
+    browser.open(file, width=1280)
     assert browser.evaluate(
         "[...document.querySelectorAll('.wide')].every((n) => n.scrollWidth <= n.clientWidth)"
     )

@@ -82,6 +82,35 @@ def test_no_more_wait_than_may_and_all_that_wait_are_answered(
         assert row.image_score == pytest.approx(theirs.score, rel=1e-4)
 
 
+def test_batches_are_no_larger_than_the_model_takes_at_once(
+    run_folder: Path, product: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sizes = load(run_folder, "cpu"), []
+    score = type(model).predict_batches
+
+    def counted(self: Any, batches: Any) -> Iterator[Any]:
+        def seen() -> Iterator[Any]:
+            for batch in batches:
+                sizes.append(len(batch))
+                yield batch
+
+        return score(self, seen())
+
+    monkeypatch.setattr(type(model), "predict_batches", counted)
+    monkeypatch.setattr("anomaly.service.engine.get_threads", lambda: 1)
+    monkeypatch.setattr("anomaly.service.engine.BATCH_SECONDS", 5.0)  # all are gathered
+    gate.may.set()
+    data = (product / "test" / "good" / "000.png").read_bytes()
+    with (
+        Recorder(gate, lambda number, _: None) as recorder,
+        Engine("disc", model, recorder, workers=1) as engine,
+    ):
+        wait([engine.submit(data, str(i)) for i in range(9)], 30)
+    assert model.batch_size == 4 < model.config.batch_size
+    assert sum(sizes) == 9
+    assert max(sizes) == 4
+
+
 def test_what_cannot_be_written_down_is_not_answered(
     run_folder: Path, product: Path, gate: Gate
 ) -> None:

@@ -91,6 +91,31 @@ def test_people_answer_with_buttons_and_keys(served: Served, page: Browser, prod
     assert served.get(f"/v1/parts/{newer}")["feedback"]["verdict"] == "good"
 
 
+def test_a_part_that_is_written_about_outlives_the_newest_sixty(
+    served: Served, page: Browser, product: Path
+) -> None:
+    number = arrive(served, page, product / "test" / "spot" / "001.png")
+    page.press("n")
+    page.evaluate("document.execCommand('insertText', false, 'scratch at')")
+    data = (product / "test" / "good" / "000.png").read_bytes()
+    newest = [served.score(data)[1]["id"] for _ in range(64)][-1]
+    page.until("document.querySelector('#strip button')?.dataset.part", str(newest))
+    assert text(page, "number").endswith(f"#{number}")
+    shown = "[...document.querySelectorAll('#strip button')].map((b) => Number(b.dataset.part))"
+    assert len(page.evaluate(shown)) == 60
+    page.click("#filter")  # asks for the newest anew, as after a lost connection
+    page.until(f"{shown}.at(-1) === {number} && {shown}.length < 60", True)
+    page.click("#filter")
+    page.until(f"{shown}.at(-1) === {number} && {shown}.length === 60", True)
+    assert text(page, "number").endswith(f"#{number}")
+    page.press("Escape")
+    page.press("d")
+    page.until("document.getElementById('defect').className.includes('chosen')", True)
+    assert served.get(f"/v1/parts/{number}")["feedback"]["note"] == "scratch at"
+    page.press("Home")
+    assert text(page, "number").endswith(f"#{newest}")
+
+
 def test_the_filter_shows_reviews_alone(served: Served, page: Browser, product: Path) -> None:
     arrive(served, page, product / "test" / "good" / "000.png")
     page.press("r")

@@ -7,13 +7,24 @@ function ownLimits() {
   return { review: review === null ? highest : review, reject: highest };
 }
 
-function setLimits(change) {
-  Object.assign(state, change);
-  // The other threshold gives way: review never lies above reject.
-  if (state.review > state.reject) {
-    if ("reject" in change) state.review = state.reject;
-    else state.reject = state.review;
-  }
+// Both thresholds as they were when the reader took hold of one of them; null when none is held.
+let held = null;
+
+function hold(side) {
+  if (held?.side !== side) held = { side, review: state.review, reject: state.reject };
+}
+
+// Move the threshold that is held. The other one gives way, as review never lies above reject, and
+// comes back where it was: half a typed number, or a drag there and back, leaves it as it is.
+function moveLimit(side, value) {
+  hold(side);
+  const review = side === "review" ? value : Math.min(held.review, value);
+  const reject = side === "reject" ? value : Math.max(held.reject, value);
+  setLimits({ review, reject });
+}
+
+function setLimits(limits) {
+  Object.assign(state, limits);
   update();
 }
 
@@ -39,9 +50,11 @@ function showInputs() {
   }
   const band = state.review < state.reject ? ` --review-threshold ${state.review}` : "";
   const review = band ? `, review_threshold=${state.review}` : "";
-  byId("command").value = data.command
+  const command = data.command
     ? `${data.command} --threshold ${state.reject}${band}`
     : `detector = detector.calibrate(threshold=${state.reject}${review})`;
+  if (byId("command").value !== command) byId("copied").textContent = "";
+  byId("command").value = command;
   const own = ownLimits();
   byId("reset").disabled = state.review === own.review && state.reject === own.reject;
 }
@@ -83,13 +96,24 @@ function startControls() {
     number.removeAttribute("min");
     number.removeAttribute("max");
     number.step = "any";
-    slider.addEventListener("input", () => setLimits({ [side]: Number(slider.value) }));
+    slider.addEventListener("input", () => moveLimit(side, Number(slider.value)));
     number.addEventListener("input", () => {
-      if (number.value !== "" && Number.isFinite(Number(number.value))) setLimits({ [side]: Number(number.value) });
+      if (number.value !== "" && Number.isFinite(Number(number.value))) moveLimit(side, Number(number.value));
     });
-    number.addEventListener("blur", showInputs);
+    // With any step allowed, a browser's own arrows would move by 1.
+    number.addEventListener("keydown", (event) => {
+      const up = { ArrowUp: 1, ArrowDown: -1 }[event.key];
+      if (!up || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      moveLimit(side, Number((state[side] + up * scale.step).toPrecision(6)));
+      number.value = String(state[side]);
+    });
+    for (const input of [slider, number]) {
+      input.addEventListener("focus", () => hold(side));
+      input.addEventListener("blur", () => { held = null; showInputs(); });
+    }
   }
-  byId("reset").addEventListener("click", () => setLimits(ownLimits()));
+  byId("reset").addEventListener("click", () => { held = null; setLimits(ownLimits()); });
   for (const [outcome] of OUTCOMES) {
     const chip = element("button", { class: "chip", type: "button" });
     chip.dataset.outcome = outcome;
@@ -207,6 +231,9 @@ function showColours() {
     tick.style.left = `${50 * times}%`;
     labels.append(tick);
   }
+  const { review_pixel: faint } = data.thresholds;
+  byId("review-key").classList.toggle("gone", faint === null || faint >= limit);
+  if (faint !== null) byId("review-key").title = `from ${scale.text(faint)} on`;
   bar.title = `anomaly map, ${data.unit}`;
   bar.replaceChildren(svg, labels);
 }

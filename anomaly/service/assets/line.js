@@ -20,6 +20,17 @@ const digits = (value) => Number(value).toPrecision(4);
 const heatmap = (part) => `/v1/parts/${part.id}/heatmap?of=${part.image_sha256.slice(0, 16)}`;
 const clock = (part) => new Date(part.time).toLocaleTimeString();
 
+// The part that isn't left for newer ones: somebody has chosen it, or writes about it.
+const held = () => (following && !drafted ? undefined : shown());
+
+// Keeps a part among the newest ones, however old it is.
+function keep(part) {
+  if (parts.some((one) => one.id === part.id)) return;
+  parts.length = Math.min(parts.length, KEPT - 1);
+  parts.push(part);
+  parts.sort((a, b) => b.id - a.id);
+}
+
 async function json(path, options) {
   const answer = await fetch(path, options);
   const body = await answer.json();
@@ -31,8 +42,10 @@ async function refresh() {
   const wanted = only;
   const found = (await json(`/v1/parts?limit=${KEPT}&verdict=${wanted}`)).parts;
   if (wanted !== only) return;
+  const before = held();
   parts = found;
-  if (following || !shown()) chosen = parts.length ? parts[0].id : null;
+  if (before) keep(before);
+  else chosen = parts.length ? parts[0].id : null;
   show();
   strip();
   chart();
@@ -243,17 +256,18 @@ function remember(body) {
 
 function take(part) {
   const place = parts.findIndex((one) => one.id === part.id);
+  const before = held();
   if (place >= 0) {
     parts[place] = part;
   } else if (!only || part.verdict === only) {
     parts.unshift(part);
     parts.sort((a, b) => b.id - a.id);
     parts.length = Math.min(parts.length, KEPT);
+    if (before) keep(before);
   } else {
     return;
   }
-  // A part that somebody is writing about stays.
-  if (following && !drafted && chosen !== parts[0].id) {
+  if (!before && chosen !== parts[0].id) {
     if (chosen !== null) arrived = performance.now();
     chosen = parts[0].id;
   }
