@@ -113,7 +113,7 @@ def _read_shard(folder: Path, shard: str, settings: Mapping[str, Any]) -> dict[s
         if settings["format"] == "safetensors":
             return load_file(folder / f"{shard}.safetensors")
         return {layer: np.load(folder / f"{shard}.{layer}.npy") for layer in settings["layers"]}
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, EOFError, ValueError, SafetensorError) as error:
         raise DataError(
             f"{folder}: shard {shard} can't be read ({why(error)}); delete its lines from "
             f"{INDEX} and run `anomaly features` again, which makes it anew"

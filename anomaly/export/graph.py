@@ -99,8 +99,15 @@ def write_graph(
     names = ["embeddings"]
     module: nn.Module = _Whole(detector) if whole else _Network(detector)
     images, sizes = _example(detector)
-    with torch.inference_mode():
-        shapes = [list(made.shape) for made in module(images)]
+    try:
+        with torch.inference_mode():
+            shapes = [list(made.shape) for made in module(images)]
+    except (RuntimeError, TypeError, ValueError):  # what is left out gave others another shape
+        last = detector.extractor.layers[-1]
+        raise ModelError(
+            f"this network can't be written as a graph: it can't go on behind {last}, which lies "
+            "inside a block; train with the block as the layer (`anomaly layers` lists it)"
+        ) from None
     if whole:
         names = ["patch_scores", "nearest"][: len(shapes)]
     file = folder / f"{Path(name).stem}.onnx"

@@ -123,11 +123,13 @@ def load_state(
 
 
 def _is_usable(key: str, values: Tensor) -> bool:
+    if values.is_sparse or values.is_meta:
+        return False
     if not values.is_floating_point():
         return not values.is_complex()  # counters, and indices of windows
     if not values.numel():
         return True
-    low, high = values.aminmax()
+    low, high = values.float().aminmax()  # formats of 8 bits have none of their own
     # A variance below 0 makes NaN of every image.
     return bool(low.isfinite() and high.isfinite()) and not (
         key.endswith("running_var") and low < 0

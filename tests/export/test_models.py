@@ -563,3 +563,16 @@ def test_openvinos_first_run_has_no_other_beside_it(monkeypatch: pytest.MonkeyPa
     assert most[0] == 1
     assert most[1] == 1  # begun by the second thread once the first one was done
     assert engine_module._has_run.is_set()
+
+
+def test_a_layer_inside_a_block_is_told_in_words(
+    product: Path, tmp_path: Path, command: Command
+) -> None:
+    run = tmp_path / "run"
+    inside = "backbone.layers=[features.6,features.13.conv.0]"
+    more = ["backbone.name=mobilenet_v2", "backbone.weights=random", inside]
+    assert command("train", train_arguments(product, run, *more))[0] == 0
+    code, _, said = command("export", ["--model", run, "--to", "onnx", "--output", tmp_path / "x"])
+    assert code == 2
+    assert "it can't go on behind features.13.conv.0, which lies inside a block" in said
+    assert not (tmp_path / "x" / "model").exists()
