@@ -20,8 +20,6 @@ def learn_all(folder: Path, layout: str, output: Path) -> dict[str, float]:
 
     A product that can't be used is named with the reason, and the others go on.
     """
-    if not folder.is_dir():
-        sys.exit(f"{folder} isn't a folder; give the one that has a folder for each product")
     found: dict[str, float] = {}
     products = sorted(path for path in folder.iterdir() if path.is_dir())
     print(f"{'product':20} {'AUROC':>7} {'false rejects':>14} {'escapes':>8}")
@@ -47,6 +45,8 @@ def learn_all(folder: Path, layout: str, output: Path) -> dict[str, float]:
 def main(arguments: list[str]) -> dict[str, float]:
     """The folder given, or generated products."""
     if arguments:
+        if not Path(arguments[0]).is_dir():
+            sys.exit(f"{arguments[0]} isn't a folder; give the one with a folder for each product")
         return learn_all(Path(arguments[0]), "good_defect", Path("products"))
     write_sample_data(Path("trial"), n_train=24, n_good=6, n_defect=5, overwrite=True)
     return learn_all(Path("trial"), "mvtec", Path("products"))

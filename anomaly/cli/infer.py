@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
+from anomaly.cli.infer_page import write_page
 from anomaly.cli.progress import ProgressLine
-from anomaly.cli.speech import NOTE, say_page
+from anomaly.cli.speech import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.files.own_outputs import DONE, FOLDERS, HEATMAPS, JOURNAL
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from anomaly.inference.journal import RunJournal
     from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
-    from anomaly.maps.thumbnails import Thumbnails
     from anomaly.model.products import AnyModel
 
 log = logging.getLogger(__name__)
@@ -200,30 +200,13 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     is_complete = len(rows) == total
     page = ""
     if is_complete and thumbnails is not None:
-        page = _written_page(options, model, rows, thumbnails, about)
+        page = write_page(options, model, lambda: rows, thumbnails, about)
     _say(rows, total, options.output, page)
     _say_learned_from(model, rows)
     if not is_complete:
         print("stopped; go on with --resume")
         return stop.exit_code
-    return _finished(options.output, journal, rows, model.name, begun)
-
-
-def _written_page(
-    options: argparse.Namespace,
-    model: AnyModel,
-    rows: list[Row],
-    thumbnails: Thumbnails,
-    about: dict[str, object],
-) -> str:
-    """Write the page of all images, and say where it is."""
-    from anomaly.report.gallery import write_gallery
-
-    named = ", ".join(map(str, options.input or [options.list]))
-    file = write_gallery(
-        model, options.model, named, lambda: rows, options.output, thumbnails, about
-    )
-    return say_page(file)
+    return _finish(options.output, journal, rows, model.name, begun)
 
 
 def _say_learned_from(model: AnyModel, rows: list[Row]) -> None:
@@ -236,7 +219,7 @@ def _say_learned_from(model: AnyModel, rows: list[Row]) -> None:
         print(f"the model has learned from {known} of them: their verdicts say nothing of others")
 
 
-def _finished(
+def _finish(
     output: Path, journal: RunJournal, rows: list[Row], model_name: str, begun: float
 ) -> int:
     """Note that a run is complete, and return the command's exit code."""

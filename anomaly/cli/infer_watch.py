@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
-from anomaly.cli.speech import NOTE, say_page
+from anomaly.cli.infer_page import write_page
+from anomaly.cli.speech import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.files.own_outputs import FOLDERS, INFER, JOURNAL, WATCHED
 
@@ -49,7 +50,9 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
             outputs.clear(model)
         thumbnails = None if options.no_page else Thumbnails()
         counts = _follow(options, outputs, model, about, decoders, stop, thumbnails)
-        page = "" if thumbnails is None else _write_page(options, model, about, thumbnails)
+        page = ""
+        if thumbnails is not None:
+            page = write_page(options, model, lambda: _rows(options), thumbnails, about)
     remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
     print(f"{_counted(counts)}; rows in {options.output / 'results.csv'}{page}")
     return 0 if counts["ok"] == _total(counts) else 3 if counts["ok"] else 2
@@ -144,23 +147,12 @@ def _saying_changes(model: AnyModel) -> Callable[[], None]:
     return look
 
 
-def _write_page(
-    options: argparse.Namespace,
-    model: AnyModel,
-    about: dict[str, object],
-    thumbnails: Thumbnails,
-) -> str:
-    """Write the page of all that was scored, and say where it is."""
+def _rows(options: argparse.Namespace) -> Iterator[Row]:
+    """The rows written so far, of earlier runs there, too."""
     from anomaly.inference.rows import Row
-    from anomaly.report.gallery import write_gallery
 
-    def rows() -> Iterator[Row]:
-        with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
-            yield from (Row(**json.loads(line)) for line in lines)
-
-    named = ", ".join(map(str, options.input))
-    file = write_gallery(model, options.model, named, rows, options.output, thumbnails, about)
-    return say_page(file)
+    with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
+        yield from (Row(**json.loads(line)) for line in lines)
 
 
 def _say_passed_over(options: argparse.Namespace) -> None:

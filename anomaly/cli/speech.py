@@ -116,11 +116,6 @@ def is_quiet() -> bool:
     return bool(shown) and min(shown) >= logging.ERROR
 
 
-def say_page(place: Path) -> str:
-    """Where `anomaly.report.gallery.write_gallery` has written, as the end of a sentence."""
-    return f", all on {'one page' if place.suffix else 'a page for each product'} in {place}"
-
-
 class _Terminal(logging.Handler):
     """Shows records, in colour where that is wanted; the level's name stands there as well."""
 

@@ -13,11 +13,10 @@ from anomaly.calibration import GoodScores
 from anomaly.errors import DataError
 from anomaly.imaging.image import Image, described
 from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.maps.regions import strips
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
 from anomaly.scorers.base import Progress
-
-_STRIP = 2048  # rows of an anomaly map at once; a large image's whole map may not fit into memory
 
 
 @dataclass(frozen=True)
@@ -145,8 +144,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _peak(result: Prediction) -> float:
-    height = result.view.source[0]
-    strips = (slice(top, min(top + _STRIP, height)) for top in range(0, height, _STRIP))
     # Rows outside the region to look at are NaN all along.
-    peaks = (np.fmax.reduce(result.source_map(strip), axis=None) for strip in strips)
-    return float(np.fmax.reduce(list(peaks)))
+    rows = strips(result.view.source)
+    peaks = [np.fmax.reduce(result.source_map(strip), axis=None) for strip in rows]
+    return float(np.fmax.reduce(peaks))

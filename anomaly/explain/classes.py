@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +12,7 @@ from anomaly.errors import AnomalyError
 from anomaly.explain.explanation import Explained, read_one
 from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
 from anomaly.explain.patches import marked
-from anomaly.explain.tiles import RgbImage, beside, glowing, signed, stacked
+from anomaly.explain.tiles import RgbImage, beside, glowing, picture_of, signed, stacked
 from anomaly.features.backbone_weights import full_network
 from anomaly.features.backbones import build, normalisation, official_weights
 from anomaly.features.layer_table import last_map, layer_table, side_multiple, stages, token_layer
@@ -66,7 +65,7 @@ def explain_class(
     shown = Explained()
     if not (mapped := stages(table)):
         raise AnomalyError(f"{name} makes no feature maps of {size} × {size} pixels; use more")
-    seen = np.rint(item.pixels * 255).astype(np.uint8)
+    seen = picture_of(item)
     shown.draw_maps(network, image, mapped, seen, before)
 
     with torch.inference_mode():

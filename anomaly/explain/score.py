@@ -29,7 +29,7 @@ from anomaly.explain.patches import (
     worst_patches,
 )
 from anomaly.explain.saliency import saliency_map
-from anomaly.explain.tiles import RgbImage, beside, glowing, stacked
+from anomaly.explain.tiles import RgbImage, beside, glowing, picture_of, stacked
 from anomaly.features.embedder import network_input
 from anomaly.files.writing import as_json, claim, clear, write
 from anomaly.imaging.given import Given, ImageLike
@@ -155,7 +155,7 @@ def explain_score(
         seen,
         layers,
         layouts=detector.extractor.layouts,
-        picture=np.rint(worst.pixels * 255).astype(np.uint8),
+        picture=picture_of(worst),
     )
 
     heatmap = _heatmap(prediction, item)
@@ -183,7 +183,7 @@ def _gradient(
     detector: AnomalyDetector, prediction: Prediction, worst: Loaded, heatmap: RgbImage
 ) -> RgbImage:
     saliency = saliency_map(score_gradient(detector, worst))
-    seen = marked(np.rint(worst.pixels * 255).astype(np.uint8), [])
+    seen = marked(picture_of(worst), [])
     return beside(
         [
             ("what the network sees" + (" of its worst tile" if worst.whole else ""), seen),

@@ -9,6 +9,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from anomaly.imaging.preprocessing import Loaded
+
 RgbImage = NDArray[np.uint8]
 
 _CAPTION_HEIGHT, _INDENT = 18, 2
@@ -17,6 +19,11 @@ _FONT, _FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4
 _NARROWEST, _PANEL = 96, 160
 _BACKGROUND = 255
 _INK = (40, 40, 40)
+
+
+def picture_of(item: Loaded) -> RgbImage:
+    """What the network gets of an image before it is normalised, (H, W, 3) RGB."""
+    return np.rint(item.pixels * 255).astype(np.uint8)
 
 
 def colored(values: NDArray[Any]) -> RgbImage:

@@ -54,7 +54,15 @@ class _Network(nn.Module):
         # Without the early stop, which a trace can't follow: what runs behind the last layer has no
         # weights any more, and no use, so that it isn't in the graph.
         with capture(self.network, self._layers) as captured:
-            captured.run((images - self.mean) / self.std)
+            try:
+                captured.run((images - self.mean) / self.std)
+            except (RuntimeError, TypeError, ValueError) as error:
+                # A module that was left out hands on what it gets, often of another shape.
+                raise ModelError(
+                    "this network can't be written as a graph: it can't go on behind "
+                    f"{self._layers[-1]} ({str(error).splitlines()[0]}), which lies inside a "
+                    "block; train with the block as the layer (`anomaly layers` lists it)"
+                ) from None
             maps = self._maps_of(captured.pop(), images)
         return (self._align(maps),)
 
@@ -99,15 +107,8 @@ def write_graph(
     names = ["embeddings"]
     module: nn.Module = _Whole(detector) if whole else _Network(detector)
     images, sizes = _example(detector)
-    try:
-        with torch.inference_mode():
-            shapes = [list(made.shape) for made in module(images)]
-    except (RuntimeError, TypeError, ValueError):  # what is left out gave others another shape
-        last = detector.extractor.layers[-1]
-        raise ModelError(
-            f"this network can't be written as a graph: it can't go on behind {last}, which lies "
-            "inside a block; train with the block as the layer (`anomaly layers` lists it)"
-        ) from None
+    with torch.inference_mode():
+        shapes = [list(made.shape) for made in module(images)]
     if whole:
         names = ["patch_scores", "nearest"][: len(shapes)]
     file = folder / f"{Path(name).stem}.onnx"
