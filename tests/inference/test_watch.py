@@ -57,13 +57,17 @@ def shift(
     command: Command, monkeypatch: pytest.MonkeyPatch, run_folder: Path, tmp_path: Path
 ) -> Callable[..., tuple[int, str, str]]:
     def run(
-        happenings: Iterable[Callable[[], object]], *flags: object, output: str = "out"
+        happenings: Iterable[Callable[[], object]],
+        *flags: object,
+        output: str = "out",
+        followed: str = "line",
     ) -> tuple[int, str, str]:
         stand_in = _Shift(happenings)
         monkeypatch.setattr(watching, "time", stand_in)
         monkeypatch.setattr(infer_watch, "Stopping", lambda: stand_in)
-        base = ["--model", run_folder, "--input", tmp_path / "line", "--output", tmp_path / output]
-        return command("infer", [*base, "--watch", *flags])
+        base = ["--model", run_folder, "--input", tmp_path / followed]
+        base += ["--output", tmp_path / output, "--watch"]
+        return command("infer", [*base, *flags])
 
     (tmp_path / "line").mkdir()
     return run
@@ -227,7 +231,7 @@ def test_results_in_the_folder_that_is_followed_by_another_name(
         code, _, _ = shift(nothing, "--masks", output=output)
         assert (code, _names(tmp_path / output)) == (0, ["a.png"]), turn
     # Followed through the link, and written to directly.
-    code, _, _ = shift(nothing, "--overwrite", "--input", tmp_path / "link", output="line/out")
+    code, _, _ = shift(nothing, "--overwrite", output="line/out", followed="link")
     assert (code, _names(tmp_path / "line" / "out")) == (0, ["a.png"])
 
 
