@@ -18,18 +18,29 @@
 #include <cstdio>
 #include <exception>
 #include <fstream>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <openvino/openvino.hpp>
 
+// The next number of a header, in which comments may stand.
+static std::size_t read_number(std::istream& stream) {
+    std::size_t number = 0;
+    while ((stream >> std::ws).peek() == '#')
+        stream.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
+    stream >> number;
+    return number;
+}
+
 // (1, 3, H, W) float32, RGB in [0, 1].
 static ov::Tensor read_ppm(const std::string& file) {
     std::ifstream stream(file, std::ios::binary);
     std::string magic;
-    std::size_t width = 0, height = 0, white = 0;
-    stream >> magic >> width >> height >> white;
+    stream >> magic;
+    const std::size_t width = read_number(stream), height = read_number(stream);
+    const std::size_t white = read_number(stream);
     stream.get();  // the one character behind the header
     if (!stream || magic != "P6" || white != 255)
         throw std::runtime_error(file + " isn't a PPM file of 8 bits (P6, 255)");

@@ -28,10 +28,13 @@ BORDER_DAMPING, SMOOTHING, TOP = 0.35, 4.0, 0.01
 def read_ppm(file: Path) -> np.ndarray:
     """An image as (1, 3, H, W) float32, RGB in [0, 1]."""
     content = file.read_bytes()
-    header = re.match(rb"P6\s+(\d+)\s+(\d+)\s+255\s", content)
+    gap = rb"(?:\s|#[^\n]*\n)+"  # comments are allowed between the numbers
+    header = re.match(rb"P6%b(\d+)%b(\d+)%b255\s" % (gap, gap, gap), content)
     if header is None:
         raise SystemExit(f"{file} isn't a PPM file of 8 bits (P6, 255)")
     width, height = map(int, header.groups())
+    if len(content) - header.end() < 3 * width * height:
+        raise SystemExit(f"{file} is cut short")
     pixels = np.frombuffer(content, np.uint8, 3 * width * height, header.end())
     picture = pixels.reshape(1, height, width, 3).transpose(0, 3, 1, 2)
     return picture.astype(np.float32) / np.float32(255)

@@ -14,7 +14,7 @@ from conftest import REPOSITORY, Command, train_arguments
 from portable import LEVELS, environment
 from threadpoolctl import threadpool_info
 
-from anomaly.runtime import has_bf16
+from anomaly.runtime.devices import has_bf16
 
 X86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 settings")
 # Relative; a tenth of the noise that thresholds leave room for.
@@ -60,7 +60,8 @@ def test_every_library_obeys() -> None:
 def test_bf16_needs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that has it, held down to AVX2 by ONEDNN_MAX_CPU_ISA, computes in fp32."""
     code = (
-        "import torch; from anomaly.runtime import has_bf16; print(has_bf16(torch.device('cpu')))"
+        "import torch; from anomaly.runtime.devices import has_bf16; "
+        "print(has_bf16(torch.device('cpu')))"
     )
     found = subprocess.run(
         [sys.executable, "-c", code], env=environment("avx2", 1), capture_output=True, text=True

@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         (by SIGTERM: 143).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Numpy's products run side by side on the program's own threads, see `anomaly.runtime`; those
-    # of its library beside them would only wait for one another.
+    # Numpy's products run side by side on the program's own threads (`anomaly.runtime.parallel`);
+    # those of its library beside them would only wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     command = arguments[0] if arguments and arguments[0] in COMMANDS else None
     if arguments and command is None and not arguments[0].startswith("-"):

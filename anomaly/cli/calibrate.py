@@ -188,11 +188,11 @@ def _choose(
 ) -> tuple[Thresholds, Choice | None]:
     """The thresholds that were asked for, and what was chosen by cost."""
     from anomaly.calibration import Costs, thresholds_by_cost, thresholds_from
-    from anomaly.evaluation.recalibration import by_hand, rates
+    from anomaly.evaluation.recalibration import by_hand
 
     if options.threshold is not None:
         return by_hand(good, options.threshold, options.review_threshold), None
-    review_rate, reject_rate = rates(model, options.review_rate, options.false_reject_rate)
+    review_rate, reject_rate = model.rates(options.review_rate, options.false_reject_rate)
     if options.cost_escape is None or defects is None:
         return thresholds_from(good, review_rate, reject_rate), None
     share = 0.01 if options.defect_share is None else options.defect_share

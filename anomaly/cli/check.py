@@ -63,7 +63,7 @@ def _checked(config: Config) -> tuple[str, DataReport]:
     from anomaly.datasets.check import Reading, check
     from anomaly.imaging.shared_decoders import read_mask
     from anomaly.model.settings import region_of
-    from anomaly.runtime import cores
+    from anomaly.runtime.threads import cores
 
     data, image = config.data, config.image
     dataset = open_dataset(data.format, data.root, data.category)

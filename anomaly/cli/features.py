@@ -43,15 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("safetensors", "npy"), default="safetensors")
     parser.add_argument(
         "--weights",
-        default="imagenet",
         help="of --backbone: imagenet (default), random, or a .safetensors or .pth file",
     )
     parser.add_argument(
         "--input-size",
         type=int,
-        default=224,
         metavar="N",
-        help="of --backbone: images keep their aspect, at the area of a square of side N",
+        help="of --backbone: images keep their aspect, at the area of a square of side N (224)",
     )
     parser.add_argument(
         "--square",
@@ -72,11 +70,17 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.model.exported import check_layers
 
     for name in ("input_size", "batch_size", "shard_size"):
-        if getattr(options, name) < 1:
+        if (value := getattr(options, name)) is not None and value < 1:
             raise AnomalyError(f"--{name.replace('_', '-')} must be 1 or more")
     if options.model is None:
+        options.weights = options.weights or "imagenet"
+        options.input_size = options.input_size or 224
         check_weights(options.weights)
     else:
+        for name in ("weights", "input_size", "square"):
+            if getattr(options, name):
+                option = f"--{name.replace('_', '-')}"
+                raise AnomalyError(f"{option} is for --backbone; a model brings its own")
         check_layers(options.model)
     paths = find_inputs(options.input).paths
     with locked(options.output):

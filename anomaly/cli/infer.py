@@ -237,22 +237,15 @@ def _finish(
     return code
 
 
-def _counted(rows: list[Row]) -> str:
-    """How many images have each verdict; empty where none has any."""
-    counts = {v: sum(row.verdict == v for row in rows) for v in ("good", "review", "reject")}
-    if not any(counts.values()):
-        return ""
-    return f": {counts['good']} good, {counts['review']} to review, {counts['reject']} rejected"
-
-
 def _say(rows: list[Row], total: int, output: Path, page: str) -> None:
-    scored = sum(row.status == "ok" for row in rows)
-    said = ": no verdicts, for the model has no thresholds" if scored else ""
-    print(f"{scored} of {total} images scored{_counted(rows) or said}")
+    from anomaly.inference.counts import counts_of, say_counts, say_verdicts
+
+    print(say_counts(counts_of(rows), total))
     products = sorted({row.product for row in rows} - {""})
     for product in products if len(products) > 1 else ():
         mine = [row for row in rows if row.product == product]
-        print(f"  {product}: {len(mine)} images{_counted(mine)}")
+        found = say_verdicts(counts_of(mine))
+        print(f"  {product}: {len(mine)} images{f': {found}' if found else ''}")
     odd = [row for row in rows if row.verdict == "review" and row.reason]
     for row in odd[:5]:
         print(f"  review: {row.path}: {row.reason}")

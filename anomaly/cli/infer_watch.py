@@ -7,8 +7,9 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
@@ -32,6 +33,7 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
     """Score what arrives until a signal comes."""
     from anomaly.files.writing import claim, remove_drafts
     from anomaly.imaging.decoder_pool import Decoders
+    from anomaly.inference.counts import say_counts, total_of
 
     _check(options)
     resume = options.resume and (options.output / WATCHED).exists()
@@ -54,8 +56,8 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
         if thumbnails is not None:
             page = write_page(options, model, lambda: _rows(options), thumbnails, about)
     remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
-    print(f"{_counted(counts)}; rows in {options.output / 'results.csv'}{page}")
-    return 0 if counts["ok"] == _total(counts) else 3 if counts["ok"] else 2
+    print(f"{say_counts(counts)}; rows in {options.output / 'results.csv'}{page}")
+    return 0 if counts["ok"] == total_of(counts) else 3 if counts["ok"] else 2
 
 
 def _follow(
@@ -77,13 +79,13 @@ def _follow(
     """
     from anomaly.errors import OutputError
     from anomaly.imaging.decoder_worker import Task
+    from anomaly.inference.counts import counts_of
     from anomaly.inference.watch import WatchJournal, watch
 
     counts: Counter[str] = Counter()
 
     def seen(finished: Finished) -> None:
-        counts[finished.row.status] += 1
-        counts[finished.row.verdict] += 1
+        counts.update(counts_of([finished.row]))
         print(_line(finished.row), flush=True)
 
     journal = WatchJournal(
@@ -178,6 +180,16 @@ def _line(row: Row) -> str:
     return f"{row.time[11:19]} UTC  {shown}"
 
 
+def _outermost(folders: Sequence[Path]) -> list[Path]:
+    """Folders without those that are, or lie in, another one, by whatever name they are called."""
+    kept: dict[Path, Path] = {}  # by their real places
+    for folder in folders:
+        place = folder.resolve()
+        if not any(place.is_relative_to(other) for other in kept):
+            kept = {p: f for p, f in kept.items() if not p.is_relative_to(place)} | {place: folder}
+    return list(kept.values())
+
+
 def _check(options: argparse.Namespace) -> None:
     from anomaly.errors import DataError, OutputError
     from anomaly.imaging.listing import is_folder
@@ -189,6 +201,7 @@ def _check(options: argparse.Namespace) -> None:
     for folder in options.input:
         if not is_folder(folder):
             raise DataError(f"--watch follows folders, and --input {folder} is none")
+    options.input = _outermost(options.input)
     if options.parquet:
         raise OutputError("--parquet is written at the end of a run, which --watch doesn't have")
     if (options.output / JOURNAL).exists() and not options.overwrite:
@@ -201,13 +214,3 @@ def _check(options: argparse.Namespace) -> None:
             f"{options.output} holds what was watched before; add --resume to go on with it, "
             "--overwrite to start again, or give another --output"
         )
-
-
-def _total(counts: Counter[str]) -> int:
-    return sum(counts[s] for s in ("ok", "unreadable", "unsupported", "failed"))
-
-
-def _counted(counts: Counter[str]) -> str:
-    said = f"{counts['ok']} of {_total(counts)} images scored: {counts['good']} good"
-    review = f", {counts['review']} to review" if counts["review"] else ""
-    return f"{said}, {counts['reject']} rejected{review}"

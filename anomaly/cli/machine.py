@@ -150,7 +150,7 @@ def wanted_threads(options: argparse.Namespace) -> int:
     Raises:
         AnomalyError: an impossible number.
     """
-    from anomaly.runtime import cores
+    from anomaly.runtime.threads import cores
 
     threads: int = cores() if options.threads is None else options.threads
     if threads < 1:
@@ -179,7 +179,8 @@ def device_and_threads(
     threads = wanted_threads(options)
     import cv2
 
-    from anomaly.runtime import CPU, device_of, use_threads
+    from anomaly.runtime.devices import CPU, device_of
+    from anomaly.runtime.threads import use_threads
 
     use_threads(threads)  # torch and faiss follow when they are imported
     cv2.setNumThreads(1)  # files are decoded in parallel already

@@ -170,7 +170,7 @@ def _look(taken: Recognised) -> tuple[tuple[Advice, ...], bool, int]:
     from anomaly.datasets import open_dataset
     from anomaly.datasets.advice import advice
     from anomaly.datasets.check import Reading, check
-    from anomaly.runtime import cores
+    from anomaly.runtime.threads import cores
 
     dataset = open_dataset(taken.layout, taken.root, None)
     with ProgressLine() as progress:

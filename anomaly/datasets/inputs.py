@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from anomaly.datasets.lists import COLUMNS
 from anomaly.errors import DataError
 from anomaly.files.csv_files import header_of, marked_encoding, read_rows, text_of
 from anomaly.files.writing import looked_in, short_name
@@ -57,7 +58,8 @@ def find_inputs(
     Args:
         inputs: files, and folders that are searched.
         list_file: a text file with a path on each line, or a CSV file with a header and the
-            columns `path` and `group`, or `path` alone, or a `results.csv`; `-` for standard input.
+            columns `path` and `group`, or `path` alone, or the list of a data set, or a
+            `results.csv`; `-` for standard input.
             A file that it names needn't exist, and will be reported as unreadable.
         option: where the inputs were given, for messages.
 
@@ -120,7 +122,8 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
     header, _ = header_of(lines[0], _COLUMNS) if lines else ([], "")
     if not is_table(header, list_file):
         return [Path(line) for line in lines], {}
-    if len(header) == 1 or "image_sha256" in header:  # a path a line, or our results
+    # A path a line, the list of a data set, or our results.
+    if set(header) <= set(COLUMNS) - {"group"} or "image_sha256" in header:
         # Ours are in UTF-8, but for names of files that aren't: a mark keeps those. What a
         # spreadsheet has saved ends its lines otherwise.
         head = data[: data.find(b"\n")]

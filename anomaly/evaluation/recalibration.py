@@ -42,7 +42,7 @@ def recalibrated(
     if threshold is None:
         if review_threshold is not None:
             raise DataError("review_threshold needs threshold, where rejection begins")
-        wanted = rates(detector, review_rate, reject_rate)
+        wanted = detector.rates(review_rate, reject_rate)
     elif reject_rate is not None or review_rate is not None:
         raise DataError("thresholds are set by hand or found by rates, not both")
     else:
@@ -82,32 +82,6 @@ def check_by_hand(reject: float, review: float | None) -> None:
             raise DataError(f"the {name} is {value!r}; it must be a number of 0 or more")
     if chosen > reject:
         raise DataError(f"the review threshold {chosen:g} lies above the threshold {reject:g}")
-
-
-def rates(
-    detector: AnomalyDetector, review_rate: float | None, reject_rate: float | None
-) -> tuple[float, float]:
-    """Rates of review and of rejection: those given, else the thresholds', else the config's.
-
-    Raises:
-        DataError: both are given and contradict each other, or one isn't between 0 and 1.
-    """
-    for name, value in (("review", review_rate), ("false-reject", reject_rate)):
-        if value is not None and not 0 < value < 1:
-            raise DataError(f"the {name} rate is {value:g}; it must be between 0 and 1 (0.01: 1 %)")
-    config, now = detector.config.calibration, detector.thresholds
-    review = (now and now.calibration.review.target) or config.review_rate
-    reject = (now and now.calibration.reject.target) or config.reject_rate
-    review, reject = review_rate or review, reject_rate or reject
-    if reject <= review:
-        return review, reject
-    if review_rate is not None and reject_rate is not None:
-        raise DataError(
-            f"the false-reject rate {reject:g} is above the review rate {review:g}; what is "
-            "rejected is never called good"
-        )
-    # Only one was given: the other gives way.
-    return (review, review) if review_rate is not None else (reject, reject)
 
 
 def known_scores(detector: AnomalyDetector, without: Sequence[str] = ()) -> GoodScores:

@@ -43,11 +43,11 @@ def feature_map_pictures(
         For each layer's path a picture (h', w', 3): the image, PCA to RGB, then the channels.
 
     Raises:
-        LayerError: no such layer, or its output isn't a feature map.
-        AnomalyError: the network is in train mode, or it isn't an image (3, H, W) of floats.
+        LayerError: no such layer, or its output isn't a feature map of finite values.
+        AnomalyError: the network is in train mode, or it isn't an image (3, H, W) of finite floats.
     """
     check_eval(model)
-    batch = batch_of(image)
+    batch = batch_of(image, model)
     with torch.no_grad(), capture(model, layers, stop=True) as captured:
         captured.run(batch)
         outputs = captured.pop()
@@ -74,7 +74,12 @@ def feature_map_picture(
         title: the first line.
         image: what the network looked at, (H, W, 3).
         n_channels: how many channels are shown, the most active first.
+
+    Raises:
+        LayerError: it holds NaN or infinite values.
     """
+    if not np.isfinite(values).all():
+        raise LayerError(f"{title}: the feature map holds NaN or infinite values; see the weights")
     _, height, width = values.shape
     longer, shorter = max(height, width), min(height, width)
     scale = max(_TILE / longer, min(_TILE / 2 / shorter, 3 * _TILE / longer))

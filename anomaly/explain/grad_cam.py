@@ -41,13 +41,16 @@ def grad_cam(
     Raises:
         LayerError: no such layer, or its output isn't a feature map.
         AnomalyError: the network isn't a classifier, is in train mode, or has no such class; or it
-            isn't an image (3, H, W) of floats.
+            isn't an image (3, H, W) of finite floats.
     """
     check_eval(model)
-    batch = batch_of(image).detach().clone().requires_grad_()
-    with torch.enable_grad(), capture(model, layer, grad=True) as captured:
-        score = _class_score(captured.run(batch), target_class)
-        ((path, maps),) = captured.pop().items()
+    batch = batch_of(image, model)
+    # Gradients also where the caller computes without; the copy is no inference tensor.
+    with torch.inference_mode(False), torch.enable_grad():
+        batch = batch.detach().clone().requires_grad_()
+        with capture(model, layer, grad=True) as captured:
+            score = _class_score(captured.run(batch), target_class)
+            ((path, maps),) = captured.pop().items()
         (gradients,) = torch.autograd.grad(score, maps, materialize_grads=True)
     if maps.ndim == 3 and (stride := token_stride(maps.shape[1], image.shape[1:])):
         tokens = Layout("tokens", maps.shape[2], stride)
@@ -81,7 +84,7 @@ def guided_grad_cam(
     Raises:
         LayerError: no such layer, its output isn't a feature map, or there are no ReLU layers.
         AnomalyError: the network isn't a classifier, is in train mode, or has no such class; or it
-            isn't an image (3, H, W) of floats.
+            isn't an image (3, H, W) of finite floats.
     """
     cam = grad_cam(model, image, layer, target_class)
     gradient = guided_backpropagation(

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from anomaly.errors import AnomalyError
 
 
-def batch_of(image: Tensor) -> Tensor:
+def batch_of(image: Tensor, model: nn.Module | None = None) -> Tensor:
     """One image as a batch (1, 3, H, W).
 
     Args:
-        image: (3, H, W), floats.
+        image: (3, H, W), finite floats.
+        model: the network that is to see it, whose number format it takes on.
 
     Raises:
         AnomalyError: it is something else.
@@ -31,7 +32,11 @@ def batch_of(image: Tensor) -> Tensor:
             f"the image holds {str(image.dtype).removeprefix('torch.')}: give floats, normalised "
             "as the network wants them"
         )
-    return image[None]
+    if not image.isfinite().all():
+        raise AnomalyError("the image holds NaN or infinite values: every layer would, too")
+    weights = () if model is None else model.parameters()
+    formats = (weight.dtype for weight in weights if weight.is_floating_point())
+    return image[None].to(next(formats, image.dtype))
 
 
 def check_eval(model: nn.Module) -> None:

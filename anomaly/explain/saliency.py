@@ -29,10 +29,11 @@ def image_gradient(score: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
 
     Raises:
         AnomalyError: the score isn't one number or can't be differentiated, or it isn't an image
-            (3, H, W) of floats.
+            (3, H, W) of finite floats.
     """
-    batch = batch_of(image).detach().clone().requires_grad_()
-    with torch.enable_grad():
+    batch = batch_of(image)
+    with torch.inference_mode(False), torch.enable_grad():
+        batch = batch.detach().clone().requires_grad_()
         value = score(batch)
         if value.numel() != 1:
             raise AnomalyError(f"the score has shape {tuple(value.shape)}, not one number")
@@ -76,7 +77,7 @@ def guided_backpropagation(
         )
     with HookSet(model) as hooks:
         hooks.backward(activations, _only_positive)
-        return image_gradient(score, image)
+        return image_gradient(score, batch_of(image, model)[0])
 
 
 def saliency_map(gradient: Tensor) -> NDArray[np.float32]:

@@ -82,10 +82,10 @@ def read_features(folder: Path) -> SavedFeatures:
     for saved in index:
         rows.setdefault(saved.shard, []).append(saved.row)
     # A run that was cut off may have listed a part of its last shard only.
-    parts = [(_read_shard(folder, shard, settings), kept) for shard, kept in rows.items()]
+    parts = [_read_shard(folder, shard, kept, settings) for shard, kept in rows.items()]
     values = {}
     for layer in settings["layers"]:
-        arrays = [part[layer][kept] for part, kept in parts]
+        arrays = [part[layer] for part in parts]
         shapes = {array.shape[1:] for array in arrays}
         if len(shapes) > 1:
             raise DataError(
@@ -108,12 +108,19 @@ def _encoded(arrays: Mapping[str, Array], form: Format) -> list[bytes]:
     return files
 
 
-def _read_shard(folder: Path, shard: str, settings: Mapping[str, Any]) -> dict[str, Array]:
+def _read_shard(
+    folder: Path, shard: str, rows: Sequence[int], settings: Mapping[str, Any]
+) -> dict[str, Array]:
+    """Some rows of a shard, by layer."""
+    layers, form = settings["layers"], settings["format"]
+    files = [folder / name for name in _shard_files(shard, layers, form)]
     try:
-        if settings["format"] == "safetensors":
-            return load_file(folder / f"{shard}.safetensors")
-        return {layer: np.load(folder / f"{shard}.{layer}.npy") for layer in settings["layers"]}
-    except (OSError, EOFError, ValueError, SafetensorError) as error:
+        if form == "safetensors":
+            arrays = load_file(files[0])
+        else:
+            arrays = dict(zip(layers, map(np.load, files), strict=True))
+        return {layer: arrays[layer][rows] for layer in layers}
+    except (OSError, EOFError, ValueError, LookupError, SafetensorError) as error:
         raise DataError(
             f"{folder}: shard {shard} can't be read ({why(error)}); delete its lines from "
             f"{INDEX} and run `anomaly features` again, which makes it anew"
@@ -123,11 +130,8 @@ def _read_shard(folder: Path, shard: str, settings: Mapping[str, Any]) -> dict[s
 def _trusted_index(folder: Path, layers: Sequence[str], form: Format) -> list[Saved]:
     """The index without shards that have vanished."""
     index = _read_index(folder)
-    whole = {
-        shard
-        for shard in {saved.shard for saved in index}
-        if all((folder / name).is_file() for name in _shard_files(shard, layers, form))
-    }
+    files = {saved.shard: _shard_files(saved.shard, layers, form) for saved in index}
+    whole = {shard for shard in files if all((folder / name).is_file() for name in files[shard])}
     return [saved for saved in index if saved.shard in whole]
 
 
@@ -157,11 +161,6 @@ def _read_index(folder: Path) -> list[Saved]:
         raise DataError(
             f"{file} is no index of features ({why(error)}); delete the folder"
         ) from None
-
-
-def _write_index(folder: Path, index: Sequence[Saved]) -> None:
-    """Write the whole index."""
-    write(folder / INDEX, csv_text([_COLUMNS, *_lines(index)]))
 
 
 def _append_index(folder: Path, new: Sequence[Saved]) -> None:
@@ -228,7 +227,7 @@ class FeatureWriter:
         claim(folder, (), overwrite=False)
         self._check_settings(settings)
         self._index = _trusted_index(folder, self._layers, self._format)
-        _write_index(folder, self._index)
+        write(folder / INDEX, csv_text([_COLUMNS, *_lines(self._index)]))
         _delete_orphans(folder, {saved.shard for saved in self._index})
         write(folder / SETTINGS, as_json(settings))
 
@@ -269,10 +268,8 @@ class FeatureWriter:
     def _save(self, shapes: tuple[tuple[int, ...], ...]) -> None:
         rows = self._waiting.pop(shapes)
         shard = f"features-{self._next_number():05}"
-        arrays = {
-            layer: np.stack([values[i] for _, _, values in rows])
-            for i, layer in enumerate(self._layers)
-        }
+        stacks = (np.stack(of_layer) for of_layer in zip(*(r[2] for r in rows), strict=True))
+        arrays = dict(zip(self._layers, stacks, strict=True))
         names = _shard_files(shard, self._layers, self._format)
         for name, content in zip(names, _encoded(arrays, self._format), strict=True):
             write(self.folder / name, content)

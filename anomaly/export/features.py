@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -13,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anomaly.errors import ConfigError, ModelError, OutputError
+from anomaly.errors import ConfigError, LayerError, ModelError, OutputError
 from anomaly.export.feature_files import FeatureWriter
 from anomaly.features.backbone_weights import load_state, read_weights
 from anomaly.features.backbones import Normalisation, build, default_layers, normalisation
-from anomaly.features.extractor import truncate_in_place
-from anomaly.features.layer_table import side_multiple
+from anomaly.features.layer_table import show, side_multiple
+from anomaly.features.truncation import truncate_in_place
 from anomaly.files.writing import sha256_of
 from anomaly.hooks import capture
 from anomaly.imaging.decoder_pool import Decoders
@@ -76,7 +77,8 @@ def from_model(folder: Path, layers: Sequence[str] | None = None) -> Source:
         log.warning("%s looks at a part of each image; features are of whole images", folder)
     layers = layers or detector.extractor.layers
     network = build(name)
-    _, outputs = truncate_in_place(network, layers)
+    side, outputs = truncate_in_place(network, layers)
+    axes = _channel_axes(network, side, outputs)
     kept = detector.extractor.network.state_dict()
     missing = [key for key in network.state_dict() if key not in kept]
     if missing:
@@ -88,7 +90,7 @@ def from_model(folder: Path, layers: Sequence[str] | None = None) -> Source:
     load_state(network, kept, build(name), str(folder))
     settings = {"model_id": detector.model_id, "network": name, "layers": list(outputs)}
     loading = detector.loading
-    return Source(network, _channel_axes(outputs), loading, detector.normalise, settings)
+    return Source(network, axes, loading, detector.normalise, settings)
 
 
 def from_backbone(
@@ -109,6 +111,7 @@ def from_backbone(
     layers = layers or _default_layers(name)
     network = build(name)
     _, outputs = truncate_in_place(network, layers, size)
+    axes = _channel_axes(network, size, outputs)
     multiple = side_multiple(build(name), layers)
     if not square and multiple is None:
         raise ConfigError(
@@ -125,7 +128,7 @@ def from_backbone(
     }
     sizing = Sizing(size if square else None, None, size, multiple or _STRIDE)
     loading = Loading(sizing, None, MAX_PIXELS)
-    return Source(network, _channel_axes(outputs), loading, normalisation(name), settings)
+    return Source(network, axes, loading, normalisation(name), settings)
 
 
 def save_features(
@@ -184,8 +187,23 @@ def _default_layers(name: str) -> Sequence[str]:
         ) from None
 
 
-def _channel_axes(outputs: dict[str, Tensor]) -> dict[str, int]:
-    return {layer: channel_axis(output.shape) for layer, output in outputs.items()}
+def _channel_axes(network: nn.Module, side: int, outputs: dict[str, Tensor]) -> dict[str, int]:
+    """Which axis of each layer's output holds the channels.
+
+    Args:
+        network: as long as it is on the meta device, where showing it an image costs nothing.
+        side: of the square image that the outputs are of.
+        outputs: of the layers.
+    """
+    shapes = {layer: tuple(output.shape) for layer, output in outputs.items()}
+    cubes = [
+        layer for layer, shape in shapes.items() if len(shape) == 4 and len(set(shape[1:])) == 1
+    ]
+    if cubes:  # as many channels as rows: another image has other rows
+        with suppress(LayerError), capture(network, cubes, stop=True) as captured:
+            show(network, 2 * side, 2 * side, captured.run)
+            shapes |= {layer: tuple(output.shape) for layer, output in captured.pop().items()}
+    return {layer: channel_axis(shape) for layer, shape in shapes.items()}
 
 
 def _todo(

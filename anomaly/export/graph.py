@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from anomaly.errors import ModelError
 from anomaly.export.resampling import resampled_by_products
+from anomaly.features.backbone_weights import load_state
+from anomaly.features.backbones import build
 from anomaly.features.engine import ENGINES, installed
 from anomaly.features.folding import folded
 from anomaly.hooks import capture
@@ -43,28 +45,61 @@ class _Network(nn.Module):
 
     def __init__(self, detector: AnomalyDetector) -> None:
         super().__init__()
-        extractor, normalise = detector.extractor, detector.normalise
-        self.network = folded(extractor.network, extractor.pairs, torch.float32)
+        normalise = detector.normalise
+        self.network = _to_the_end(detector)
         self.register_buffer("mean", torch.tensor(normalise.mean).view(3, 1, 1))
         self.register_buffer("std", torch.tensor(normalise.std).view(3, 1, 1))
-        self._layers, self._align = extractor.layers, detector.scorer.align
-        self._maps_of = extractor.maps_of
+        self._layers, self._align = detector.extractor.layers, detector.scorer.align
+        self._maps_of = detector.extractor.maps_of
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         # Without the early stop, which a trace can't follow: what runs behind the last layer has no
-        # weights any more, and no use, so that it isn't in the graph.
+        # use, so that it isn't in the graph.
         with capture(self.network, self._layers) as captured:
-            try:
-                captured.run((images - self.mean) / self.std)
-            except (RuntimeError, TypeError, ValueError) as error:
-                # A module that was left out hands on what it gets, often of another shape.
-                raise ModelError(
-                    "this network can't be written as a graph: it can't go on behind "
-                    f"{self._layers[-1]} ({str(error).splitlines()[0]}), which lies inside a "
-                    "block; train with the block as the layer (`anomaly layers` lists it)"
-                ) from None
+            captured.run((images - self.mean) / self.std)
             maps = self._maps_of(captured.pop(), images)
         return (self._align(maps),)
+
+
+def _to_the_end(detector: AnomalyDetector) -> nn.Module:
+    """The detector's network, folded, which can run to its end.
+
+    What lies behind the last wanted layer was cut away and hands on what it gets. Inside a block
+    that is often of another shape than the block goes on with; then the whole network is taken,
+    with zeros for the weights that no wanted layer needs.
+
+    Raises:
+        ModelError: that can't run to its end either.
+    """
+    extractor, name = detector.extractor, detector.config.backbone.name
+    images, _ = _example(detector)
+    kept = folded(extractor.network, extractor.pairs, torch.float32)
+    if _runs(kept, images):
+        return kept
+    whole, state = build(name), extractor.network.state_dict()
+    zeros = {
+        key: torch.zeros(like.shape, dtype=like.dtype)
+        for key, like in whole.state_dict().items()
+        if key not in state
+    }
+    load_state(whole, state | zeros, build(name), name)
+    whole = folded(whole.eval(), extractor.pairs, torch.float32)
+    if not _runs(whole, images):
+        height, width = images.shape[2:]
+        raise ModelError(
+            f"this network can't be written as a graph: {name} doesn't run to its end on images of "
+            f"{height}×{width}; train with another backbone"
+        )
+    return whole
+
+
+def _runs(network: nn.Module, images: Tensor) -> bool:
+    try:
+        with torch.inference_mode():
+            network(images)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return True
 
 
 class _Whole(nn.Module):

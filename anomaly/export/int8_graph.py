@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.export.graph import quiet
 from anomaly.features.backbones import Normalisation
-from anomaly.runtime import get_threads
+from anomaly.runtime.threads import get_threads
 
 # Computed in int8 beside a convolution; attention and the method's alignment stay in fp32.
 _OPERATORS = ["Conv", "Add", "Clip", "MaxPool", "Relu"]

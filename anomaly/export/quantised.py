@@ -45,8 +45,7 @@ from anomaly.model.settings import turns_of
 from anomaly.model.threshold_files import change
 from anomaly.model.training import StageProgress
 from anomaly.model.training_patches import TrainingPatches
-from anomaly.model.updating import rates_of
-from anomaly.runtime import get_threads
+from anomaly.runtime.threads import get_threads
 from anomaly.scorers.base import Fitter
 
 CALIBRATED_ON = 100  # training images whose activations say how far these reach
@@ -277,4 +276,4 @@ def _thresholds(
         groups={i: sample.group for i, sample in samples.items() if sample.group},
         progress=lambda done, total: progress("calibration", done, total),
     )
-    return thresholds_from(good, *rates_of(detector))
+    return thresholds_from(good, *detector.rates())

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from anomaly.errors import ModelError
 from anomaly.features.engine import Graph
 from anomaly.imaging.preprocessing import Loaded
-from anomaly.runtime import get_threads
+from anomaly.runtime.threads import get_threads
 
 # No engine gains by more, and eight take twice the memory.
 _AT_ONCE = 2

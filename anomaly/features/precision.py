@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from anomaly.features.extractor import FeatureExtractor
-from anomaly.runtime import has_bf16
+from anomaly.runtime.devices import has_bf16
 
 log = logging.getLogger(__name__)
 

@@ -157,9 +157,13 @@ def _sha256(file: Path) -> str:
 def _read(file: Path) -> dict[str, Tensor]:
     log.debug("weights from %s", file.absolute())
     try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
+        with file.open("rb") as stream:
+            # Told by the contents, which begin with the length of a header in JSON; from a name
+            # torch would take it the other way.
+            if stream.read(9)[8:] == b"{":
+                return load_file(file)
+            stream.seek(0)
+            loaded = torch.load(stream, map_location="cpu", weights_only=True)
     except SafetensorError:
         raise WeightsError(_damaged(file)) from None
     except Exception as error:

@@ -19,7 +19,7 @@ def check_weights(weights: str) -> None:
 
 
 def weights_path(path: Path) -> Path:
-    """A user's `.safetensors` or `.pth` file, with `~` replaced by the home folder.
+    """A user's `.safetensors`, `.pth`, `.pt` or `.bin` file, with `~` replaced by the home folder.
 
     Raises:
         WeightsError: no such file, or another suffix.
@@ -33,8 +33,9 @@ def weights_path(path: Path) -> Path:
             f"backbone.weights: {path} {kind}. Give `imagenet`, `random`, "
             "or the path of a .safetensors or .pth file"
         )
-    if path.suffix not in (".safetensors", ".pth", ".pt"):
+    if path.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
         raise WeightsError(
-            f"backbone.weights: {path} is neither a .safetensors nor a .pth file; convert it first"
+            f"backbone.weights: {path} isn't a .safetensors, .pth, .pt or .bin file; convert it "
+            "first"
         )
     return path

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -101,18 +100,3 @@ def chunks_done(dest: str) -> set[int]:
     names = storage.names(storage.inside(dest, PARTS))
     found = (name.removesuffix(".parquet") for name in names if name.endswith(".parquet"))
     return {int(name) for name in found if name.isdecimal()}
-
-
-def say_counts(counts: Counter[str]) -> str:
-    """How many images there are, by what was found."""
-    total = total_of(counts)
-    said = f"{counts['ok']} of {total} images scored"
-    kinds = {"good": "good", "review": "to review", "reject": "rejected"}
-    named = [f"{counts[k]} {word}" for k, word in kinds.items() if counts[k]]
-    bad = [f"{counts[k]} {k}" for k in ("unreadable", "unsupported", "failed") if counts[k]]
-    return ", ".join([said, *named, *bad])
-
-
-def total_of(counts: Counter[str]) -> int:
-    """How many images there are."""
-    return sum(counts[kind] for kind in ("ok", "unreadable", "unsupported", "failed"))

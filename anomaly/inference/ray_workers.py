@@ -86,7 +86,7 @@ class _Scorer:
 
         from anomaly.imaging.decoder_pool import Decoders
         from anomaly.model.product_folder import load
-        from anomaly.runtime import use_threads
+        from anomaly.runtime.threads import use_threads
 
         job = self._job
         use_threads(job.threads)

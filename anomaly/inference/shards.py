@@ -30,6 +30,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.image import most_bytes
 from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.inference.counts import counts_of
 from anomaly.inference.journal import Finished
 from anomaly.inference.outputs import Outputs
 from anomaly.inference.parts import part_of
@@ -111,8 +112,7 @@ def infer_shard(
             rows = [images.rows[i] for i in range(len(images.names))]
             notes = {"anomaly": json.dumps({"job": about, "chunk": chunk})}
             storage.put(part_of(dest, chunk), as_parquet(rows, notes))
-            counts.update(row.status for row in rows)
-            counts.update(row.verdict for row in rows)
+            counts += counts_of(rows)
             before += len(rows)
     return counts
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from anomaly.features.extractor import FeatureExtractor, Truncated
+    from anomaly.features.extractor import FeatureExtractor
+    from anomaly.features.truncation import Truncated
 
 
 def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
@@ -30,7 +31,7 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
     """
     from anomaly.features.backbone_weights import load_state, read_weights
     from anomaly.features.backbones import build, default_layers
-    from anomaly.features.extractor import truncate
+    from anomaly.features.truncation import truncate
 
     name = config.backbone.name
     full = build(name)
@@ -48,9 +49,9 @@ def _check_size(config: Config, truncated: Truncated) -> None:
     Raises:
         ConfigError: it doesn't; the message says what it takes.
     """
-    from anomaly.features.extractor import probes
     from anomaly.features.layer_table import takes
     from anomaly.features.tokens import check_side
+    from anomaly.features.truncation import probes
     from anomaly.features.vision import without_values
 
     image, extractor = config.image, truncated.extractor()

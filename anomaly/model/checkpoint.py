@@ -48,7 +48,7 @@ from anomaly.model.folder import (
 from anomaly.model.manifest import AGAIN, read_manifest
 from anomaly.model.settings import as_of_today, region_of
 from anomaly.model.threshold_files import read_history, read_thresholds
-from anomaly.runtime import CPU, device_of, has_bf16
+from anomaly.runtime.devices import CPU, device_of, has_bf16
 
 if TYPE_CHECKING:
     import torch
@@ -195,7 +195,7 @@ def _extractor(
 
     from anomaly.features.backbone_weights import load_state
     from anomaly.features.backbones import build
-    from anomaly.features.extractor import truncate
+    from anomaly.features.truncation import truncate
 
     backbone = manifest["backbone"]
     truncated = truncate(build(config.backbone.name), backbone["layers"])

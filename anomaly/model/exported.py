@@ -37,7 +37,8 @@ from anomaly.model.manifest import (
     read_manifest,
     sealed,
 )
-from anomaly.runtime import CPU, get_threads
+from anomaly.runtime.devices import CPU
+from anomaly.runtime.threads import get_threads
 
 FORMAT = "anomaly-export/1"
 _ABSENT: Any = None  # what not every export has

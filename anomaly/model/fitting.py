@@ -20,7 +20,7 @@ from anomaly.imaging.given import AxisOrder, Channels, Given, ImageLike, is_one
 from anomaly.imaging.image import described
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.training import StageProgress, train
-from anomaly.runtime import device_of
+from anomaly.runtime.devices import device_of
 
 log = logging.getLogger(__name__)
 

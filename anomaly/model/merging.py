@@ -17,7 +17,7 @@ from anomaly.model.build import fitter_of
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.settings import MASKS, flat, portable
 from anomaly.model.threshold_files import change
-from anomaly.model.updating import rates_of, unique_names
+from anomaly.model.updating import unique_names
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def _thresholds(detectors: Sequence[AnomalyDetector], names: Sequence[str]) -> T
         for i, image in enumerate(left_out.values())
     ]
     good = replace(joined, names=tuple(unique[:count]), source=source, left_out=tuple(out))
-    return thresholds_from(good, *rates_of(detectors[0]))
+    return thresholds_from(good, *detectors[0].rates())
 
 
 def _hashed(good: GoodScores, images: Mapping[str, str]) -> GoodScores:
@@ -167,7 +167,7 @@ def _hashed(good: GoodScores, images: Mapping[str, str]) -> GoodScores:
 
 def _say_what_is_lost(detectors: Sequence[AnomalyDetector], names: Sequence[str]) -> None:
     """Warn of thresholds that were set otherwise than the new ones will be."""
-    wanted = rates_of(detectors[0])
+    wanted = detectors[0].rates()
     for detector, name in zip(detectors, names, strict=True):
         assert detector.thresholds is not None
         if detector.thresholds.label != "calibrated":
@@ -176,7 +176,7 @@ def _say_what_is_lost(detectors: Sequence[AnomalyDetector], names: Sequence[str]
                 name,
                 detector.thresholds.label,
             )
-        elif (rates := rates_of(detector)) != wanted:
+        elif (rates := detector.rates()) != wanted:
             log.warning(
                 "%s: its thresholds are for %s of good parts not called good and %s rejected; "
                 "those of the merged model are for %s and %s, as those of %s",

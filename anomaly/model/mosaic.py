@@ -12,7 +12,7 @@ from anomaly.imaging.preprocessing import Loaded
 from anomaly.model.appearance import Appearance
 from anomaly.model.prediction import Prediction
 from anomaly.model.scoring import Patches
-from anomaly.runtime import in_parallel
+from anomaly.runtime.parallel import in_parallel
 
 if TYPE_CHECKING:
     from anomaly.model.predictor import Predictor

@@ -26,7 +26,8 @@ from anomaly.imaging.shared_decoders import load_shared
 from anomaly.model.appearance import Appearance
 from anomaly.model.mosaic import score_tiles
 from anomaly.model.prediction import Prediction
-from anomaly.runtime import in_parallel, take_threads
+from anomaly.runtime.parallel import in_parallel
+from anomaly.runtime.threads import take_threads
 
 if TYPE_CHECKING:
     from anomaly.model.detector import AnomalyDetector

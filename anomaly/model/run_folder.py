@@ -31,7 +31,7 @@ from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.model.folder import appearing, check_run_folder
 from anomaly.model.golden import Said, write_record
 from anomaly.model.settings import as_of_today, differences, flat, portable
-from anomaly.runtime import peak_memory
+from anomaly.runtime.memory import peak_memory
 
 if TYPE_CHECKING:
     import torch

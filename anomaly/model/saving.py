@@ -28,7 +28,7 @@ from anomaly.model.folder import (
 from anomaly.model.manifest import write_manifest
 from anomaly.model.settings import MASKS, portable
 from anomaly.model.threshold_files import write_history, write_thresholds
-from anomaly.runtime import get_threads
+from anomaly.runtime.threads import get_threads
 
 if TYPE_CHECKING:
     from anomaly.model.detector import AnomalyDetector

@@ -156,7 +156,8 @@ class ShardWorker:
 
         from anomaly.imaging.decoder_pool import Decoders
         from anomaly.imaging.decoder_worker import Task
-        from anomaly.runtime import device_of, use_threads
+        from anomaly.runtime.devices import device_of
+        from anomaly.runtime.threads import use_threads
 
         job = self._job
         if not job.scratch.is_dir():

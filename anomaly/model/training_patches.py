@@ -31,7 +31,8 @@ from anomaly.model.appearance import Appearance, AppearanceSums, appearances_of
 from anomaly.model.first_reading import FirstReading, KeptPoints, matrix_hash
 from anomaly.model.part import Part
 from anomaly.model.tensor_file import Piece, TensorFile, check_room
-from anomaly.runtime import in_parallel, release_memory
+from anomaly.runtime.memory import release_memory
+from anomaly.runtime.parallel import in_parallel
 from anomaly.scorers.base import MatrixOf, PatchBatch, PatchSet, Progress, Result
 
 # Images after which memory that is free but still held goes back to the system.

@@ -92,7 +92,7 @@ def learn(
             "the model has no thresholds, so nothing says which images are suspects; find some "
             "with `anomaly calibrate` first"
         )
-    limit, (_, rate) = detector.thresholds.image, rates_of(detector)
+    limit, (_, rate) = detector.thresholds.image, detector.rates()
     with _reading(detector, samples, scratch, workers, progress) as (patches, names):
         trial = _Trial.of(detector, patches, names, names, progress)
         suspects = {} if include_suspects else _suspects(trial.good, limit, rate)
@@ -231,14 +231,6 @@ def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
     return {new.names[i]: new.image[i] for i in order[:count]}
 
 
-def rates_of(detector: AnomalyDetector) -> tuple[float, float]:
-    """Of review and of rejection: those that the thresholds were found for, else the config's."""
-    assert detector.thresholds is not None
-    now, config = detector.thresholds.calibration, detector.config.calibration
-    review = now.review.target or config.review_rate
-    return review, min(now.reject.target or config.reject_rate, review)
-
-
 def _thresholds(detector: AnomalyDetector, new: GoodScores) -> Thresholds:
     assert detector.thresholds is not None
     good = detector.thresholds.good.joined(new, "")
@@ -246,7 +238,7 @@ def _thresholds(detector: AnomalyDetector, new: GoodScores) -> Thresholds:
         f"{len(good.names)} good images, each scored by a model that hasn't seen it, "
         f"{len(new.names)} of them new"
     )
-    return thresholds_from(replace(good, source=source), *rates_of(detector), newest=new.image)
+    return thresholds_from(replace(good, source=source), *detector.rates(), newest=new.image)
 
 
 def lineage(detector: AnomalyDetector) -> frozenset[str]:

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from anomaly.errors import AnomalyError, DataError
-from anomaly.runtime import cores
 from anomaly.runtime.dispatch import WorkerDied
+from anomaly.runtime.threads import cores
 
 _LOCAL = "local"
 

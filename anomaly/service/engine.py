@@ -25,7 +25,7 @@ from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape
 from anomaly.inference.rows import row_of
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
-from anomaly.runtime import get_threads
+from anomaly.runtime.threads import get_threads
 from anomaly.service.pictures import Drawn, LinePictures, Wanted
 from anomaly.service.record import Answer
 from anomaly.service.recorder import Recorder

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.imaging.child_process import usage
 from anomaly.model.checkpoint import load
-from anomaly.runtime import release_memory
+from anomaly.runtime.memory import release_memory
 from anomaly.service.engine import Engine
 from anomaly.service.recorder import Recorder
 from anomaly.service.served import Served, Version

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from anomaly.errors import ConfigError, WeightsError
 from anomaly.features import backbone_weights, backbones, timm_networks
-from anomaly.features.extractor import truncate
+from anomaly.features.truncation import truncate
 from anomaly.model.checkpoint import load
 
 pytest.importorskip("timm")

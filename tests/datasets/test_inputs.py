@@ -144,6 +144,12 @@ def test_a_list_with_wrong_columns_names_those_needed(
     assert str(caught.value).startswith(f"--list {tmp_path / name}")
 
 
+def test_the_list_of_a_data_set_names_its_images(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("path,label,split\nb.png,good,train\na.png,1,test\n")
+    found = find_inputs([], str(tmp_path / "list.csv"))
+    assert (found.paths, found.groups) == ([Path("a.png"), Path("b.png")], {})
+
+
 def test_what_is_passed_over_is_counted(tmp_path: Path) -> None:
     for name in ("in/a.png", "in/b", "in/notes.txt", "in/.hidden", "in/sub/c.x"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

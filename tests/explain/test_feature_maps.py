@@ -70,6 +70,13 @@ def test_maps_of_tall_images_are_wide_enough_to_be_seen() -> None:
     assert picture.shape == (18 + 156 + 18 + 8, 5 * 100 + 4, 3)
 
 
+def test_a_map_that_is_not_finite_is_told() -> None:
+    values = np.ones((2, 4, 4))
+    values[1, 2, 3] = np.nan
+    with pytest.raises(LayerError, match="layer3: the feature map holds NaN or infinite values"):
+        feature_map_picture(values, "layer3")
+
+
 def test_a_vector_is_not_a_feature_map() -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
     with pytest.raises(LayerError, match=r"'1' puts out shape \(1, 3\), not a feature map"):

@@ -80,8 +80,19 @@ def test_frozen_networks_and_no_grad_make_no_difference() -> None:
     image = torch.randn(3, 12, 12)
     expected = grad_cam(network, image, "0", 1)
     network.requires_grad_(False)
-    with torch.no_grad():
-        np.testing.assert_array_equal(grad_cam(network, image, "0", 1), expected)
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            np.testing.assert_array_equal(grad_cam(network, image.clone(), "0", 1), expected)
+
+
+def test_networks_in_half_the_digits_are_explained() -> None:
+    network, _, _ = build(3)
+    image = torch.randn(3, 12, 12)
+    expected = grad_cam(network, image, "0", 1)
+    found = grad_cam(network.bfloat16(), image, "0", 1)
+    np.testing.assert_allclose(found, expected, atol=0.05)
+    assert guided_grad_cam(network, image, "0", 1).shape == (12, 12, 3)
+    assert feature_map_pictures(network, image, ["0"]).keys() == {"0"}
 
 
 def test_what_grad_cam_cannot_explain_is_said() -> None:
@@ -189,6 +200,7 @@ def test_of_two_objects_it_finds_the_one_asked_for(
         (torch.zeros(1, 3, 16, 16), r"shape \(1, 3, 16, 16\): give one image, .* images\[0\]"),
         (torch.zeros(16, 16), r"shape \(16, 16\): give one image, \(3, H, W\)$"),
         (torch.zeros(3, 16, 16, dtype=torch.uint8), "holds uint8: give floats"),
+        (torch.full((3, 16, 16), torch.nan), "holds NaN or infinite values"),
     ],
 )
 def test_what_is_no_image_is_told(image: Any, says: str) -> None:

@@ -160,6 +160,16 @@ def test_folders_without_features_are_told(tmp_path: Path) -> None:
         read_features(tmp_path)
 
 
+@pytest.mark.parametrize("form", ["safetensors", "npy"])
+def test_an_index_with_more_rows_than_its_shard_is_told(form: str, tmp_path: Path) -> None:
+    with FeatureWriter(tmp_path, SETTINGS | {"format": form}, 2, overwrite=False) as writer:
+        add(writer, range(2))
+    with (tmp_path / "index.csv").open("a") as file:
+        file.write("features-00000,2,2.png,sha2\n")
+    with pytest.raises(DataError, match="shard features-00000 can't be read"):
+        read_features(tmp_path)
+
+
 def test_images_of_many_shapes_wait_within_the_same_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

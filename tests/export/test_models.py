@@ -26,6 +26,7 @@ from families import FAMILIES
 
 from anomaly.cli import machine, main
 from anomaly.errors import AnomalyError, DataError, ModelError
+from anomaly.export import graph as graph_module
 from anomaly.export import models
 from anomaly.export.equality import compare, golden_images
 from anomaly.export.graph import write_graph
@@ -33,7 +34,7 @@ from anomaly.features import engine as engine_module
 from anomaly.features.backbone_weights import load_state, read_weights
 from anomaly.features.backbones import build, default_layers
 from anomaly.features.engine import Graph
-from anomaly.features.extractor import truncate
+from anomaly.features.truncation import truncate
 from anomaly.files.writing import as_json, sha256_of
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.imaging.preprocessing import load as load_image
@@ -565,15 +566,33 @@ def test_openvinos_first_run_has_no_other_beside_it(monkeypatch: pytest.MonkeyPa
     assert engine_module._has_run.is_set()
 
 
-def test_a_layer_inside_a_block_is_told_in_words(
-    product: Path, tmp_path: Path, command: Command
+@pytest.mark.parametrize(
+    ("network", "layers"),
+    [
+        ("mobilenet_v2", "features.6,features.13.conv.0"),
+        pytest.param("resnet18", "layer1,layer3.0.conv1", marks=pytest.mark.slow),
+        pytest.param("densenet121", "features.denseblock2.denselayer3", marks=pytest.mark.slow),
+    ],
+)
+def test_the_last_layer_may_lie_inside_a_block(
+    network: str, layers: str, product: Path, tmp_path: Path, command: Command
 ) -> None:
     run = tmp_path / "run"
-    inside = "backbone.layers=[features.6,features.13.conv.0]"
-    more = ["backbone.name=mobilenet_v2", "backbone.weights=random", inside]
-    assert command("train", train_arguments(product, run, *more))[0] == 0
-    code, _, said = command("export", ["--model", run, "--to", "onnx", "--output", tmp_path / "x"])
+    settings = [
+        f"backbone.name={network}",
+        "backbone.weights=random",
+        f"backbone.layers=[{layers}]",
+    ]
+    assert command("train", train_arguments(product, run, *settings))[0] == 0
+    check_equal(run, export(run, "onnx", tmp_path / "x"), sorted((product / "test").rglob("*.png")))
+
+
+def test_a_network_that_cannot_run_to_its_end_is_told_in_words(
+    run_folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_module, "_runs", lambda *_: False)
+    arguments = ["--model", run_folder, "--to", "onnx", "--output", tmp_path / "x"]
+    code, _, said = command("export", arguments)
     assert code == 2
-    assert "it can't go on behind features.13.conv.0 (" in said
-    assert "which lies inside a block; train with the block as the layer" in said
+    assert "resnet18 doesn't run to its end on images of 128×160; train with another" in said
     assert not (tmp_path / "x" / "model").exists()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anomaly.export.features import channel_axis, pooled
+from anomaly.export.features import channel_axis, from_backbone, pooled
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,15 @@ def test_channels_are_told_by_the_shape_of_a_square_image(
     shape: tuple[int, ...], axis: int
 ) -> None:
     assert channel_axis(shape) == axis
+
+
+@pytest.mark.parametrize("side", [96, 128])
+def test_channels_are_told_where_there_are_as_many_as_rows(side: int) -> None:
+    """At 384 Swin's first stage puts out (1, 96, 96, 96)."""
+    source = from_backbone("swin_t", "random", 4 * side, square=True, layers=["features.1"])
+    assert source.layers == {"features.1": 3}
+    mapped = from_backbone("resnet18", "random", 8 * side, square=True, layers=["layer2"])
+    assert mapped.layers == {"layer2": 1}
 
 
 @given(

@@ -24,8 +24,10 @@ def picture(product: Path, tmp_path: Path) -> Path:
     """An image of the network's size, so that nothing is resized."""
     image = cv2.imread(str(product / "test" / "spot" / "000.png"))
     assert image is not None
-    cv2.imwrite(str(tmp_path / "part.ppm"), image[16:80, 28:92])
-    return tmp_path / "part.ppm"
+    file = tmp_path / "part.ppm"
+    cv2.imwrite(str(file), image[16:80, 28:92])
+    file.write_bytes(file.read_bytes().replace(b"P6\n", b"P6\n# from a camera\n", 1))
+    return file
 
 
 def check(said: str, run_folder: Path, picture: Path) -> None:
@@ -43,6 +45,10 @@ def test_in_python(bank_export: Path, run_folder: Path, picture: Path) -> None:
     assert "anomaly." not in script.read_text()
     command = [sys.executable, script, bank_export / "model" / "whole.onnx", picture]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=picture.parent)
+    picture_of_half = picture.with_name("half.ppm")
+    picture_of_half.write_bytes(picture.read_bytes()[:-1])
+    short = subprocess.run([*command[:-1], picture_of_half], capture_output=True, text=True)
+    assert (short.returncode, short.stderr) == (1, f"{picture_of_half} is cut short\n")
     said, _, score = done.stdout.partition("image score: ")
     check(said, run_folder, picture)
     detector = load(run_folder, "cpu", "fp32")

@@ -9,7 +9,7 @@ from families import FAMILIES
 
 from anomaly.errors import ConfigError, WeightsError
 from anomaly.features import backbone_weights, backbones
-from anomaly.features.extractor import truncate
+from anomaly.features.truncation import truncate
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from anomaly.features.backbones import build
-from anomaly.features.extractor import FeatureExtractor, truncate
+from anomaly.features.extractor import FeatureExtractor
 from anomaly.features.folding import folded
 from anomaly.features.fusing import fused
+from anomaly.features.truncation import truncate
 from anomaly.hooks import capture
 
 # By network: layers of which some lie inside what could be fused, and how many activations are

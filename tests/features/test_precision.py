@@ -11,7 +11,8 @@ from anomaly.datasets import open_dataset
 from anomaly.features import precision
 from anomaly.features.backbone_weights import load_state, read_weights
 from anomaly.features.backbones import build
-from anomaly.features.extractor import FeatureExtractor, truncate
+from anomaly.features.extractor import FeatureExtractor
+from anomaly.features.truncation import truncate
 from anomaly.model import checkpoint
 from anomaly.model.checkpoint import load
 from anomaly.model.training import train

@@ -18,7 +18,7 @@ from anomaly.hooks import capture
 _BUILD = """
 import sys
 from anomaly.features.backbones import build, default_layers
-from anomaly.features.extractor import truncate
+from anomaly.features.truncation import truncate
 network = build(sys.argv[1])
 truncate(network, default_layers(sys.argv[1], network, 2))
 print("heavy" if {"torch._dynamo", "sympy"} & set(sys.modules) else "light")

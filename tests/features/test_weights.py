@@ -125,10 +125,19 @@ def test_a_truncated_official_file_is_cut_short(tmp_path: Path, share: float) ->
 def test_own_files_in_both_forms(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "own.safetensors")
     torch.save({"state_dict": STATE, "epoch": 3}, tmp_path / "own.pth")
-    for name in ("own.safetensors", "own.pth"):
+    torch.save(STATE, tmp_path / "own.bin", _use_new_zipfile_serialization=False)
+    for name in ("own.safetensors", "own.pth", "own.bin"):
         state, sha256 = weights.file_state(Path(name))
         assert torch.equal(state["bn.bias"], STATE["bn.bias"])
         assert sha256 == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+
+
+def test_own_files_under_the_other_forms_name(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "own.pth")
+    torch.save(STATE, tmp_path / "own.safetensors")
+    torch.save(STATE, tmp_path / "old.safetensors", _use_new_zipfile_serialization=False)
+    for name in ("own.pth", "own.safetensors", "old.safetensors"):
+        assert torch.equal(weights.file_state(Path(name))[0]["bn.bias"], STATE["bn.bias"])
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
@@ -147,7 +156,7 @@ def test_own_files_that_cannot_be_meant(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="is a folder"):
         weights.file_state(Path("folder.pth"))
     (tmp_path / "model.onnx").write_bytes(b"x")
-    with pytest.raises(WeightsError, match=r"neither a \.safetensors nor a \.pth"):
+    with pytest.raises(WeightsError, match=r"isn't a \.safetensors, \.pth, \.pt or \.bin file"):
         weights.file_state(Path("model.onnx"))
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(WeightsError, match="holds no state_dict"):

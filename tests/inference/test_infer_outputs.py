@@ -170,7 +170,7 @@ def test_what_is_said_where_nothing_could_be_scored(
     (tmp_path / "broken.png").write_bytes(b"broken")
     base = ["--model", run_folder, "--input", tmp_path / "broken.png"]
     code, out, _ = command("infer", [*base, "--output", tmp_path / "out"])
-    assert (code, out.splitlines()[0]) == (2, "0 of 1 images scored")
+    assert (code, out.splitlines()[0]) == (2, "0 of 1 images scored: 1 unsupported")
     said = f"rows in {tmp_path / 'out' / 'results.csv'}, all on one page in "
     assert out.splitlines()[-1] == said + str(tmp_path / "out" / "results.html")
 

@@ -86,6 +86,17 @@ def _arrive(folder: Path, name: str, **part: object) -> Callable[[], object]:
     return lambda: write_part(folder / name, **{"seed": 900, **part})  # type: ignore[arg-type]
 
 
+def test_a_folder_under_two_names_is_followed_once(
+    shift: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "again").symlink_to(tmp_path / "line")
+    write_part(tmp_path / "line" / "sub" / "a.png", seed=1)
+    write_part(tmp_path / "line" / "b.png", seed=2)
+    twice = ["--input", tmp_path / "again", tmp_path / "line" / "sub", "--no-page"]
+    assert shift([lambda: None, lambda: None], *twice)[0] == 0
+    assert sorted(_names(tmp_path / "out")) == ["a.png", "b.png"]
+
+
 def test_a_shift(shift: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     line, output = tmp_path / "line", tmp_path / "out"
     write_part(line / "there before.png", seed=1)
@@ -113,7 +124,7 @@ def test_a_shift(shift: Callable[..., tuple[int, str, str]], tmp_path: Path) -> 
     assert _names(output) == ["there before.png", "half.png", "broken.png", "spot.png"]
     rows = _rows(output)
     assert [row["verdict"] for row in rows] == ["good", "good", "", "reject"]
-    assert "3 of 4 images scored: 2 good, 1 rejected" in out
+    assert "3 of 4 images scored: 2 good, 0 to review, 1 rejected, 1 unsupported" in out
     lines = out.splitlines()[1:-1]
     assert [line.split()[2] for line in lines] == ["good", "good", "unsupported", "reject"]
     assert re.match(

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from anomaly.runtime import in_parallel
+from anomaly.runtime.parallel import in_parallel
 
 CPU = torch.device("cpu")
 

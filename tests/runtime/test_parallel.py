@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from anomaly.runtime import spread, spreading, take_threads
+from anomaly.runtime.parallel import spread, spreading
+from anomaly.runtime.threads import take_threads
 
 CPU = torch.device("cpu")
 

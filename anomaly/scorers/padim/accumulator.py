@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from anomaly.runtime import spread
+from anomaly.runtime.parallel import spread
 from anomaly.scorers.base import Progress
 from anomaly.scorers.padim.covariance import GaussianStatistics, centre, flat_width
 from anomaly.scorers.padim.layout import position_blocks

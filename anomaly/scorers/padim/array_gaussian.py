@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.runtime import CPU, spread
+from anomaly.runtime.devices import CPU
+from anomaly.runtime.parallel import spread
 from anomaly.scorers.base import ArrayScorer, PatchScores
 from anomaly.scorers.padim.layout import check_gaussians, check_grid, panel_rows, position_blocks
 from anomaly.scorers.saved_tensors import check_fits

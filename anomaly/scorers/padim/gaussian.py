@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from anomaly.runtime import spread
+from anomaly.runtime.parallel import spread
 from anomaly.scorers.base import Align, PatchScores, Scorer
 from anomaly.scorers.padim.layout import check_gaussians, check_grid, position_blocks
 from anomaly.scorers.padim.projection import Projection

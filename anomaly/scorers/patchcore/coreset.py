@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.errors import ConfigError
-from anomaly.runtime import spreading
+from anomaly.runtime.parallel import spreading
 from anomaly.scorers.base import Progress
 from anomaly.scorers.patchcore.cover import Cover
 from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import DataError
-from anomaly.runtime import Spread
+from anomaly.runtime.parallel import Spread
 
 # Few cells are too wide to be skipped, many make products too small to be quick and cost more to
 # find. Of 64 to 384, 128 measured best, and twice as many for the most centres.
@@ -46,7 +46,7 @@ class Cover:
 
     Args:
         points: (N, d), any floating dtype.
-        spread: hands out work, see `anomaly.runtime.spreading`.
+        spread: hands out work, see `anomaly.runtime.parallel.spreading`.
         expected: about how many centres will be added: cells are made where they are many.
 
     Attributes:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from anomaly.runtime import spread
+from anomaly.runtime.parallel import spread
 
 # Of 64 to 512 cells, 128 measured best: few are wide, many make products too small to be quick. A
 # GPU multiplies faster than it could be told what to skip.

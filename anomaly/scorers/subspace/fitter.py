@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, DataError
-from anomaly.runtime import spread
+from anomaly.runtime.parallel import spread
 from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress, Scorer
 from anomaly.scorers.merging import check_apart
 from anomaly.scorers.patchcore.aligner import patchcore_concat

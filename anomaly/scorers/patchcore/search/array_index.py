@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.runtime import CPU, spread
+from anomaly.runtime.devices import CPU
+from anomaly.runtime.parallel import spread
 
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int64]

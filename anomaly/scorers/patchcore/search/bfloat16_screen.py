@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from anomaly.runtime import has_bf16
+from anomaly.runtime.devices import has_bf16
 from anomaly.scorers.patchcore.search.coarse_screen import ROUNDING, whole_groups
 from anomaly.scorers.patchcore.search.coordinates import (
     AllCoordinates,

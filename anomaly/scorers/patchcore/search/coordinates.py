@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from anomaly.runtime import spread
+from anomaly.runtime.parallel import spread
 
 # What squared norms in float32 are off by, at most, relative to themselves.
 _OFF = 2.0**-18

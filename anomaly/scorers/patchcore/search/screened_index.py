@@ -8,7 +8,8 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from anomaly.runtime import get_threads, spread
+from anomaly.runtime.parallel import spread
+from anomaly.runtime.threads import get_threads
 from anomaly.scorers.patchcore.search.bfloat16_screen import BFloat16Screen, has_bf16_tiles
 from anomaly.scorers.patchcore.search.coarse_screen import (
     ROUNDING,

@@ -1,0 +1,68 @@
+"""Where networks and searches are computed: the processor or a GPU, and what it is good at.
+
+Imports torch only to ask for its devices: exported models are computed without it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from anomaly.errors import AnomalyError
+from anomaly.runtime.threads import import_torch
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class _Processor:
+    type: str = "cpu"
+
+    def __str__(self) -> str:
+        return self.type
+
+
+# What stands for torch.device("cpu") where torch may be absent: with exported models.
+CPU: torch.device = cast(Any, _Processor())
+
+
+def device_of(device: str | torch.device) -> torch.device:
+    """The device that is meant by `auto` (the GPU where there is one), `cpu`, `cuda` or by itself.
+
+    Raises:
+        AnomalyError: there is no such device here.
+    """
+    import_torch()
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    name = str(device)
+    if name == "auto":
+        name = "cuda" if has_gpu else "cpu"
+    found = None
+    with suppress(RuntimeError):
+        found = torch.device(name)
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise AnomalyError(f"device {name!r}: give 'auto', 'cpu' or 'cuda'")
+    if found.type == "cuda" and not has_gpu:
+        raise AnomalyError(f"device {device}: torch finds no usable GPU here; use cpu or auto")
+    return found
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16 faster than float32.
+
+    On a CPU both have to be there: the processor's instructions, and oneDNN's leave to use them,
+    which ONEDNN_MAX_CPU_ISA takes away.
+    """
+    import torch
+
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    read = getattr(torch.cpu, "get_capabilities", dict)  # newer than the oldest torch we take
+    found: dict[str, object] = read()
+    if not any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "arm_bf16")):
+        return False
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

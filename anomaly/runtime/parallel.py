@@ -1,0 +1,120 @@
+"""Passes side by side: each of the program's threads computes one of them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from anomaly.prefetch import ahead
+from anomaly.runtime.threads import alone, get_threads, imported_torch, set_threads
+
+if TYPE_CHECKING:
+    import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+# Called as spread(task, items): [task(item) for item in items]. No task may depend on another.
+Spread = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+
+
+def in_parallel(
+    task: Callable[[Item], Result], items: Iterable[Item], device: torch.device
+) -> Iterator[Result]:
+    """`map(task, items)`, several at once on a CPU, in order.
+
+    Torch's own threads share each operation and wait for one another at its end. Here each of as
+    many threads as the program has carries a batch through alone: as fast on a quiet machine, and
+    up to 1.6 times as fast where decoding or another program uses the same cores. Results don't
+    depend on the number of threads.
+
+    While there are items left, the caller's thread computes alone, too. A GPU takes one item after
+    another, and so does a CPU when there is only one.
+
+    Args:
+        task: may not depend on the order of calls.
+        items: read in the caller's thread, no further ahead than there are threads.
+        device: where the task computes.
+    """
+    source = iter(items)
+    first = list(islice(source, 2))
+    threads = get_threads()
+    if device.type != "cpu" or threads == 1 or len(first) < 2:
+        yield from map(task, first)
+        yield from map(task, source)
+        return
+    with (
+        alone(threads),
+        ThreadPoolExecutor(threads, "lane", set_threads, (1,)) as pool,
+    ):
+        yield from ahead(lambda item: pool.submit(task, item), chain(first, source), threads)
+
+
+@contextmanager
+def spreading(device: torch.device) -> Iterator[Spread]:
+    """Hand out pieces of work to as many threads as there are, each of which computes alone.
+
+    Torch's own way splits every single operation and has all threads meet at its end. For
+    operations of some microseconds the meeting costs more than the work, and where another
+    program uses a core, ten times more. Here nobody waits before the last piece, and results
+    don't depend on the number of threads.
+
+    Args:
+        device: where the work is done. A GPU takes one piece after another.
+
+    Yields:
+        The function that hands out. Inside the context this thread, too, computes alone.
+    """
+    threads = get_threads()
+    if device.type != "cpu" or threads == 1:
+        yield _in_turn
+        return
+    with (
+        alone(threads),
+        ThreadPoolExecutor(threads - 1, initializer=set_threads, initargs=(1,)) as pool,
+    ):
+        yield lambda task, items: _spread(pool, threads, task, items)
+
+
+def spread(task: Callable[[Any], Any], items: Sequence[Any], device: torch.device) -> list[Any]:
+    """`[task(item) for item in items]` in a `spreading` of its own."""
+    with spreading(device) as hand_out:
+        return hand_out(task, items)
+
+
+def _in_turn(task: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    return [task(item) for item in items]
+
+
+def _spread(
+    pool: ThreadPoolExecutor, threads: int, task: Callable[[Any], Any], items: Sequence[Any]
+) -> list[Any]:
+    if len(items) < 2:
+        return _in_turn(task, items)
+    mode = _inference_mode()
+    results: list[Any] = [None] * len(items)
+    # One iterator for all: whoever is done takes the next piece.
+    remaining = iter(range(len(items)))
+
+    def work() -> None:
+        with mode():
+            for i in remaining:
+                results[i] = task(items[i])
+
+    helpers = [pool.submit(work) for _ in range(threads - 1)]
+    work()
+    for helper in helpers:
+        helper.result()
+    return results
+
+
+def _inference_mode() -> Callable[[], AbstractContextManager[Any]]:
+    """Makes a context like this thread's: whether torch keeps track of gradients."""
+    torch = imported_torch()
+    if torch is None:
+        return nullcontext
+    enabled = torch.is_inference_mode_enabled()
+    return lambda: torch.inference_mode(enabled)
