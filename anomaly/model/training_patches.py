@@ -29,6 +29,7 @@ from anomaly.imaging.region import Region
 from anomaly.imaging.turning import turned_corner, with_turned
 from anomaly.model.appearance import Appearance, AppearanceSums, appearances_of
 from anomaly.model.first_reading import FirstReading, KeptPoints, matrix_hash
+from anomaly.model.joined_batches import joined
 from anomaly.model.part import Part
 from anomaly.model.tensor_file import Piece, TensorFile, check_room
 from anomaly.runtime.memory import release_memory
@@ -126,7 +127,9 @@ class TrainingPatches(PatchSet):
     def read(self, images: Container[int]) -> Iterator[PatchBatch]:
         """Read the patches of some of the images once."""
         with torch.inference_mode():
-            source = self._compute() if not self._files else self._reread(images)
+            source = self._reread(images) if self._files else self._compute()
+            if self._files and self._aligned:
+                source = joined(source, self.views)
             for names, embeddings in source:
                 rows = [row for row, name in enumerate(names) if name.image in images]
                 if rows:

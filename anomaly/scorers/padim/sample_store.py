@@ -82,10 +82,11 @@ class SampleStore:
         return sum(batch.nbytes for batch in self._in_memory)
 
     def append(self, patches: Tensor, memory_limit: int) -> None:
-        """Copy the patches (B, P, d) float32 of further images.
+        """Take the patches (B, P, d) float32 of further images.
 
         Args:
-            patches: on the store's device.
+            patches: on the store's device. They are kept as they are where they are all of a
+                tensor, and mustn't change.
             memory_limit: bytes that may be held in memory; a batch that would exceed it, and all
                 that follow, go to the file.
 
@@ -94,7 +95,10 @@ class SampleStore:
         """
         self._count += len(patches)
         if not self._in_file and self.nbytes + patches.nbytes <= memory_limit:
-            self._in_memory.append(patches.clone(memory_format=torch.contiguous_format))
+            whole = patches.is_contiguous() and patches.untyped_storage().nbytes() == patches.nbytes
+            self._in_memory.append(
+                patches if whole else patches.clone(memory_format=torch.contiguous_format)
+            )
             return
         self._file = self._file or PositionFile(self._positions, self._dimensions)
         self._file.write(self._in_file, 0, patches)

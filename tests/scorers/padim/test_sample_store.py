@@ -65,3 +65,12 @@ def test_full_disk_says_where_and_what_to_do(monkeypatch):
     store = SampleStore(P, D, torch.device("cpu"))
     with pytest.raises(OutputError, match=r"No space left on device.*TMPDIR"):
         store.append(torch.ones(2, P, D), 0)
+
+
+def test_a_part_of_a_larger_tensor_is_copied():
+    """Kept as it is, it would keep all of the tensor; one that is whole is kept."""
+    store, images = SampleStore(P, D, torch.device("cpu")), torch.ones(4, P, D)
+    for batch in (images, images[:2]):
+        store.append(batch, 100 * IMAGE)
+        batch += 1
+    assert store.read(slice(None))[0, :, 0].tolist() == [3, 3, 2, 2, 2, 2]
