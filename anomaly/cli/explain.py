@@ -11,8 +11,6 @@ from typing import Any
 from anomaly.cli import machine
 from anomaly.errors import AnomalyError
 
-OUTPUTS = ("explanation.json", "evidence.png", "score_gradient.png", "grad_cam.png")
-
 log = logging.getLogger(__name__)
 
 
@@ -78,19 +76,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     from anomaly.explain.classes import explain_class
-    from anomaly.explain.explanation import Explained, read_one
+    from anomaly.explain.explanation import Findings, read_one
+    from anomaly.explain.saving import claim_folder, save_explanation
     from anomaly.explain.score import explain_score, good_images
-    from anomaly.files.writing import as_json, claim, clear, write
     from anomaly.imaging.decoder_pool import Decoders
-    from anomaly.maps.heatmap import encode_png
     from anomaly.model.checkpoint import load
 
     device, _ = machine.device_and_threads(options)
-    ours = (f"{before}feature_maps_*.png" for before in ("", "classifier_"))
-    earlier = [file.name for pattern in ours for file in options.output.glob(pattern)]
-    outputs = *OUTPUTS, *earlier
-    claim(options.output, outputs, overwrite=options.overwrite)
-    score = seen = Explained()
+    claim_folder(options.output, overwrite=options.overwrite)
+    score = seen = Findings()
     with Decoders(1) as decoders:
         if options.model is not None:
             detector = load(options.model, device)
@@ -98,8 +92,7 @@ def _explain(options: argparse.Namespace) -> int:
             there = good_images(detector, options.good)
             found = explain_score(detector, item, there, decoders.load)
             pictures = {f"{name}.png": picture for name, picture in found.pictures.items()}
-            facts = {"model_id": detector.model_id} | found.facts()
-            score = Explained(facts, pictures, found.notes)
+            score = Findings(found.facts(), pictures, found.notes)
         if options.backbone is not None:
             seen = explain_class(
                 options.backbone,
@@ -112,13 +105,13 @@ def _explain(options: argparse.Namespace) -> int:
                 # Beside a model's pictures, whose layers may have the same names.
                 before="" if options.model is None else "classifier_",
             )
-    pictures, notes = score.pictures | seen.pictures, [*score.notes, *seen.notes]
-    clear(options.output, outputs)
-    for name, picture in pictures.items():
-        write(options.output / name, encode_png(picture))
-    facts = {"image": str(options.input), **score.facts, **seen.facts}
-    facts |= {"pictures": list(pictures), "not_shown": notes}
-    write(options.output / "explanation.json", as_json(facts))
+    facts = save_explanation(
+        options.output,
+        {"image": str(options.input), **score.facts, **seen.facts},
+        score.pictures | seen.pictures,
+        [*score.notes, *seen.notes],
+        overwrite=options.overwrite,
+    )
     _say(facts, options.output)
     return 0
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import AnomalyError
-from anomaly.explain.explanation import Explained, read_one
+from anomaly.explain.explanation import Findings, read_one
 from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
 from anomaly.explain.patches import marked
 from anomaly.explain.tiles import RgbImage, beside, glowing, picture_of, signed, stacked
@@ -34,7 +34,7 @@ def explain_class(
     device: torch.device,
     classes: Sequence[int] | None = None,
     before: str = "",
-) -> Explained:
+) -> Findings:
     """Show what a classifier sees in an image.
 
     Args:
@@ -62,7 +62,7 @@ def explain_class(
     network = full_network(name, weights).requires_grad_(False).to(device)
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)
     image = normalisation(name)(pixels)
-    shown = Explained()
+    shown = Findings()
     if not (mapped := stages(table)):
         raise AnomalyError(f"{name} makes no feature maps of {size} × {size} pixels; use more")
     seen = picture_of(item)

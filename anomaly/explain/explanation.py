@@ -29,7 +29,7 @@ from anomaly.model.detector import AnomalyDetector
 
 
 @dataclass(frozen=True)
-class Explained:
+class Findings:
     """What there is to say and show about an image.
 
     Attributes:

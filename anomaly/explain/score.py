@@ -29,9 +29,9 @@ from anomaly.explain.patches import (
     worst_patches,
 )
 from anomaly.explain.saliency import saliency_map
+from anomaly.explain.saving import save_explanation
 from anomaly.explain.tiles import RgbImage, beside, glowing, picture_of, stacked
 from anomaly.features.embedder import network_input
-from anomaly.files.writing import as_json, claim, clear, write
 from anomaly.imaging.given import Given, ImageLike
 from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import Loaded, UnusableImage
@@ -47,6 +47,7 @@ class Explanation:
 
     Attributes:
         prediction: what the detector makes of the image.
+        model_id: the detector's; empty for one that hasn't been saved.
         pictures: (H, W, 3) uint8 RGB by name: `evidence` (the patches that were flagged beside the
             good ones they were compared with), `score_gradient` (the pixels that move the score),
             and `feature_maps_<layer>` for each hooked layer.
@@ -55,6 +56,7 @@ class Explanation:
     """
 
     prediction: Prediction
+    model_id: str
     pictures: dict[str, RgbImage]
     patches: list[dict[str, Any]]
     notes: list[str]
@@ -72,18 +74,15 @@ class Explanation:
         Raises:
             OutputError: they exist already, or can't be written.
         """
-        place, names = Path(folder), [f"{name}.png" for name in self.pictures]
-        claim(place, ("explanation.json", *names), overwrite=overwrite)
-        clear(place, ("explanation.json", *names))
-        for name, picture in zip(names, self.pictures.values(), strict=True):
-            write(place / name, encode_png(picture))
-        facts = self.facts() | {"pictures": names, "not_shown": self.notes}
-        write(place / "explanation.json", as_json({"image": self.prediction.name} | facts))
+        facts = {"image": self.prediction.name} | self.facts()
+        pictures = {f"{name}.png": picture for name, picture in self.pictures.items()}
+        save_explanation(Path(folder), facts, pictures, self.notes, overwrite=overwrite)
 
     def facts(self) -> dict[str, Any]:
-        """Score, verdict and patches as plain values."""
+        """The model's id, score, verdict and patches as plain values."""
         prediction, limits = self.prediction, self.prediction.thresholds
-        facts = {
+        facts: dict[str, Any] = {
+            "model_id": self.model_id,
             "image_score": prediction.score,
             "verdict": prediction.verdict,
             "reason": prediction.reason,
@@ -169,7 +168,8 @@ def explain_score(
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
     pictures["score_gradient"] = _gradient(detector, prediction, worst, heatmap)
     pictures["evidence"] = evidence
-    return Explanation(prediction, pictures, facts, _notes(detector.method, prediction, good))
+    notes = _notes(detector.method, prediction, good)
+    return Explanation(prediction, detector.model_id, pictures, facts, notes)
 
 
 def _heatmap(prediction: Prediction, item: Loaded) -> RgbImage:
