@@ -17,6 +17,7 @@ from running import Served, serving
 
 import anomaly
 from anomaly.calibration.drift import Drift
+from anomaly.inference.rows import Row
 from anomaly.model.folder import model_id
 from anomaly.service import served as models
 from anomaly.service.engine import BusyError
@@ -187,3 +188,43 @@ def test_a_version_that_comes_back_goes_on_with_its_drift(tmp_path: Path) -> Non
         assert served.now.drift
         served.now.drift.add(0.5)
         assert served.now.drift.parts == parts
+
+
+@pytest.mark.parametrize(
+    ("score", "model", "reason", "counts"),
+    [
+        (0.5, "new", "", True),
+        (0.5, "new", "another product?", False),
+        (0.5, "old", "", False),
+        (None, "new", "", False),
+    ],
+)
+def test_drift_is_of_scores_that_the_version_in_use_has_no_doubt_of(
+    score: float | None, model: str, reason: str, counts: bool, tmp_path: Path
+) -> None:
+    served = models.Served("disc", tmp_path)
+    drift = Drift([])
+    served.now = models.Version("new", "", True, {}, {}, drift)
+    row = Row("a.png", "", "ok", score, None, 1.5, 2.0, "good", "", model, "1", "", reason)
+    served.note(row)
+    assert drift.parts == counts
+
+
+@pytest.mark.parametrize(
+    ("waiting", "leaves"),
+    [((0, 0, 0), "first"), ((1, 0, 0), "second"), ((1, 1, 0), "third"), ((1, 1, 1), "first")],
+)
+def test_the_idle_leave_first_and_of_these_the_one_asked_for_longest_ago(
+    waiting: tuple[int, ...], leaves: str, tmp_path: Path
+) -> None:
+    names = ("second", "first", "third", "new")  # in the folder, not in time
+    folders = {name: tmp_path / name for name in names}
+    recorder, device = Recorder(cast(Any, None), print), torch.device("cpu")
+    lineup = Lineup(folders, recorder, device=device, workers=1, memory=400)
+    for i, name in enumerate(("first", "second", "third")):
+        engine = SimpleNamespace(resident=100, waiting=waiting[i], __exit__=lambda: None)
+        lineup.models[name].engine, lineup.models[name].asked = cast(Any, engine), float(i)
+    lineup._make_room(lineup.models["new"], 100)
+    assert all(lineup.models[name].engine for name in names[:3])
+    lineup._make_room(lineup.models["new"], 101)
+    assert [name for name in names[:3] if not lineup.models[name].engine] == [leaves]
