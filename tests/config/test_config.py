@@ -87,6 +87,17 @@ def test_the_image_score_does_not_hang_on_how_images_are_sized(
     assert Config.model_validate(chosen).image_score_in_force == "max"
 
 
+def test_one_aspect_is_for_padim_alone_and_only_where_it_is_kept() -> None:
+    needs = {
+        (kind, resize): Config.model_validate(
+            {"model": {"kind": kind}, "image": {"resize": resize}}
+        ).one_aspect
+        for kind in METHODS
+        for resize in (None, 256)
+    }
+    assert [which for which, so in needs.items() if so] == [("padim", None)]
+
+
 def test_reweighting_needs_a_bank() -> None:
     both = Config.model_validate({"model": {"kind": "padim", "image_score": "reweighted"}})
     assert both.image_score_in_force == "map_top_percent"

@@ -90,3 +90,13 @@ def test_one_size_for_all_images_or_none(sizing: Sizing, only: tuple[int, int] |
     assert sizing.only == only
     if only is not None:
         assert sizing.view((150, 100)).size == sizing.view((301, 200)).size == only
+
+
+def test_a_tenth_off_the_aspect_is_near_enough_where_all_need_one() -> None:
+    sizing = Sizing(None, None, 256, 32, aspect=1.5)
+    usual = sizing.view((1500, 1000)).size
+    for near in ((1575, 1000), (1500, 1050), (1640, 1000)):
+        assert sizing.view(near).size == usual
+    for far, off in (((1725, 1000), 15), ((1500, 1150), 15), ((1665, 1000), 11)):
+        with pytest.raises(DataError, match=f"off the training images' shape by {off}%: PaDiM"):
+            sizing.view(far)
