@@ -356,6 +356,18 @@ def test_no_image_changes_sides_at_usual_sizes(images):
         assert [got.verdict(s) for s in noisy] == [got.verdict(s) for s in good]
 
 
+def test_a_raised_threshold_flags_fewer_and_keeps_no_lower_bound():
+    scores = np.arange(1000.0)
+    found = threshold_for_false_reject_rate(scores, 0.05)
+    assert found.false_rejects.low > 0
+    assert found.raised(found.value, scores) is found
+    higher = found.raised(989.5, scores)
+    rate, before = higher.false_rejects, found.false_rejects
+    assert (higher.value, higher.target, rate.count) == (989.5, 0.05, 10)
+    assert rate.expected == pytest.approx(11 / 1001)
+    assert (rate.low, rate.high, rate.at_most) == (0.0, before.high, before.at_most)
+
+
 def test_thresholds_keep_their_order_and_their_place():
     rng = np.random.default_rng(0)
     for images in (3, 50, 3000):
