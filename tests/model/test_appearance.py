@@ -110,6 +110,24 @@ def test_what_is_usual_and_what_is_not() -> None:
         assert says in few.merged(few).deviation(one)
 
 
+@pytest.mark.parametrize("few", [1, 3, 6, 7])
+def test_a_merged_model_is_that_of_all_images(few: int) -> None:
+    # On a line, and the farthest at its end: the most that its distance can be is what it is.
+    places = np.array([0.0, 0.1, 0.3, 2.0, 2.1, 2.2, 2.4, 9.0])
+    looks = [
+        Appearance(1024, 500 + p, 250 + p, 9, 64, np.full(16, 64 * p), 1024 * (p**2 + 1 + p), 0, 1)
+        for p in places
+    ]
+    first, second = AppearanceModel.of(looks[:few]), AppearanceModel.of(looks[few:])
+    whole = AppearanceModel.of(looks)
+    away, spread = np.abs(places - places.mean()).max(), np.sqrt(1 + places.mean())
+    for merged in (first.merged(second), second.merged(first)):
+        assert (merged.seen, merged.ranges, merged.images) == (whole.seen, whole.ranges, 8)
+        np.testing.assert_allclose(merged.mean, places.mean(), rtol=1e-12)
+        assert merged.spread == pytest.approx(spread, rel=1e-9)
+        assert merged.seen_distance == pytest.approx(8 / 7 * away / spread, rel=1e-9)
+
+
 def test_odd_ones_out_are_those_that_the_others_would_not_accept() -> None:
     rng = np.random.default_rng(0)
     looks = [_look(rng) for _ in range(40)]
