@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import Command, train_arguments, write_part, write_product
 
+import anomaly
 from anomaly.calibration import GoodScores
 from anomaly.imaging.geometry import Sizing
 from anomaly.model.checkpoint import load
@@ -106,6 +107,22 @@ def test_defects_among_the_training_images_are_left_out_on_request(
     assert found.good.names == expected.good.names
     assert found.good.image == pytest.approx(expected.good.image, rel=1e-3)
     assert learned.image > 2 * found.image
+
+
+def test_copies_of_what_stands_out_are_left_out_with_it() -> None:
+    parts = [np.random.default_rng(i).integers(20, 30, (64, 96, 3), np.uint8) for i in range(9)]
+    parts[3][20:40, 30:50] = 250
+    parts[7] = parts[3].copy()
+    settings = {
+        "backbone": {"name": "resnet18", "weights": "random"},
+        "image": {"area": 64},
+        "model": {"leave_out_suspects": True},
+        "precision": "fp32",
+    }
+    detector = anomaly.fit(parts, settings, device="cpu")
+    assert len(detector.manifest["training_images"]) == 7
+    assert detector.thresholds is not None
+    assert detector.thresholds.images == 7
 
 
 def test_what_stands_out() -> None:
