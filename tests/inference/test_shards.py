@@ -354,6 +354,20 @@ def test_a_folder_that_is_not_mounted_is_no_fault_of_the_images(
     assert command("infer", _infer(manifest, run_folder, tmp_path / "out"))[0] == 0
 
 
+@pytest.mark.parametrize(("missing", "expected"), [(19, 0), (20, 2)])
+def test_so_many_missing_images_that_the_storage_must_be_gone(
+    missing: int, expected: int, run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    names = [f"{tmp_path}/{i}.png" for i in range(missing)]
+    (tmp_path / "list.csv").write_text("\n".join(["path", *names]))
+    manifest = tmp_path / "m.parquet"
+    arguments = ["--list", tmp_path / "list.csv", "--output", manifest]
+    assert command("manifest", arguments)[0] == 0
+    code, _, err = command("infer", _infer(manifest, run_folder, tmp_path / "out"))
+    assert (code, f"none of the {missing} images" in err) == (expected, expected == 2)
+    assert (tmp_path / "out" / "results.parts").exists() == (expected == 0)
+
+
 def _rewritten(part: Path, change: Callable[[list[dict[str, object]]], None]) -> None:
     table = pyarrow.parquet.read_table(part)
     rows = table.to_pylist()
