@@ -58,7 +58,7 @@ def merge(detectors: Sequence[AnomalyDetector], names: Sequence[str]) -> Anomaly
         first,
         scorer=scorer,
         thresholds=thresholds,
-        appearance=_appearance(detectors),
+        appearance=_appearance(detectors, len(training)),
         manifest=manifest | ({"parents": parents} if parents else {}),
         model_id="",
         folder=None,
@@ -186,8 +186,16 @@ def _say_what_is_lost(detectors: Sequence[AnomalyDetector], names: Sequence[str]
             )
 
 
-def _appearance(detectors: Sequence[AnomalyDetector]) -> AppearanceModel | None:
-    """What the images of all look like; None where it isn't known of one of them."""
+def _appearance(detectors: Sequence[AnomalyDetector], images: int) -> AppearanceModel | None:
+    """What the images of all look like; None where it isn't known of one of them.
+
+    Args:
+        detectors: those to merge.
+        images: how many they have learned from; one that several have learned from counts once,
+            though it weighs as many times in the mean.
+    """
     looks = [detector.appearance for detector in detectors]
     known = [one for one in looks if one is not None]
-    return reduce(AppearanceModel.merged, known) if len(known) == len(looks) else None
+    if len(known) < len(looks):
+        return None
+    return replace(reduce(AppearanceModel.merged, known), images=images)
