@@ -20,6 +20,12 @@ _HEADER = (
     *("verdict_a", "verdict_b", "changed", "of_threshold_a", "of_threshold_b"),
 )
 _SHOWN = 100  # images on the page whose verdict is the same
+# What is counted of the images in both: whether they are good (None: either), and their verdict.
+_COUNTED: dict[str, tuple[bool | None, str]] = {
+    "False rejects": (True, "reject"),
+    "Escapes": (False, "good"),
+    "To review": (None, "review"),
+}
 _RANK = {"good": 0, "review": 1, "reject": 2}
 
 
@@ -224,15 +230,20 @@ def comparison_html(comparison: Comparison) -> str:
 {_images_table(changed)}
 <h2>Same verdict, moved furthest</h2>{_images_table(rest[:_SHOWN])}
 <p class="soft small">“Of threshold” is a score over its own model's threshold: scores of two
-models can't be compared otherwise. comparison.csv has every image.</p></main>"""
+models can't be compared otherwise. Counts are of the images in both, at each model's own
+thresholds. comparison.csv has every image.</p></main>"""
     return page("Comparison", body, styles=("base.css", "index.css"))
 
 
 def _figures_table(comparison: Comparison) -> str:
-    head = "".join(f'<th scope="col">{escape(title)}</th>' for title, _ in COLUMNS)
+    titles = [*(title for title, _ in COLUMNS), *_COUNTED]
+    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
     rows = ""
     for name, (first, second) in comparison.figures.items():
-        cells = "".join(f"<td>{_pair(first.get(key), second.get(key))}</td>" for _, key in COLUMNS)
+        pairs = [_pair(first.get(key), second.get(key)) for _, key in COLUMNS]
+        mine = [change for change in comparison.changes if change.category == name]
+        pairs += [_count_pair(mine, *what) for what in _COUNTED.values()]
+        cells = "".join(f"<td>{pair}</td>" for pair in pairs)
         rows += f'<tr><th scope="row"><bdi>{escape(name)}</bdi></th>{cells}</tr>'
     return (
         '<div class="card wide"><table class="overview"><thead><tr><th scope="col">Category</th>'
@@ -241,11 +252,21 @@ def _figures_table(comparison: Comparison) -> str:
 
 
 def _pair(first: float | None, second: float | None) -> str:
-    shown = " → ".join("–" if v is None else f"{v:.4f}" for v in (first, second))
+    shown = "<br>→ ".join("–" if v is None else f"{v:.4f}" for v in (first, second))
     if first is None or second is None:
         return shown
     tone = "better" if second > first else "worse" if second < first else "soft"
     return f'{shown}<small class="{tone}">{second - first:+.4f}</small>'
+
+
+def _count_pair(changes: Sequence[Change], good: bool | None, verdict: str) -> str:
+    """How many images of one kind have a verdict, in both; fewer are better."""
+    some = [c for c in changes if good is None or good == (c.defect_type == "good")]
+    first, second = (sum(c.verdicts[i] == verdict for c in some) for i in (0, 1))
+    if not all(any(c.verdicts[i] for c in changes) for i in (0, 1)):
+        return "–"
+    tone = "better" if second < first else "worse" if second > first else "soft"
+    return f'{first}<br>→ {second}<small class="{tone}">{second - first:+d}</small>'
 
 
 def _images_table(changes: Sequence[Change]) -> str:

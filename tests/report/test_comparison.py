@@ -50,7 +50,21 @@ def test_changed_verdicts_are_those_of_a_plain_recount(tmp_path: Path) -> None:
     assert sum(int(row["changed"]) for row in listed) == better + worse
     row = next(r for r in listed if r["path"] == sample.sample.name)
     assert float(row["difference"]) == (change.scores[1] or 0) - (change.scores[0] or 0)
-    assert text in comparison_html(compared)
+    shown = comparison_html(compared)
+    assert text in shown
+    counted = []
+    for good, is_meant in ((True, True), (False, False)):  # false rejects, escapes
+        counts = [
+            sum(
+                one.sample.is_defect != good and ((one.image_score or 0) > limit) == is_meant
+                for one in evaluation.scored
+            )
+            for evaluation, limit in ((first.evaluation, 10), (second.evaluation, 9.5))
+        ]
+        counted.append("{}<br>→ {}".format(*counts))
+    assert all(f"<td>{pair}<small" in shown for pair in counted)
+    assert len(set(counted)) == 2
+    assert shown.index(f"<td>{counted[0]}<small") < shown.index(f"<td>{counted[1]}<small")
 
 
 def test_an_evaluation_compared_with_itself_changes_nothing(tmp_path: Path) -> None:

@@ -230,10 +230,12 @@ def _inverse(lower: Tensor) -> Tensor:
     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹·C·A⁻¹, B⁻¹]]. Two to three times as fast as substitution,
     and as exact: within 1e-7 of float64 for 100 dimensions, 2e-7 for 550.
     """
+    inverse: Tensor
     size = lower.shape[1]
     if size <= _SUBSTITUTED:
         identity = torch.eye(size, device=lower.device).expand_as(lower)
-        return torch.linalg.solve_triangular(lower, identity, upper=False)
+        inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+        return inverse
     first, last = slice(size // 2), slice(size // 2, None)
     inverse = torch.zeros_like(lower)
     inverse[:, first, first] = _inverse(lower[:, first, first])
