@@ -8,17 +8,18 @@ let current = 0; // the tile that the Tab key reaches
 function makeTile(image, index) {
   const verdict = element("span", { class: "verdict" });
   const flag = element("span", { class: "flag", hidden: "" });
+  const kind = element("span", { class: "type" }, flag, element("bdi", {}, visible(image.type)));
   const frame = element("span", { class: "frame" });
   const button = element("button", { class: "tile", type: "button", tabindex: "-1" },
     frame,
     element("span", { class: "caption" }, verdict,
       element("span", { class: "score" }, scale.text(image.score)),
-      element("span", { class: "type" }, flag, element("bdi", {}, visible(image.type))),
+      kind,
       element("span", { class: "file" }, element("bdi", {}, shortName(image.name)))));
   button.title = visible(image.name);
   const item = element("li", {}, button);
   item.dataset.index = index;
-  return { item, button, frame, verdict, flag, verdictNow: "", drawn: false };
+  return { item, button, frame, verdict, flag, kind, verdictNow: "", drawn: false };
 }
 
 function stackOf(image, withMarks = true) {
@@ -74,6 +75,7 @@ function showVerdicts(verdicts) {
     const flag = images[i].odd ? "unlike training" : flags[outcomeOf(images[i], verdict)];
     tile.flag.hidden = !flag;
     tile.flag.textContent = flag || "";
+    tile.kind.hidden = !flag && !images[i].type;
   });
 }
 
