@@ -35,4 +35,5 @@ def write_page(
 
     named = ", ".join(map(str, options.input or [options.list]))
     file = write_gallery(model, options.model, named, rows, options.output, thumbnails, about)
-    return f", all on {'one page' if file.suffix else 'a page for each product'} in {file}"
+    pages = "one page" if len(model.models) == 1 else "a page for each product"
+    return f", all on {pages} in {file}"

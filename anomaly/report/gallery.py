@@ -28,6 +28,7 @@ from anomaly.model.products import AnyModel
 from anomaly.model.settings import flat, portable
 from anomaly.report.document import SCRIPTS, STYLES, command, limits, subtitle, tables
 from anomaly.report.page import asset, page, utc_now
+from anomaly.report.product_index import product_index
 
 NAMED = 200  # images named that couldn't be scored
 _LARGEST_FILE = 100_000_000
@@ -73,10 +74,11 @@ def write_gallery(
     thumbnails: Thumbnails,
     facts: Mapping[str, Any],
 ) -> Path:
-    """Write results.html into the folder of a run, or pages/, a page for each of several products.
+    """Write results.html into the folder of a run; of several products, a page for each in pages/.
 
-    Scores of several products have no common scale, so that no histogram holds them all. What
-    couldn't be scored is on each page: nobody knows what it shows.
+    Scores of several products have no common scale, so that no histogram holds them all, and
+    results.html leads to their pages. What couldn't be scored is on each: nobody knows what it
+    shows.
 
     Args:
         model: that has scored the images.
@@ -88,7 +90,7 @@ def write_gallery(
         facts: what else there is to say, by name.
 
     Returns:
-        The page's file, or the folder of pages.
+        The file of results.html.
 
     Raises:
         OutputError: no room, no permission.
@@ -111,7 +113,9 @@ def write_gallery(
         shown = (row for row in rows() if not several or row.product in (product, ""))
         page = gallery_html(run, shown, output, thumbnails)
         write(output / PAGES / f"{product}.html" if several else output / PAGE, page)
-    return output / (PAGES if several else PAGE)
+    if several:
+        write(output / PAGE, product_index(model.models, inputs, rows()))
+    return output / PAGE
 
 
 def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbnails) -> str:

@@ -56,11 +56,16 @@ def test_every_row_says_which_product_it_was_scored_as(
             assert {key: one[key] for key in same} == {key: other[key] for key in same}
     drawn = tmp_path / "out" / "heatmap_scales" / "disc.png"
     assert drawn.read_bytes() == (tmp_path / "disc" / "heatmap_scale.png").read_bytes()
-    assert not (tmp_path / "out" / "results.html").exists()
+    index = (tmp_path / "out" / "results.html").read_text("utf-8")
+    assert "12 of 13 images scored" in index
+    assert "1 couldn't be scored: each page names them" in index
     for product in PRODUCTS:
         page = (tmp_path / "out" / "pages" / f"{product}.html").read_text("utf-8")
         assert "broken.png" in page
         mine = [row for row in rows if row["product"] == product]
+        counts = [sum(row["verdict"] == v for row in mine) for v in ("good", "review", "reject")]
+        cells = "".join(f"<td>{count}</td>" for count in (len(mine), *counts))
+        assert f'href="pages/{product}.html"><bdi>{product}</bdi></a></th>{cells}' in index
         assert all(f'"../{row["heatmap"]}"' in page for row in mine)
     assert infer(command, product_runs, tmp_path / "out", *more, "--resume")[0] == 3
     assert infer(command, product_runs, tmp_path / "out", *more, "--overwrite")[0] == 3
