@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli.progress import ProgressLine
@@ -33,6 +34,9 @@ def scored_images(
     given = {name: inputs for name, inputs in given.items() if inputs is not None}
     found = {name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items()}
     check_good_inputs(given.get("good", ()), found.get("good", ()))
+    # Copies are found by their hashes, once all are scored.
+    if twice := set(found.get("good", ())) & set(found.get("defects", ())):
+        raise _twice(min(twice))
     tested = _tested(options, model) if given else frozenset()
     scored: dict[str, HeldOutScores] = {}
     for name, paths in found.items():
@@ -50,8 +54,12 @@ def scored_images(
         defects = set(scored["defects"].hashes)
         for path, sha256 in scored["good"].named_hashes().items():
             if sha256 in defects:
-                raise DataError(f"{path} is given as good and as a defect; give it once")
+                raise _twice(path)
     return scored
+
+
+def _twice(path: Path | str) -> DataError:
+    return DataError(f"{path} is given as good and as a defect; give it once")
 
 
 def _say_left_out(option: str, images: HeldOutScores) -> None:
