@@ -146,16 +146,20 @@ def check_room(folder: Path, images: int, each: float, *, sure: bool) -> None:
     needed, free = images * each, shutil.disk_usage(folder).free
     if needed > free and sure:
         raise OutputError(
-            f"the features of {images} images take about {needed / 1e9:.1f} GB in {folder} until "
-            f"training ends, where {free / 1e9:.1f} GB are free; free some disk space or write to "
+            f"the features of {images} images take about {_said(needed)} in {folder} until "
+            f"training ends, where {_said(free)} are free; free some disk space or write to "
             "another disk with --output"
         )
     if needed > _WORTH_SAYING:
         log.info(
-            "the features of %d images take about %.1f GB of the %.1f GB that are free in %s, "
-            "until training ends",
+            "the features of %d images take about %s of the %s that are free in %s, until "
+            "training ends",
             images,
-            needed / 1e9,
-            free / 1e9,
+            _said(needed),
+            _said(free),
             folder,
         )
+
+
+def _said(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
