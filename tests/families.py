@@ -13,6 +13,10 @@ FAMILIES = [
     "efficientnet_v2_s",
     "convnext_tiny",
     "densenet121",
+    "googlenet",
+    "mnasnet1_0",
+    "regnet_y_400mf",
+    "shufflenet_v2_x1_0",
     "vgg11",
     "vgg16_bn",
 ]

@@ -21,14 +21,25 @@ log = logging.getLogger(__name__)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-# Layers at strides 4, 8 and 16, by the family's class in torchvision. PatchCore takes the last
-# two, PaDiM all three. MobileNetV3 differs by size and VGG by depth: see `_stages`.
+# Networks whose official weights come from TensorFlow, where inputs lie in [−1, 1].
+_FROM_TENSORFLOW = ("googlenet", "inception_v3")
+
+# Layers at strides 4, 8 and 16, by the family's class in torchvision, or the network's name.
+# PatchCore takes the last two, PaDiM all three. VGG differs by depth: see `_stages`.
 _STAGES: dict[str, tuple[str, str, str]] = {
-    "ResNet": ("layer1", "layer2", "layer3"),
-    "MobileNetV2": ("features.3", "features.6", "features.13"),
-    "EfficientNet": ("features.2", "features.3", "features.5"),
     "ConvNeXt": ("features.1", "features.3", "features.5"),
     "DenseNet": ("features.denseblock1", "features.denseblock2", "features.denseblock3"),
+    "EfficientNet": ("features.2", "features.3", "features.5"),
+    "GoogLeNet": ("conv3", "inception3b", "inception4e"),
+    "MNASNet": ("layers.8", "layers.9", "layers.11"),
+    "MaxVit": ("blocks.0", "blocks.1", "blocks.2"),
+    "MobileNetV2": ("features.3", "features.6", "features.13"),
+    "RegNet": ("trunk_output.block1", "trunk_output.block2", "trunk_output.block3"),
+    "ResNet": ("layer1", "layer2", "layer3"),
+    "ShuffleNetV2": ("maxpool", "stage2", "stage3"),
+    "SwinTransformer": ("features.1", "features.3", "features.5"),
+    "mobilenet_v3_large": ("features.3", "features.6", "features.12"),
+    "mobilenet_v3_small": ("features.1", "features.3", "features.8"),
 }
 
 
@@ -64,9 +75,9 @@ def build(name: str) -> nn.Module:
         raise ConfigError(
             f"backbone.name {name!r} isn't a network; {nearest(name, known_backbones())}"
         )
-    # GoogLeNet and Inception carry training-only heads, and would change their input by default.
+    # They carry heads for training, and would normalise their input again, see `normalisation`.
     extra: dict[str, Any] = {}
-    if name in ("googlenet", "inception_v3"):
+    if name in _FROM_TENSORFLOW:
         extra = {"aux_logits": True, "transform_input": False, "init_weights": False}
     try:
         with without_values():
@@ -122,10 +133,6 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
 def _stages(name: str, network: nn.Module) -> tuple[str, ...] | None:
     if is_timm(name):
         return timm_networks.stages(network) or None
-    if name == "mobilenet_v3_large":
-        return "features.3", "features.6", "features.12"
-    if name == "mobilenet_v3_small":
-        return "features.1", "features.3", "features.8"
     if type(network).__name__ == "VGG":
         pools = [
             i
@@ -134,7 +141,7 @@ def _stages(name: str, network: nn.Module) -> tuple[str, ...] | None:
         ]
         third, fourth, fifth = (f"features.{i - 1}" for i in pools[2:5])
         return third, fourth, fifth
-    return _STAGES.get(type(network).__name__)
+    return _STAGES.get(name) or _STAGES.get(type(network).__name__)
 
 
 def normalisation(name: str) -> Normalisation:
@@ -142,6 +149,8 @@ def normalisation(name: str) -> Normalisation:
     if is_timm(name):
         said = timm_networks.settings(name)
         return Normalisation(tuple(said["mean"]), tuple(said["std"]))
+    if name in _FROM_TENSORFLOW:
+        return Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     weights = official_weights(name)
     if weights is None:
         return Normalisation(IMAGENET_MEAN, IMAGENET_STD)

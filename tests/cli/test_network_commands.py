@@ -21,8 +21,8 @@ from families import FAMILIES
 from anomaly.export.feature_files import read_features
 
 # One of each of torchvision's families; the slow ones take seconds.
-OTHERS = ["alexnet", "googlenet", "mnasnet0_5", "regnet_y_400mf", "shufflenet_v2_x0_5"]
-OTHERS += ["squeezenet1_1", "vit_b_32", "swin_t", "maxvit_t", "inception_v3"]
+OTHERS = ["alexnet", "inception_v3", "maxvit_t", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t"]
+OTHERS += ["vit_b_32"]
 QUICK = {"resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1"}
 NETWORKS = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)

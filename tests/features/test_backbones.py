@@ -48,12 +48,30 @@ def test_normalisation_is_torchvisions() -> None:
     torch.testing.assert_close(backbones.normalisation("resnet18")(images), preset(images))
 
 
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_networks_from_tensorflow_see_what_torchvision_shows_them(name: str) -> None:
+    """With its official weights, torchvision normalises anew what its transforms have made."""
+    official = torchvision.models.get_model(name, transform_input=True, init_weights=False).eval()
+    ours = backbones.build(name)
+    backbone_weights.load_state(ours, official.state_dict(), backbones.build(name), name)
+    images = torch.rand(1, 3, 96, 96)
+    preset = torchvision.transforms.Normalize(backbones.IMAGENET_MEAN, backbones.IMAGENET_STD)
+    with torch.no_grad():
+        expected = official(preset(images))
+        torch.testing.assert_close(ours(backbones.normalisation(name)(images)), expected)
+
+
+@pytest.mark.parametrize("name", ["swin_t", "swin_v2_t", "maxvit_t", "shufflenet_v2_x0_5"])
+def test_default_layers_of_families_with_a_layout_or_sizes_of_their_own(name: str) -> None:
+    test_default_layers_lie_at_strides_4_8_16(name)
+
+
 def test_unknown_names_are_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'wide_resnet50_2'"):
         backbones.build("wide_resnet50")
-    network = backbones.build("regnet_y_400mf")
-    with pytest.raises(ConfigError, match=r"no default layers.*trunk_output\.block1"):
-        backbones.default_layers("regnet_y_400mf", network, 3)
+    network = backbones.build("squeezenet1_0")
+    with pytest.raises(ConfigError, match=r"no default layers.*features\.0"):
+        backbones.default_layers("squeezenet1_0", network, 3)
 
 
 def test_random_weights_are_seeded_and_warn(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,8 +11,8 @@ import torch
 from families import FAMILIES
 from torch import Tensor, nn
 
-from anomaly.features.backbones import default_layers, torchvision_name
-from anomaly.features.vision import torchvision, without_values
+from anomaly.features.backbones import build, default_layers
+from anomaly.features.vision import without_values
 from anomaly.hooks import capture
 
 _BUILD = """
@@ -70,9 +70,9 @@ def test_the_compiler_and_detection_work_afterwards() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shapes_without_values_are_those_of_a_real_pass(name: str) -> None:
+    network = build(name)
+    layers = default_layers(name, network, 2)
     with without_values():
-        network = torchvision.models.get_model(torchvision_name(name), weights=None).eval()
-        layers = default_layers(name, network, 2)
         found = shapes(network, layers, torch.empty(2, 3, 96, 64))
     real = network.to_empty(device="cpu")
     assert found == shapes(real, layers, torch.zeros(2, 3, 96, 64))
