@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pool",
         choices=("mean", "max", "none"),
         default="mean",
-        help="over the positions of a map: mean (default), max, or none to keep the whole map",
+        help="over the positions of a map, or all tokens of a transformer: mean (default), max, or "
+        "none to keep the whole map",
     )
     parser.add_argument("--format", choices=("safetensors", "npy"), default="safetensors")
     parser.add_argument(
@@ -72,6 +73,8 @@ def run(options: argparse.Namespace) -> int:
     for name in ("input_size", "batch_size", "shard_size"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise AnomalyError(f"--{name.replace('_', '-')} must be 1 or more")
+    if "" in (options.layers or ()):
+        raise AnomalyError("--layers has an empty name; name layers, such as layer3")
     if options.model is None:
         options.weights = options.weights or "imagenet"
         options.input_size = options.input_size or 224

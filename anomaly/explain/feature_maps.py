@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
-from anomaly.explain.inputs import batch_of, check_eval
+from anomaly.explain.inputs import batch_of, check_eval, map_of
 from anomaly.explain.tiles import RgbImage, captioned, colored, grid, resized, stacked
 from anomaly.features.tokens import Layout
 from anomaly.hooks import capture
@@ -35,9 +35,10 @@ def feature_map_pictures(
         image: (3, H, W), normalised as the network wants it, on the network's device.
         layers: paths of layers that put out feature maps, see `anomaly.hooks.match`.
         n_channels: how many channels are shown, the most active first.
-        layouts: how each layer's output becomes a feature map, where it isn't one.
+        layouts: how each layer's output becomes a feature map; told by its shape if not given.
         picture: the image before it was normalised, (H, W, 3) uint8 RGB, for the first tile; by
-            default the normalised one, stretched, whose colours aren't the image's.
+            default the normalised one, stretched, whose colours aren't the image's (none where it
+            has neither 1 nor 3 channels).
 
     Returns:
         For each layer's path a picture (h', w', 3): the image, PCA to RGB, then the channels.
@@ -51,13 +52,17 @@ def feature_map_pictures(
     with torch.no_grad(), capture(model, layers, stop=True) as captured:
         captured.run(batch)
         outputs = captured.pop()
-    if layouts is not None:
+    if layouts is None:
+        outputs = {layer: map_of(output, image.shape[1:]) for layer, output in outputs.items()}
+    else:
         outputs = {
             layer: layout.map_of(outputs[layer], image.shape[1:])
             for layer, layout in zip(layers, layouts, strict=True)
         }
     maps = {layer: output.float().cpu().numpy() for layer, output in outputs.items()}
-    shown = _stretched(image.detach().cpu().float().numpy()) if picture is None else picture
+    shown = picture
+    if picture is None and len(image) in (1, 3):
+        shown = _stretched(image.detach().expand(3, -1, -1).cpu().float().numpy())
     return {
         layer: feature_map_picture(_one_map(values, layer), layer, shown, n_channels)
         for layer, values in maps.items()

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from anomaly.errors import AnomalyError, LayerError
-from anomaly.explain.inputs import batch_of, check_eval
+from anomaly.explain.inputs import batch_of, check_eval, map_of
 from anomaly.explain.saliency import guided_backpropagation
-from anomaly.features.tokens import Layout, token_stride
 from anomaly.hooks import capture
 
 
@@ -39,7 +38,7 @@ def grad_cam(
         (H, W) in [0, 1], 1 where the evidence is strongest; all zero if there is none.
 
     Raises:
-        LayerError: no such layer, or its output isn't a feature map.
+        LayerError: no such layer, or several, or its output isn't a feature map.
         AnomalyError: the network isn't a classifier, is in train mode, or has no such class; or it
             isn't an image (3, H, W) of finite floats.
     """
@@ -50,11 +49,15 @@ def grad_cam(
         batch = batch.detach().clone().requires_grad_()
         with capture(model, layer, grad=True) as captured:
             score = _class_score(captured.run(batch), target_class)
-            ((path, maps),) = captured.pop().items()
+            found = captured.pop()
+            if len(found) != 1:
+                raise LayerError(
+                    f"Grad-CAM looks at one map, and {layer!r} names {len(found)}: "
+                    f"{', '.join(found)}"
+                )
+            ((path, maps),) = found.items()
         (gradients,) = torch.autograd.grad(score, maps, materialize_grads=True)
-    if maps.ndim == 3 and (stride := token_stride(maps.shape[1], image.shape[1:])):
-        tokens = Layout("tokens", maps.shape[2], stride)
-        maps, gradients = (tokens.map_of(one, image.shape[1:]) for one in (maps, gradients))
+    maps, gradients = (map_of(one, image.shape[1:]) for one in (maps, gradients))
     if maps.ndim != 4:
         raise LayerError(
             f"{path!r} puts out shape {tuple(maps.shape)}, not a feature map (1, C, h, w): "

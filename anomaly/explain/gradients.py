@@ -106,7 +106,8 @@ class GradientMonitor:
 
 def limit_norm(gradient: Tensor, max_norm: float) -> Tensor:
     """A gradient (of any shape) scaled down to an L2 norm of at most `max_norm`; a tensor hook."""
-    norm = torch.linalg.vector_norm(gradient.float())
+    wide = gradient if gradient.is_complex() else gradient.float()
+    norm = torch.linalg.vector_norm(wide)
     scale: Tensor = (max_norm / norm).clamp(max=1)
     return gradient * scale.to(gradient.dtype)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from anomaly.errors import AnomalyError
+from anomaly.features.tokens import Layout, token_stride
 
 
 def batch_of(image: Tensor, model: nn.Module | None = None) -> Tensor:
@@ -37,6 +40,25 @@ def batch_of(image: Tensor, model: nn.Module | None = None) -> Tensor:
     weights = () if model is None else model.parameters()
     formats = (weight.dtype for weight in weights if weight.is_floating_point())
     return image[None].to(next(formats, image.dtype))
+
+
+def map_of(output: Tensor, size: Sequence[int]) -> Tensor:
+    """A layer's output as a feature map (1, C, h, w), where it is one in another order.
+
+    Args:
+        output: of one image: a map, Swin's form of one (1, h, w, C), or a transformer's tokens
+            (1, N, C), of which those of the patches are taken. Anything else stays as it is.
+        size: (H, W) of the image.
+    """
+    height, width = size
+    if output.ndim == 3 and (stride := token_stride(output.shape[1], size)):
+        return Layout("tokens", output.shape[2], stride).map_of(output, size)
+    if output.ndim == 4:
+        _, a, b, c = output.shape
+        slack = 2 * max(height, width)  # strides and borders round
+        if abs(b * width - c * height) > slack >= abs(a * width - b * height):
+            return output.permute(0, 3, 1, 2)
+    return output
 
 
 def check_eval(model: nn.Module) -> None:

@@ -35,14 +35,16 @@ def image_gradient(score: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad():
         batch = batch.detach().clone().requires_grad_()
         value = score(batch)
-        if value.numel() != 1:
+        if isinstance(value, Tensor) and value.numel() != 1:
             raise AnomalyError(f"the score has shape {tuple(value.shape)}, not one number")
-        if not value.requires_grad:
+        gradient = None
+        if isinstance(value, Tensor) and value.requires_grad:
+            (gradient,) = torch.autograd.grad(value.sum(), batch, allow_unused=True)
+        if gradient is None:
             raise AnomalyError(
                 "the score doesn't depend on the image by differentiable operations: compute it "
                 "in torch (not faiss or NumPy), outside no_grad and inference_mode"
             )
-        (gradient,) = torch.autograd.grad(value.sum(), batch)
     return gradient[0]
 
 

@@ -99,7 +99,8 @@ def read_features(folder: Path) -> SavedFeatures:
 def _encoded(arrays: Mapping[str, Array], form: Format) -> list[bytes]:
     """The contents of the files of `_shard_files`."""
     if form == "safetensors":
-        return [save(dict(arrays))]
+        # An array's memory is written as it lies, and maps may lie channels last.
+        return [save({layer: np.ascontiguousarray(array) for layer, array in arrays.items()})]
     files = []
     for array in arrays.values():
         content = io.BytesIO()

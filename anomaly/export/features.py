@@ -178,8 +178,9 @@ def save_features(
 
 
 def _default_layers(name: str) -> Sequence[str]:
+    network = build(name)
     try:
-        return default_layers(name, build(name), 3)
+        return default_layers(name, network, 3)
     except ConfigError:
         raise ConfigError(
             f"{name} has no default layers; choose some of `anomaly layers --backbone {name}` and "

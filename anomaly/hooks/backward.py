@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
 from anomaly.hooks.guard import Hook
-from anomaly.hooks.nested import map_tensors, named_tensors
+from anomaly.hooks.nested import map_tensors, named_tensors, refuse_hidden
 
 
 class BackwardGates(threading.local):
@@ -32,8 +33,14 @@ class BackwardGates(threading.local):
         self._pre_hooks = [pre_hook] if pre_hook else []
         self._open: list[tuple[int, BackwardHook]] = []  # with its layer's frame on the call stack
 
-    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Forward-pre hook: the gate at the input."""
+    def enter(
+        self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[Any, ...] | None:
+        """Forward-pre hook: the gate at the input, through which keyword inputs go, too.
+
+        Returns:
+            The inputs, and with `kwargs` these beside them; None where no gradient is wanted.
+        """
         frame: FrameType | None = sys._getframe(2)  # of the layer's call, behind `Attached`
         own, around = id(frame), set()
         while self._open and frame is not None:
@@ -44,8 +51,16 @@ class BackwardGates(threading.local):
         self._open = [entry for entry in self._open if entry[0] in around - {own}]
         gate = BackwardHook(module, self._hooks, self._pre_hooks)
         self._open.append((own, gate))
-        gated = gate.setup_input_hook(inputs)  # type: ignore[no-untyped-call]
-        return None if gated is inputs else _copies(gated)
+        names = [name for name, value in (kwargs or {}).items() if isinstance(value, Tensor)]
+        given = (*inputs, *((kwargs or {})[name] for name in names))
+        gated = gate.setup_input_hook(given)  # type: ignore[no-untyped-call]
+        if gated is given:
+            return None
+        copies = _copies(gated)
+        if kwargs is None:
+            return copies  # type: ignore[no-any-return]
+        named = zip(names, copies[len(inputs) :], strict=True)
+        return copies[: len(inputs)], {**kwargs, **dict(named)}
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         """Forward hook: the gate at the output."""
@@ -54,10 +69,16 @@ class BackwardGates(threading.local):
             return None
         gate = self._open[entered[-1]][1]
         del self._open[entered[-1] :]  # with those behind, whose forward pass raised
-        if isinstance(output, Tensor | tuple):
+        nested = isinstance(output, tuple) and any(
+            isinstance(item, tuple | list | Mapping) for item in output
+        )
+        if isinstance(output, Tensor | tuple) and not nested:
             gated = gate.setup_output_hook(output)  # type: ignore[no-untyped-call]
             return None if gated is output else _copies(gated)
         tensors = tuple(tensor for _, tensor in named_tensors(output, ""))
+        if not tensors:
+            refuse_hidden(type(module).__name__, output)
+            return None
         gated = iter(_copies(gate.setup_output_hook(tensors)))  # type: ignore[no-untyped-call]
         return map_tensors(lambda _: next(gated), output)
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from anomaly.errors import LayerError
 from anomaly.hooks.guard import Attached, refuse_compiled
-from anomaly.hooks.nested import map_tensors, named_tensors
+from anomaly.hooks.nested import map_tensors, named_tensors, refuse_hidden
 from anomaly.hooks.paths import Selector, select
 
 
@@ -60,7 +60,7 @@ def capture(
             was captured. Without it nothing is copied, and `pop` raises if that happened (which
             PyTorch can't tell for tensors made under `torch.inference_mode`).
         device: move to this device.
-        dtype: convert to this dtype.
+        dtype: convert to this dtype; integers stay what they are.
         keep: how many of the latest calls of each layer are kept; None keeps all.
         max_bytes: refuse to hold more than this.
 
@@ -194,9 +194,9 @@ class Capture:
                 return None
             self._pending.discard(path)
             last = self._stop and not self._pending
-            # Nothing runs behind the last layer, so nothing can overwrite its output.
-            call = [self._keep(name, t, last) for name, t in named_tensors(output, path)]
+            call = [self._keep(name, tensor) for name, tensor in named_tensors(output, path)]
             if not call:
+                refuse_hidden(repr(path), output)
                 raise LayerError(f"{path!r} put out {type(output).__name__}, which has no tensor")
             self._calls[path].append(call)
             if self._policy.max_bytes is not None:
@@ -212,17 +212,18 @@ class Capture:
 
         return keep
 
-    def _keep(self, name: str, tensor: Tensor, last: bool) -> _Kept:
+    def _keep(self, name: str, tensor: Tensor) -> _Kept:
         policy = self._policy
         if policy.grad:
             if not torch.is_grad_enabled():
                 raise LayerError("grad=True needs autograd: leave torch.no_grad or inference_mode")
             return _Kept(name, tensor, None)
-        clone = policy.clone and not last
+        clone = policy.clone
         if tensor.requires_grad:
             tensor = tensor.detach()
         if clone or policy.device is not None or policy.dtype is not None:
-            tensor = tensor.to(policy.device, policy.dtype, copy=clone)
+            whole = not (tensor.is_floating_point() or tensor.is_complex())  # indices stay exact
+            tensor = tensor.to(policy.device, None if whole else policy.dtype, copy=clone)
         return _Kept(name, tensor, None if tensor.is_inference() else tensor._version)
 
     def _check_memory(self, limit: int) -> None:

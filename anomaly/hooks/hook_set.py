@@ -82,7 +82,7 @@ class HookSet:
         self._handles.clear()
 
     def forward(
-        self, layers: Layers, hook: Hook, *extra: Any, with_kwargs: bool = False, **named: Any
+        self, layers: Layers, hook: Hook, /, *extra: Any, with_kwargs: bool = False, **named: Any
     ) -> list[Handle]:
         """Call `hook(module, inputs, output, *extra, **named)` after a layer has run.
 
@@ -109,7 +109,7 @@ class HookSet:
         )
 
     def forward_pre(
-        self, layers: Layers, hook: Hook, *extra: Any, with_kwargs: bool = False, **named: Any
+        self, layers: Layers, hook: Hook, /, *extra: Any, with_kwargs: bool = False, **named: Any
     ) -> list[Handle]:
         """Call `hook(module, inputs, *extra, **named)` before a layer runs.
 
@@ -125,17 +125,20 @@ class HookSet:
             [m.register_forward_pre_hook(Attached(call), with_kwargs=with_kwargs) for m in modules]
         )
 
-    def backward(self, layers: Layers, hook: Hook, *extra: Any, **named: Any) -> list[Handle]:
+    def backward(self, layers: Layers, hook: Hook, /, *extra: Any, **named: Any) -> list[Handle]:
         """Call `hook(module, grad_input, grad_output, *extra, **named)` in the backward pass.
 
-        Both gradients are tuples, one entry for each positional input or output of the layer (None
-        where there is no gradient). What the hook returns replaces `grad_input`, which then flows
-        on to the layers before. Layers that work in place, here or behind, are no obstacle.
+        Both gradients are tuples, one entry for each input or output of the layer, those by
+        position first (None where there is no gradient); of an output that is a structure, one for
+        each tensor in it. What the hook returns replaces `grad_input`, which then flows on to the
+        layers before. Layers that work in place, here or behind, are no obstacle.
         Arguments, handles and errors are those of `forward`.
         """
         return self._gate(layers, hook=_with_extra(hook, _SHOWN["backward"], extra, named))
 
-    def backward_pre(self, layers: Layers, hook: Hook, *extra: Any, **named: Any) -> list[Handle]:
+    def backward_pre(
+        self, layers: Layers, hook: Hook, /, *extra: Any, **named: Any
+    ) -> list[Handle]:
         """Call `hook(module, grad_output, *extra, **named)` before the gradient enters a layer.
 
         What it returns replaces `grad_output`, and with it the gradients of the layer's
@@ -143,7 +146,7 @@ class HookSet:
         """
         return self._gate(layers, pre_hook=_with_extra(hook, _SHOWN["backward_pre"], extra, named))
 
-    def tensor(self, tensor: Tensor, hook: Hook, *extra: Any, **named: Any) -> Handle:
+    def tensor(self, tensor: Tensor, hook: Hook, /, *extra: Any, **named: Any) -> Handle:
         """Call `hook(grad, *extra, **named)` when the gradient of a tensor is known.
 
         What it returns, of the same shape, replaces the gradient. Works for parameters and for
@@ -162,7 +165,9 @@ class HookSet:
         handle: Handle = tensor.register_hook(call)  # type: ignore[no-untyped-call]
         return self._add([handle])[0]
 
-    def accumulated(self, parameter: nn.Parameter, hook: Hook, *extra: Any, **named: Any) -> Handle:
+    def accumulated(
+        self, parameter: nn.Parameter, hook: Hook, /, *extra: Any, **named: Any
+    ) -> Handle:
         """Call `hook(parameter, *extra, **named)` once a gradient is in `parameter.grad`.
 
         There it stands with those of earlier backward passes; the hook may replace it.
@@ -171,7 +176,7 @@ class HookSet:
             LayerError: it isn't a parameter, or has no gradient.
         """
         _check_tensor(parameter)
-        if not parameter.requires_grad:
+        if not (parameter.requires_grad and parameter.is_leaf):
             raise LayerError(
                 f"a parameter of shape {tuple(parameter.shape)} gets no gradient: unfreeze it "
                 "(requires_grad_())"
@@ -185,7 +190,7 @@ class HookSet:
         handle: Handle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
         return self._add([handle])[0]
 
-    def everywhere(self, event: Event, hook: Hook, *extra: Any, **named: Any) -> list[Handle]:
+    def everywhere(self, event: Event, hook: Hook, /, *extra: Any, **named: Any) -> list[Handle]:
         """Call `hook` at every layer of every network in the process (global module hooks).
 
         Args:
@@ -223,7 +228,7 @@ class HookSet:
         pairs: list[Handle] = []
         for module in modules:
             gates = BackwardGates(**hooks)
-            enter = module.register_forward_pre_hook(Attached(gates.enter))
+            enter = module.register_forward_pre_hook(Attached(gates.enter), with_kwargs=True)
             pairs.append(_Both(enter, module.register_forward_hook(Attached(gates.leave))))
         return self._add(pairs)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from anomaly.errors import LayerError
+
 
 def named_tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
     """The tensors of an output with a name for each.
@@ -19,6 +21,19 @@ def named_tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         return [(name, value)]
     return [(f"{name}:{'.'.join(way)}", tensor) for way, tensor in _walk(value, ())]
+
+
+def refuse_hidden(layer: str, output: Any) -> None:
+    """Refuse an output that keeps tensors where `named_tensors` doesn't look.
+
+    Raises:
+        LayerError: it is an object, such as a dataclass, with a tensor among its attributes.
+    """
+    if any(isinstance(value, Tensor) for value in getattr(output, "__dict__", {}).values()):
+        raise LayerError(
+            f"{layer} puts out {type(output).__name__}, whose tensors aren't found: only tuples, "
+            "lists and mappings are looked into; hook a layer inside"
+        )
 
 
 def _walk(value: Any, way: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:

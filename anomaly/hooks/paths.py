@@ -47,6 +47,7 @@ def resolve(model: nn.Module, path: str) -> tuple[str, nn.Module]:
     Raises:
         LayerError: the network has no such layer; names the nearest ones.
     """
+    _refuse_modules(model, path)
     steps = _walk(model, path)
     return ".".join(name for name, _ in steps), steps[-1][1] if steps else model
 
@@ -66,6 +67,7 @@ def match(model: nn.Module, pattern: Selector) -> list[str]:
     Raises:
         LayerError: nothing matches.
     """
+    _refuse_modules(model, pattern)
     if isinstance(pattern, type):
         found = [name for name, module in model.named_modules() if isinstance(module, pattern)]
         if not found:
@@ -101,6 +103,7 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
         LayerError: nothing matches, or the layer's hooks would never be called.
     """
     _refuse_unhookable(model, model, "")
+    _refuse_modules(model, layers)
     selected: dict[str, nn.Module] = {}
     for pattern in [layers] if isinstance(layers, _ONE) else layers:
         for path in [pattern] if _is_path(pattern) else match(model, pattern):
@@ -108,8 +111,24 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
             for name, module in _walk(model, path):
                 above = f"{above}.{name}" if above else name
                 _refuse_unhookable(model, module, above)
+            for other, known in selected.items():
+                if known is module and other != above:
+                    raise LayerError(
+                        f"{other!r} and {above!r} are one layer under two names, so that its calls "
+                        "can't be told apart: name it once"
+                    )
             selected[above] = module
     return selected
+
+
+def _refuse_modules(model: nn.Module, layers: object) -> None:
+    """Tell whoever gives a layer instead of its path what that is."""
+    given = layers if isinstance(layers, list | tuple) else [layers]
+    for one in given:
+        if isinstance(one, nn.Module):
+            paths = [name for name, module in model.named_modules() if module is one]
+            known = f": {paths[0]!r}" if paths else f", which {type(model).__name__} doesn't hold"
+            raise LayerError(f"give the path of this {type(one).__name__}{known}")
 
 
 def live_hooks(model: nn.Module) -> int:

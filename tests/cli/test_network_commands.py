@@ -142,6 +142,8 @@ def test_features_of_a_model_keep_whole_maps_when_told(
     assert code == 2
     assert "keeps its network up to layer3 only" in err
     assert "--backbone resnet18" in err
+    code, _, err = command("features", [*arguments, "--layers", "", "--output", tmp_path / "late"])
+    assert (code, "--layers has an empty name" in err) == (2, True)
     for option in (["--weights", "random"], ["--input-size", 64], ["--square"]):
         code, _, err = command("features", [*arguments, *option, "--output", tmp_path / "late"])
         assert (code, f"{option[0]} is for --backbone; a model brings its own" in err) == (2, True)

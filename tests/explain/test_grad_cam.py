@@ -95,11 +95,38 @@ def test_networks_in_half_the_digits_are_explained() -> None:
     assert feature_map_pictures(network, image, ["0"]).keys() == {"0"}
 
 
+class ChannelsLast(nn.Module):
+    """Puts its maps out as Swin does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1)
+
+
+def test_maps_in_swins_order_are_taken_as_they_lie() -> None:
+    network, body, head = build(3)
+    swapped = nn.Sequential(body, ChannelsLast(), nn.Sequential(*[Back(), *head])).eval()
+    for size in ((64, 64), (64, 96)):
+        image = torch.randn(3, *size)
+        expected = grad_cam(network, image, "[0]", 1)
+        np.testing.assert_allclose(grad_cam(swapped, image, "[1]", 1), expected, atol=1e-6)
+        drawn = feature_map_pictures(swapped, image, ["0", "1"])
+        np.testing.assert_array_equal(drawn["0"][30:], drawn["1"][30:])  # below their names
+
+
+class Back(nn.Module):
+    """Undoes `ChannelsLast`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 3, 1, 2)
+
+
 def test_what_grad_cam_cannot_explain_is_said() -> None:
     network, body, _ = build(0)
     image = torch.randn(3, 12, 12)
     with pytest.raises(LayerError, match=r"'1.2' puts out shape .* not a feature map"):
         grad_cam(network, image, "1[2]")
+    with pytest.raises(LayerError, match=r"looks at one map, and '1\.\*' names 4: 1\.0, 1\.1"):
+        grad_cam(network, image, "1.*")
     with pytest.raises(LayerError, match="no layer 'head'"):
         grad_cam(network, image, "head")
     with pytest.raises(AnomalyError, match=r"puts out \(1, classes\), not \(1, 6,"):

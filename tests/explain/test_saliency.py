@@ -42,6 +42,8 @@ def test_it_works_under_no_grad() -> None:
     ("score", "message"),
     [
         (lambda batch: batch.detach().sum(), "doesn't depend on the image"),
+        (lambda batch: batch.max().item(), "doesn't depend on the image"),
+        (lambda batch: nn.Parameter(torch.ones(1)).sum(), "doesn't depend on the image"),
         (lambda batch: torch.tensor(float(batch.detach().numpy().max())), "doesn't depend"),
         (lambda batch: batch.sum(dim=(0, 1, 2)), r"shape \(2,\), not one number"),
     ],

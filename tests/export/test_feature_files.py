@@ -126,6 +126,16 @@ def test_what_only_looks_like_features_is_somebodys_own(tmp_path: Path, overwrit
     assert (tmp_path / "features-mean.npy").read_text() == "mine"
 
 
+@pytest.mark.parametrize("form", ["safetensors", "npy"])
+def test_maps_that_lie_channels_last_are_read_as_they_are(form: str, tmp_path: Path) -> None:
+    maps = np.arange(24, dtype=np.float32).reshape(2, 3, 4)  # h, w, C
+    with FeatureWriter(tmp_path, {"layers": ["a"], "format": form}, 2, overwrite=False) as writer:
+        for i in range(2):
+            writer.add(f"{i}.png", "", {"a": (maps + i).transpose(2, 0, 1)})
+    expected = np.stack([maps, maps + 1]).transpose(0, 3, 1, 2)
+    np.testing.assert_array_equal(read_features(tmp_path).values["a"], expected)
+
+
 def test_images_of_several_shapes_lie_in_shards_of_their_own(tmp_path: Path) -> None:
     with FeatureWriter(tmp_path, SETTINGS, 8, overwrite=False) as writer:
         for i in range(6):

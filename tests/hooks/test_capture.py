@@ -442,3 +442,44 @@ def test_data_parallel_on_one_device_works() -> None:
     with capture(parallel, "module.0", device="cpu") as captured:
         captured.run(x)
         torch.testing.assert_close(captured.pop()["module.0"], by_hand(network, x)[0].cpu())
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_the_last_layer_is_copied_too(stop: bool) -> None:
+    """What it hands on may be the caller's own buffer, or a parameter."""
+
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.value
+
+    buffer, network = torch.zeros(2), nn.Sequential(nn.Identity())
+    with torch.inference_mode(), capture(network, "0", stop=stop, keep=None) as captured:
+        for value in range(3):
+            captured.run(buffer.fill_(value))
+        assert [one[0].item() for one in captured.pop_calls()["0"]] == [0, 1, 2]
+    constant = nn.Sequential(Constant())
+    with capture(constant, "0", stop=stop) as captured:
+        captured.run(buffer)
+        captured.pop()["0"].zero_()
+    assert constant[0].value.tolist() == [1, 1]
+
+
+def test_a_layer_under_two_names_is_refused() -> None:
+    linear = nn.Linear(2, 2)
+    network = nn.ModuleDict({"a": linear, "b": linear})
+    with pytest.raises(LayerError, match="'a' and 'b' are one layer under two names"):
+        capture(network, ["a", "b"])
+    with capture(network, ["a", "a"]):
+        pass
+
+
+def test_indices_stay_exact_whatever_the_dtype() -> None:
+    network = nn.Sequential(nn.MaxPool2d(2, return_indices=True))
+    with capture(network, "0", dtype=torch.float16) as captured:
+        network(torch.randn(1, 1, 128, 128))
+        found = captured.pop()
+    assert [value.dtype for value in found.values()] == [torch.float16, torch.int64]

@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -553,3 +554,88 @@ def test_a_hook_that_cannot_be_called_is_told_when_it_is_registered() -> None:
 def test_a_dtype_or_device_that_there_is_not_is_told_before_the_pass(wrong: Any) -> None:
     with pytest.raises(LayerError, match=r"is no device|give one of torch's"):
         capture(nn.Sequential(nn.Linear(2, 2)), "[0]", **wrong)
+
+
+@pytest.mark.parametrize("used", ["h", "c", "both"])
+def test_backward_hooks_reach_inside_nested_tuples(used: str) -> None:
+    """Of an LSTM a classifier uses its last state alone."""
+    network = nn.LSTM(3, 4)
+    seen: list[tuple[int, int]] = []
+
+    def nothing(module: nn.Module, grad_output: Any) -> Any:
+        return tuple(None if gradient is None else gradient * 0 for gradient in grad_output)
+
+    def note(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        seen.append((len(grad_input), len(grad_output)))
+
+    with HookSet(network) as hooks:
+        hooks.backward("", note)
+        hooks.backward_pre("", nothing)
+        output, (h, c) = network(torch.randn(5, 2, 3, requires_grad=True))
+        {"h": h.sum, "c": c.sum, "both": (output.sum() + h).sum}[used]().backward()
+    assert seen == [(1, 3)]
+    assert network.weight_ih_l0.grad is not None
+    assert not network.weight_ih_l0.grad.any()
+
+
+def test_backward_hooks_see_and_replace_gradients_of_keyword_inputs() -> None:
+    class Inner(nn.Module):
+        def forward(self, x: Tensor, *, factor: Tensor, name: str = "") -> Tensor:
+            return x * factor
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+            return self.inner(x, factor=factor, name="a")
+
+    network, x, factor = Outer(), torch.tensor([2.0]), torch.tensor([3.0])
+    x.requires_grad_(), factor.requires_grad_()
+    seen: list[tuple[Tensor, ...]] = []
+
+    def double(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+        seen.append(grad_input)
+        return tuple(2 * gradient for gradient in grad_input)
+
+    with HookSet(network) as hooks:
+        hooks.backward("inner", double)
+        network(x, factor).backward()
+    assert seen == [(torch.tensor([3.0]), torch.tensor([2.0]))]
+    assert (x.grad, factor.grad) == (torch.tensor([6.0]), torch.tensor([4.0]))
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+
+
+class Answering(nn.Module):
+    def forward(self, x: Tensor) -> Answer:
+        return Answer(x * 2)
+
+
+def test_an_output_whose_tensors_are_hidden_is_refused() -> None:
+    network = nn.ModuleList([Answering()])
+    said = "puts out Answer, whose tensors aren't found: only tuples, lists and mappings"
+    with HookSet(network) as hooks:
+        hooks.backward("0", lambda module, grad_input, grad_output: None)
+        with pytest.raises(LayerError, match=f"Answering {said}"):
+            network[0](torch.ones(1, requires_grad=True))
+    with capture(network, "0"), pytest.raises(LayerError, match=f"'0' {said}"):
+        network[0](torch.ones(1))
+
+
+def test_extra_arguments_may_have_any_name() -> None:
+    network = nn.Linear(2, 2)
+    with HookSet(network) as hooks:
+        hooks.forward("", lambda module, inputs, output, layers, hook: output * layers * hook,
+                      layers=0, hook=1)  # fmt: skip
+        assert not network(torch.ones(1, 2)).any()
+
+
+def test_only_parameters_themselves_accumulate() -> None:
+    network = nn.Linear(2, 2)
+    with HookSet(network) as hooks, pytest.raises(LayerError, match="gets no gradient"):
+        hooks.accumulated(network.weight * 2, lambda parameter: None)  # type: ignore[arg-type]

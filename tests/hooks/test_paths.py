@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from anomaly.errors import LayerError
-from anomaly.hooks import live_hooks, match, resolve
+from anomaly.hooks import capture, live_hooks, match, resolve
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +138,14 @@ def test_live_hooks_counts_pytorchs_own_tables() -> None:
         assert live_hooks(network) == left
         handles.pop().remove()
     assert live_hooks(network) == 0
+
+
+def test_a_layer_instead_of_its_path_is_told_the_path(resnet: nn.Module) -> None:
+    for layers in (resnet.layer1, [resnet.layer1]):
+        with pytest.raises(LayerError, match="give the path of this Sequential: 'layer1'"):
+            capture(resnet, layers)  # type: ignore[arg-type]
+    for find in (match, resolve):
+        with pytest.raises(LayerError, match="give the path of this Conv2d: 'conv1'"):
+            find(resnet, resnet.conv1)  # type: ignore[arg-type, operator]
+        with pytest.raises(LayerError, match="this ReLU, which ResNet doesn't hold"):
+            find(resnet, nn.ReLU())  # type: ignore[arg-type, operator]
