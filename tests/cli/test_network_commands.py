@@ -230,7 +230,7 @@ def test_features_of_other_settings_are_not_mixed(
     ("arguments", "message"),
     [
         (["--backbone", "vit_b_32", "--layers", "encoder.ln"], "add --square to squash"),
-        (["--backbone", "regnet_y_400mf"], "anomaly layers --backbone regnet_y_400mf"),
+        (["--backbone", "squeezenet1_1"], "anomaly layers --backbone squeezenet1_1"),
         (["--backbone", "resnet18", "--layers", "layer9"], "did you mean"),
         (["--backbone", "resnet18", "--batch-size", 0], "--batch-size must be 1 or more"),
     ],
