@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anomaly.errors import LayerError
 from anomaly.explain.tiles import RgbImage, captioned, colored, shortened
 from anomaly.hooks import HookSet
-from anomaly.hooks.paths import Selector, select
+from anomaly.hooks.paths import Selector, match, resolve
 
 _LOW, _HIGH = -12.0, 4.0
 _BINS = 32
@@ -188,8 +188,11 @@ def _trainable(
     model: nn.Module, layers: Selector | Sequence[Selector]
 ) -> dict[str, list[nn.Parameter]]:
     found: dict[str, list[nn.Parameter]] = {}
-    for path, module in select(model, layers).items():
-        own = module.parameters(recurse=False)
+    # Hooks on parameters are called in compiled and scripted code, too, where those on layers
+    # aren't, which `select` refuses.
+    patterns = [layers] if isinstance(layers, str | type) else layers
+    for path in dict.fromkeys(path for pattern in patterns for path in match(model, pattern)):
+        own = resolve(model, path)[1].parameters(recurse=False)
         parameters = [parameter for parameter in own if parameter.requires_grad]
         if parameters:
             found[path] = parameters

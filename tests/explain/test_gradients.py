@@ -52,6 +52,28 @@ def test_records_equal_the_gradients_that_training_uses(seed: int, steps: int) -
             assert record.histograms[s, i].sum() == len(magnitudes)
 
 
+def test_compiled_networks_are_watched_and_clipped() -> None:
+    """Hooks on parameters are called in compiled code."""
+    plain, network = build(), build()
+    x = torch.randn(6, 4)
+    records = []
+    for one, run in ((plain, plain), (network, torch.compile(network, backend="eager"))):
+        one.zero_grad()
+        with GradientMonitor(run) as monitor, clip_gradients(run, max_norm=0.01):
+            run(x).square().sum().backward()
+            monitor.step()
+        records.append(monitor.record())
+        norms = [float(parameter.grad.norm()) for parameter in one.parameters()]  # type: ignore[union-attr]
+        assert 0 < max(norms) <= 0.01 * (1 + 1e-6)
+    np.testing.assert_allclose(records[0].norms, records[1].norms, rtol=1e-5)
+    network.compile(backend="eager")
+    with GradientMonitor(network) as monitor:
+        network(x).sum().backward()
+        monitor.step()
+    assert monitor.record().norms.all()
+    torch.compiler.reset()
+
+
 def test_non_finite_gradients_are_counted_where_they_are() -> None:
     network = build()
     with GradientMonitor(network, ["[0]", "[-1]"]) as monitor:
