@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from anomaly.errors import LayerError
 from anomaly.explain.tiles import RgbImage, captioned, colored, shortened
@@ -62,7 +63,8 @@ class GradientMonitor:
             trainable parameters themselves.
 
     Raises:
-        LayerError: none of them holds a trainable parameter.
+        LayerError: none of them holds a trainable parameter, or one gets its weights in its first
+            pass.
     """
 
     def __init__(self, model: nn.Module, layers: Selector | Sequence[Selector] = nn.Module) -> None:
@@ -106,8 +108,8 @@ class GradientMonitor:
 
 def limit_norm(gradient: Tensor, max_norm: float) -> Tensor:
     """A gradient (of any shape) scaled down to an L2 norm of at most `max_norm`; a tensor hook."""
-    wide = gradient if gradient.is_complex() else gradient.float()
-    norm = torch.linalg.vector_norm(wide)
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    norm = torch.linalg.vector_norm(values if values.is_complex() else values.float())
     scale: Tensor = (max_norm / norm).clamp(max=1)
     return gradient * scale.to(gradient.dtype)
 
@@ -130,7 +132,8 @@ def clip_gradients(
         The hooks; use it in a `with` statement around the training, or call its `remove`.
 
     Raises:
-        LayerError: `max_norm` isn't above 0, or no layer holds a trainable parameter.
+        LayerError: `max_norm` isn't above 0, no layer holds a trainable parameter, or one gets its
+            weights in its first pass.
     """
     if not max_norm > 0:
         raise LayerError(f"max_norm={max_norm}: gradients can only be clipped to a norm above 0")
@@ -177,6 +180,8 @@ def draw_gradients(record: GradientRecord) -> RgbImage:
 
 def _measured(gradient: Tensor) -> Tensor:
     """(2 + K,) float64: sum of squares, count of non-finite values, histogram of the rest."""
+    if gradient.is_sparse:  # the rest is zero
+        gradient = gradient.coalesce().values()
     values = gradient.detach().abs().double().flatten()
     finite = values.isfinite()
     exponents = values[finite & (values > 0)].log10().clamp(_LOW, _HIGH)
@@ -194,6 +199,8 @@ def _trainable(
     for path in dict.fromkeys(path for pattern in patterns for path in match(model, pattern)):
         own = resolve(model, path)[1].parameters(recurse=False)
         parameters = [parameter for parameter in own if parameter.requires_grad]
+        if any(map(is_lazy, parameters)):
+            raise LayerError(f"{path!r} has no weights before its first pass: run the network once")
         if parameters:
             found[path] = parameters
     if not found:

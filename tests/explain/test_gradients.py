@@ -191,3 +191,24 @@ def test_senseless_settings_are_refused() -> None:
     with pytest.raises(LayerError, match="requires_grad"):
         clip_gradients(network, 1.0, nn.ReLU)
     assert live_hooks(network) == 0
+
+
+def test_sparse_and_complex_gradients() -> None:
+    network = nn.Embedding(10, 3, sparse=True)
+    with GradientMonitor(network) as monitor, clip_gradients(network, max_norm=0.5):
+        network(torch.tensor([1, 1, 4])).sum().backward()
+        monitor.step()
+    assert monitor.record().norms.item() == pytest.approx((3 * 4 + 3) ** 0.5)
+    assert network.weight.grad is not None
+    assert network.weight.grad.to_dense().norm().item() == pytest.approx(0.5)
+    limited = limit_norm(torch.tensor([3 + 4j, 0j]), 1.0)
+    torch.testing.assert_close(limited, torch.tensor([0.6 + 0.8j, 0j]))
+
+
+def test_lazy_layers_are_watched_once_they_have_weights() -> None:
+    network = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(LayerError, match="'0' has no weights before its first pass"):
+        clip_gradients(network, max_norm=1.0)
+    network(torch.ones(1, 3))
+    with clip_gradients(network, max_norm=1.0):
+        pass
