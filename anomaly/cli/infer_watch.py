@@ -185,9 +185,16 @@ def _outermost(folders: Sequence[Path]) -> list[Path]:
     kept: dict[Path, Path] = {}  # by their real places
     for folder in folders:
         place = folder.resolve()
-        if not any(place.is_relative_to(other) for other in kept):
-            kept = {p: f for p, f in kept.items() if not p.is_relative_to(place)} | {place: folder}
+        if not any(_is_within(place, other) for other in kept):
+            kept = {p: f for p, f in kept.items() if not _is_within(p, place)} | {place: folder}
     return list(kept.values())
+
+
+def _is_within(place: Path, other: Path) -> bool:
+    """Whether who follows one folder sees what is in another; hidden ones are passed over."""
+    return place.is_relative_to(other) and not any(
+        part.startswith(".") for part in place.relative_to(other).parts
+    )
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -58,8 +58,8 @@ def find_inputs(
     Args:
         inputs: files, and folders that are searched.
         list_file: a text file with a path on each line, or a CSV file with a header and the
-            columns `path` and `group`, or `path` alone, or the list of a data set, or a
-            `results.csv`; `-` for standard input.
+            columns `path` and `group`, or `path` alone, or a `results.csv`; or the list of a data
+            set without groups, whose paths lead from its own folder; `-` for standard input.
             A file that it names needn't exist, and will be reported as unreadable.
         option: where the inputs were given, for messages.
 
@@ -129,7 +129,9 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
         head = data[: data.find(b"\n")]
         ours = head.startswith(b"path,image_sha256,") and not head.endswith(b"\r")
         rows = read_rows(codecs.BOM_UTF8 + data if ours else data, name, _COLUMNS, ("path",))
-        return [Path(row["path"]) for _, row in rows if row["path"]], {}
+        of_data_set = len(header) > 1 and "image_sha256" not in header and list_file != "-"
+        folder = Path(list_file).parent if of_data_set else Path()
+        return [folder / row["path"] for _, row in rows if row["path"]], {}
     groups = _grouped(data, name)
     return [Path(path) for path in groups], groups
 

@@ -140,7 +140,7 @@ def probes(network: nn.Module) -> tuple[int, ...]:
 def _truncated(network: nn.Module, layers: Sequence[str], probe: int) -> dict[str, Tensor]:
     paths = list(dict.fromkeys(path for layer in layers for path in match(network, layer)))
     # One without weights may run again, as activations do, until the module that it is in ends.
-    ends = [path.rpartition(".")[0] for path in paths if not _tensors(network.get_submodule(path))]
+    ends = [_around(network, path) for path in paths if not _tensors(network.get_submodule(path))]
     name = type(network).__name__
     calls: Counter[str] = Counter()  # in the order of the layers' first calls
     read, needed = Reads(), set[int]()
@@ -175,6 +175,19 @@ def _truncated(network: nn.Module, layers: Sequence[str], probe: int) -> dict[st
     return {path: outputs[path] for path in calls}
 
 
+def _around(network: nn.Module, path: str) -> str:
+    """The path of the innermost module that a layer is in and that is called."""
+    path = path.rpartition(".")[0]
+    while path and not _is_called(network.get_submodule(path)):
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module has a pass of its own: a list or a dict of modules has none."""
+    return type(module).forward is not nn.Module.forward
+
+
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
@@ -194,7 +207,8 @@ def _drop_unused(module: nn.Module, used: set[int], keep: Sequence[str], path: s
         inner = f"{path}.{name}" if path else name
         tensors = _tensors(child)
         wanted = any(p == inner or p.startswith(inner + ".") for p in keep)
-        if tensors and not wanted and not any(id(t) in used for t in tensors):
+        unused = tensors and not wanted and not any(id(t) in used for t in tensors)
+        if unused and _is_called(child):  # else its members, which somebody goes through
             module.register_module(name, Nothing())
         else:
             _drop_unused(child, used, keep, inner)

@@ -159,7 +159,8 @@ def _walk(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     module = model
     for step in spelled.split(".") if path else []:
         name = _child_at(module, step) if step.startswith("[") else step
-        child = module._modules.get(name)
+        children = module._modules  # those of a scripted module have no `get`
+        child = children[name] if name in children else None  # noqa: SIM401
         if child is None:
             raise LayerError(_unknown(model, path))
         steps.append((name, child))

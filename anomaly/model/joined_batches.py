@@ -15,7 +15,9 @@ from anomaly.model.tensor_file import Piece
 Embedded: TypeAlias = tuple[tuple[Piece, ...], Tensor]
 """Pieces of images, and their embeddings (B, h, w, D)."""
 
-_MOST_BYTES = 32 * 1024**2  # of what is joined
+# Of what is joined. So many images fill a batch, or a half or a quarter of them: the workers of a
+# cluster, which score so many at a time, join the same ones.
+_MOST_IMAGES, _MOST_BYTES = 16, 32 * 1024**2
 
 
 def joined(batches: Iterable[Embedded], views: Mapping[int, AnyView]) -> Iterator[Embedded]:
@@ -29,13 +31,22 @@ def joined(batches: Iterable[Embedded], views: Mapping[int, AnyView]) -> Iterato
     """
     held: list[Embedded] = []
     for one in batches:
-        size = sum(embeddings.nbytes for _, embeddings in [*held, one])
-        if held and (size > _MOST_BYTES or _kind(held[0], views) != _kind(one, views)):
+        images = sum(len(names) for names, _ in [*held, one])
+        if held and (images > _most(one) or _kind(held[0], views) != _kind(one, views)):
             yield _in_one(held)
             held = []
         held.append(one)
     if held:
         yield _in_one(held)
+
+
+def _most(batch: Embedded) -> int:
+    """How many images of a batch's size are joined at most."""
+    names, embeddings = batch
+    most = _MOST_IMAGES
+    while most > 1 and most * embeddings.nbytes > _MOST_BYTES * len(names):
+        most //= 2
+    return most
 
 
 def _kind(batch: Embedded, views: Mapping[int, AnyView]) -> tuple[object, ...]:

@@ -147,7 +147,7 @@ def test_a_list_with_wrong_columns_names_those_needed(
 def test_the_list_of_a_data_set_names_its_images(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("path,label,split\nb.png,good,train\na.png,1,test\n")
     found = find_inputs([], str(tmp_path / "list.csv"))
-    assert (found.paths, found.groups) == ([Path("a.png"), Path("b.png")], {})
+    assert (found.paths, found.groups) == ([tmp_path / "a.png", tmp_path / "b.png"], {})
 
 
 def test_what_is_passed_over_is_counted(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -72,6 +73,15 @@ def test_compiled_networks_are_watched_and_clipped() -> None:
         monitor.step()
     assert monitor.record().norms.all()
     torch.compiler.reset()
+
+
+def test_scripted_networks_are_clipped() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is on its way out
+        network = torch.jit.script(build())
+    with clip_gradients(network, max_norm=0.01):
+        network(torch.randn(6, 4)).square().sum().backward()
+    assert 0 < max(float(parameter.grad.norm()) for parameter in network.parameters()) <= 0.0101
 
 
 def test_non_finite_gradients_are_counted_where_they_are() -> None:

@@ -123,3 +123,32 @@ def test_a_layer_that_runs_several_times_is_refused(layers: list[str]) -> None:
 def test_a_layer_that_never_runs_is_refused() -> None:
     with pytest.raises(LayerError, match=r"'AuxLogits\.conv0\.conv' of Inception3 never runs"):
         truncate(build("inception_v3"), ["Mixed_5d", "AuxLogits.conv0.conv"])
+
+
+class Lists(nn.Module):
+    """Goes through lists of modules, which are never called themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(3, 3, 1, stride=2) for _ in range(3)])
+        self.acts = nn.ModuleList([nn.ReLU(), nn.ReLU()])
+        self.heads = nn.ModuleList([nn.Conv2d(3, 3, 1) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, act in zip(self.convs, [*self.acts, nn.Identity()], strict=True):
+            x = act(conv(x))
+        for head in self.heads:
+            x = head(x)
+        return x
+
+
+@pytest.mark.parametrize("layer", ["acts.1", "convs.1", "convs.2"])
+def test_layers_in_lists_of_modules(layer: str) -> None:
+    with torch.device("meta"):
+        network = Lists()
+    truncated = truncate(network, [layer])
+    assert truncated.layers == (layer,)
+    network.to_empty(device="cpu")(torch.rand(1, 3, 32, 32))  # still goes through its lists
+    kept = {name for name, _ in network.named_parameters()}
+    assert not any(name.startswith("heads") for name in kept)
+    assert ("convs.2.weight" in kept) == (layer == "convs.2")

@@ -92,9 +92,11 @@ def test_a_folder_under_two_names_is_followed_once(
     (tmp_path / "again").symlink_to(tmp_path / "line")
     write_part(tmp_path / "line" / "sub" / "a.png", seed=1)
     write_part(tmp_path / "line" / "b.png", seed=2)
-    twice = ["--input", tmp_path / "again", tmp_path / "line" / "sub", "--no-page"]
+    write_part(tmp_path / "line" / ".hidden" / "c.png", seed=3)
+    line = tmp_path / "line"
+    twice = ["--input", tmp_path / "again", line / "sub", line / ".hidden", "--no-page"]
     assert shift([lambda: None, lambda: None], *twice)[0] == 0
-    assert sorted(_names(tmp_path / "out")) == ["a.png", "b.png"]
+    assert sorted(_names(tmp_path / "out")) == ["a.png", "b.png", "c.png"]
 
 
 def test_a_shift(shift: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

@@ -23,13 +23,15 @@ def _views(*kinds: Any) -> dict[int, Any]:
     return {i: SimpleNamespace(size=size, whole=whole) for i, (size, whole) in enumerate(kinds)}
 
 
-@pytest.mark.parametrize(("room", "sizes"), [(1, [4, 4, 2]), (8, [8, 2]), (100, [10])])
+@pytest.mark.parametrize(
+    ("room", "sizes"), [(1, [4] * 5 + [2]), (8, [8, 8, 6]), (15, [8, 8, 6]), (100, [16, 6])]
+)
 def test_as_many_images_as_fit(room: int, sizes: list[int], monkeypatch: Any) -> None:
     monkeypatch.setattr(joined_batches, "_MOST_BYTES", room * 2 * 2 * 3 * 4)
-    batches = [_batch(range(4)), _batch(range(4, 8)), _batch(range(8, 10))]
-    found = list(joined(batches, _views(*10 * [SMALL])))
+    batches = [_batch(range(i, min(i + 4, 22))) for i in range(0, 22, 4)]
+    found = list(joined(batches, _views(*22 * [SMALL])))
     assert [len(names) for names, _ in found] == sizes
-    assert [name.image for names, _ in found for name in names] == list(range(10))
+    assert [name.image for names, _ in found for name in names] == list(range(22))
     for names, embeddings in found:
         assert embeddings[:, 0, 0, 0].tolist() == [name.image for name in names]
 

@@ -52,9 +52,12 @@ class GaussianAccumulator:
 
     def add(self, patches: Tensor) -> None:
         """Take the patches (B, P, d) of further images."""
-        self._waiting.append(patches, self._memory_limit)
-        if len(self._waiting) > self._shape[1]:
-            self._fold()
+        while len(patches):  # folded after as many, whichever of them share a batch
+            room = self._shape[1] + 1 - len(self._waiting)
+            self._waiting.append(patches[:room], self._memory_limit)
+            patches = patches[room:]
+            if len(self._waiting) > self._shape[1]:
+                self._fold()
 
     def take(
         self,

@@ -7,6 +7,7 @@ from scipy.spatial.distance import mahalanobis
 
 from anomaly.errors import ConfigError, DataError
 from anomaly.scorers.base import PatchBatch
+from anomaly.scorers.padim.accumulator import GaussianAccumulator
 from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.padim.gaussian import PatchGaussian
 from anomaly.scorers.padim.projection import channel_projection
@@ -89,6 +90,20 @@ def test_batch_size_in_training_hardly_matters(count, size):
     one = GaussianFitter(8).fit(batched(train, 60)).score(test).scores
     other = GaussianFitter(8).fit(batched(train, size)).score(test).scores
     torch.testing.assert_close(other, one, rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 60])
+def test_which_images_share_a_batch_changes_no_bit(size):
+    """The workers of a cluster read larger batches than one machine."""
+    patches = embeddings(60).flatten(1, 2)[..., :8].contiguous()
+    found = []
+    for batches in (patches.split(5), patches.split(size)):
+        sums = GaussianAccumulator(12, 8, torch.device("cpu"), 1 << 20)
+        for batch in batches:
+            sums.add(batch)
+        mean, whitening = sums.gaussians(0.01, lambda done, total: None)
+        found.append([mean, *whitening.tensors().values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("count", [12, 60])
