@@ -15,8 +15,7 @@ from anomaly.model.tensor_file import Piece
 Embedded: TypeAlias = tuple[tuple[Piece, ...], Tensor]
 """Pieces of images, and their embeddings (B, h, w, D)."""
 
-# Of what is joined. So many images fill a batch, or a half or a quarter of them: the workers of a
-# cluster, which score so many at a time, join the same ones.
+# Of what is joined. More images are hardly quicker; in multiples of a batch of the network's.
 _MOST_IMAGES, _MOST_BYTES = 16, 32 * 1024**2
 
 
