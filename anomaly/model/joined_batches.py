@@ -15,7 +15,7 @@ from anomaly.model.tensor_file import Piece
 Embedded: TypeAlias = tuple[tuple[Piece, ...], Tensor]
 """Pieces of images, and their embeddings (B, h, w, D)."""
 
-# Of what is joined. More images are hardly quicker; in multiples of a batch of the network's.
+# Of what is joined: more images are hardly quicker, and take memory.
 _MOST_IMAGES, _MOST_BYTES = 16, 32 * 1024**2
 
 
