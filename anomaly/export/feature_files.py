@@ -269,8 +269,10 @@ class FeatureWriter:
     def _save(self, shapes: tuple[tuple[int, ...], ...]) -> None:
         rows = self._waiting.pop(shapes)
         shard = f"features-{self._next_number():05}"
-        stacks = (np.stack(of_layer) for of_layer in zip(*(r[2] for r in rows), strict=True))
-        arrays = dict(zip(self._layers, stacks, strict=True))
+        arrays = {
+            layer: np.stack([values[i] for _, _, values in rows])
+            for i, layer in enumerate(self._layers)
+        }
         names = _shard_files(shard, self._layers, self._format)
         for name, content in zip(names, _encoded(arrays, self._format), strict=True):
             write(self.folder / name, content)

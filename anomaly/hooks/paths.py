@@ -105,18 +105,18 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
     _refuse_unhookable(model, model, "")
     _refuse_modules(model, layers)
     selected: dict[str, nn.Module] = {}
+    names: dict[int, str] = {}  # by which each layer was selected
     for pattern in [layers] if isinstance(layers, _ONE) else layers:
         for path in [pattern] if _is_path(pattern) else match(model, pattern):
             module, above = model, ""
             for name, module in _walk(model, path):
                 above = f"{above}.{name}" if above else name
                 _refuse_unhookable(model, module, above)
-            for other, known in selected.items():
-                if known is module and other != above:
-                    raise LayerError(
-                        f"{other!r} and {above!r} are one layer under two names, so that its calls "
-                        "can't be told apart: name it once"
-                    )
+            if (other := names.setdefault(id(module), above)) != above:
+                raise LayerError(
+                    f"{other!r} and {above!r} are one layer under two names, so that its calls "
+                    "can't be told apart: name it once"
+                )
             selected[above] = module
     return selected
 

@@ -8,7 +8,7 @@ from html import escape
 from urllib.parse import quote
 
 from anomaly.files.own_outputs import PAGES
-from anomaly.inference.counts import counts_of, say_counts
+from anomaly.inference.counts import counts_of, say_counts, total_of
 from anomaly.inference.rows import Row
 from anomaly.report.page import page, utc_now
 
@@ -31,7 +31,7 @@ def product_index(products: Iterable[str], inputs: str, rows: Iterable[Row]) -> 
     lines = "".join(_line(product, found) for product, found in counts.items())
     head = "".join(f'<th scope="col">{title}</th>' for title in ("Images", *_VERDICTS.values()))
     refused = ""
-    if missed := sum(without[status] for status in ("unreadable", "unsupported", "failed")):
+    if missed := total_of(without) - without["ok"]:
         refused = f"{missed} couldn't be scored: each page names them. "
     body = f"""
 <header class="top"><h1>Products</h1><p class="soft"><bdi>{escape(inputs)}</bdi> ·
