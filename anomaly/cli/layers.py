@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from anomaly.features.layer_table import Layer
 
-_COLUMNS = ("layer", "type", "output", "stride", "parameters", "compute", "hooked")
+_COLUMNS = ("layer", "type", "output", "stride", "parameters", "compute", "runs", "hooked")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +93,7 @@ def _as_json(
                 "stride": layer.stride,
                 "parameters": layer.parameters,
                 "compute_share": layer.share,
+                "runs": layer.runs,
                 "hooked": hooked.get(layer.path, "").split(", ") if layer.path in hooked else [],
             }
             for layer in shown
@@ -106,7 +107,7 @@ def _print(shown: list[Layer], hooked: Mapping[str, str]) -> None:
     for row in rows:
         # Numbers are flush right, names flush left.
         cells = [
-            cell.rjust(width) if 3 <= i <= 5 else cell.ljust(width)
+            cell.rjust(width) if 3 <= i <= 6 else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
@@ -121,6 +122,7 @@ def _row(layer: Layer, hooked: Mapping[str, str]) -> tuple[str, ...]:
         "" if layer.stride is None else str(layer.stride),
         f"{layer.parameters:,}",
         "" if layer.share is None else f"{layer.share:.1%}",
+        str(layer.runs) if layer.runs > 1 else "",
         hooked.get(layer.path, ""),
     )
 

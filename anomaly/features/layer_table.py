@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ class Layer:
             products and attention.
         share: that, as a share of the whole pass.
         finished: how many layers had ended before it; None where it isn't run.
+        runs: how often it runs in one pass. One that runs several times isn't told by its path.
     """
 
     path: str
@@ -41,6 +43,7 @@ class Layer:
     multiply_adds: int | None
     share: float | None
     finished: int | None
+    runs: int
 
 
 def layer_table(network: nn.Module, size: int) -> list[Layer]:
@@ -61,12 +64,14 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
     from torch.utils.flop_counter import FlopCounterMode  # imports a compiler, where there is one
 
     seen: dict[str, tuple[int, tuple[int, ...] | None, int]] = {}
+    runs: Counter[str] = Counter()
 
     def note(module: nn.Module, inputs: Any, output: Any, path: str) -> None:
         tensors = [tensor for _, tensor in named_tensors(output, path)]
         shape = tuple(tensors[0].shape) if tensors else None
         seen.pop(path, None)  # of several calls the last one counts, also for the order
         seen[path] = len(seen), shape, counter.get_total_flops() // 2
+        runs[path] += 1
 
     paths = match(network, nn.Module)
     with FlopCounterMode(display=False) as counter, HookSet(network) as hooks:
@@ -89,6 +94,7 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
                 multiply_adds=spent,
                 share=None if spent is None else spent / total,
                 finished=order.get(path),
+                runs=runs[path],
             )
         )
     return table
@@ -159,7 +165,7 @@ def stages(table: Sequence[Layer]) -> list[str]:
     """
     latest: dict[int, Layer] = {}
     for layer in sorted(table, key=lambda layer: (-_depth(layer), _finished(layer))):
-        if layer.path and layer.stride is not None and layer.stride >= 4:
+        if layer.path and layer.runs == 1 and layer.stride is not None and layer.stride >= 4:
             latest[layer.stride] = layer
     return [layer.path for layer in sorted(latest.values(), key=_finished)]
 
@@ -174,7 +180,7 @@ def last_map(table: Sequence[Layer]) -> str | None:
     late = [
         x
         for x in table
-        if x.path and x.stride is not None and x.share is not None and x.share > 0.5
+        if x.path and x.runs == 1 and x.stride is not None and x.share is not None and x.share > 0.5
     ]
     return max(late, key=_finished).path if late else None
 

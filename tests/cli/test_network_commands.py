@@ -76,6 +76,10 @@ def test_layers_as_json(command: Command) -> None:
     assert layers["layer2"]["hooked"] == ["patchcore", "padim", "subspace"]
     assert layers["layer2"]["parameters"] == 525_568
     assert 0 < layers["layer1"]["compute_share"] < layers["layer2"]["compute_share"] < 1
+    several = {path for path, layer in layers.items() if layer["runs"] != 1}
+    blocks = [f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)]
+    assert several == {f"{block}.relu" for block in blocks}
+    assert layers["layer2.0.relu"]["runs"] == 2
 
 
 @pytest.mark.parametrize(
@@ -358,7 +362,8 @@ def test_every_family_is_described_saved_and_explained(
     base = ["--backbone", name, "--input-size", size]
     code, out, _ = command("layers", [*base, "--json"])
     assert code == 0
-    maps = [x["path"] for x in json.loads(out)["layers"] if x["stride"] and x["path"]]
+    layers = json.loads(out)["layers"]
+    maps = [x["path"] for x in layers if x["stride"] and x["path"] and x["runs"] == 1]
     torch.manual_seed(0)
 
     base += ["--weights", "random", "--input", image]

@@ -46,7 +46,8 @@ def test_a_small_network_by_hand() -> None:
     assert layers["body"].parameters == 8 * 27 + 8
     idle = layers["idle"]
     assert (idle.shape, idle.share, idle.finished, idle.parameters) == (None, None, None, 56)
-    assert stages(table) == ["twice"]
+    assert (layers["body"].runs, layers["twice"].runs, idle.runs) == (1, 2, 0)
+    assert stages(table) == ["body"]  # one that runs twice has two outputs
 
 
 def test_wide_resnet_costs_what_its_paper_says() -> None:
