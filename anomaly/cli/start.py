@@ -51,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _start(options: argparse.Namespace, name: str, output: Path) -> int:
+    from anomaly.config.methods import readers
+    from anomaly.config.schema import ModelConfig
     from anomaly.datasets.recognise import chosen, recognise
     from anomaly.files.writing import claim, write
     from anomaly.model.folder import check_run_folder
@@ -74,9 +76,9 @@ def _start(options: argparse.Namespace, name: str, output: Path) -> int:
         taken = type(taken)(taken.layout, listing, taken.reason)
     network, why = _network(options.overrides)
     advised, tested, usable = _look(taken)
-    kind = [setting for setting in options.overrides if setting.startswith("model.kind=")]
-    if kind and kind[-1] != "model.kind=patchcore":  # no other method has a bank
-        advised = tuple(one for one in advised if one.key != "model.coreset_ratio")
+    given = dict(setting.replace(" ", "").partition("=")[::2] for setting in options.overrides)
+    kind = given.get("model.kind", ModelConfig().kind)
+    advised = tuple(one for one in advised if kind in (readers(one.key) or [kind]))
     for one in advised:
         log.info(f"- {one.reason}" + (f" ({one.key}: {one.value})" if one.key else ""))
     write(config, config_text(name, taken, network, why, advised))

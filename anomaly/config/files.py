@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from anomaly.config.methods import METHODS
+from anomaly.config.methods import readers
 from anomaly.config.parsing import parse_config
 from anomaly.config.schema import Config
 from anomaly.errors import ConfigError, nearest, why
@@ -56,9 +56,7 @@ def _say_unused(config: Config, sources: Mapping[str, str]) -> None:
     """Warn of settings on the command line that the method doesn't read; a base may have any."""
     kind = config.model.kind
     for key, given in sources.items():
-        name = key.removeprefix("model.")
-        owners = [one for one, method in METHODS.items() if name in method.settings]
-        if key != name and owners and kind not in owners:
+        if (owners := readers(key)) and kind not in owners:
             log.warning("%s has no effect with model.kind=%s: it is for %s", given, kind, owners[0])
     if "model.image_score" in sources and config.image_score_in_force != config.model.image_score:
         log.warning(

@@ -70,3 +70,9 @@ METHODS = {
         settings=("variance", "components"),
     ),
 }
+
+
+def readers(key: str) -> list[str]:
+    """The methods that alone read a config's dotted key; empty where it is there for all."""
+    section, _, name = key.rpartition(".")
+    return [kind for kind, one in METHODS.items() if section == "model" and name in one.settings]
