@@ -74,10 +74,23 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"known: {shown}" + (", …" if len(names) > 12 else "")
 
 
-def some(names: Sequence[str], separator: str = ", ") -> str:
-    """The first three of several names, and how many more there are, as a phrase for a message."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return separator.join(names[:3]) + more
+def some(names: Sequence[str], separator: str = ", ", most: int = 3) -> str:
+    """The first few of several names, and how many more there are, as a phrase for a message."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
+
+
+def first_of(lines: Sequence[str], rest: str = "", most: int | None = 5) -> list[str]:
+    """The first few of several lines, and one that says how many more there are.
+
+    Args:
+        lines: any number of them.
+        rest: the end of that line: what of them there are more, or where they are.
+        most: so many are shown; None for all.
+    """
+    shown = list(lines[:most])
+    left = len(lines) - len(shown)
+    return [*shown, f"… and {left} more{rest}"] if left else shown
 
 
 # What the extra `train` installs beside what exported models take.

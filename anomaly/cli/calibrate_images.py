@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli.progress import ProgressLine
-from anomaly.errors import AnomalyError, DataError, some
+from anomaly.errors import AnomalyError, DataError, first_of, some
 
 if TYPE_CHECKING:
     from anomaly.evaluation.held_out import HeldOutScores
@@ -74,10 +74,8 @@ def _say_left_out(option: str, images: HeldOutScores) -> None:
             len(images.odd),
             some(images.odd, "; "),
         )
-    for reason in images.refused[:5]:
+    for reason in first_of(images.refused, f" of {option}"):
         log.warning("skipped: %s", reason)
-    if len(images.refused) > 5:
-        log.warning("%s: skipped %d more", option, len(images.refused) - 5)
 
 
 def _tested(options: argparse.Namespace, model: AnomalyDetector) -> frozenset[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
+from anomaly.errors import first_of
 
 if TYPE_CHECKING:
     from anomaly.config.schema import Config
@@ -116,9 +117,6 @@ def _counts(counts: dict[str, int], what: str) -> str:
 def _fault_lines(faults: Sequence[Fault], shown: int | None) -> list[str]:
     lines = []
     for kind in dict.fromkeys(fault.kind for fault in faults):
-        mine = [fault for fault in faults if fault.kind == kind]
-        kept = mine[:shown]
-        lines += [f"  {kind}: {fault.detail}" for fault in kept]
-        if len(kept) < len(mine):
-            lines.append(f"  {kind}: … and {len(mine) - len(kept)} more (--all names them)")
+        mine = [fault.detail for fault in faults if fault.kind == kind]
+        lines += [f"  {kind}: {one}" for one in first_of(mine, " (--all names them)", shown)]
     return lines

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
 from anomaly.cli.evaluate_sources import Source, made, sources
-from anomaly.errors import AnomalyError, ConfigError, ModelError
+from anomaly.errors import AnomalyError, ConfigError, ModelError, first_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -238,9 +238,9 @@ def _say(categories: Sequence[Category], failures: Sequence[Failure], output: Pa
             print(at_thresholds(category.name, category.verdicts))
     for line in undefined(evaluations):
         print(line)
-    refused = [row for e in evaluations for row in e.scored if row.image_score is None]
-    for row in refused[:5]:
-        log.warning("not scored: %s", row.reason)
+    refused = [row.reason for e in evaluations for row in e.scored if row.image_score is None]
+    for reason in first_of(refused):
+        log.warning("not scored: %s", reason)
     print(f"all of it: {output / 'index.html'}")
     return 3 if refused or failures else 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
-from anomaly.errors import AnomalyError
+from anomaly.errors import AnomalyError, first_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,8 +136,7 @@ def _say(
 ) -> None:
     images = "image" if new == 1 else "images"
     print(f"{new} {images} saved{f', {before} were there already' if before else ''}")
-    for _, status, reason in refused[:5]:
-        print(f"  {status}: {reason}")
-    if len(refused) > 5:
-        print(f"  … and {len(refused) - 5} more, all in skipped.csv")
+    reasons = [f"{status}: {reason}" for _, status, reason in refused]
+    for line in first_of(reasons, ", all in skipped.csv"):
+        print(f"  {line}")
     print(f"layers {', '.join(layers)}; which row is which file: {output / 'index.csv'}")

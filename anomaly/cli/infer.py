@@ -14,6 +14,7 @@ from anomaly.cli.infer_page import write_page
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.speech import NOTE
 from anomaly.cli.stopping import Stopping
+from anomaly.errors import DataError, first_of
 from anomaly.files.own_outputs import DONE, FOLDERS, HEATMAPS, JOURNAL
 
 if TYPE_CHECKING:
@@ -121,7 +122,6 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Score images."""
-    from anomaly.errors import DataError
     from anomaly.files.output_lock import locked
     from anomaly.inference.outputs import Outputs
     from anomaly.model.folder import find_products
@@ -246,16 +246,15 @@ def _say(rows: list[Row], total: int, output: Path, page: str) -> None:
         mine = [row for row in rows if row.product == product]
         found = say_verdicts(counts_of(mine))
         print(f"  {product}: {len(mine)} images{f': {found}' if found else ''}")
-    odd = [row for row in rows if row.verdict == "review" and row.reason]
-    for row in odd[:5]:
-        print(f"  review: {row.path}: {row.reason}")
-    if len(odd) > 5:
-        print(f"  … and {len(odd) - 5} more for review, all in results.csv")
-    bad = [row for row in rows if row.status != "ok"]
-    for row in bad[:5]:
-        print(f"  {row.status}: {row.reason}")
-    if len(bad) > 5:
-        print(f"  … and {len(bad) - 5} more, all in results.csv")
+    odd = [
+        f"review: {row.path}: {row.reason}"
+        for row in rows
+        if row.verdict == "review" and row.reason
+    ]
+    bad = [f"{row.status}: {row.reason}" for row in rows if row.status != "ok"]
+    where = ", all in results.csv"
+    for line in first_of(odd, f" for review{where}") + first_of(bad, where):
+        print(f"  {line}")
     drawn = f", pictures in {output / HEATMAPS}" if any(row.heatmap for row in rows) else ""
     if rows:
         print(f"rows in {output / 'results.csv'}{drawn}{page}")

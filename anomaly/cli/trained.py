@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.cli.progress import ProgressLine
-from anomaly.errors import some
+from anomaly.errors import first_of, some
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LISTED = 5  # refused images; the others are counted
 _FEW = 16  # images of which turned copies may add something
 
 
@@ -200,8 +198,5 @@ def _remedy(summary: dict[str, Any]) -> str:
 
 
 def _say_refused(refused: dict[str, str]) -> None:
-    reasons: Sequence[str] = list(refused.values())
-    for reason in reasons[:_LISTED]:
+    for reason in first_of([*refused.values()], "; train.json lists all"):
         log.warning("skipped: %s", reason)
-    if len(reasons) > _LISTED:
-        log.warning("skipped %d more images; train.json lists all", len(reasons) - _LISTED)

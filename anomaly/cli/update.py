@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
-from anomaly.errors import AnomalyError, DataError
+from anomaly.errors import AnomalyError, DataError, first_of
 
 if TYPE_CHECKING:
     from anomaly.datasets import Sample
     from anomaly.model.detector import AnomalyDetector
 
 log = logging.getLogger(__name__)
-
-_LISTED = 5  # refused images
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,10 +102,8 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
             progress=progress,
         )
     refused = list(made.learned.refused.values())
-    for reason in refused[:_LISTED]:
+    for reason in first_of(refused):
         log.warning("skipped: %s", reason)
-    if len(refused) > _LISTED:
-        log.warning("skipped %d more images", len(refused) - _LISTED)
     print("\n".join(made.lines()))
     if made.caution:
         log.warning(made.caution)

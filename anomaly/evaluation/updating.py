@@ -14,7 +14,7 @@ from pathlib import Path
 from anomaly.calibration import Thresholds
 from anomaly.calibration.rates import percent, supported_rate
 from anomaly.datasets import Sample
-from anomaly.errors import DataError
+from anomaly.errors import DataError, first_of
 from anomaly.evaluation.recalibration import sources, tested_of
 from anomaly.evaluation.verdict_changes import Compared, verdict_changes
 from anomaly.files.writing import sha256_of
@@ -122,9 +122,7 @@ class Update:
             yield f"{kind}: {len(changed)} of {len(images)} verdicts change"
             # What passes first.
             changed.sort(key=lambda one: (not one.escapes, one.name))
-            yield from (f"  {one}" for one in changed[:_LISTED])
-            if len(changed) > _LISTED:
-                yield f"  and {len(changed) - _LISTED} more"
+            yield from (f"  {one}" for one in first_of([*map(str, changed)], most=_LISTED))
 
 
 DEFECTS, GOLDEN_PARTS = "confirmed defects", "golden parts"

@@ -26,7 +26,7 @@ from torch import Tensor
 from anomaly.calibration import Thresholds, thresholds_from
 from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import DataError, ModelError
+from anomaly.errors import DataError, ModelError, some
 from anomaly.evaluation.training_images import TrainingImages, dataset_images
 from anomaly.export.graph import write_graph
 from anomaly.export.int8_graph import quantise
@@ -88,7 +88,7 @@ def training_images(
         raise DataError(
             f"int8 is learned again from the training images, and {len(missing)} of {len(wanted)} "
             f"aren't as they were: {changed} changed, {len(missing) - changed} not found "
-            f"({', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}). Give --data-root, "
+            f"({some(missing)}). Give --data-root, "
             "where the data sets are now, or --training-images with folders that hold them"
         )
     taken = frozenset(unused.values())

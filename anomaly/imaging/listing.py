@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from anomaly.errors import DataError, why
+from anomaly.errors import DataError, some, why
 from anomaly.files.own_outputs import is_model, own_outputs
 
 log = logging.getLogger(__name__)
@@ -72,9 +72,8 @@ def each_file(folder: Path, *, tell: bool = True) -> Iterator[Path]:
     own: list[Path] = []
     yield from _walk(folder, (), own)
     if own and tell:
-        names = ", ".join(path.relative_to(folder).as_posix() for path in own[:6])
-        more = f" and {len(own) - 6} more" if len(own) > 6 else ""
-        log.warning("%s: passed over this program's own outputs: %s%s", folder, names, more)
+        names = some([path.relative_to(folder).as_posix() for path in own], most=6)
+        log.warning("%s: passed over this program's own outputs: %s", folder, names)
 
 
 def _walk(folder: Path, above: tuple[tuple[int, int], ...], own: list[Path]) -> Iterator[Path]:

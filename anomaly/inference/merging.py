@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.datasets.image_manifest import ImageManifest
-from anomaly.errors import DataError
+from anomaly.errors import DataError, some
 from anomaly.files import storage
 from anomaly.files.csv_files import csv_text
 from anomaly.inference.parts import chunks_done, part_of, read_job
@@ -146,8 +146,7 @@ def _check_rows(wanted: list[str], found: list[str], dest: str, chunk: int) -> N
 
 def _named(what: str, paths: Iterable[str]) -> Iterator[str]:
     if listed := sorted(paths):
-        more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
-        yield f"{what} {', '.join(listed[:_NAMED])}{more}"
+        yield f"{what} {some(listed, most=_NAMED)}"
 
 
 @contextmanager

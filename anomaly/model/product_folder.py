@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.numpy import load_file
 
 from anomaly.config.methods import METHODS
-from anomaly.errors import ModelError
+from anomaly.errors import ModelError, some
 from anomaly.model import checkpoint
 from anomaly.model.appearance_model import LEAST_IMAGES, AppearanceModel
 from anomaly.model.exported import files_of, read_export
@@ -20,8 +20,6 @@ from anomaly.model.settings import MASKS, flat, portable
 
 if TYPE_CHECKING:
     import torch
-
-_NAMED = 3  # differences between two products
 
 
 def load(
@@ -104,9 +102,7 @@ def _check_sharing(folder: Path, products: Mapping[str, Path], precision: str | 
             for key in ours | theirs
             if ours.get(key) != theirs.get(key)
         ]
-        if different:
-            more = len(different) - _NAMED
-            listed = "; ".join(different[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        if listed := some(different, "; "):
             raise ModelError(
                 f"the models in {folder} can't share one pass of the network: {listed}. Train "
                 f"them with one config, or score them one by one, with {folder / first} say"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from anomaly.errors import ModelError, OutputError, why
+from anomaly.errors import ModelError, OutputError, some, why
 from anomaly.files.output_lock import locked
 from anomaly.files.writing import draft_of
 from anomaly.imaging.image import Image
@@ -58,9 +58,8 @@ def check(model: AnomalyDetector, folder: Path, workers: int) -> str:
     found = score_golden(model, list_images(golden), golden, workers)
     moved = moved_since(recorded, found, _TOLERANCE)
     if moved:
-        said = "; ".join(f"{name}: {change}" for name, change in list(moved.items())[:3])
-        more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
-        raise ModelError(f"its golden parts aren't scored as recorded in {golden}: {said}{more}")
+        said = some([f"{name}: {change}" for name, change in moved.items()], "; ")
+        raise ModelError(f"its golden parts aren't scored as recorded in {golden}: {said}")
     return f"every file's hash, and {len(found)} golden parts, which score as recorded"
 
 
