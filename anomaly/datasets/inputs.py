@@ -108,32 +108,48 @@ def say_passed_over(count: int) -> str:
 
 def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
     """The images that a list names, and the part of each, by its path, where the list says it."""
+    name = f"--list {list_file}"
     try:
         data = sys.stdin.buffer.read() if list_file == "-" else Path(list_file).read_bytes()
     except OSError as error:
-        raise DataError(f"--list {list_file} can't be read: {error.strerror}") from None
-    name = f"--list {list_file}"
+        raise DataError(f"{name} can't be read: {error.strerror}") from None
     if data.startswith(_PICTURES):
         raise DataError(f"{name} is a picture: a list names one on each line; is it an --input?")
-    encoding, rest = marked_encoding(data) or ("utf-8", data)
-    # File names are bytes; whatever isn't UTF-8 in them survives.
-    text = os.fsdecode(rest) if encoding == "utf-8" else text_of(data, name)
-    lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+    lines = _lines(data, name)
     header, _ = header_of(lines[0], _COLUMNS) if lines else ([], "")
     if not is_table(header, list_file):
         return [Path(line) for line in lines], {}
-    # A path a line, the list of a data set, or our results.
-    if set(header) <= set(COLUMNS) - {"group"} or "image_sha256" in header:
-        # Ours are in UTF-8, but for names of files that aren't: a mark keeps those. What a
-        # spreadsheet has saved ends its lines otherwise.
-        head = data[: data.find(b"\n")]
-        ours = head.startswith(b"path,image_sha256,") and not head.endswith(b"\r")
-        rows = read_rows(codecs.BOM_UTF8 + data if ours else data, name, _COLUMNS, ("path",))
-        of_data_set = len(header) > 1 and "image_sha256" not in header and list_file != "-"
+    if "image_sha256" in header:
+        return [Path(path) for path in _of_results(data, name)], {}
+    if set(header) <= set(COLUMNS) - {"group"}:  # a path a line, or the list of a data set
+        of_data_set = len(header) > 1 and list_file != "-"
         folder = Path(list_file).parent if of_data_set else Path()
-        return [folder / row["path"] for _, row in rows if row["path"]], {}
+        return [folder / path for path in _paths(data, name)], {}
     groups = _grouped(data, name)
     return [Path(path) for path in groups], groups
+
+
+def _lines(data: bytes, name: str) -> list[str]:
+    """The lines of a list that aren't blank."""
+    encoding, rest = marked_encoding(data) or ("utf-8", data)
+    # File names are bytes; whatever isn't UTF-8 in them survives.
+    text = os.fsdecode(rest) if encoding == "utf-8" else text_of(data, name)
+    return [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+
+
+def _of_results(data: bytes, name: str) -> list[str]:
+    """The paths in a `results.csv`.
+
+    Ours are in UTF-8, but for names of files that aren't: a byte order mark in front keeps those.
+    What a spreadsheet has saved ends its lines otherwise.
+    """
+    head = data[: data.find(b"\n")]
+    ours = head.startswith(b"path,image_sha256,") and not head.endswith(b"\r")
+    return _paths(codecs.BOM_UTF8 + data if ours else data, name)
+
+
+def _paths(data: bytes, name: str) -> list[str]:
+    return [row["path"] for _, row in read_rows(data, name, _COLUMNS, ("path",)) if row["path"]]
 
 
 def is_table(header: Sequence[str], list_file: str) -> bool:
