@@ -74,11 +74,9 @@ def verdict_changes(
             patches = TrainingPatches(
                 {i: sample.source for i, sample in enumerate(some)},
                 decoders,
-                before.embedder,
-                batch_size=before.config.batch_size,
-                scratch=scratch,
-                aligned=False,
-                region=before.region,
+                before,
+                scratch,
+                turned=False,
             )
             found: tuple[dict[int, float], ...] = {}, {}
             try:

@@ -41,7 +41,6 @@ from anomaly.model.cross_fitting import cross_fit
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import BACKBONE
 from anomaly.model.saving import save_rest
-from anomaly.model.settings import turns_of
 from anomaly.model.threshold_files import change
 from anomaly.model.training import StageProgress
 from anomaly.model.training_patches import TrainingPatches
@@ -228,12 +227,9 @@ def _learned_again(
             TrainingPatches(
                 {i: sample.source for i, sample in samples.items()},
                 decoders,
-                detector.embedder,
-                batch_size=detector.config.batch_size,
-                scratch=Path(scratch),
+                detector,
+                Path(scratch),
                 aligned=True,
-                region=detector.region,
-                turns=turns_of(detector.config),
                 progress=lambda done, total: progress("features", done, total),
             )
         ) as patches,

@@ -16,11 +16,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from anomaly.errors import AnomalyError
+from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import UnusableImage
@@ -29,6 +29,7 @@ from anomaly.model.part import Part
 from anomaly.model.shard_worker import ShardJob, ShardWorker
 from anomaly.model.suspects import Suspects
 from anomaly.model.training_patches import TrainingPatches
+from anomaly.model.untrained import Untrained
 from anomaly.runtime.actors import Actor, Cluster, then
 from anomaly.runtime.dispatch import Worker, dispatch
 from anomaly.scorers.base import PatchSet, Progress, Result
@@ -47,11 +48,11 @@ class ClusterPatches(TrainingPatches):
 
     Args:
         cluster: where the workers are.
-        job: what they have to know, but for images and places.
-        images: as for `TrainingPatches`.
-        batch_size: as for `TrainingPatches`.
+        images: files, or pixels that are decoded already, by their numbers, ascending.
+        decoders: set to what the model's loading is.
+        model: whose network and alignment make the embeddings, by its settings.
         scratch: an existing folder that all machines see.
-        more: as for `TrainingPatches`.
+        progress: called with images done, and how many there are.
 
     Attributes:
         shard: how many images make one.
@@ -60,24 +61,24 @@ class ClusterPatches(TrainingPatches):
     def __init__(
         self,
         cluster: Cluster,
-        job: ShardJob,
-        *,
         images: Mapping[int, Path | Image],
-        batch_size: int,
+        decoders: Decoders,
+        model: Untrained,
         scratch: Path,
-        **more: Any,
+        *,
+        progress: Progress,
     ) -> None:
-        super().__init__(images=images, batch_size=batch_size, scratch=scratch, **more)
+        super().__init__(images, decoders, model, scratch, progress=progress)
         wanted = min(_MOST, -(-len(images) // _LEAST_SHARDS))
         self.shard = -(-wanted // self._batch_size) * self._batch_size
         self._cluster = cluster
         for left in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
             shutil.rmtree(left, ignore_errors=True)
         self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER, dir=scratch.absolute())
-        place, threads = Path(self._folder.name), cluster.threads
-        self._job = replace(job, images=images, shard=self.shard, threads=threads, scratch=place)
-        self._shards = self._job.shards()
-        self._sent = cluster.put(self._job)
+        place = Path(self._folder.name)
+        job = ShardJob(model, images, self.shard, cluster.threads, place)
+        self._shards = job.shards()
+        self._sent = cluster.put(job)
         self._idle: list[Actor] = []
         self._found: list[Any] = []
 

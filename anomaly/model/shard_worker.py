@@ -6,25 +6,20 @@ import os
 import socket
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from anomaly.config.schema import Config
 from anomaly.errors import DataError
-from anomaly.features.backbones import Normalisation
-from anomaly.features.embedder import Embedder
-from anomaly.features.extractor import FeatureExtractor
 from anomaly.imaging.image import Image
-from anomaly.imaging.region import Region
 from anomaly.model.cross_fitting import scores_of
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.first_reading import FirstReading
 from anomaly.model.part import Part
-from anomaly.model.settings import loading_of, turns_of
+from anomaly.model.settings import loading_of
 from anomaly.model.suspects import Suspect, Suspects
 from anomaly.model.training_patches import TrainingPatches
-from anomaly.scorers.base import Fitter, PatchSet, Result, Scorer
+from anomaly.model.untrained import Untrained
+from anomaly.scorers.base import PatchSet, Result, Scorer
 
 
 @dataclass(frozen=True)
@@ -32,13 +27,7 @@ class ShardJob:
     """What every worker of a training has to know.
 
     Attributes:
-        config: all settings, with the precision chosen.
-        extractor: the network.
-        normalise: what it expects of its input.
-        fitter: of the scorer, prepared.
-        region: what of each image counts.
-        aspect: H/W that images have to have; None for any.
-        device: where to compute.
+        model: before it has learned; of its device, a worker's own of that type is meant.
         images: all training images, by number.
         shard: how many of them make a shard.
         threads: of each worker.
@@ -46,17 +35,11 @@ class ShardJob:
         folder: the working folder, where relative paths begin.
     """
 
-    config: Config
-    extractor: FeatureExtractor
-    normalise: Normalisation
-    fitter: Fitter[Any]
-    region: Region | None
-    aspect: float | None
-    device: str
-    images: Mapping[int, Path | Image] = field(default_factory=dict)
-    shard: int = 1
-    threads: int = 1
-    scratch: Path = Path()
+    model: Untrained
+    images: Mapping[int, Path | Image]
+    shard: int
+    threads: int
+    scratch: Path
     folder: Path = field(default_factory=Path.cwd)
 
     def shards(self) -> list[range]:
@@ -85,7 +68,7 @@ class ShardWorker:
         mine = self._job.shards()[chunk]
         patches = self._patches([i for place, i in enumerate(mine) if place not in lost])
         self._check_there(mine)
-        patches.read_first(self._job.fitter.projected_by)
+        patches.read_first(self._job.model.fitter.projected_by)
         found = patches.found()
         patches.close()
         return found
@@ -109,17 +92,8 @@ class ShardWorker:
         self, found: FirstReading, images: Container[int], scorer: Scorer
     ) -> tuple[dict[int, tuple[float, float]], tuple[Suspect, ...]]:
         """Scores of some images by a scorer that hasn't seen them; see `scores_of`."""
-        job, some = self._job, self._read(found, images)
-        detector = AnomalyDetector(
-            job.config,
-            job.extractor,
-            job.normalise,
-            scorer.to(self._device),
-            None,
-            self._device,
-            job.region,
-            job.aspect,
-        )
+        some = self._read(found, images)
+        detector = self._model.detector(scorer.to(self._model.device))
         suspects = Suspects(found.views)
         return scores_of(detector, some, found.views, suspects=suspects), suspects.worst()
 
@@ -136,18 +110,8 @@ class ShardWorker:
 
     def _patches(self, images: Sequence[int]) -> TrainingPatches:
         self._begin()
-        job = self._job
-        return TrainingPatches(
-            {i: job.images[i] for i in images},
-            self._decoders,
-            Embedder(job.extractor, job.normalise, job.fitter.align, self._device),
-            batch_size=job.config.batch_size,
-            scratch=job.scratch,
-            aligned=job.fitter.compact,
-            region=job.region,
-            turns=turns_of(job.config),
-            shared=True,
-        )
+        mine = {i: self._job.images[i] for i in images}
+        return TrainingPatches(mine, self._decoders, self._model, self._job.scratch, shared=True)
 
     def _begin(self) -> None:
         if self._decoders is not None:
@@ -169,7 +133,8 @@ class ShardWorker:
             os.chdir(job.folder)
         use_threads(job.threads)
         cv2.setNumThreads(1)
-        self._device = device_of(job.device)
-        stride, patch = job.extractor.coarsest_stride, job.extractor.patch
-        loading = loading_of(job.config, stride, job.region, job.aspect, patch)
+        model = job.model
+        self._model = replace(model, device=device_of(model.device.type))
+        stride, patch = model.extractor.coarsest_stride, model.extractor.patch
+        loading = loading_of(model.config, stride, model.region, model.aspect, patch)
         self._decoders = Decoders(job.threads, Task(loading)).__enter__()

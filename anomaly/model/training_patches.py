@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from anomaly.errors import DataError
-from anomaly.features.embedder import Embedder
 from anomaly.features.inside import inside, inside_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
@@ -25,16 +24,21 @@ from anomaly.imaging.preprocessing import (
     refuse_missed,
     tile_by_tile,
 )
-from anomaly.imaging.region import Region
 from anomaly.imaging.turning import turned_corner, with_turned
 from anomaly.model.appearance import Appearance, AppearanceSums, appearances_of
+from anomaly.model.build import fitter_of
 from anomaly.model.first_reading import FirstReading, KeptPoints, matrix_hash
 from anomaly.model.joined_batches import joined
 from anomaly.model.part import Part
+from anomaly.model.settings import turns_of
 from anomaly.model.tensor_file import Piece, TensorFile, check_room
 from anomaly.runtime.memory import release_memory
 from anomaly.runtime.parallel import in_parallel
 from anomaly.scorers.base import MatrixOf, PatchBatch, PatchSet, Progress, Result
+
+if TYPE_CHECKING:
+    from anomaly.model.detector import AnomalyDetector
+    from anomaly.model.untrained import Untrained
 
 # Images after which memory that is free but still held goes back to the system.
 _TRIMMED = 128
@@ -58,12 +62,10 @@ class TrainingPatches(PatchSet):
     Args:
         images: files, or pixels that are decoded already, by their numbers, ascending.
         decoders: set to what the model's loading is.
-        embedder: the network and the alignment.
-        batch_size: images at once.
+        model: whose network and alignment make the embeddings, by its settings.
         scratch: an existing folder for the temporary file.
-        aligned: what is written there.
-        region: what of each image counts; None for all of it.
-        turns: the ways in which each image is learned beside the one it has.
+        aligned: what is written there; by default what suits the method.
+        turned: whether images are learned as the settings turn them, too.
         shared: whether another process is to go on with what the first reading finds.
         progress: called with images done, and how many there are, in the first reading.
 
@@ -79,24 +81,22 @@ class TrainingPatches(PatchSet):
         self,
         images: Mapping[int, Path | Image],
         decoders: Decoders,
-        embedder: Embedder,
-        *,
-        batch_size: int,
+        model: Untrained | AnomalyDetector,
         scratch: Path,
-        aligned: bool,
-        region: Region | None = None,
-        turns: Sequence[int] = (),
+        *,
+        aligned: bool | None = None,
+        turned: bool = True,
         shared: bool = False,
         progress: Progress = lambda done, total: None,
     ) -> None:
         self._images = images
         self._decoders = decoders
-        self._embedder = embedder
-        self._batch_size = embedder.at_once(batch_size)
+        self._embedder = model.embedder
+        self._batch_size = self._embedder.at_once(model.config.batch_size)
         self._scratch = scratch
-        self._aligned = aligned
-        self._region = region
-        self._turns = turns
+        self._aligned = fitter_of(model.config).compact if aligned is None else aligned
+        self._region = model.region
+        self._turns = turns_of(model.config) if turned else ()
         self._progress = progress
         self._shared = shared
         self._files: list[TensorFile] = []

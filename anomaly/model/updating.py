@@ -26,7 +26,6 @@ from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.settings import turns_of
 from anomaly.model.training import StageProgress
 from anomaly.model.training_patches import TrainingPatches
 
@@ -157,12 +156,8 @@ def _reading(
         patches = TrainingPatches(
             {len(known) + i: sample.source for i, sample in enumerate(samples)},
             decoders,
-            detector.embedder,
-            batch_size=detector.config.batch_size,
-            scratch=scratch,
-            aligned=fitter_of(detector.config).compact,
-            region=detector.region,
-            turns=turns_of(detector.config),
+            detector,
+            scratch,
             progress=lambda done, total: progress("features", done, total),
         )
         try:
