@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli.progress import ProgressLine
-from anomaly.errors import AnomalyError, DataError, first_of, some
+from anomaly.errors import AnomalyError, DataError, first_of
 
 if TYPE_CHECKING:
     from anomaly.evaluation.held_out import HeldOutScores
@@ -44,12 +44,13 @@ def scored_images(
             scored[name] = score_held_out(
                 model,
                 paths,
-                learned=frozenset(model.manifest["training_images"].values()),
+                what=f"--{name}",
                 tested=tested,
                 workers=threads,
                 progress=lambda done, total, name=name: progress(name, done, total),  # type: ignore[misc]
             )
-        _say_left_out(f"--{name}", scored[name])
+        for reason in first_of(scored[name].refused, f" of --{name}"):
+            log.warning("skipped: %s", reason)
     if len(scored) > 1:
         defects = set(scored["defects"].hashes)
         for path, sha256 in scored["good"].named_hashes().items():
@@ -60,22 +61,6 @@ def scored_images(
 
 def _twice(path: Path | str) -> DataError:
     return DataError(f"{path} is given as good and as a defect; give it once")
-
-
-def _say_left_out(option: str, images: HeldOutScores) -> None:
-    if images.learned:
-        log.warning("%s: the model has learned from %d; left out", option, images.learned)
-    if images.repeated:
-        log.warning("%s: %d are copies of others; left out", option, images.repeated)
-    if option == "--good" and images.odd:
-        log.warning(
-            "--good: %d would be for review whatever their score, and say nothing of thresholds; "
-            "left out: %s",
-            len(images.odd),
-            some(images.odd, "; "),
-        )
-    for reason in first_of(images.refused, f" of {option}"):
-        log.warning("skipped: %s", reason)
 
 
 def _tested(options: argparse.Namespace, model: AnomalyDetector) -> frozenset[str]:

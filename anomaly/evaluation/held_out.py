@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,15 @@ from pathlib import Path
 import numpy as np
 
 from anomaly.calibration import GoodScores
-from anomaly.errors import DataError
+from anomaly.errors import DataError, some
 from anomaly.imaging.image import Image, described
 from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.maps.regions import strips
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
 from anomaly.scorers.base import Progress
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,6 @@ class HeldOutScores:
         peak: the highest value of each one's anomaly map.
         hashes: sha256 of each file.
         reasons: why a person has to look at each one whatever its score; empty where there is none.
-        learned: images left out because the model has learned from them.
-        repeated: images left out because another one has the same bytes.
         refused: why others can't be used.
     """
 
@@ -39,8 +40,6 @@ class HeldOutScores:
     peak: tuple[float, ...]
     hashes: tuple[str, ...]
     reasons: tuple[str, ...]
-    learned: int
-    repeated: int
     refused: tuple[str, ...]
 
     def named_hashes(self) -> dict[str, str]:
@@ -50,7 +49,8 @@ class HeldOutScores:
     def good_scores(self) -> GoodScores:
         """What thresholds are found with, where all of these images are good.
 
-        Those that a person has to look at whatever their score say nothing of thresholds.
+        Those that a person has to look at whatever their score say nothing of thresholds: they are
+        left out, and a warning in the log names some.
 
         Raises:
             DataError: they are all like that.
@@ -62,6 +62,13 @@ class HeldOutScores:
                 f"({self.reasons[0]}), so they say nothing of thresholds; where parts look like "
                 "that from now on, the model can learn them (update)"
             )
+        if odd := [f"{p}: {why}" for p, why in zip(self.paths, self.reasons, strict=True) if why]:
+            log.warning(
+                "%d good images would be for review whatever their score, and say nothing of "
+                "thresholds; left out: %s",
+                len(odd),
+                some(odd, "; "),
+            )
         names = _names([self.paths[i] for i in kept])
         return GoodScores(
             tuple(names),
@@ -71,28 +78,25 @@ class HeldOutScores:
             hashes=tuple(self.hashes[i] for i in kept),
         )
 
-    @property
-    def odd(self) -> list[str]:
-        """Which images a person has to look at whatever their score, and why, for people."""
-        looked = zip(self.paths, self.reasons, strict=True)
-        return [f"{path}: {reason}" for path, reason in looked if reason]
-
 
 def score_held_out(
     detector: AnomalyDetector,
     images: Sequence[Path | Image],
     *,
-    learned: Collection[str],
+    what: str,
     tested: Collection[str],
     workers: int = 2,
     progress: Progress = lambda done, total: None,
 ) -> HeldOutScores:
     """Score images that thresholds may hang on.
 
+    Those that the detector has learned from, whose scores say too little, and copies of others are
+    left out; warnings in the log say how many.
+
     Args:
         detector: trained.
         images: files, or pixels that are decoded already.
-        learned: sha256 of the images it has learned from, whose scores say too little.
+        what: the images are, for messages.
         tested: sha256 of the test split's images, which no threshold may see.
         workers: decoding processes.
         progress: called with (images done, all of them).
@@ -105,6 +109,7 @@ def score_held_out(
     refused: list[str] = []
     met: set[str] = set()
     known = repeated = 0
+    learned = frozenset(detector.manifest["training_images"].values())
     for done, result in enumerate(detector.score_all(images, workers=workers), 1):
         progress(done, len(images))
         if isinstance(result, UnusableImage):
@@ -127,10 +132,14 @@ def score_held_out(
         reasons = [f"{known} the model has learned from"] if known else []
         reasons += refused[:3]
         raise DataError(f"none of {len(images)} images can be used: {'; '.join(reasons)}")
+    if known:
+        log.warning("%s: the model has learned from %d; left out", what, known)
+    if repeated:
+        log.warning("%s: %d are copies of others; left out", what, repeated)
     order = sorted(rows)
     image, peak, hashes, odd = zip(*(rows[i] for i in order), strict=True)
     files = tuple(Path(paths[i]) for i in order)
-    return HeldOutScores(files, image, peak, hashes, odd, known, repeated, tuple(refused))
+    return HeldOutScores(files, image, peak, hashes, odd, tuple(refused))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -109,15 +109,9 @@ def _scored(
     unseen = score_held_out(
         detector,
         sources(good, given),
-        learned=frozenset(detector.manifest["training_images"].values()),
+        what="good images",
         tested=tested_of(detector),
     )
-    if unseen.learned:
-        log.warning("the model has learned from %d of the good images; left out", unseen.learned)
-    if unseen.repeated:
-        log.warning("%d good images are copies of others; left out", unseen.repeated)
-    for reason in unseen.odd:
-        log.warning("left out, as it would be for review whatever its score: %s", reason)
     for reason in unseen.refused:
         log.warning("skipped: %s", reason)
     return unseen
