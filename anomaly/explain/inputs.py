@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from anomaly.errors import AnomalyError
-from anomaly.features.tokens import Layout, token_stride
+from anomaly.features.tokens import layout_of
 
 
 def batch_of(image: Tensor, model: nn.Module | None = None) -> Tensor:
@@ -50,15 +50,8 @@ def map_of(output: Tensor, size: Sequence[int]) -> Tensor:
             (1, N, C), of which those of the patches are taken. Anything else stays as it is.
         size: (H, W) of the image.
     """
-    height, width = size
-    if output.ndim == 3 and (stride := token_stride(output.shape[1], size)):
-        return Layout("tokens", output.shape[2], stride).map_of(output, size)
-    if output.ndim == 4:
-        _, a, b, c = output.shape
-        slack = 2 * max(height, width)  # strides and borders round
-        if abs(b * width - c * height) > slack >= abs(a * width - b * height):
-            return output.permute(0, 3, 1, 2)
-    return output
+    layout = layout_of(output.shape, size)
+    return layout.map_of(output, size) if layout else output
 
 
 def check_eval(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from anomaly.errors import ConfigError, LayerError
+from anomaly.errors import ConfigError
 
 _LARGEST_PATCH = 64
 _MOST_PREFIX = 16  # class and register tokens; networks have up to 5
@@ -53,28 +53,26 @@ class Layout:
         return output.permute(0, 3, 1, 2)
 
 
-def layout_of(path: str, output: Tensor, side: int) -> Layout:
-    """How a layer's output lies, told by that of one square image.
+def layout_of(shape: Sequence[int], size: Sequence[int]) -> Layout | None:
+    """How a layer's output lies, told by that of one image; None where it is no grid of positions.
+
+    What may be both is taken for a map (B, C, h, w): of a square image, as many channels as rows.
 
     Args:
-        path: the layer's, for messages.
-        output: of the layer.
-        side: of the image.
-
-    Raises:
-        LayerError: it isn't a map, nor tokens.
+        shape: of the output.
+        size: (H, W) of the image.
     """
-    shape = tuple(output.shape)
-    if len(shape) == 4 and shape[2] == shape[3]:
-        return Layout("map", shape[1], max(1, round(side / shape[3])))
-    if len(shape) == 4 and shape[1] == shape[2]:
-        return Layout("channels_last", shape[3], max(1, round(side / shape[2])))
-    if len(shape) == 3 and (stride := token_stride(shape[1], (side, side))):
+    height, width = size
+    if len(shape) == 3 and (stride := token_stride(shape[1], size)):
         return Layout("tokens", shape[2], stride)
-    raise LayerError(
-        f"layer {path!r} gives {shape}, not a feature map (B, C, h, w), nor a token for each "
-        "patch; choose another layer"
-    )
+    if len(shape) == 4:
+        _, a, b, c = shape
+        slack = 0 if height == width else 2 * max(height, width)  # strides and borders round
+        if abs(b * width - c * height) <= slack:
+            return Layout("map", a, max(1, round(width / c)))
+        if abs(a * width - b * height) <= slack:
+            return Layout("channels_last", c, max(1, round(width / b)))
+    return None
 
 
 def token_stride(count: int, size: Sequence[int]) -> int | None:

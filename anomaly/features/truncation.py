@@ -82,7 +82,7 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> Truncated:
             squares only.
     """
     probe, outputs = truncate_in_place(network, layers)
-    layouts = tuple(layout_of(path, output, probe) for path, output in outputs.items())
+    layouts = tuple(_layout(path, tuple(output.shape), probe) for path, output in outputs.items())
     oblong = all(layout.axes == "map" for layout in layouts) or takes(
         network, probe, 2 * probe, list(outputs)
     )
@@ -98,6 +98,15 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> Truncated:
         layouts,
         _overwritten(network, list(outputs), image),
         foldable(network, list(outputs), image),
+    )
+
+
+def _layout(path: str, shape: tuple[int, ...], probe: int) -> Layout:
+    if layout := layout_of(shape, (probe, probe)):
+        return layout
+    raise LayerError(
+        f"layer {path!r} gives {shape}, not a feature map (B, C, h, w), nor a token for each "
+        "patch; choose another layer"
     )
 
 

@@ -74,10 +74,11 @@ def test_what_is_no_grid_is_refused() -> None:
     assert token_stride(197, (224, 224)) == token_stride(201, (224, 224)) == 16
     assert token_stride(257, (224, 224)) == token_stride(261, (224, 224)) == 14
     assert token_stride(7, (224, 224)) is None  # detection queries, say
-    assert layout_of("a", torch.empty(1, 5, 5, 9), 40) == Layout("channels_last", 9, 8)
+    assert layout_of((1, 5, 5, 9), (40, 40)) == Layout("channels_last", 9, 8)
     for shape in ((1, 1000), (1, 8, 5, 4), (1, 150, 8)):
-        with pytest.raises(LayerError, match="choose another layer"):
-            layout_of("a", torch.empty(shape), 224)
+        assert layout_of(shape, (224, 224)) is None
+    with pytest.raises(LayerError, match=r"'fc' gives \(1, 1000\), not .* choose another layer"):
+        truncate(build("resnet18"), ["fc"])
     with pytest.raises(LayerError, match=r"takes images of 224×224 only"):
         truncate(build("vit_b_16"), ["encoder.layers.encoder_layer_0"])
 
