@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,15 @@ def write_part(file: Path, seed: int, mark: tuple[int, int] | None = None) -> No
         picture[mark[0] : mark[0] + 10, mark[1] : mark[1] + 10] = (30, 30, 220)  # BGR
     file.parent.mkdir(parents=True, exist_ok=True)
     cv2.imwrite(str(file), picture)
+
+
+def with_note(source: Path, copy: Path, number: int) -> None:
+    """A copy of a PNG file that holds the same pixels and a note: other bytes."""
+    note = b"tEXtn\0%d" % number
+    chunk = struct.pack(">I", len(note) - 4) + note + struct.pack(">I", zlib.crc32(note))
+    data = source.read_bytes()
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_bytes(data[:33] + chunk + data[33:])
 
 
 def write_product(root: Path, n_train: int = 12) -> Path:

@@ -267,7 +267,7 @@ def _thresholds(
         patches,
         fitter,
         dict(zip(samples, names, strict=True)),
-        patches.hashes,
+        patches.pictures(),
         folds=detector.config.calibration.folds,
         groups={i: sample.group for i, sample in samples.items() if sample.group},
         progress=lambda done, total: progress("calibration", done, total),

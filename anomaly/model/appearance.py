@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import cv2
@@ -17,6 +17,8 @@ Floats = NDArray[np.float64]
 _QUIET = 0.02  # contrast, below which a ratio to it means nothing
 # Brightness that differs less, all over an image, is one value and the rounding of resizing it.
 _BLANK = 1e-4
+# Of one picture's mean embeddings in batches of different sizes, relative to their size.
+_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,31 @@ def appearances_of(
     patches = [flat.shape[1] if mask is None else int(mask.sum()) for mask in masks]
     every = zip(batch, sums, squares, patches, masks, strict=True)
     return [look(item.pixels, *one) for item, *one in every]
+
+
+def same_pictures(looks: Mapping[int, Appearance]) -> dict[int, int]:
+    """The first image that shows the same picture as each one; the image itself if none does.
+
+    Files of other bytes may hold the same pixels, with other metadata, say.
+
+    Args:
+        looks: of images, by their numbers.
+    """
+    met: dict[tuple[float, ...], list[int]] = {}
+    first: dict[int, int] = {}
+    for image, one in sorted(looks.items()):
+        # Sums over pixels are the same to the last bit; those of a turned copy may be, too.
+        seen = one.pixels, one.light, one.light_squared, one.edges, one.darkest, one.brightest
+        alike = met.setdefault(seen, [])
+        same = (other for other in alike if _is_rounding(looks[other].embedding, one.embedding))
+        first[image] = next(same, image)
+        if first[image] == image:
+            alike.append(image)
+    return first
+
+
+def _is_rounding(one: Floats | NDArray[np.float32], other: Floats | NDArray[np.float32]) -> bool:
+    return bool(np.linalg.norm(one - other) <= _ROUNDING * np.linalg.norm(one))
 
 
 def look(

@@ -30,7 +30,7 @@ def cross_fit(
     patches: TrainingPatches | Part,
     fitter: Fitter[Any],
     names: Mapping[int, str],
-    hashes: Mapping[int, str],
+    pictures: Mapping[int, str],
     *,
     folds: int,
     groups: Mapping[int, str],
@@ -47,7 +47,8 @@ def cross_fit(
         patches: the training images'; their features are read, never computed again.
         fitter: the settings that the detector was fitted with.
         names: of the images used, by index.
-        hashes: sha256 of each one's file. Copies of a file are held out together and count once.
+        pictures: what tells the picture of each from others. Copies of one are held out together
+            and count once.
         folds: into how many parts to split them, at most.
         groups: the group of each image that has one; it is never parted, unless it is the only one.
             A copy belongs to the first one's group.
@@ -60,7 +61,7 @@ def cross_fit(
     """
     indices = sorted(names)
     met: dict[str, int] = {}
-    first = {i: met.setdefault(hashes[i], i) for i in indices}
+    first = {i: met.setdefault(pictures[i], i) for i in indices}
     distinct = sorted(set(first.values()))
     units = len({groups.get(i, i) for i in distinct})
     heeded = groups if units > 1 else {}

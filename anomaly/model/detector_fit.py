@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +67,8 @@ def fit_detector(
     fitted()
     images, suspects = tuple(sorted(patches.hashes)), Suspects(patches.views)
     log.debug("%d patches of %d images learned", patches.count, len(images))
+    pictures = patches.pictures()
+    _warn_of_copies(pictures)
     leave_out = detector.config.model.leave_out_suspects
     if not (calibrate or leave_out):
         return DetectorFit(detector, images, (), {})
@@ -79,7 +81,7 @@ def fit_detector(
             some,
             fitter,
             {i: samples[i].name for i in used},
-            patches.hashes,
+            pictures,
             folds=detector.config.calibration.folds,
             groups={i: group for i in used if (group := samples[i].group)},
             suspects=suspects,
@@ -90,8 +92,8 @@ def fit_detector(
     good = scored(patches, images, suspects)
     stand_out = standing_out(good)
     if leave_out and stand_out:
-        odd = {patches.hashes[i] for i in images if samples[i].name in stand_out}  # and copies
-        images = tuple(i for i in images if patches.hashes[i] not in odd)
+        odd = {pictures[i] for i in images if samples[i].name in stand_out}  # and copies
+        images = tuple(i for i in images if pictures[i] not in odd)
         rest = patches.only(frozenset(images))
         detector = detector_of(fitter.fit(rest, selecting))
         good = replace(scored(rest, images, None), stood_out=len(stand_out))
@@ -100,3 +102,15 @@ def fit_detector(
         thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
         detector = replace(detector, thresholds=thresholds)
     return DetectorFit(detector, images, suspects.worst(), stand_out)
+
+
+def _warn_of_copies(pictures: Mapping[int, str]) -> None:
+    different = len(set(pictures.values()))
+    if copies := len(pictures) - different:
+        log.warning(
+            "%d of %d training images are copies of others; different ones: %d. Each counts once "
+            "for the thresholds, and copies teach nothing: photograph more parts in their place",
+            copies,
+            len(pictures),
+            different,
+        )

@@ -163,13 +163,6 @@ def _training(
 ) -> Training:
     """What came of a fit, with what is known of the images; `shard` of them went together."""
     used, detector = fit.images, fit.detector
-    if copies := len(used) - len({patches.hashes[i] for i in used}):
-        log.warning(
-            "%d of %d training images are copies of others, byte for byte; each picture counts "
-            "once for the thresholds",
-            copies,
-            len(used),
-        )
     looks = [patches.looks[i] for i in used]
     hashes = {samples[i].name: patches.hashes[i] for i in used}
     unused = {samples[i].name: i for i in sorted({*range(len(samples))} - {*used})}

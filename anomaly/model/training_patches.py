@@ -25,7 +25,7 @@ from anomaly.imaging.preprocessing import (
     tile_by_tile,
 )
 from anomaly.imaging.turning import turned_corner, with_turned
-from anomaly.model.appearance import Appearance, AppearanceSums, appearances_of
+from anomaly.model.appearance import Appearance, AppearanceSums, appearances_of, same_pictures
 from anomaly.model.build import fitter_of
 from anomaly.model.first_reading import FirstReading, KeptPoints, matrix_hash
 from anomaly.model.joined_batches import joined
@@ -116,6 +116,11 @@ class TrainingPatches(PatchSet):
     def count_of(self, images: Container[int]) -> int:
         """How many patches some of the images have."""
         return sum(count for image, count in self._counts.items() if image in images)
+
+    def pictures(self) -> dict[int, str]:
+        """sha256 of the first file that shows what each one shows, by the images' numbers."""
+        first = same_pictures(self.looks)
+        return {i: self.hashes[first[i]] for i in self.hashes}
 
     def __iter__(self) -> Iterator[PatchBatch]:
         return self.read(self._images)
