@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NAMED = 3  # by `some`
 _FEW = 16  # images of which turned copies may add something
 
 
@@ -139,17 +140,18 @@ def _could_turn(summary: dict[str, Any]) -> bool:
 
 def _say_stand_out(images: dict[str, float], left_out: bool) -> None:
     """Which training images stand out from all others, and what becomes of them."""
+    names = some([*images]) + (", train.json names all" if len(images) > _NAMED else "")
     if left_out:
         log.info(
             "nothing was learned from what stands out from all others: %s; where it is good, "
             "--set model.leave_out_suspects=false learns it",
-            some([*images]),
+            names,
         )
     else:
         log.info(
             "standing out from all others: %s; where that isn't good, take it away, or train with "
             "--set model.leave_out_suspects=true, which learns nothing from what stands out",
-            some([*images]),
+            names,
         )
 
 

@@ -27,7 +27,7 @@ class DetectorFit:
         detector: with thresholds, where they were wanted.
         images: the indices of those learned from, ascending.
         suspects: those that look least like the others, the worst first.
-        stand_out: scores of those that stand out, by name, the worst first.
+        stand_out: scores of those that stand out, by name, the worst first; all copies of one.
     """
 
     detector: AnomalyDetector
@@ -90,9 +90,12 @@ def fit_detector(
         )
 
     good = scored(patches, images, suspects)
-    stand_out = standing_out(good)
+    scores = standing_out(good)
+    odd = {pictures[i]: s for i in images if (s := scores.get(samples[i].name)) is not None}
+    # One score of a picture stands for all copies, which are to be named as well.
+    copies = sorted((i for i in images if pictures[i] in odd), key=lambda i: -odd[pictures[i]])
+    stand_out = {samples[i].name: odd[pictures[i]] for i in copies}
     if leave_out and stand_out:
-        odd = {pictures[i] for i in images if samples[i].name in stand_out}  # and copies
         images = tuple(i for i in images if pictures[i] not in odd)
         rest = patches.only(frozenset(images))
         detector = detector_of(fitter.fit(rest, selecting))

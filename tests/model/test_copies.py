@@ -1,5 +1,6 @@
 """Copies among the training images: one picture in several files."""
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from conftest import Command, train_arguments, with_note, write_product
+from conftest import Command, train_arguments, with_note, write_part, write_product
 
 import anomaly
 from anomaly.model.appearance import look, same_pictures
@@ -58,6 +59,28 @@ def test_copies_of_one_picture_give_no_thresholds(
         anomaly.fit(tmp_path, SETTINGS, device="cpu")
     assert "4 of 5 training images are copies of others; different ones: 1" in caplog.text
     assert "photograph more parts" in caplog.text
+
+
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_all_copies_of_what_stands_out_are_named(
+    leave_out: bool, tmp_path: Path, command: Command
+) -> None:
+    product = write_product(tmp_path / "disc")
+    good = product / "train" / "good"
+    write_part(good / "005.png", seed=5, mark=(30, 40))
+    shutil.copy(good / "005.png", good / "y.png")
+    with_note(good / "005.png", good / "z.png", 1)
+    setting = f"model.leave_out_suspects={leave_out}"
+    code, out, _ = command("train", train_arguments(product, tmp_path / "run", setting))
+    names = [f"train/good/{name}.png" for name in ("005", "y", "z")]
+    said = "nothing was learned from what stands out" if leave_out else "standing out"
+    assert (code, f"{said} from all others: {', '.join(names)}" in out) == (0, True)
+    summary = json.loads((tmp_path / "run" / "train.json").read_text())
+    stand_out = [*summary["stand_out"]]
+    assert stand_out[:3] == names
+    assert ("and 1 more, train.json names all;" in out) is (len(stand_out) == 4)
+    assert (f"{len(stand_out)} more stood out from all others" in out) is leave_out
+    assert summary["images"]["learned"] == 14 - leave_out * len(stand_out)
 
 
 def test_turned_and_mirrored_pictures_are_no_copies(caplog: pytest.LogCaptureFixture) -> None:
