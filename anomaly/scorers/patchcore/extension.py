@@ -87,9 +87,7 @@ def extended_without(
         yield from repaired(bank, owners, patches, picks)
 
 
-def _no_longer_covered(
-    covered: float, least: Tensor, others: Tensor, generator: torch.Generator
-) -> Tensor:
+def _no_longer_covered(covered: float, least: Tensor, others: Tensor, places: Tensor) -> Tensor:
     return (least <= covered) & (others > covered)
 
 

@@ -17,8 +17,8 @@ from anomaly.scorers.patchcore.nearest_centres import squared_to_two_owners
 from anomaly.scorers.patchcore.projected import in_chunks
 
 # Which of some patches to give (n,) bool, from their squared distances (n,) to the nearest vector,
-# and to the nearest of another fold. It is pickled; what it draws comes from the generator.
-Counts: TypeAlias = "Callable[[Tensor, Tensor, torch.Generator], Tensor]"
+# and to the nearest of another fold, and from their places (n, 2), see `gather`. It is pickled.
+Counts: TypeAlias = "Callable[[Tensor, Tensor, Tensor], Tensor]"
 
 
 def banks_without(
@@ -66,8 +66,24 @@ def banks_without(
     yield from repaired(bank, owners, patches, picks)
 
 
-def _drawn(share: float, least: Tensor, others: Tensor, generator: torch.Generator) -> Tensor:
-    return (torch.rand(len(least), generator=generator) < share).to(least.device)
+def _drawn(share: float, least: Tensor, others: Tensor, places: Tensor) -> Tensor:
+    """About a share of the patches, each by its place alone, whichever are read together.
+
+    A generator's numbers would hang on how images are cut into parts, which a cluster does
+    otherwise than one machine.
+    """
+    return _mixed(_mixed(places[:, 0]) ^ places[:, 1]).double() / 2**32 < share
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Numbers (n,) int64 from 0 to 2³² − 1 that are as good as drawn, the same for the same ones.
+
+    The integer hash with the least bias among those of two multiplications (C. Wellons, 2018).
+    """
+    mixed = numbers & 0xFFFFFFFF
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        mixed = (mixed ^ (mixed >> shift)) * factor & 0xFFFFFFFF
+    return mixed ^ (mixed >> 16)
 
 
 def repaired(
@@ -144,15 +160,12 @@ def _lost(
     """Of some images all folds' orphans, and the fold (n,) that each has lost; see `orphans`."""
     found = []
     folds = 1 + max(fold_of.values())
-    generator: torch.Generator | None = None
     with torch.inference_mode():
         for points, places, _ in in_chunks(patches.projected(lambda _: projection)):
-            if generator is None:
-                generator = torch.Generator().manual_seed(int(places[0, 0]))
-                vectors, owners = vectors.to(points.device), owners.to(points.device)
+            vectors, owners = vectors.to(points.device), owners.to(points.device)
             least, nearest, others = squared_to_two_owners(points, vectors, owners, folds)
             own = torch.tensor([fold_of[i] for i in places[:, 0].tolist()], device=nearest.device)
-            lost = counts(least, others, generator) & (nearest != own)
+            lost = counts(least, others, places) & (nearest != own)
             found.append((points[lost], others[lost], places[lost], nearest[lost]))
     return found
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from anomaly.errors import ConfigError
 from anomaly.scorers.base import Progress
 from anomaly.scorers.patchcore.coreset import covering_radius, greedy_k_center
 
@@ -147,7 +148,7 @@ class _Reservoir:
 
     def _make_room(self, needed: int) -> None:
         half = len(self._points) // 2
-        if self._used < 2 or self._wanted(self.count + needed) > half or needed > half:
+        if self._used < 2 or self._is_wanted_more_than(half, needed) or needed > half:
             self._allocate(2 * len(self._points), self._points)
             return
         order = self._priorities[: self._used].argsort(descending=True, stable=True)
@@ -157,6 +158,12 @@ class _Reservoir:
             held[:half] = held[kept]
         self._used = half
         self.complete = False
+
+    def _is_wanted_more_than(self, half: int, needed: int) -> bool:
+        try:
+            return self._wanted(self.count + needed) > half
+        except ConfigError:  # more than have come so far; whether others come is seen at the end
+            return True
 
     def _allocate(self, rows: int, like: Tensor) -> None:
         """Room for `rows` points; what isn't written to isn't taken from the machine."""

@@ -1,12 +1,14 @@
 """Banks without some images: nothing of these is left, and what went is made up for."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from patch_lists import PatchList
 
-from anomaly.scorers.base import PatchBatch
+from anomaly.scorers.base import PatchBatch, PatchSet, Result
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
-from anomaly.scorers.patchcore.held_out import banks_without
+from anomaly.scorers.patchcore.held_out import _drawn, banks_without
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 FOLDS = [(0, 1), (2, 3, 4), (5,)]
@@ -76,6 +78,42 @@ def test_the_projection_is_that_of_the_selection() -> None:
     patches = torch.cat([b.embeddings.flatten(0, 2) for b in batches])
     radius = torch.cdist(patches @ projection, bank.vectors @ projection).amin(1).max()
     assert float(radius) == pytest.approx(bank.covering_radius, rel=1e-4)
+
+
+class _Apart(PatchList):
+    """Patches whose images lie apart, as those of a cluster do."""
+
+    def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
+        for batch in self.batches:
+            yield function(PatchList([batch]))
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_how_images_are_parted_changes_nothing(share: float) -> None:
+    batches = _batches(4)
+    bank, projection = _fit(batches, 0.2)
+    how = {"projection": projection, "share": share}
+    for one, other in zip(
+        banks_without(bank, batches, FOLDS, **how),
+        banks_without(bank, _Apart(batches.batches), FOLDS, **how),
+        strict=True,
+    ):
+        assert torch.equal(one.origins, other.origins)
+        assert torch.equal(one.vectors, other.vectors)
+
+
+def test_a_share_of_the_patches_is_drawn_evenly() -> None:
+    images, ranks = torch.arange(300).repeat_interleave(200), torch.arange(200).repeat(300)
+    places = torch.stack([images, ranks], 1)
+    nothing = torch.empty(0)
+    for share in (0.0, 0.03, 0.5, 1.0):
+        drawn = _drawn(share, nothing, nothing, places).view(300, 200).double()
+        spread = (share * (1 - share)) ** 0.5
+        assert float(drawn.mean()) == pytest.approx(share, abs=4 * spread / 60_000**0.5)
+        for axis, count in ((0, 300), (1, 200)):  # of each image, and of each place in it
+            assert float((drawn.mean(axis) - share).abs().max()) <= 5 * spread / count**0.5
+        neighbours = float(((drawn[1:] - share) * (drawn[:-1] - share)).mean())
+        assert abs(neighbours) <= 5 * spread**2 / 60_000**0.5
 
 
 def test_one_fold_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from anomaly.scorers.patchcore.coreset import greedy_k_center
+from anomaly.errors import ConfigError
+from anomaly.scorers.patchcore.coreset import coreset_size, greedy_k_center
 from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
 from anomaly.scorers.patchcore.streamed_coreset import StreamedSelection, select_streamed
 
@@ -44,7 +46,7 @@ class _Stream:
 def streamed(stream: list[torch.Tensor], size: int, rows: int, seed: int = 0) -> StreamedSelection:
     return select_streamed(
         _Stream(stream),
-        lambda n: size,
+        partial(coreset_size, size=size),
         memory_limit=rows * DIM * 4,
         generator=torch.Generator().manual_seed(seed),
     )
@@ -75,6 +77,14 @@ def test_how_the_stream_is_cut_changes_nothing() -> None:
     stream = stream_of([500] * 20)
     joined = [torch.cat(stream[i : i + 4]) for i in range(0, 20, 4)]
     assert torch.equal(streamed(stream, 50, 20000).picks, streamed(joined, 50, 20000).picks)
+
+
+def test_more_than_fit_may_be_wanted() -> None:
+    """As many as are asked for needn't have come when the memory is full for the first time."""
+    stream = stream_of([500] * 10)
+    assert len(set(streamed(stream, 2500, 1024).picks.tolist())) == 2500
+    with pytest.raises(ConfigError, match="coreset_size 5001 is outside 1 to 5000"):
+        streamed(stream, 5001, 1024)
 
 
 @settings(max_examples=30, deadline=None)
