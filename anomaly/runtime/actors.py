@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 from anomaly.errors import AnomalyError, DataError
 from anomaly.runtime.dispatch import WorkerDied
 from anomaly.runtime.threads import cores
+
+log = logging.getLogger(__name__)
 
 _LOCAL = "local"
 
@@ -41,10 +43,14 @@ class Cluster:
 
     def room(self) -> int:
         """How many actors there may be now: more would wait for a processor or a GPU for ever."""
-        there = _ray().cluster_resources()
-        needs = {"CPU": self._options["num_cpus"], "GPU": self._options["num_gpus"]}
-        room = min(int(there.get(kind, 0)) // count for kind, count in needs.items() if count)
+        machines = [node["Resources"] for node in _ray().nodes() if node["Alive"]]
+        room = sum(map(self._room_on, machines))
         return room if self._most is None else min(room, self._most)
+
+    def _room_on(self, there: Mapping[str, float]) -> int:
+        """How many actors one machine has room for; none is spread over two."""
+        needs = {"CPU": self._options["num_cpus"], "GPU": self._options["num_gpus"]}
+        return min(int(there.get(kind, 0)) // count for kind, count in needs.items() if count)
 
     def put(self, value: Any) -> Any:
         """What stands for a large value among the arguments of many actors."""
@@ -142,7 +148,7 @@ def joined(address: str, threads: int, most: int | None, device: str) -> Iterato
         device: as `--device`; with `cuda` each actor has a GPU.
 
     Raises:
-        AnomalyError: Ray isn't installed, or no cluster answers there.
+        AnomalyError: Ray isn't installed, no cluster answers there, or this machine has no GPU.
     """
     try:
         import ray
@@ -168,6 +174,18 @@ def joined(address: str, threads: int, most: int | None, device: str) -> Iterato
             "'ray start --head', or give --ray local"
         ) from None
     try:
-        yield Cluster(threads, most, device)
+        cluster = Cluster(threads, most, device)
+        if not cluster.room():
+            if address == _LOCAL:  # has as many processors as were asked for
+                raise AnomalyError("Ray finds no GPU on this machine; leave --device cuda out")
+            log.warning(
+                "no machine of the cluster at %s has %d processor%s%s, which each worker needs; "
+                "waiting until one joins (fewer --threads need less)",
+                address,
+                threads,
+                "" if threads == 1 else "s",
+                " and a GPU" if device == "cuda" else "",
+            )
+        yield cluster
     finally:
         ray.shutdown()

@@ -1,6 +1,7 @@
 """Chunks are shared out among workers that die: in threads here, in Ray's processes elsewhere."""
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from anomaly.errors import DataError, OutputError
+from anomaly.errors import AnomalyError, DataError, OutputError
 from anomaly.runtime import actors
 from anomaly.runtime.actors import then
 from anomaly.runtime.dispatch import WorkerDied, dispatch
@@ -198,20 +199,54 @@ def test_workers_that_wait_for_a_place_get_it_once_nothing_is_left_for_others() 
 @pytest.mark.parametrize(
     ("there", "device", "most", "room"),
     [
-        ({"CPU": 16.0, "GPU": 1.0}, "cuda", None, 1),
-        ({"CPU": 16.0, "GPU": 1.0}, "cpu", None, 8),
-        ({"CPU": 4.0, "GPU": 8.0}, "cuda", None, 2),
-        ({"CPU": 16.0}, "cuda", None, 0),
-        ({"CPU": 16.0, "GPU": 4.0}, "cuda", 3, 3),
+        ([{"CPU": 16.0, "GPU": 1.0}], "cuda", None, 1),
+        ([{"CPU": 16.0, "GPU": 1.0}], "cpu", None, 8),
+        ([{"CPU": 4.0, "GPU": 8.0}], "cuda", None, 2),
+        ([{"CPU": 16.0}], "cuda", None, 0),
+        ([{"CPU": 16.0, "GPU": 4.0}], "cuda", 3, 3),
+        ([{"CPU": 3.0}, {"CPU": 3.0}], "cpu", None, 2),  # not 3: none is spread over two
+        ([{"CPU": 1.0}, {"CPU": 1.0}], "cpu", None, 0),
+        ([{"CPU": 16.0}, {"CPU": 1.0, "GPU": 4.0}], "cuda", None, 0),
     ],
 )
 def test_there_is_room_for_as_many_as_have_processors_and_gpus(
-    there: dict[str, float],
+    there: list[dict[str, float]],
     device: str,
     most: int | None,
     room: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ray = SimpleNamespace(cluster_resources=lambda: there)
-    monkeypatch.setattr(actors, "_ray", lambda: ray)
+    monkeypatch.setattr(actors, "_ray", lambda: _ray_of(*there))
     assert actors.Cluster(2, most, device).room() == room
+
+
+def _ray_of(*there: dict[str, float]) -> SimpleNamespace:
+    """What asks Ray for its machines, one of which is gone."""
+    nodes = [{"Alive": True, "Resources": one} for one in there]
+    gone = {"Alive": False, "Resources": {"CPU": 99.0, "GPU": 99.0}}
+    ended = SimpleNamespace(said=False)
+    return SimpleNamespace(
+        nodes=lambda: [*nodes, gone],
+        init=lambda address, **options: None,
+        shutdown=lambda: setattr(ended, "said", True),
+        ended=ended,
+    )
+
+
+def test_a_cluster_without_room_for_any_worker_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers would wait for ever, and nobody knew for what."""
+    monkeypatch.setitem(sys.modules, "ray", ray := _ray_of({"CPU": 2.0}, {"CPU": 2.0}))
+    with actors.joined("head:1", 2, None, "cpu") as cluster:
+        assert cluster.room() == 2
+    assert not caplog.messages
+    for threads, device, said in ((3, "cpu", "3 processors"), (1, "cuda", "1 processor and a GPU")):
+        with actors.joined("head:1", threads, None, device) as cluster:
+            assert cluster.room() == 0
+        assert f"no machine of the cluster at head:1 has {said}, which" in caplog.messages[-1]
+    ray.ended.said = False
+    here = actors.joined("local", 1, None, "cuda")
+    with pytest.raises(AnomalyError, match="Ray finds no GPU on this machine"), here:
+        pass
+    assert ray.ended.said
