@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.imaging.decoder_pool import Decoders
     from anomaly.inference.parts import Shard
 
-    shard = Shard.of(options.shard or "0/1")
+    shard = Shard.of("0/1" if options.shard is None else options.shard)
     manifest = read_manifest(options.manifest)
     if not shard.chunks(manifest):
         chunks = f"{len(manifest.sizes)} chunks for {shard.count} shards"

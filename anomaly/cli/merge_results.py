@@ -27,6 +27,8 @@ def run(options: argparse.Namespace) -> int:
 
     if not options.output.lower().endswith((".csv", ".parquet")):
         raise OutputError(f"--output {options.output} must end with .csv or .parquet")
+    if storage.is_same(options.output, options.manifest):
+        raise OutputError(f"--output {options.output} is the manifest; give the table another name")
     if storage.exists(options.output) and not options.overwrite:
         raise OutputError(f"{options.output} exists already; add --overwrite")
     manifest = read_manifest(options.manifest)

@@ -46,8 +46,9 @@ class Listing:
         """
         for given in self._inputs:
             found = False
+            itself = str(storage.local(given) or given)
             for name in self._files(given):
-                if name != given and not is_image(Path(PurePosixPath(name).name)):
+                if name != itself and not is_image(Path(PurePosixPath(name).name)):
                     self.passed_over += 1
                     continue
                 found = True
@@ -64,7 +65,7 @@ class Listing:
         elif is_folder(path):
             yield from map(str, each_file(path))
         elif path.exists():
-            yield given
+            yield str(path)  # as its folder would give it
         elif has_magic(str(path)):
             found = map(Path, iglob(str(path), recursive=True))  # noqa: PTH207, takes absolute ones
             yield from (str(file) for file in found if file.is_file())

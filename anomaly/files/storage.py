@@ -151,6 +151,14 @@ def exists(place: str) -> bool:
     return bool(_asked(place, lambda fs, name: fs.exists(name)))
 
 
+def is_same(place: str, other: str) -> bool:
+    """Whether two names are one file's, as far as names tell."""
+    here, there = local(place), local(other)
+    if here is None or there is None:
+        return place == other
+    return here.resolve() == there.resolve()
+
+
 def opened(place: str) -> IO[bytes]:
     """A file to read from anywhere in it.
 
@@ -211,7 +219,7 @@ def each_file(place: str) -> Iterator[str]:
     """
     fs, name = _filesystem(place)
     try:
-        if any(c in name for c in "*?["):
+        if any(c in name for c in "*?[") and not again(place, partial(fs.exists, name)):
             found = again(place, partial(fs.glob, name, detail=True)).items()
             yield from (fs.unstrip_protocol(n) for n, about in found if about["type"] == "file")
         elif again(place, partial(fs.isfile, name)):
@@ -251,8 +259,12 @@ def _filesystem(place: str, kind: type[AnomalyError] = DataError) -> tuple[Any, 
         raise kind(f"{place} needs fsspec: pip install 'anomaly[remote]'") from None
     protocol = place.partition("://")[0]
     try:
+        # Storage within storage is URLs with `::` between them; else that is a part of a name.
+        first, *more = place.split("::")
+        is_chain = all("://" in one for one in more)
         # Listings that are kept would fill the memory, and hide what others write.
-        fs, name = url_to_fs(place, use_listings_cache=False)
+        fs, name = url_to_fs(place if is_chain else first, use_listings_cache=False)
+        name += "" if is_chain else place.removeprefix(first)
     except ImportError:
         known = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
         package = known.get(protocol)

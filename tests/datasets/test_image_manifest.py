@@ -132,6 +132,10 @@ def test_folders_patterns_and_files(folder: Path, tmp_path: Path, command: Comma
     ]
     url = f"file://{folder}"
     assert _manifest(command, tmp_path, "--input", url) == every
+    # One image under several names.
+    again = (f"{url}/a.png", f"{folder}//deep/./c.tif", f"{folder}/notes.txt", f"{url}/./notes.txt")
+    found = _manifest(command, tmp_path, "--input", folder, *again)
+    assert found == sorted([*every, str(folder / "notes.txt")])
     output = tmp_path / "m.parquet"
     code, out, err = command("manifest", ["--input", folder, folder, "--output", output])
     assert (code, out) == (2, "")
@@ -168,6 +172,16 @@ def test_object_storage(command: Command, tmp_path: Path) -> None:
         assert found == ["memory:///bucket/x/b.jpg"]
         found = _manifest(command, tmp_path, "--input", "memory://bucket/a.png")
         assert found == ["memory:///bucket/a.png"]
+        odd = ["a[1].png", "c::d.png", "f[2]/e.png", "q?.png"]
+        for name in (*odd, "c", "qa.png"):  # what these would mean otherwise
+            system.pipe_file(f"/odd/{name}", name.encode())
+        found = _manifest(command, tmp_path, "--input", "memory://odd")
+        assert found == [f"memory:///odd/{name}" for name in sorted([*odd, "qa.png"])]
+        for name in odd:
+            assert storage.read(f"memory://odd/{name}") == name.encode()
+            given = f"memory://odd/{name.partition('/')[0]}"
+            found = _manifest(command, tmp_path, "--input", given)
+            assert found == [f"memory:///odd/{name}"]
         found = _manifest(command, tmp_path, "--list", "memory://lists/l.csv")
         assert found == ["memory://bucket/q.png"]
     finally:

@@ -522,6 +522,7 @@ def test_more_shards_than_chunks(manifest: Path, run_folder: Path, command: Comm
         "/",
         "1/4/2",
         "½/2",
+        "",
         pytest.param("0/" + 5000 * "9", id="long"),
     ],
 )
@@ -541,6 +542,9 @@ def test_impossible_options(
                                      "--output", tmp_path / "out"])  # fmt: skip
     assert code == 2
     assert "give --manifest" in err
+    code, _, err = command("infer", [*base, "--shard", ""])  # a variable that isn't set
+    assert code == 2
+    assert "--shard is ''; it must be i/n" in err
     assert not (tmp_path / "out").exists()
 
 
@@ -566,6 +570,18 @@ def _start(*arguments: str) -> "subprocess.Popen[bytes]":
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+
+def test_a_table_is_not_written_over_its_manifest(
+    manifest: Path, one: Path, tmp_path: Path, command: Command
+) -> None:
+    listed = tmp_path / "m.parquet"
+    shutil.copy(manifest, listed)
+    for name in (listed, f"file://{listed}", tmp_path / "." / ".." / tmp_path.name / listed.name):
+        code, _, err = command("merge-results", [listed, one, "--output", name, "--overwrite"])
+        assert code == 2
+        assert "is the manifest; give the table another name" in err
+    assert listed.read_bytes() == manifest.read_bytes()
 
 
 @pytest.mark.slow
