@@ -70,8 +70,12 @@ class _Scorer:
                 f"({self._about.get(other[0])!r}, not {about[other[0]]!r}); all machines need the "
                 "same model folder, program and device"
             )
-        where = (self._model, self._manifest, [chunk], self._job.dest, self._outputs, about)
-        return infer_shard(*where, self._decoders, lost=lost)
+        dest = self._job.dest
+        # Of this chunk alone: a worker is ended without a word, and would leave its folder behind.
+        with tempfile.TemporaryDirectory(prefix="anomaly-out-") as folder:
+            outputs = self._job.pictures.outputs(self._model, dest, Path(folder))
+            where = (self._model, self._manifest, [chunk], dest, outputs, about)
+            return infer_shard(*where, self._decoders, lost=lost)
 
     def probe(self, chunk: int, images: Sequence[int]) -> Counter[str]:
         """Score some images of a chunk and keep nothing."""
@@ -93,10 +97,8 @@ class _Scorer:
         cv2.setNumThreads(1)
         self._manifest = read_manifest(job.manifest)
         self._model = load(job.model, job.device, job.precision, job.product)
-        self._folder = tempfile.TemporaryDirectory(prefix="anomaly-out-")
-        folder = Path(self._folder.name)
-        self._outputs = job.pictures.outputs(self._model, job.dest, folder)
-        self._about = self._outputs.about(self._model, self._manifest.id)
+        outputs = job.pictures.outputs(self._model, job.dest, Path())
+        self._about = outputs.about(self._model, self._manifest.id)
         self._decoders = Decoders(job.threads).__enter__()
         self._begun = True
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from anomaly.datasets.image_manifest import ImageManifest
 from anomaly.errors import DataError
 from anomaly.files import storage
-from anomaly.files.own_outputs import HEATMAPS
+from anomaly.files.own_outputs import HEATMAPS, MAPS, MASKS
 from anomaly.files.writing import remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -97,7 +97,7 @@ def infer_shard(
             for i, reason in lost.items():
                 unusable = UnusableImage(i, "failed", f"{images.names[i]}: {reason}")
                 images.rows[i] = row_of(unusable, model, images.names[i], time.perf_counter())
-            remove_drafts(outputs.folder / HEATMAPS, [_name(chunk)])
+            _remove_drafts(outputs.folder, chunk)
             pictures = [f"{_name(chunk)}/{i:06}.png" for i in range(len(images.names))]
             inputs = Inputs(images.paths, pictures, outputs.heatmaps, images.brought)
 
@@ -108,6 +108,7 @@ def infer_shard(
             if len(images.rows) < len(images.names):
                 break
             images.check(chunk)
+            _remove_drafts(outputs.folder, chunk)
             _send_pictures(outputs.folder, dest, threads)
             rows = [images.rows[i] for i in range(len(images.names))]
             notes = {"anomaly": json.dumps({"job": about, "chunk": chunk})}
@@ -150,6 +151,12 @@ def probe(
 
 def _name(chunk: int) -> str:
     return f"{chunk:09}"
+
+
+def _remove_drafts(folder: Path, chunk: int) -> None:
+    """Delete what processes that were killed have left of a chunk's pictures."""
+    for kind in (HEATMAPS, MASKS, MAPS):
+        remove_drafts(folder / kind, [_name(chunk)])
 
 
 def _send_pictures(folder: Path, dest: str, threads: ThreadPoolExecutor) -> None:

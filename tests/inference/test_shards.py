@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -570,6 +571,46 @@ def _start(*arguments: str) -> "subprocess.Popen[bytes]":
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+
+def test_unfinished_pictures_of_killed_processes_go(
+    archive: Path, run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    manifest, output = tmp_path / "m.parquet", tmp_path / "out"
+    assert command("manifest", ["--input", archive / "0/00*.png", "--output", manifest])[0] == 0
+    more = ("--resume", "--heatmap", "all", "--masks", "--maps", "float32")
+    arguments = _infer(manifest, run_folder, output, *more)
+    assert command("infer", arguments)[0] == 0
+    pictures = {file for file in output.rglob("*") if file.is_file()}
+    (output / "results.parts" / "000000000.parquet").unlink()
+    for kind in ("heatmaps", "masks", "maps"):
+        (output / kind / "000000000" / ".anomaly-0123456789abcdef.part").write_bytes(b"half")
+    assert command("infer", arguments)[0] == 0
+    assert {file for file in output.rglob("*") if file.is_file()} == pictures
+
+
+def test_a_worker_of_a_cluster_leaves_no_folder_behind(
+    manifest: Path,
+    one: Path,
+    run_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is ended without a word, and can't delete anything then."""
+    from anomaly.inference.ray_workers import RayJob, _Scorer
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    destinations = [str(tmp_path / "out"), "memory://worker/out"]
+    system = fsspec.filesystem("memory")
+    for dest in destinations:
+        worker = _Scorer(RayJob(str(run_folder), str(manifest), dest, device="cpu"))
+        assert sum(worker.score(2, worker.about(), {}).values())
+        worker._decoders.__exit__()
+    names = [f"{p.parent.name}/{p.name}" for p in (one / "heatmaps" / "000000002").iterdir()]
+    there = system.glob("/worker/out/heatmaps/*/*")
+    assert sorted(n.partition("heatmaps/")[2] for n in there) == sorted(names)
+    system.rm("/worker", recursive=True)
+    assert {each.name for each in tmp_path.iterdir()} == {"out"}
 
 
 def test_a_table_is_not_written_over_its_manifest(
