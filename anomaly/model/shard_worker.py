@@ -66,7 +66,9 @@ class ShardWorker:
             DataError: none of the images is there.
         """
         mine = self._job.shards()[chunk]
-        patches = self._patches([i for place, i in enumerate(mine) if place not in lost])
+        # The first shard stands for all of them where it is asked whether the disk has room.
+        expected = len(self._job.images) if chunk == 0 else None
+        patches = self._patches([i for place, i in enumerate(mine) if place not in lost], expected)
         self._check_there(mine)
         patches.read_first(self._job.model.fitter.projected_by)
         found = patches.found()
@@ -108,10 +110,16 @@ class ShardWorker:
         patches.take([found])
         return patches.only(images)
 
-    def _patches(self, images: Sequence[int]) -> TrainingPatches:
+    def _patches(self, images: Sequence[int], expected: int | None = None) -> TrainingPatches:
         self._begin()
-        mine = {i: self._job.images[i] for i in images}
-        return TrainingPatches(mine, self._decoders, self._model, self._job.scratch, shared=True)
+        return TrainingPatches(
+            {i: self._job.images[i] for i in images},
+            self._decoders,
+            self._model,
+            self._job.scratch,
+            shared=True,
+            expected=expected,
+        )
 
     def _begin(self) -> None:
         if self._decoders is not None:

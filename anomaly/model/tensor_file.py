@@ -131,19 +131,22 @@ class _InFile:
         return values.permute(tuple(int(i) for i in np.argsort(self.order)))
 
 
-def check_room(folder: Path, images: int, each: float, *, sure: bool) -> None:
+def check_room(folder: Path, images: int, each: float, shared: bool, *, sure: bool) -> None:
     """Say what disk space the features of images will take, where it is much.
 
     Args:
         folder: on the disk that they will be on.
         images: how many.
         each: bytes of one image.
+        shared: whether all that is in the folder already are features of these images.
         sure: whether all images take about as much.
 
     Raises:
         OutputError: all images surely take more than is free.
     """
     needed, free = images * each, shutil.disk_usage(folder).free
+    if shared:
+        free += sum(file.stat().st_size for file in folder.iterdir())
     if needed > free and sure:
         raise OutputError(
             f"the features of {images} images take about {_said(needed)} in {folder} until "

@@ -67,6 +67,7 @@ class TrainingPatches(PatchSet):
         aligned: what is written there; by default what suits the method.
         turned: whether images are learned as the settings turn them, too.
         shared: whether another process is to go on with what the first reading finds.
+        expected: how many images there will be features of in the folder; None for these alone.
         progress: called with images done, and how many there are, in the first reading.
 
     Attributes:
@@ -87,6 +88,7 @@ class TrainingPatches(PatchSet):
         aligned: bool | None = None,
         turned: bool = True,
         shared: bool = False,
+        expected: int | None = None,
         progress: Progress = lambda done, total: None,
     ) -> None:
         self._images = images
@@ -99,6 +101,7 @@ class TrainingPatches(PatchSet):
         self._turns = turns_of(model.config) if turned else ()
         self._progress = progress
         self._shared = shared
+        self._expected = expected or len(images)
         self._files: list[TensorFile] = []
         self._points: list[KeptPoints] = []
         self.seconds = 0.0
@@ -256,7 +259,9 @@ class TrainingPatches(PatchSet):
             if file.empty:
                 tiles = math.prod(map(len, batch[0].layout.axes)) * (1 + len(self._turns))
                 room *= tiles / len(batch)
-                check_room(self._scratch, len(self._images), room, sure=batch[0].layout.whole)
+                check_room(
+                    self._scratch, self._expected, room, self._shared, sure=batch[0].layout.whole
+                )
             file.write(names, kept)
             if len(self.hashes) % _TRIMMED < len(batch):
                 release_memory()

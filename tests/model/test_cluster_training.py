@@ -2,10 +2,12 @@
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -239,6 +241,28 @@ def test_an_image_that_kills_workers_is_refused(product: Path, tmp_path: Path) -
     assert "took down the processes" in training.refused[f"train/good/{poison:03}.png"]
     refused = training.detector.manifest["refused_images"]
     assert refused == {"train/good/017.png": 17, f"train/good/{poison:03}.png": poison}
+
+
+def test_too_small_a_disk_for_all_shards_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first shard, whatever others have taken of it meanwhile."""
+    product = write_product(tmp_path / "disc", n_train=36)
+    size = 0
+
+    def usage(place: Path) -> SimpleNamespace:
+        taken = sum(file.stat().st_size for file in place.iterdir())
+        return SimpleNamespace(free=max(0, size - taken))
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    how = ("precision=fp32", "backbone.layers=[layer2, layer3]")
+    images = 36 * 4 * (128 * 64 + 256 * 16 + 64 * 128)  # as in test_training_patches
+    size = images - 1
+    with pytest.raises(OutputError, match=r"the features of 36 images take about .* are free"):
+        _trained(product, tmp_path / "a", *how, cluster=_Threads(1), calibrate=False)
+    size = images
+    training, _ = _trained(product, tmp_path / "b", *how, cluster=_Threads(3), calibrate=False)
+    assert training.learned == 36
 
 
 def test_what_ends_a_training(product: Path, tmp_path: Path) -> None:
