@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 HEATMAPS, MASKS, MAPS = "heatmaps", "masks", "maps"
 # Of a run with one model, and of one with models of several products.
@@ -38,6 +40,17 @@ INFER = (
     JOB,
     PARTS,
 )
+# What a run of `infer` writes into its folders, and what its settings call that, where it is asked
+# for with an option of its own.
+_WRITTEN = {
+    HEATMAPS: (".png",),
+    SCALES: (".png",),
+    MASKS: (".png",),
+    MAPS: (".png", ".tiff"),
+    PAGES: (".html",),
+    PARTS: (".parquet",),
+}
+_ASKED = {MASKS: {"masks"}, MAPS: {"float32", "uint16"}}
 TRAIN = ("model", "train.json", "suspects")
 # And what belongs to the model of a run: its golden parts.
 RUN = (*TRAIN, "golden")
@@ -66,6 +79,54 @@ def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
     if _EXPLANATION in names:
         own.update(_explained(folder / _EXPLANATION))
     return frozenset(own.intersection(names))
+
+
+def foreign(folder: Path, name: str) -> Path | None:
+    """A file in one of a run's folders that the run hasn't written; None where there is none.
+
+    Files are told by their suffixes, and a folder that its run wasn't to write holds foreign ones
+    only. What file managers leave (hidden files, and `Thumbs.db`) isn't counted.
+
+    Args:
+        folder: a run's.
+        name: of a folder in it that is one of `own_outputs`.
+
+    Raises:
+        OSError: a folder can't be listed.
+    """
+    if name not in _WRITTEN or not (folder / name).is_dir():
+        return None
+    suffixes = _WRITTEN[name] if _may_have_written(folder, name) else ()
+    return next((file for file in _files(folder / name) if file.suffix not in suffixes), None)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for found in os.scandir(folder):
+        if found.is_dir(follow_symlinks=False):
+            yield from _files(Path(found.path))
+        elif not found.name.startswith(".") and found.name != "Thumbs.db":
+            yield Path(found.path)
+
+
+def _may_have_written(folder: Path, name: str) -> bool:
+    """Whether a run may have written a folder, as far as its settings are known."""
+    try:
+        if name == PAGES:  # of several products
+            return f'href="{PAGES}/'.encode() in (folder / PAGE).read_bytes()
+        written = _ASKED.get(name)
+        return written is None or not written.isdisjoint(_settings(folder)["set of outputs"])
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return True
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """What the rows of a run hang on, as its file or its journal says."""
+    for name in (DONE, JOURNAL, WATCHED):
+        if (folder / name).exists():
+            with (folder / name).open("rb") as stream:
+                text = stream.read() if name == DONE else stream.readline()
+            return dict(json.loads(text)["about"])
+    raise FileNotFoundError(folder / DONE)
 
 
 def is_model(folder: Path, names: Collection[str]) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.errors import AnomalyError, OutputError, closest
-from anomaly.files.own_outputs import is_model, own_outputs
+from anomaly.files.own_outputs import foreign, is_model, own_outputs
 
 # File systems take 255 bytes a name; this leaves room for a suffix and a number.
 _LONGEST_NAME = 230
@@ -29,8 +29,8 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
         overwrite: take those that exist already instead of refusing; `clear` deletes them later.
 
     Raises:
-        OutputError: one of them exists, or is a folder that no earlier run has made, or the folder
-            is a model's, or can't be made or written to.
+        OutputError: one of them exists, or is a folder that no earlier run has made or that holds
+            something else, or the folder is a model's, or can't be made or written to.
     """
     try:
         if folder.is_file():
@@ -52,6 +52,11 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
                 raise OutputError(
                     f"{path} isn't from an earlier run, so it isn't written over; move it away or "
                     "give another --output"
+                )
+            if (other := foreign(folder, path.name) if path.name in own else None) is not None:
+                raise OutputError(
+                    f"{other} isn't from an earlier run, and {path} would be deleted with it; move "
+                    "it away or give another --output"
                 )
         if not os.access(folder, os.W_OK):
             raise OutputError(f"{folder} can't be written to; give another --output")

@@ -150,3 +150,35 @@ def test_overwriting_spares_folders_that_no_run_has_made(
     assert (code, "isn't from an earlier run" in err) == (2, True), err
     assert (tmp_path / "out" / kept).read_text() == "somebody's"
     assert not (tmp_path / "out" / made).exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ([], "masks/mine.png"),
+        ([], "maps/a/mine.npy"),
+        ([], "pages/mine.html"),
+        ([], "heatmaps/notes.txt"),
+        (["--masks", "--maps", "float32"], "masks/mine.xcf"),
+    ],
+)
+def test_overwriting_spares_what_somebody_has_put_among_a_runs_files(
+    settings: list[str],
+    kept: str,
+    run_folder: Path,
+    product: Path,
+    tmp_path: Path,
+    command: Command,
+) -> None:
+    given = ["--model", run_folder, "--input", product / "test" / "good" / "000.png", *settings]
+    given += ["--output", tmp_path / "out"]
+    assert command("infer", given)[0] == 0
+    write(tmp_path / "out" / "heatmaps" / ".DS_Store", "a file manager's")
+    write(tmp_path / "out" / kept, "somebody's")
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = command("infer", [*given, "--overwrite"])
+    assert (code, f"{tmp_path / 'out' / kept} isn't from an earlier run" in err) == (2, True), err
+    assert (tmp_path / "out" / kept).read_text() == "somebody's"
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "out" / kept).unlink()
+    assert command("infer", [*given, "--overwrite"])[0] == 0
