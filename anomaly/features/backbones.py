@@ -25,7 +25,8 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 _FROM_TENSORFLOW = ("googlenet", "inception_v3")
 
 # Layers at strides 4, 8 and 16, by the family's class in torchvision, or the network's name.
-# PatchCore takes the last two, PaDiM all three. VGG differs by depth: see `_stages`.
+# PatchCore takes the last two, PaDiM all three. VGG differs by depth: see `_stages`. AlexNet,
+# Inception and SqueezeNet have none: without padding, their maps aren't a whole stride apart.
 _STAGES: dict[str, tuple[str, str, str]] = {
     "ConvNeXt": ("features.1", "features.3", "features.5"),
     "DenseNet": ("features.denseblock1", "features.denseblock2", "features.denseblock3"),
@@ -117,15 +118,14 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
         count: how many of the three, the coarsest first.
 
     Raises:
-        ConfigError: the family has no defaults; the message lists the network's layers.
+        ConfigError: the family has no defaults; the message says how to choose some.
     """
     stages = _stages(name, network)
     if stages is None:
-        inside = [f"{n}.{m}" for n, child in network.named_children() for m in child._modules]
-        listed = ", ".join([n for n, _ in network.named_children()] + inside[:12])
         raise ConfigError(
-            f"{name} has no default layers; name them, e.g. --set 'backbone.layers=[a, b]'. "
-            f"Its layers: {listed}, …"
+            f"{name} has no default layers, since none are known to lie at strides 4, 8 and 16; "
+            f"choose two or three of `anomaly layers --backbone {name}` and name them: "
+            "--set 'backbone.layers=[first, second]'"
         )
     return stages[-count:]
 

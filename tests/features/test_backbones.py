@@ -70,7 +70,9 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'wide_resnet50_2'"):
         backbones.build("wide_resnet50")
     network = backbones.build("squeezenet1_0")
-    with pytest.raises(ConfigError, match=r"no default layers.*features\.0"):
+    with pytest.raises(
+        ConfigError, match=r"no default layers.*`anomaly layers --backbone squeezenet1_0`"
+    ):
         backbones.default_layers("squeezenet1_0", network, 3)
 
 
