@@ -111,7 +111,7 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
             module, above = model, ""
             for name, module in _walk(model, path):
                 above = f"{above}.{name}" if above else name
-                _refuse_unhookable(model, module, above)
+                _refuse_unhookable(model, module, above, pattern)
             if (other := names.setdefault(id(module), above)) != above:
                 raise LayerError(
                     f"{other!r} and {above!r} are one layer under two names, so that its calls "
@@ -189,12 +189,26 @@ def _unknown(model: nn.Module, path: str) -> str:
     return f"{type(model).__name__} has no layer {path!r}; " + nearest(path, _names(model))
 
 
-def _refuse_unhookable(model: nn.Module, module: nn.Module, path: str) -> None:
-    """Compiled and scripted code runs past hooks without a word, so say it here instead."""
+def _refuse_unhookable(
+    model: nn.Module, module: nn.Module, path: str, pattern: Selector = ""
+) -> None:
+    """Compiled and scripted code runs past hooks without a word, so say it here instead.
+
+    Also where a pattern names many layers: whoever asks for all of them would miss some unawares.
+    """
     reason = _unhookable(module)
     if reason:
         what = f"layer {path!r} of {type(model).__name__}" if path else type(model).__name__
-        raise LayerError(f"{what} {reason}")
+        rest = ""
+        if path and not _is_path(pattern):
+            shown = repr(pattern) if isinstance(pattern, str) else pattern.__name__
+            if not isinstance(pattern, str) and pattern.__name__ in vars(nn):
+                shown = f"nn.{shown}"
+            rest = (
+                "; or leave it out, and give as layers [p for p in match(model, "
+                f"{shown}) if not (p + '.').startswith({path + '.'!r})]"
+            )
+        raise LayerError(f"{what} {reason}{rest}")
 
 
 def _unhookable(module: nn.Module) -> str:

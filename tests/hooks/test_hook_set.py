@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
-from anomaly.hooks import HookSet, capture, live_hooks
+from anomaly.hooks import HookSet, capture, live_hooks, match
 from anomaly.hooks.backward import BackwardGates
 
 # What these networks need; the others take small images.
@@ -639,3 +639,31 @@ def test_only_parameters_themselves_accumulate() -> None:
     network = nn.Linear(2, 2)
     with HookSet(network) as hooks, pytest.raises(LayerError, match="gets no gradient"):
         hooks.accumulated(network.weight * 2, lambda parameter: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pattern", [nn.Module, nn.ReLU, "**"])
+def test_a_scripted_child_is_named_and_can_be_left_out(pattern: Any) -> None:
+    network = nn.Sequential(nn.Conv2d(3, 2, 1), nn.ReLU(), nn.Sequential(nn.ReLU()), nn.ReLU())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is on its way out
+        scripted = torch.jit.script(nn.Sequential(nn.ReLU(), nn.Sigmoid()))
+    network[2] = nn.Sequential(scripted)
+    if pattern is nn.ReLU:  # scripting makes another type of it
+        network[2] = nn.Sequential(nn.ReLU())
+        network[2].compile(backend="eager")
+    inside = "2" if pattern is nn.ReLU else "2.0"
+    ran: list[nn.Module] = []
+    with HookSet(network) as hooks:
+        with pytest.raises(LayerError, match=rf"layer '{inside}' of Sequential is ") as refused:
+            hooks.forward(pattern, lambda *_: None)
+        assert live_hooks(network) == 0
+        told = str(refused.value).partition("give as layers ")[2]
+        layers = eval(told, {"match": match, "model": network, "nn": nn})
+        hooks.forward(layers, lambda module, *_: ran.append(module))
+        network(torch.zeros(1, 3, 4, 4))
+    assert network[0] in ran or pattern is nn.ReLU
+    assert network[3] in ran
+    assert scripted not in ran
+    with pytest.raises(LayerError) as refused:  # who names it has no others to leave
+        HookSet(network).forward(inside, lambda *_: None)
+    assert "leave it out" not in str(refused.value)
