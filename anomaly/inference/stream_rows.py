@@ -17,11 +17,11 @@ from anomaly.inference.rows import Row
 
 _NEEDED = ("status", "image_score", "model_id")
 _SQLITE = b"SQLite format 3\x00"
-# What a person has called a defect is none of the good parts' business.
+# What a person has called a defect is none of the good parts' business, as often as it was scored.
 _RECORDED = """
-SELECT line FROM parts WHERE NOT EXISTS (
-    SELECT 1 FROM feedback WHERE part = parts.id AND verdict = 'defect'
-    AND id = (SELECT MAX (id) FROM feedback WHERE part = parts.id)) ORDER BY id
+SELECT line FROM parts WHERE sha256 NOT IN (
+    SELECT sha256 FROM feedback WHERE verdict = 'defect'
+    AND id IN (SELECT MAX (id) FROM feedback GROUP BY sha256)) ORDER BY id
 """
 
 

@@ -194,6 +194,11 @@ def test_the_command_takes_whatever_has_rows(
     record.close()
     arguments = ["--model", run_folder, "--rows", tmp_path / "wild.sqlite"]
     assert command("drift", arguments)[0] == 0
+    # Nor do their pictures that were scored once more, by a sender that got no answer say.
+    record = Record(tmp_path / "wild.sqlite")
+    record.add([Answer("disc", row, b"") for row in wild[100:]])
+    record.close()
+    assert command("drift", arguments)[0] == 0
 
 
 def test_rows_from_before_a_recalibration_count(
