@@ -31,6 +31,7 @@ def run(options: argparse.Namespace) -> int:
     """Check the new version, and put it in its place; or put the old one back."""
     from anomaly.model.checkpoint import load
     from anomaly.model.folder import find_model
+    from anomaly.model.run_folder import training_record
     from anomaly.service.versions import back, check, deploy
 
     if options.back == (options.model is not None):
@@ -42,8 +43,16 @@ def run(options: argparse.Namespace) -> int:
         device, threads = machine.device_and_threads(options)
         model = load(folder, device)
         print(f"checked: {check(model, folder, threads)}")
+        before = training_record(options.to).get("name")
         deploy(folder, options.to)
         print(f"{options.to} holds model {model.model_id} now")
+        if before and before != model.config.name:
+            log.warning(
+                "%s was called %s, the version before %s: is it of the same product?",
+                options.model,
+                model.config.name,
+                before,
+            )
         log.info(f"back: anomaly deploy --to {options.to} --back")
     log.info("a service that runs takes it over once it has passed the checks there, too")
     return 0

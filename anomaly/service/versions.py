@@ -22,7 +22,7 @@ from anomaly.files.writing import draft_of
 from anomaly.imaging.image import Image
 from anomaly.imaging.listing import list_images
 from anomaly.model.detector import AnomalyDetector
-from anomaly.model.folder import check_run_folder, model_id
+from anomaly.model.folder import EXPORT, check_run_folder, model_id
 from anomaly.model.golden import golden_of, moved_since, read_record, score_golden
 from anomaly.model.manifest import MANIFEST
 
@@ -96,7 +96,7 @@ def deploy(new: Path, run: Path) -> None:
     check_run_folder(run)
     draft = draft_of(run / "model")
     with _changing(run):
-        if _id(run) == _id(new.parent, new.name):
+        if _holds(run / "model", new):
             raise OutputError(f"{run} holds this model already ({_id(run)}); nothing is changed")
         try:
             shutil.copytree(new, draft / "model")
@@ -132,6 +132,16 @@ def back(run: Path) -> str:
 
 def _id(run: Path, name: str = "model") -> str:
     return model_id(run / name) if (run / name / MANIFEST).is_file() else ""
+
+
+def _holds(old: Path, new: Path) -> bool:
+    """Whether two model folders are of one model in one engine; an export keeps its model's id."""
+
+    def told(folder: Path) -> list[bytes]:
+        files = [folder / MANIFEST, folder / EXPORT]
+        return [file.read_bytes() if file.is_file() else b"" for file in files]
+
+    return told(old) == told(new)
 
 
 def _kept(run: Path, kind: str) -> list[Path]:

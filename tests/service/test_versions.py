@@ -14,7 +14,9 @@ import pytest
 from conftest import Command
 from running import Served, serving
 
+from anomaly.errors import OutputError
 from anomaly.model.folder import model_id
+from anomaly.service.versions import back, deploy
 
 
 @pytest.fixture
@@ -198,3 +200,34 @@ def test_what_is_known_of_a_training_goes_with_its_version(
     assert (line / "disc" / "train.json").read_bytes() == second
     assert command("deploy", ["--to", line / "disc", "--back"])[0] == 0
     assert (line / "disc" / "train.json").read_bytes() == first
+
+
+def test_an_export_takes_the_place_of_its_model_and_gives_it_back(
+    line: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    """It keeps the model's id, and yet is another version: another engine computes."""
+    run, export = line / "disc", tmp_path / "export" / "model"
+    shutil.copytree(run_folder / "model", export)
+    (export / "export.json").write_text('{"engine": "onnx"}')
+    deploy(export, run)
+    assert (run / "model" / "export.json").is_file()
+    with pytest.raises(OutputError, match="holds this model already"):
+        deploy(export, run)
+    (export / "export.json").write_text('{"engine": "openvino"}')
+    deploy(export, run)
+    assert back(run) == back(run) == model_id(run_folder / "model")
+    assert not (run / "model" / "export.json").exists()
+
+
+def test_a_version_of_another_name_is_told(line: Path, other: Path, command: Command) -> None:
+    """A slip of the hand puts one product's model in the place of another's."""
+    shutil.copy(other / "train.json", line / "disc")
+    code, _, err = command("deploy", ["--model", other, "--to", line / "disc", "--device", "cpu"])
+    assert (code, "same product" in err) == (0, False)
+    summary = json.loads((other / "train.json").read_text())
+    (line / "disc" / "train.json").write_text(json.dumps(summary | {"name": "lid"}))
+    (first,) = (line / "disc" / "earlier").iterdir()
+    arguments = ["--model", first, "--to", line / "disc"]
+    code, _, err = command("deploy", [*arguments, "--device", "cpu"])
+    assert code == 0
+    assert f"was called {summary['name']}, the version before lid: is it of the same product" in err
