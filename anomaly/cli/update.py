@@ -137,7 +137,8 @@ def _images(
         paths = find_inputs(given, option=f"--{option}").paths if given else []
         if option == "good":
             check_good_inputs(given or (), paths)
-        return [Sample(path, path.name) for path in paths]
+        # Folders of defects have names in common; good images keep theirs in the model.
+        return [Sample(path, path.name if option == "good" else str(path)) for path in paths]
 
     said = Confirmed()
     if options.feedback is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from anomaly.calibration import Thresholds
 from anomaly.calibration.rates import percent, supported_rate
 from anomaly.datasets import Sample
-from anomaly.errors import DataError, first_of
+from anomaly.errors import DataError, first_of, some
 from anomaly.evaluation.recalibration import sources, tested_of
 from anomaly.evaluation.verdict_changes import Compared, verdict_changes
 from anomaly.files.writing import sha256_of
@@ -156,7 +156,8 @@ def update(
         DataError: an image is given as good and as a defect, or belongs to the test split; or
             nothing is left to learn from.
     """
-    kept = _fresh(detector, good, compare.get(DEFECTS, ()), tested)
+    compare = {**compare, DEFECTS: _distinct(compare.get(DEFECTS, ()))}
+    kept = _fresh(detector, good, compare[DEFECTS], tested)
     with tempfile.TemporaryDirectory(prefix=".update-", dir=scratch) as folder:
         learned = learn(
             detector,
@@ -226,6 +227,14 @@ def _fresh(
     return kept
 
 
+def _distinct(samples: Sequence[Sample]) -> list[Sample]:
+    """Each image once, by its content; those that can't be read stay, to be told."""
+    first: dict[str, Sample] = {}
+    for i, sample in enumerate(samples):
+        first.setdefault(_hash(sample) or str(i), sample)
+    return list(first.values())
+
+
 def _hash(sample: Sample) -> str:
     with suppress(OSError):
         return sample.image.sha256 if sample.image else sha256_of(sample.path)
@@ -271,8 +280,10 @@ def updated(
 
 def refusal(escapes: Sequence[str]) -> str:
     """Why an update isn't taken."""
+    count = len(escapes)
+    them = "1 confirmed defect that was" if count == 1 else f"{count} confirmed defects that were"
     return (
-        f"{len(escapes)} confirmed defects that were caught would pass ({', '.join(escapes[:5])}), "
+        f"{them} caught would pass ({some(escapes)}), "
         "so the update isn't taken; look at what was confirmed as good, or force it"
     )
 

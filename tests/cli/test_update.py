@@ -148,8 +148,13 @@ def test_an_update_that_lets_a_defect_pass_is_refused(
     code, out, _, new = update(run_folder, *given)
     assert code == 1, out
     assert "confirmed defects that were caught would pass (" in out
-    assert ".png: reject -> good" in out
+    assert f"{tmp_path / 'defects' / '0.png'}: reject -> " in out
     assert not new.exists()
+    passing = out.splitlines()[-1].split()[0]
+    shutil.copytree(tmp_path / "defects", tmp_path / "again")  # copies make no more of them
+    copies = update(run_folder, *given, "--defects", tmp_path / "again")[1]
+    assert "of 4 verdicts change" in copies
+    assert copies.splitlines()[-1].startswith(f"{passing} confirmed defects that were caught")
     with pytest.raises(AnomalyError, match="would pass"):
         load(run_folder, "cpu").update(
             tmp_path / "good", defects=tmp_path / "defects", include_suspects=True
