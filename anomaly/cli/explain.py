@@ -27,8 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--good",
         type=Path,
+        action="extend",
+        nargs="+",
+        default=[],
         metavar="FOLDER",
-        help="of --model: its training images, where they have moved since",
+        help="of --model: further folders with its training images, where they have moved since, "
+        "or were learned by update",
     )
     parser.add_argument(
         "--weights",
@@ -62,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if options.backbone is None and (options.classes or options.weights != "imagenet"):
         unused = "--class" if options.classes else "--weights"
         raise AnomalyError(f"{unused} is about a classifier: give --backbone, too, or leave it out")
-    if options.model is None and options.good is not None:
+    if options.model is None and options.good:
         raise AnomalyError("--good is about a model's training images: give --model, too")
     if not options.input.is_file():
         raise AnomalyError(f"--input {options.input} isn't a file; explain takes one image")
@@ -89,7 +93,7 @@ def _explain(options: argparse.Namespace) -> int:
         if options.model is not None:
             detector = load(options.model, device)
             item = read_one(options.input, detector.loading, decoders)
-            there = good_images(detector, options.good)
+            there = good_images(detector, *options.good)
             found = explain_score(detector, item, there, decoders.load)
             pictures = {f"{name}.png": picture for name, picture in found.pictures.items()}
             score = Findings(found.facts(), pictures, found.notes)

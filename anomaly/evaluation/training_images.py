@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from anomaly.datasets import Sample
@@ -36,10 +37,18 @@ class TrainingImages:
         hashes: sha256 of each by name, as a model's manifest has them.
         there: images among which they may be. Their names may be the ends of those in the
             manifest: `good/1.png` or `1.png` for `train/good/1.png`.
+        renamed: those of them that may have any name; all are read to find one.
     """
 
-    def __init__(self, hashes: Mapping[str, str], there: Iterable[Sample]) -> None:
+    def __init__(
+        self,
+        hashes: Mapping[str, str],
+        there: Iterable[Sample],
+        *,
+        renamed: Iterable[Sample] = (),
+    ) -> None:
         self._hashes = hashes
+        self._renamed = list(renamed)
         self._there: dict[str, list[Sample]] = {}
         for sample in there:
             self._there.setdefault(sample.name, []).append(sample)
@@ -58,7 +67,15 @@ class TrainingImages:
                 continue
             except OSError:
                 reason = "can't be read"
-        return reason
+        return self._by_content.get(self._hashes[name], reason)
+
+    @cached_property
+    def _by_content(self) -> dict[str, Sample]:
+        found: dict[str, Sample] = {}
+        for sample in self._renamed:
+            with suppress(OSError):
+                found.setdefault(sha256_of(sample.path), sample)
+        return found
 
     def find_all(self) -> dict[str, Sample | str]:
         """All training images by name, also under names of others; else why one isn't there."""

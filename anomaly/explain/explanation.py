@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anomaly.datasets import Sample
 from anomaly.errors import ImageError
 from anomaly.evaluation.training_images import TrainingImages
 from anomaly.explain.feature_maps import feature_map_pictures
@@ -151,7 +150,7 @@ class GoodImages:
     Args:
         detector: a trained detector.
         manifest: of its model folder.
-        there: images among which they may be, see `TrainingImages`.
+        there: finds them.
         read: loads one file as the detector wants it, with the decoded image.
     """
 
@@ -159,14 +158,14 @@ class GoodImages:
         self,
         detector: AnomalyDetector,
         manifest: Mapping[str, Any],
-        there: Iterable[Sample],
+        there: TrainingImages,
         read: Callable[[Path], Loaded | UnusableImage],
     ) -> None:
         self._detector = detector
         self._read = read
         self._names = training_names(manifest)
         self._hashes: dict[str, str] = manifest["training_images"]
-        self._files = TrainingImages(self._hashes, there)
+        self._files = there
         self._found: dict[str, Loaded | str] = {}
         self._grids: dict[tuple[int, int], tuple[int, int]] = {}
 

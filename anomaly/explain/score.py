@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from anomaly.datasets import Sample
 from anomaly.datasets.samples import listed
 from anomaly.errors import DataError, ImageError
-from anomaly.evaluation.training_images import dataset_images
+from anomaly.evaluation.training_images import TrainingImages, dataset_images
 from anomaly.explain.explanation import (
     GoodImages,
     GoodPatch,
@@ -104,29 +105,34 @@ def explained(
     item = read(given.source(image))
     if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)
-    return explain_score(detector, item, good_images(detector, good), read)
+    there = good_images(detector) if good is None else good_images(detector, good)
+    return explain_score(detector, item, there, read)
 
 
-def good_images(detector: AnomalyDetector, named: str | Path | None) -> list[Sample]:
-    """Images among which training images may be: a folder's, else those of the data set.
+def good_images(detector: AnomalyDetector, *named: str | Path) -> TrainingImages:
+    """The training images, looked for in folders and where the data set was at training.
+
+    An update learns from elsewhere, so that one place alone needn't hold all of them.
 
     Raises:
         DataError: what is named isn't a folder.
     """
-    if named is not None:
-        if not Path(named).is_dir():
-            raise DataError(f"{named} isn't a folder; name the one with the training images")
-        return listed(Path(named), Path(named))
-    try:
-        return [] if detector.folder is None else dataset_images(detector, detector.folder, None)
-    except DataError:
-        return []
+    given: list[Sample] = []
+    for folder in map(Path, named):
+        if not folder.is_dir():
+            raise DataError(f"{folder} isn't a folder; name the one with the training images")
+        given += listed(folder, folder)
+    there: list[Sample] = []
+    if detector.folder is not None:
+        with suppress(DataError):
+            there = dataset_images(detector, detector.folder, None)
+    return TrainingImages(detector.manifest["training_images"], [*there, *given], renamed=given)
 
 
 def explain_score(
     detector: AnomalyDetector,
     item: Loaded,
-    there: Sequence[Sample],
+    there: TrainingImages,
     read: Callable[[Path], Loaded | UnusableImage],
 ) -> Explanation:
     """Feature maps of the hooked layers, the patches that were flagged, the score's gradient.
@@ -134,7 +140,7 @@ def explain_score(
     Args:
         detector: trained.
         item: the image, decoded.
-        there: images among which training images may be.
+        there: finds training images.
         read: loads one of them as the detector wants it, with the decoded image.
 
     Raises:

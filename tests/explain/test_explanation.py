@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import ndimage
 
-from anomaly.datasets import Sample
 from anomaly.datasets.samples import listed
+from anomaly.evaluation.training_images import TrainingImages
 from anomaly.explain.explanation import (
     GoodImages,
     score_gradient,
@@ -27,6 +27,8 @@ from anomaly.explain.explanation import (
     training_names,
 )
 from anomaly.explain.patches import patch_box, worst_patches
+from anomaly.explain.score import good_images
+from anomaly.files.writing import sha256_of
 from anomaly.hooks import live_hooks
 from anomaly.imaging.preprocessing import Loaded, load
 from anomaly.maps.regions import MarkedRegion, marked_regions
@@ -45,8 +47,10 @@ def loaded(detector: AnomalyDetector, path: Path) -> Loaded:
     return item
 
 
-def _in(folder: Path) -> list[Sample]:
-    return listed(folder, folder)
+def _good(model: AnomalyDetector, *folders: Path) -> GoodImages:
+    files = [sample for folder in folders for sample in listed(folder, folder)]
+    there = TrainingImages(model.manifest["training_images"], files)
+    return GoodImages(model, model.manifest, there, partial(load, 0, loading=model.loading))
 
 
 def _highest(scores: np.ndarray) -> tuple[int, int]:
@@ -133,9 +137,7 @@ def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
     item = loaded(detector, product / "test" / "spot" / "000.png")
     (prediction,) = detector.score([item])
     patches = [_highest(prediction.patch_scores), (0, 0), (2, 5)]
-    good = GoodImages(
-        detector, model.manifest, _in(product), partial(load, 0, loading=detector.loading)
-    )
+    good = _good(model, product)
     bank = detector.scorer
     assert isinstance(bank, MemoryBank)
     embeddings = detector.embedder([item])[0]
@@ -165,9 +167,7 @@ def test_large_images_are_explained_by_their_tiles(
     item = loaded(detector, file)
     (prediction,) = detector.score([item])
     height, width = prediction.patch_scores.shape
-    good = GoodImages(
-        detector, model.manifest, _in(product), partial(load, 0, loading=detector.loading)
-    )
+    good = _good(model, product)
     patches = [_highest(prediction.patch_scores), (height - 1, 0), (2, width - 1)]
     for patch, near in zip(patches, good.nearest(item, patches), strict=True):
         assert near[0].distance == pytest.approx(float(prediction.patch_scores[patch]), rel=1e-3)
@@ -196,7 +196,7 @@ def test_padim_compares_with_the_same_place_on_several_good_images(
 ) -> None:
     model = opened(padim_folder)
     item = loaded(model, product / "test" / "good" / "000.png")
-    good = GoodImages(model, model.manifest, _in(product), partial(load, 0, loading=model.loading))
+    good = _good(model, product)
     ((*near,),) = good.nearest(item, [(3, 4)])
     assert len({patch.image for patch in near}) == 5
     assert {(patch.row, patch.column, patch.distance) for patch in near} == {(3, 4, None)}
@@ -209,7 +209,7 @@ def test_the_same_place_on_an_image_of_another_shape(
     tall = cv2.imread(str(product / "test" / "good" / "000.png"))
     cv2.imwrite(str(tmp_path / "tall.png"), cv2.resize(tall, (60, 300)))
     item = loaded(model, tmp_path / "tall.png")
-    good = GoodImages(model, model.manifest, _in(product), partial(load, 0, loading=model.loading))
+    good = _good(model, product)
     height, width = model.score([item])[0].patch_scores.shape
     here = model.score([loaded(model, product / "test" / "good" / "000.png")])[0].patch_scores
     assert height > here.shape[0]
@@ -226,16 +226,34 @@ def test_good_images_are_found_in_any_folder_that_holds_them(
     inside: str, run_folder: Path, product: Path
 ) -> None:
     model = opened(run_folder)
-    good = GoodImages(
-        model,
-        model.manifest,
-        [*_in(product / "absent"), *_in(product / inside)],
-        partial(load, 0, loading=model.loading),
-    )
+    good = _good(model, product / "absent", product / inside)
     item = loaded(model, product / "test" / "good" / "000.png")
     ((patch, *_),) = good.nearest(item, [(0, 0)])
     good.crop(patch)
     assert not good.missing()
+
+
+def test_images_learned_by_an_update_are_found_beside_the_first_ones(
+    run_folder: Path, tmp_path: Path, command: Command, product: Path
+) -> None:
+    """They lie elsewhere, and those of a line's record have other names in the model."""
+    model, folder = opened(run_folder), tmp_path / "confirmed"
+    write_part(folder / "part-12.png", seed=800)
+    write_part(folder / "000.png", seed=801)
+    images = model.manifest["training_images"]
+    further = {"part 12": folder / "part-12.png", "2/000.png": folder / "000.png"}
+    known = {**images, **{name: sha256_of(file) for name, file in further.items()}}
+    updated = replace(model, manifest={**model.manifest, "training_images": known})
+    there = good_images(updated, folder)
+    found = {name: there.find(name) for name in known}
+    assert {name: one.path for name, one in found.items() if not isinstance(one, str)} == {
+        **{name: product / name for name in images},
+        **further,
+    }
+    assert good_images(updated).find("part 12") == "not found"
+    arguments = ["--model", run_folder, "--input", folder / "000.png", "--output", tmp_path / "x"]
+    code, _, err = command("explain", [*arguments, "--good", folder, product, "--device", "cpu"])
+    assert (code, "not shown" in err) == (0, False), err
 
 
 def test_images_that_are_gone_or_changed_are_told(
@@ -244,21 +262,14 @@ def test_images_that_are_gone_or_changed_are_told(
     model = opened(run_folder)
     shutil.copytree(product / "train" / "good", tmp_path / "good")
     item = loaded(model, product / "test" / "good" / "000.png")
-    here = GoodImages(
-        model,
-        model.manifest,
-        _in(tmp_path / "good"),
-        partial(load, 0, loading=model.loading),
-    )
+    here = _good(model, tmp_path / "good")
     ((first, *rest),) = here.nearest(item, [(0, 0)], count=40)
     other = next(patch for patch in rest if patch.image != first.image)
     write_part(tmp_path / "good" / Path(first.image).name, seed=999)
     (tmp_path / "good" / Path(other.image).name).unlink()
     assert here.crop(first).shape == here.crop(other).shape == (150, 150, 3)
     assert here.missing() == {first.image: "changed since training", other.image: "not found"}
-    assert GoodImages(model, model.manifest, [], partial(load, 0, loading=model.loading)).crop(
-        first
-    ).shape == (150, 150, 3)
+    assert _good(model).crop(first).shape == (150, 150, 3)
 
 
 @settings(max_examples=50)

@@ -12,6 +12,7 @@ import torch
 import anomaly
 from anomaly.datasets.samples import listed
 from anomaly.errors import ConfigError
+from anomaly.evaluation.training_images import TrainingImages
 from anomaly.explain.explanation import GoodImages
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -145,7 +146,8 @@ def test_evidence_is_shown_where_it_was_photographed(tmp_path: Path) -> None:
         def read(path: Path) -> Loaded | UnusableImage:
             return decoders.load(path)
 
-        good = GoodImages(detector, detector.manifest, listed(tmp_path, tmp_path), read)
+        files = TrainingImages(detector.manifest["training_images"], listed(tmp_path, tmp_path))
+        good = GoodImages(detector, detector.manifest, files, read)
         item = read(tmp_path / "2.png")
         assert isinstance(item, Loaded)
         for turn in (1, 2):
