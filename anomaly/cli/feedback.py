@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verdict",
         choices=("good", "defect"),
-        help="what the parts really were; without it, all that was said is listed, a line of JSON "
-        "each",
+        help="what the parts really were; without it and --pictures, all that was said is listed, "
+        "a line of JSON each",
     )
     parser.add_argument(
         "--images",
@@ -40,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="numbers of parts",
     )
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="FOLDER",
+        help="write the pictures of all parts that were judged there, as good/ and defect/TYPE/ in "
+        "a folder for each model",
+    )
     parser.add_argument("--type", default="", help="kind of defect")
     parser.add_argument("--note", default="", help="anything else")
     parser.add_argument("--who", help="who says so (the user's name)")
@@ -54,6 +61,10 @@ def run(options: argparse.Namespace) -> int:
         raise DataError(f"there is no record {options.record}{like(options.record)}")
     if (options.verdict is None) != (not options.images and not options.parts):
         raise AnomalyError("--verdict goes with --images or --parts, and these with --verdict")
+    if options.pictures is not None:
+        if options.verdict is not None:
+            raise AnomalyError("--verdict notes something, and --pictures writes it out; give one")
+        return _save(options.record, options.pictures)
     try:
         hashes = [(file, sha256_of(file)) for file in options.images]
     except OSError as error:
@@ -81,6 +92,16 @@ def run(options: argparse.Namespace) -> int:
         print(f"written to {options.record}")
     finally:
         record.close()
+    return 0
+
+
+def _save(record: Path, folder: Path) -> int:
+    from anomaly.service.confirmed import save_pictures
+
+    for model, counts in save_pictures(record, folder).items():
+        lost = f", {counts['lost']} more without a picture" if counts["lost"] else ""
+        place = folder / model
+        print(f"{model}: {counts['good']} good, {counts['defect']} defective{lost}; in {place}")
     return 0
 
 

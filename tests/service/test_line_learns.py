@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -16,7 +17,7 @@ from running import serving
 from anomaly.files.writing import sha256_of
 from anomaly.model.checkpoint import load
 from anomaly.service.confirmed import confirmed_parts
-from anomaly.service.record import Record
+from anomaly.service.record import Keeping, Record
 
 
 def part(folder: Path, seed: int, mark: tuple[int, int] | None = None) -> Path:
@@ -99,3 +100,42 @@ def test_only_what_a_person_has_confirmed_of_this_model_is_taken(tmp_path: Path)
     (tmp_path / "other.sqlite").write_bytes(b"no record")
     with pytest.raises(Exception, match="can't be read as a record"):
         confirmed_parts(tmp_path / "other.sqlite", {"0" * 16}, tmp_path / "pictures")
+
+
+def test_pictures_of_judged_parts_are_written_as_a_data_set(
+    tmp_path: Path, command: Command
+) -> None:
+    """For whatever takes files: an export in int8, a model of another record, training anew."""
+    from test_record import answer
+
+    png = part(tmp_path, 1).read_bytes()
+    record = Record(tmp_path / "line.sqlite", Keeping(goods=0))
+    files = [replace(answer("reject", number), file=png) for number in range(1, 6)]
+    record.add([*files, replace(files[0], model="lid"), answer("good", 9)])
+    record.add_feedback("defect", who="a", part=1)
+    record.add_feedback("good", who="a", part=1)  # the last word
+    record.add_feedback("defect", who="b", part=2)
+    record.add_feedback("defect", who="b", part=3, defect_type="../edge/nick")
+    record.add_feedback("good", who="b", part=7)  # its picture isn't kept
+    record.close()
+    to = tmp_path / "judged"
+    arguments = ["--record", tmp_path / "line.sqlite", "--pictures", to]
+    code, out, _ = command("feedback", arguments)
+    assert code == 0
+    assert "disc: 1 good, 2 defective, 1 more without a picture; in " in out
+    assert "lid: 1 good, 0 defective; in " in out
+    written = {file.relative_to(to).as_posix() for file in to.rglob("*") if file.is_file()}
+    assert written == {
+        "disc/good/part-1.png",
+        "disc/defect/part-2.png",
+        "disc/defect/___edge_nick/part-3.png",
+        "lid/good/part-6.png",
+    }
+    assert (to / "disc" / "good" / "part-1.png").read_bytes() == png
+    code, _, err = command("feedback", arguments)
+    assert (code, "exists already; give another folder" in err) == (2, True)
+    code, _, err = command("feedback", [*arguments, "--verdict", "good", "--parts", 1])
+    assert (code, "--verdict notes something" in err) == (2, True)
+    Record(tmp_path / "empty.sqlite").close()
+    code, _, err = command("feedback", ["--record", tmp_path / "empty.sqlite", "--pictures", to])
+    assert (code, "holds no part that anybody has judged" in err) == (2, True)
