@@ -20,6 +20,7 @@ from anomaly.model.appearance import Appearance
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import find_model
 from anomaly.model.prediction import Prediction
+from anomaly.model.products import ProductSet
 from anomaly.model.run_folder import training_record
 from anomaly.model.settings import images_meant, portable
 from anomaly.model.threshold_files import thresholds_alone_differ
@@ -121,7 +122,7 @@ class Category:
 
 
 def evaluate(
-    detector: AnomalyDetector,
+    detector: AnomalyDetector | ProductSet,
     data: Dataset | Config | Iterable[Sample] | None = None,
     *,
     workers: int = 2,
@@ -132,7 +133,7 @@ def evaluate(
     Nothing is tuned here: the detector and its thresholds stay as they are.
 
     Args:
-        detector: trained.
+        detector: trained, of one product.
         data: what to test with: a data set's test split (`anomaly.open_dataset`), that of the data
             set which a config's `data` names, samples of your own, or None for the data set that
             the detector was trained on, where its run remembers that. Images that it has learned
@@ -145,8 +146,14 @@ def evaluate(
         and `report(folder)`.
 
     Raises:
-        DataError: there are no images, or a mask doesn't fit its image.
+        DataError: it isn't one product's detector, there are no images, or a mask doesn't fit its
+            image.
     """
+    if isinstance(detector, ProductSet):
+        raise DataError(
+            "one product's detector is evaluated at a time; of a set of products give "
+            "products.products[name]"
+        )
     mask_above = detector.config.data.mask_above
     if data is None:
         if detector.folder is None:

@@ -14,7 +14,7 @@ from conftest import train_products_arguments
 
 import anomaly
 from anomaly.cli import main
-from anomaly.errors import ModelError
+from anomaly.errors import DataError, ModelError
 from anomaly.features.extractor import FeatureExtractor
 from anomaly.imaging.region import DrawnMask, Region
 from anomaly.model.detector import AnomalyDetector
@@ -122,6 +122,14 @@ def test_what_is_like_no_product_is_for_review(product_runs: Path) -> None:
         assert "looks like" not in found.reason
         blank = opened(product_runs, product).predict(np.full((96, 120, 3), 70, np.uint8))
         assert "blank" in blank.reason
+
+
+def test_a_set_is_evaluated_product_by_product(product_runs: Path) -> None:
+    both = opened(product_runs)
+    for several in (both, both.given("disc")):
+        with pytest.raises(DataError, match=r"products\.products\[name\]"):
+            anomaly.evaluate(several)
+    assert anomaly.evaluate(both.products["disc"]).metrics["image_auroc"] is not None
 
 
 def test_ids_follow_from_the_models(product_runs: Path, tmp_path: Path) -> None:
