@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         model = load(folder, device)
         print(f"checked: {check(model, folder, threads)}")
         before = training_record(options.to).get("name")
-        deploy(folder, options.to)
+        replaced = deploy(folder, options.to)
         print(f"{options.to} holds model {model.model_id} now")
         if before and before != model.config.name:
             log.warning(
@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
                 model.config.name,
                 before,
             )
-        log.info(f"back: anomaly deploy --to {options.to} --back")
+        if replaced:
+            log.info(f"back: anomaly deploy --to {options.to} --back")
     log.info("a service that runs takes it over once it has passed the checks there, too")
     return 0

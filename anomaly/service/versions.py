@@ -77,7 +77,7 @@ def stamp_of(folder: Path) -> tuple[object, ...]:
     return tuple(found)
 
 
-def deploy(new: Path, run: Path) -> None:
+def deploy(new: Path, run: Path) -> bool:
     """Put a copy of a model in the place of a run's, which is kept.
 
     With it go its golden parts and what is known of its training: on which data set, above all.
@@ -85,6 +85,9 @@ def deploy(new: Path, run: Path) -> None:
     Args:
         new: the model folder.
         run: made if need be.
+
+    Returns:
+        Whether there was a version before, which `back` can put in use again.
 
     Raises:
         OutputError: it is what is there already, or the folder can't be written, or holds runs.
@@ -96,8 +99,9 @@ def deploy(new: Path, run: Path) -> None:
     check_run_folder(run)
     draft = draft_of(run / "model")
     with _changing(run):
+        before = _id(run)
         if _holds(run / "model", new):
-            raise OutputError(f"{run} holds this model already ({_id(run)}); nothing is changed")
+            raise OutputError(f"{run} holds this model already ({before}); nothing is changed")
         try:
             shutil.copytree(new, draft / "model")
             for part in _BESIDE if new.name == "model" else ():
@@ -106,6 +110,7 @@ def deploy(new: Path, run: Path) -> None:
             _move(draft, run)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+        return bool(before)
 
 
 def back(run: Path) -> str:

@@ -163,7 +163,8 @@ def test_versions_are_kept_in_order(
     first, second = model_id(run / "model"), model_id(other / "model")
     arguments = ["--device", "cpu", "--to", run]
     assert command("deploy", [*arguments, "--model", run_folder])[0] == 2  # it is there already
-    assert command("deploy", [*arguments, "--model", other])[0] == 0
+    said = command("deploy", [*arguments, "--model", other])
+    assert (said[0], f"anomaly deploy --to {run} --back" in said[1] + said[2]) == (0, True)
     assert (run / "golden" / "golden.json").is_file()
     assert command("deploy", [*arguments, "--model", run_folder])[0] == 0
     assert not (run / "golden").exists()
@@ -176,7 +177,8 @@ def test_versions_are_kept_in_order(
     assert json.loads((run / "withdrawn" / f"002-{second}" / "golden" / "golden.json").read_text())
     # What was withdrawn may come again, and a folder that is new is made.
     assert command("deploy", [*arguments, "--model", run / "withdrawn" / f"002-{second}"])[0] == 0
-    assert command("deploy", ["--model", other, "--to", line / "new" / "disc"])[0] == 0
+    said = command("deploy", ["--model", other, "--to", line / "new" / "disc"])
+    assert (said[0], "--back" in said[1] + said[2]) == (0, False)  # there is nothing to go back to
     assert model_id(line / "new" / "disc" / "model") == second
     for wrong in ([], ["--back", "--model", other]):
         assert command("deploy", [*arguments, *wrong])[0] == 2
