@@ -28,7 +28,8 @@ class Variant:
         kind: the method, `patchcore` or `subspace`.
         share: of the variance that a subspace keeps.
         layers: digits of the layers that are joined, of 1, 2 and 3; with `+`, each group has a bank
-            of its own and scores are averaged, each in units of its median.
+            of its own and scores are averaged, each in units of its median; with `|`, finest first,
+            each has one on its own grid, coarser ones of plain means, and distances are added.
         dims: principal components that are kept; 0 keeps the embeddings as they are.
         power: components are divided by their standard deviation to this power.
         ratio: share of the patches in the bank.
@@ -185,6 +186,15 @@ def patch_scores(images: SeenSet, variant: Variant, seed: int) -> tuple[list[Ten
             for every in zip(*(scores for scores, _ in parts), strict=True)
         ]
         return joined, sum(seconds for _, seconds in parts)
+    if "|" in variant.layers:
+        finest, *coarser = variant.layers.split("|")
+        found, seconds = patch_scores(images, replace(variant, layers=finest), seed)
+        for layers in coarser:
+            own = replace(variant, layers=layers, embedding="concat")
+            more, spent = patch_scores(images, own, seed)
+            found = [s + _on_grid(m, s.shape) for s, m in zip(found, more, strict=True)]
+            seconds += spent
+        return found, seconds
     started = time.perf_counter()
     embed, train = Embedded(images, variant), images.train
     if variant.shots:
@@ -203,6 +213,13 @@ def patch_scores(images: SeenSet, variant: Variant, seed: int) -> tuple[list[Ten
             away, _ = bank.neighbours(patches.flatten(0, 1), variant.neighbours)
             found.append(away.mean(1).view(patches.shape[:2]))
     return found, time.perf_counter() - started
+
+
+def _on_grid(scores: Tensor, grid: Sequence[int]) -> Tensor:
+    """Patch scores (h, w) on a finer grid."""
+    return F.interpolate(scores[None, None], tuple(grid), mode="bilinear", align_corners=False)[
+        0, 0
+    ]
 
 
 def forget() -> None:

@@ -277,8 +277,7 @@ class TrainingPatches(PatchSet):
     def _check_usable(self) -> None:
         if not self.hashes:
             reasons = "\n  ".join(item.reason for item in self.refused[:3])
-            count = len(self.refused)
-            raise DataError(f"none of the {count} images can be used:\n  {reasons}")
+            raise DataError(f"none of the {len(self.refused)} images can be used:\n  {reasons}")
 
     def _embed(self, batch: list[Loaded] | UnusableImage) -> _Embedded | UnusableImage:
         """What is kept of a batch on disk, and its embeddings."""
