@@ -96,8 +96,8 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
         say_raised(thresholds, output)
     if images["learned"] < LEAST_IMAGES:
         log.info(
-            "%d images don't show what is usual: it takes %d for another product, a lens cap or a "
-            "blurred image to be noticed as such",
+            "so few images (%d) don't show what is usual: it takes %d for another product, a lens "
+            "cap or a blurred image to be noticed as such",
             images["learned"],
             LEAST_IMAGES,
         )

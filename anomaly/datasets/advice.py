@@ -43,13 +43,13 @@ def _bank(report: DataReport) -> Iterator[Advice]:
     usable = report.splits["train"].usable if "train" in report.splits else 0
     if 0 < usable <= _HANDFUL:
         reason = (
-            f"{usable} images to learn from are a handful: all of their patches are kept; "
+            f"a handful of images to learn from ({usable}): all of their patches are kept; "
             "thresholds can promise little before there are 50"
         )
         yield Advice("model.coreset_ratio", "1.0", reason)
     elif usable < _FEW:
         reason = (
-            f"{usable} images to learn from are few: a tenth of their patches is kept, so that "
+            f"few images to learn from ({usable}): a tenth of their patches is kept, so that "
             "rare ones are; thresholds can promise little before there are 50"
         )
         yield Advice("model.coreset_ratio", "0.1", reason)

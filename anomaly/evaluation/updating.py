@@ -100,7 +100,7 @@ class Update:
         new, limits = self.learned.good, self.detector.thresholds
         assert limits is not None
         if self.known:
-            yield f"{self.known} images are known already, or copies of others; left out"
+            yield f"left out, as known already or copies of others: {self.known}"
         for name, score in self.learned.suspects.items():
             yield f"suspect, not learned: {name} (score {score:.4g})"
         images = "1 good image" if len(new.names) == 1 else f"{len(new.names)} good images"
@@ -112,7 +112,7 @@ class Update:
             )
         yield from limits.lines()
         yield (
-            f"the {len(new.names)} new ones alone can vouch for no less than "
+            f"the new ones alone ({len(new.names)}) can vouch for no less than "
             f"{percent(supported_rate(len(new.names)))} of parts like them"
         )
 

@@ -209,7 +209,8 @@ def _notes(method: str, prediction: Prediction, good: GoodImages) -> list[str]:
     if missing := good.missing():
         name, reason = next(iter(missing.items()))
         notes.append(
-            f"{len(missing)} training images ({name}: {reason}); name their folder with --good"
+            f"{len(missing)} training images ({name}: {reason}); name their folder with --good "
+            "(good=)"
         )
     return notes
 

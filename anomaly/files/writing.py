@@ -45,7 +45,10 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
         if present and not overwrite:
             listed = ", ".join(str(p) for p in present)
             exist = "exists" if len(present) == 1 else "exist"
-            raise OutputError(f"{listed} {exist} already; give another --output or add --overwrite")
+            raise OutputError(
+                f"{listed} {exist} already; give another --output or add --overwrite "
+                "(overwrite=True)"
+            )
         own = own_outputs(folder, there) if present else ()
         for path in present:
             if path.is_dir() and path.name not in own and any(path.iterdir()):

@@ -71,9 +71,9 @@ def read_scores(file: Path, model_ids: Collection[str]) -> Stream:
     else:
         notes.append("some rows don't say when; all are taken in the file's order")
     if other:
-        notes.append(f"{other} rows of other models are left out")
+        notes.append(f"rows of other models, left out: {other}")
     if unscored:
-        notes.append(f"{unscored} rows without a score, or of what isn't our part, are left out")
+        notes.append(f"rows without a score, or of what isn't our part, left out: {unscored}")
     return Stream([score for _, score in kept], [time for time, _ in kept], notes)
 
 

@@ -243,4 +243,4 @@ def test_layers_that_a_network_has_not_are_no_defaults(
     settings = train_arguments(product, tmp_path / "run", f"backbone.name=timm/{name}")
     code, _, err = command("train", settings)
     assert code == 2
-    assert f"timm/{name} has no default layers; name them" in err
+    assert f"timm/{name} has no default layers, since none are known" in err
