@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NAMED = 3  # by `some`
+_NAMED = 3  # images that stand out; train.json has all
 _FEW = 16  # images of which turned copies may add something
 
 
@@ -140,7 +140,8 @@ def _could_turn(summary: dict[str, Any]) -> bool:
 
 def _say_stand_out(images: dict[str, float], left_out: bool) -> None:
     """Which training images stand out from all others, and what becomes of them."""
-    names = some([*images]) + (", train.json names all" if len(images) > _NAMED else "")
+    names = some([*images], most=_NAMED)
+    names += ", train.json names all" if len(images) > _NAMED else ""
     if left_out:
         log.info(
             "nothing was learned from what stands out from all others: %s; where it is good, "

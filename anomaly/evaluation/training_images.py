@@ -78,16 +78,5 @@ class TrainingImages:
         return found
 
     def find_all(self) -> dict[str, Sample | str]:
-        """All training images by name, also under names of others; else why one isn't there."""
-        found = {name: self.find(name) for name in self._hashes}
-        missing = {self._hashes[name] for name, one in found.items() if isinstance(one, str)}
-        renamed: dict[str, Sample] = {}
-        for sample in (one for same in self._there.values() for one in same):
-            if not missing - renamed.keys():
-                break
-            with suppress(OSError):
-                renamed.setdefault(sha256_of(sample.path), sample)
-        return {
-            name: renamed.get(self._hashes[name], one) if isinstance(one, str) else one
-            for name, one in found.items()
-        }
+        """All training images by name; else why one isn't there."""
+        return {name: self.find(name) for name in self._hashes}

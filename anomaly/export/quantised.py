@@ -81,7 +81,7 @@ def training_images(
         paths = find_inputs(further, option="--training-images").paths
         given += [Sample(path, path.name) for path in paths]
     wanted, unused = (detector.manifest[f"{one}_images"] for one in ("training", "refused"))
-    found = TrainingImages(wanted, given).find_all()
+    found = TrainingImages(wanted, given, renamed=given).find_all()
     if missing := [name for name, one in found.items() if isinstance(one, str)]:
         changed = sum(found[name] != "not found" for name in missing)
         raise DataError(

@@ -44,9 +44,11 @@ def test_why_one_is_not_there(learned: dict[str, str], tmp_path: Path) -> None:
 def test_all_are_found_under_other_names_too(learned: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / NAMES[0]).rename(tmp_path / "train" / "moved.png")
     (tmp_path / NAMES[2]).write_text((tmp_path / NAMES[1]).read_text())
-    there = TrainingImages(learned, listed(tmp_path, tmp_path))
-    assert there.find(NAMES[0]) == "not found"
+    files = listed(tmp_path, tmp_path)
+    assert TrainingImages(learned, files).find(NAMES[0]) == "not found"
+    there = TrainingImages(learned, files, renamed=files)
     first, second, third = there.find_all().values()
+    assert there.find(NAMES[0]) == first
     assert isinstance(first, Sample)
     assert isinstance(second, Sample)
     assert (first.path.name, second.path.name) == ("moved.png", "1.png")
