@@ -38,8 +38,9 @@ from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of, split
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.training import train
-from anomaly.scorers.base import Fitter, PatchBatch, PatchSet
+from anomaly.scorers.base import Fitter
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
+from anomaly.scorers.patches import PatchBatch, PatchSet
 from benchmarks.inputs import machine
 
 
@@ -120,8 +121,8 @@ def prepare(args: argparse.Namespace) -> Bench:
             batches.append(PatchBatch(embeddings, tuple(i.index for i in batch), None, inside))
             views.update((i.index, i.layout) for i in batch)
     patches = Patches(batches, views)
-    channels = sum(detector.extractor.channels)
-    fitter = fitter_of(config).prepared(channels, detector.device)
+    channels, strides = detector.extractor.channels, detector.extractor.strides
+    fitter = fitter_of(config).prepared(channels, strides, detector.device)
     return Bench(detector, fitter, patches, config.calibration.folds)
 
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from scipy.spatial.distance import mahalanobis
 
-from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.padim.gaussian import PatchGaussian
+from anomaly.scorers.patches import PatchBatch
 from benchmarks.inputs import machine
 
 Clock = Callable[[], float]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anomaly.scorers.base import PatchBatch, PatchSet
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from anomaly.scorers.patchcore.memory_bank import ALIGNERS
+from anomaly.scorers.patches import PatchBatch, PatchSet
 from anomaly.scorers.subspace.fitter import PatchSubspace, SubspaceFitter
 from benchmarks.feature_cache import Seen, SeenSet
 

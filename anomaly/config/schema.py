@@ -202,9 +202,11 @@ class ModelConfig(_Section):
     """PatchCore: the share of the patches that the memory bank keeps."""
     coreset_size: PositiveInt | None = None
     """PatchCore: how many it keeps; wins over the ratio."""
-    embedding: Literal["sharp", "concat", "adaptive"] = "sharp"
-    """PatchCore: layers averaged over 3 × 3 positions side by side, the finest with more weight on
-    the centre (sharp) or as published (concat); or the reference's pooling to 1024 (adaptive)."""
+    embedding: Literal["levels", "sharp", "concat", "adaptive"] = "levels"
+    """PatchCore: a memory bank for the finer layers, and one for all of them on a grid half as fine
+    (levels); or one bank, of layers averaged over 3 × 3 positions side by side, the finest with
+    more weight on the centre (sharp) or as published (concat), or pooled to 1024 as in the
+    reference (adaptive). Layers that aren't on two such grids have one bank, `sharp`."""
     neighbours: Annotated[int, Field(ge=2, le=1000)] = 3
     """PatchCore: b of the `reweighted` image score."""
     search: Literal["exact", "faiss", "ivf"] = "exact"
@@ -290,6 +292,11 @@ class Config(_Section):
             raise ValueError(
                 "model.turned_copies needs model.kind=patchcore or subspace: "
                 f"{self.model.kind} learns each place of the image by itself"
+            )
+        if self.image_score_in_force == "reweighted" and self.model.embedding == "levels":
+            raise ValueError(
+                "model.image_score=reweighted is for one memory bank; set model.embedding=sharp, "
+                "concat or adaptive"
             )
         if self.image.tile is not None and method.one_grid:
             raise ValueError(

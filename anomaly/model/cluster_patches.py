@@ -32,7 +32,8 @@ from anomaly.model.training_patches import TrainingPatches
 from anomaly.model.untrained import Untrained
 from anomaly.runtime.actors import Actor, Cluster, then
 from anomaly.runtime.dispatch import Worker, dispatch
-from anomaly.scorers.base import PatchSet, Progress, Result
+from anomaly.scorers.base import Progress
+from anomaly.scorers.patches import PatchSet, Result
 
 # Images of a shard, in whole batches, so that these are as one machine's; fewer where that leaves
 # workers without any.

@@ -17,7 +17,8 @@ from anomaly.model.image_score import image_scores, network_map
 from anomaly.model.part import Part
 from anomaly.model.suspects import Suspects
 from anomaly.model.training_patches import TrainingPatches
-from anomaly.scorers.base import Fitter, Fold, PatchBatch, Progress
+from anomaly.scorers.base import Fitter, Fold, Progress
+from anomaly.scorers.patches import PatchBatch
 
 log = logging.getLogger(__name__)
 

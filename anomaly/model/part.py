@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from anomaly.imaging.geometry import AnyView
-from anomaly.scorers.base import MatrixOf, PatchBatch, PatchSet, Result
+from anomaly.scorers.patches import PatchBatch, PatchSet, PointsOf, Result
 
 if TYPE_CHECKING:
     from anomaly.model.training_patches import TrainingPatches
@@ -44,9 +44,13 @@ class Part(PatchSet):
         """The patches of some of them."""
         return self.patches.only(images)
 
-    def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
-        """An image's index and its patches (n, d) float32, times the matrix (D, d), by image."""
-        return self.patches.read_projected(self.images, matrix_of)
+    def projected(self, projection: PointsOf) -> Iterator[tuple[int, Tensor]]:
+        """An image's index and its points (n, d) float32, image by image."""
+        return self.patches.read_projected(self.images, projection)
+
+    def will_project(self, projections: Sequence[PointsOf]) -> None:
+        """Say by what `projected` is going to be asked for."""
+        self.patches.will_project(projections)
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
         """What a function makes of the patches, for each part of the images that lies apart."""

@@ -19,7 +19,8 @@ from anomaly.model.settings import loading_of
 from anomaly.model.suspects import Suspect, Suspects
 from anomaly.model.training_patches import TrainingPatches
 from anomaly.model.untrained import Untrained
-from anomaly.scorers.base import PatchSet, Result, Scorer
+from anomaly.scorers.base import Scorer
+from anomaly.scorers.patches import PatchSet, Result
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anomaly.calibration import GoodScores
 from anomaly.imaging.geometry import AnyView
-from anomaly.scorers.base import PatchBatch
+from anomaly.scorers.patches import PatchBatch
 
 COUNT = 5
 # Robust standard deviations of log scores by which an image stands out, and their least: images

@@ -27,14 +27,15 @@ from anomaly.imaging.preprocessing import (
 from anomaly.imaging.turning import turned_corner, with_turned
 from anomaly.model.appearance import Appearance, AppearanceSums, appearances_of, same_pictures
 from anomaly.model.build import fitter_of
-from anomaly.model.first_reading import FirstReading, KeptPoints, matrix_hash
+from anomaly.model.first_reading import FirstReading, KeptPoints, kept_by
 from anomaly.model.joined_batches import joined
 from anomaly.model.part import Part
 from anomaly.model.settings import turns_of
 from anomaly.model.tensor_file import Piece, TensorFile, check_room
 from anomaly.runtime.memory import release_memory
 from anomaly.runtime.parallel import in_parallel
-from anomaly.scorers.base import MatrixOf, PatchBatch, PatchSet, Progress, Result
+from anomaly.scorers.base import Progress
+from anomaly.scorers.patches import PatchBatch, PatchSet, PointsOf, Result
 
 if TYPE_CHECKING:
     from anomaly.model.detector import AnomalyDetector
@@ -57,7 +58,7 @@ class TrainingPatches(PatchSet):
     readings take it from there, so that each sees the same bytes. Feature maps are written before
     they are aligned, which is half the size of the embeddings (coarse layers aren't up-sampled
     yet), or, with `aligned`, as embeddings, which is less once these are projected. Where patches
-    are read by `projected` first, a second file keeps what that gives.
+    are read by `projected` first, a file for each projection keeps what that gives.
 
     Args:
         images: files, or pixels that are decoded already, by their numbers, ascending.
@@ -104,6 +105,7 @@ class TrainingPatches(PatchSet):
         self._expected = expected or len(images)
         self._files: list[TensorFile] = []
         self._points: list[KeptPoints] = []
+        self._projections: tuple[PointsOf, ...] = ()
         self.seconds = 0.0
         self.refused: list[UnusableImage] = []
         self.hashes: dict[int, str] = {}
@@ -144,30 +146,32 @@ class TrainingPatches(PatchSet):
                     kept = embeddings if len(rows) == len(names) else embeddings[rows]
                     yield self._batch(kept, [names[row] for row in rows])
 
-    def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
-        """An image's index and its patches (n, d) float32, times the matrix (D, d), by image."""
-        return self.read_projected(self._images, matrix_of)
+    def projected(self, projection: PointsOf) -> Iterator[tuple[int, Tensor]]:
+        """An image's index and its points (n, d) float32, image by image."""
+        return self.read_projected(self._images, projection)
+
+    def will_project(self, projections: Sequence[PointsOf]) -> None:
+        """Say by what `projected` is going to be asked for."""
+        self._projections = tuple(projections)
 
     def read_projected(
-        self, images: Container[int], matrix_of: MatrixOf
+        self, images: Container[int], projection: PointsOf
     ) -> Iterator[tuple[int, Tensor]]:
         """Read the projected patches of some of the images once."""
         with torch.inference_mode():
             if not self._files:
-                self.read_first(matrix_of)
-            # All are of one matrix; none are of a shard in which no image can be used.
-            any_of = next((kept for kept in self._points if kept.channels), None)
-            if any_of and any_of.made_with == matrix_hash(matrix_of(any_of.channels)):
-                for kept in self._points:
+                self.read_first(self._projections or (projection,))
+            if there := kept_by(self._points, projection):
+                for kept in there:
                     yield from kept.read(images)
             else:
                 for part in self._parts(images):  # in the order that `each` has
-                    yield from PatchSet.projected(part, matrix_of)
+                    yield from PatchSet.projected(part, projection)
 
-    def read_first(self, matrix_of: MatrixOf | None) -> None:
-        """Compute and keep all features, and what `projected` gives of a matrix."""
+    def read_first(self, projections: Sequence[PointsOf]) -> None:
+        """Compute and keep all features, and what `projected` gives by each projection."""
         with torch.inference_mode():
-            for _ in self._compute(matrix_of):
+            for _ in self._compute(projections):
                 pass
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
@@ -195,9 +199,8 @@ class TrainingPatches(PatchSet):
 
     def found(self) -> FirstReading:
         """What the first reading has found, for `take` in another process."""
-        points = self._points[0] if self._points else None
         here = self.refused, self.hashes, self.views, self.looks, self._counts
-        return FirstReading(self._files[0], points, *here)
+        return FirstReading(self._files[0], tuple(self._points), *here)
 
     def take(self, readings: Iterable[FirstReading]) -> None:
         """Go on with what other processes have found in some of the images each.
@@ -207,7 +210,7 @@ class TrainingPatches(PatchSet):
         """
         for one in readings:
             self._files.append(one.file)
-            self._points += [one.points] if one.points is not None else []
+            self._points += one.points
             self.refused += one.refused
             self.hashes |= one.hashes
             self.views |= one.views
@@ -226,10 +229,10 @@ class TrainingPatches(PatchSet):
         )
 
     def _compute(
-        self, matrix_of: MatrixOf | None = None
+        self, projections: Sequence[PointsOf] = ()
     ) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
         file = TensorFile(self._scratch, shared=self._shared)
-        points = None if matrix_of is None else KeptPoints(self._scratch, shared=self._shared)
+        points = [KeptPoints(self._scratch, one, shared=self._shared) for one in projections]
         looks = AppearanceSums(self._images)
         self.refused, self.hashes, self.looks, self._counts = [], {}, looks.of_image, {}
         started = time.perf_counter()
@@ -248,14 +251,15 @@ class TrainingPatches(PatchSet):
             names = tuple(Piece(item.index, *item.tile, item.turn) for item in batch)
             self.hashes.update((item.index, item.sha256) for item in batch)
             self.views.update((item.index, item.layout) for item in batch)
-            for item, one in appearances:
-                looks.add(item.index, one)
+            for item, look in appearances:
+                looks.add(item.index, look)
             each = math.prod(embeddings.shape[1:3])
             for item in batch:
                 self._counts[item.index] = self._counts.get(item.index, 0) + each
             room = float(sum(t.nbytes for t in kept))
-            if points is not None and matrix_of is not None:
-                room += points.add(self._batch(embeddings, names), matrix_of)
+            if points:
+                one = self._batch(embeddings, names)
+                room += sum(kept.add(one) for kept in points)
             if file.empty:
                 tiles = math.prod(map(len, batch[0].layout.axes)) * (1 + len(self._turns))
                 room *= tiles / len(batch)
@@ -272,7 +276,7 @@ class TrainingPatches(PatchSet):
         release_memory()
         if not self._shared:
             self._check_usable()
-        self._files, self._points = [file], [] if points is None else [points]
+        self._files, self._points = [file], points
 
     def _check_usable(self) -> None:
         if not self.hashes:

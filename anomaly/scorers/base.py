@@ -5,12 +5,13 @@ Imports no torch: a scorer that an exported model needs works on numpy arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from anomaly.arrays import Array, module_of
 from anomaly.errors import ModelError
+from anomaly.scorers.patches import PatchSet, PointsOf
 
 if TYPE_CHECKING:
     import torch
@@ -19,78 +20,7 @@ if TYPE_CHECKING:
 Progress: TypeAlias = Callable[[int, int], None]
 # Feature maps (B, C_i, h_i, w_i) of several layers -> patch embeddings (B, h, w, D) float32.
 Align: TypeAlias = "Callable[[Sequence[Tensor]], Tensor]"
-# D, the channels of embeddings -> a matrix (D, d) float32 that they are multiplied by.
-MatrixOf: TypeAlias = "Callable[[int], Tensor]"
 Fold: TypeAlias = tuple[int, ...]  # training images that are left out together
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class PatchBatch:
-    """The patch embeddings of a few images that share one grid.
-
-    Attributes:
-        embeddings: (B, h, w, D) float32.
-        images: the B training-image indices.
-        corners: row and column by which each grid's first patch is known in its image: (0, 0) but
-            in tiles, and in turned copies (see `anomaly.imaging.turning.turned_corner`).
-        inside: (B, h, w) bool, which patches count; None for all.
-    """
-
-    embeddings: Tensor
-    images: tuple[int, ...]
-    corners: tuple[tuple[int, int], ...] | None = None
-    inside: Tensor | None = None
-
-    def counted(self) -> Iterator[Tensor]:
-        """The patches (n, D) that count, of one image after the other.
-
-        A sum's or product's rounding depends on its shape. What is computed image by image doesn't
-        depend on which of them share a batch.
-        """
-        for i, patches in enumerate(self.embeddings.flatten(1, 2)):
-            yield patches if self.inside is None else patches[self.inside[i].flatten()]
-
-
-class PatchSet(Protocol):
-    """The patches of all training images; re-iterable, the same each time."""
-
-    @property
-    def count(self) -> int:
-        """How many patches all images have."""
-        ...
-
-    def __iter__(self) -> Iterator[PatchBatch]: ...
-
-    def only(self, images: Container[int]) -> PatchSet:
-        """The patches of some of the images."""
-        ...
-
-    def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
-        """The patches that count, projected; where images are read once alone, by this.
-
-        Args:
-            matrix_of: called once before the first patches, with their D; gives (D, d).
-
-        Yields:
-            A training image, and its patches (n, d) float32, or some of them: a tile's. Images
-            ascend where the whole set is read from files.
-        """
-        matrix: Tensor | None = None
-        for batch in self:
-            if matrix is None:
-                matrix = matrix_of(batch.embeddings.shape[3]).to(batch.embeddings.device)
-            for image, patches in zip(batch.images, batch.counted(), strict=True):
-                yield image, patches @ matrix
-
-    def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
-        """What a function makes of the patches: of all of them, unless parts lie elsewhere.
-
-        Args:
-            function: of a set of patches; on a cluster it is pickled, and called where each part
-                is, with the images ascending from part to part.
-        """
-        yield function(self)
 
 
 @dataclass(frozen=True)
@@ -213,22 +143,25 @@ class Fitter(Protocol[S]):
         """Whether aligned embeddings take less room than the feature maps that they come from."""
         return False
 
-    def prepared(self, channels: int, device: torch.device) -> Fitter[S]:
+    def prepared(
+        self, channels: Sequence[int], strides: Sequence[int], device: torch.device
+    ) -> Fitter[S]:
         """The fitter for a network, with what has to be drawn before images are read.
 
         Args:
-            channels: of all hooked layers together.
+            channels: of each hooked layer.
+            strides: network pixels between neighbouring positions of each.
             device: where the embeddings will be.
 
         Raises:
-            ConfigError: the settings don't fit that many channels.
+            ConfigError: the settings don't fit these layers.
         """
         return self
 
     @property
-    def projected_by(self) -> MatrixOf | None:
-        """What `fit` wants patches projected by; None where it reads embeddings."""
-        return None
+    def projected_by(self) -> tuple[PointsOf, ...]:
+        """What `fit` wants patches projected by; none where it reads embeddings."""
+        return ()
 
     def fit(self, batches: PatchSet, progress: Progress | None = None) -> S:
         """Learn from good patches.

@@ -30,8 +30,8 @@ from anomaly.imaging.preprocessing import load as load_image
 from anomaly.imaging.turning import turned_corner
 from anomaly.model.checkpoint import load
 from anomaly.model.detector import AnomalyDetector
-from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
+from anomaly.scorers.patches import PatchBatch
 
 ENGINES = ("onnx", "openvino")
 

@@ -16,9 +16,9 @@ from anomaly.imaging.geometry import Sizing
 from anomaly.model.cross_fitting import cross_fit, split
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.image_score import network_map
-from anomaly.scorers.base import PatchBatch, PatchSet
 from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
+from anomaly.scorers.patches import PatchBatch, PatchSet
 
 CPU = torch.device("cpu")
 GRID = (4, 5)
@@ -76,7 +76,7 @@ def _fitted(kind: str, patches: _Patches) -> tuple[AnomalyDetector, Any]:
         scorer = fitter.fit(patches)
     else:
         fitter = GaussianFitter(dimensions=8)
-        scorer = fitter.prepared(8, CPU).fit(patches)
+        scorer = fitter.prepared([8], [8], CPU).fit(patches)
     nothing = cast(Any, None)
     return AnomalyDetector(config, nothing, nothing, scorer, None, CPU), fitter
 

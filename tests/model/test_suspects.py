@@ -16,7 +16,7 @@ from anomaly.calibration import GoodScores
 from anomaly.imaging.geometry import Sizing
 from anomaly.model.checkpoint import load
 from anomaly.model.suspects import COUNT, Suspects, standing_out
-from anomaly.scorers.base import PatchBatch
+from anomaly.scorers.patches import PatchBatch
 
 
 @pytest.mark.parametrize("kind", ["patchcore", "padim", "subspace"])

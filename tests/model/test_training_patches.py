@@ -12,6 +12,7 @@ import torch
 import anomaly
 from anomaly.errors import OutputError
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
+from anomaly.scorers.patches import PointsOf
 
 SETTINGS = {
     "backbone": {"name": "resnet18", "weights": "random", "layers": ["layer2", "layer3"]},
@@ -81,8 +82,8 @@ def test_points_come_in_the_order_of_the_parts(monkeypatch: pytest.MonkeyPatch, 
     def watched(self: MemoryBankFitter, batches: Any, progress: Any = None) -> Any:
         if not kept:
             seen.append([image for batch in batches for image in batch.images])
-        points = [list(batches.projected(self.projection)) for _ in range(2)]
-        parts = list(batches.each(lambda part: list(part.projected(self.projection))))
+        points = [list(batches.projected(PointsOf(self.projection))) for _ in range(2)]
+        parts = list(batches.each(lambda part: list(part.projected(PointsOf(self.projection)))))
         assert [len(part) for part in parts] == [3, 3, 1]
         for other in (points[1], [piece for part in parts for piece in part]):
             assert [image for image, _ in points[0]] == [image for image, _ in other]

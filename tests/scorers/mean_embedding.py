@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import DataError
-from anomaly.scorers.base import Align, Fitter, PatchBatch, PatchScores, Progress, Scorer
+from anomaly.scorers.base import Align, Fitter, PatchScores, Progress, Scorer
 from anomaly.scorers.patchcore.aligner import patchcore_concat
+from anomaly.scorers.patches import PatchBatch
 from anomaly.scorers.saved_tensors import check_fits, check_tensors
 
 

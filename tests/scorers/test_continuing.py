@@ -10,11 +10,11 @@ from mean_embedding import MeanFitter
 from patch_lists import PatchList
 
 from anomaly.errors import ModelError
-from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.patchcore.coreset import pick_beyond
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
+from anomaly.scorers.patches import PatchBatch
 from anomaly.scorers.subspace.fitter import SubspaceFitter
 
 GRID = (4, 5)
@@ -106,7 +106,7 @@ def test_gaussians_that_learn_more_are_those_of_a_fit_on_all(
     old: int, new: int, dimensions: int
 ) -> None:
     patches = torch.cat([_patches(old, 0), _patches(new, 1, shift=0.7)])
-    fitter = GaussianFitter(dimensions).prepared(DIM, CPU)
+    fitter = GaussianFitter(dimensions).prepared([DIM], [8], CPU)
     whole = fitter.fit(_batches(patches))
     first = fitter.fit(_batches(patches[:old]))
     longer = fitter.continuing(first, old).fit(_batches(patches[old:], first=old))
@@ -116,14 +116,14 @@ def test_gaussians_that_learn_more_are_those_of_a_fit_on_all(
 @pytest.mark.parametrize("counts", [(5, 4), (9, 30), (30, 20), (20, 5, 7)])
 def test_merged_gaussians_are_those_of_a_fit_on_all(counts: Sequence[int]) -> None:
     parts = [_patches(n, k, shift=k) for k, n in enumerate(counts)]
-    fitter = GaussianFitter(10).prepared(DIM, CPU)
+    fitter = GaussianFitter(10).prepared([DIM], [8], CPU)
     merged = fitter.merged([fitter.fit(_batches(p)) for p in parts], _numbers(*counts))
     _same(merged, fitter.fit(_batches(torch.cat(parts))), torch.cat(parts))
 
 
 def test_gaussians_that_learn_again_and_again_stay_those_of_a_fit_on_all() -> None:
     patches = _patches(60, 0)
-    fitter = GaussianFitter(10).prepared(DIM, CPU)
+    fitter = GaussianFitter(10).prepared([DIM], [8], CPU)
     grown = fitter.fit(_batches(patches[:20]))
     for known in range(20, 60, 4):
         part = _batches(patches[known : known + 4], first=known)
@@ -157,7 +157,7 @@ def test_merged_banks_hold_every_patch_once() -> None:
 
 
 def test_gaussians_refuse_images_that_would_count_twice() -> None:
-    fitter = GaussianFitter(10).prepared(DIM, CPU)
+    fitter = GaussianFitter(10).prepared([DIM], [8], CPU)
     scorer = fitter.fit(_batches(_patches(8, 0)))
     with pytest.raises(ModelError, match="3 training images"):
         fitter.merged([scorer, scorer], [{i: i for i in range(8)}, {i: i + 5 for i in range(8)}])

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from anomaly.errors import ModelError
-from anomaly.scorers.base import PatchBatch, Scorer
+from anomaly.scorers.base import Scorer
 from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.patchcore import memory_bank
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
+from anomaly.scorers.patches import PatchBatch
 from anomaly.scorers.subspace.fitter import SubspaceFitter
 
 

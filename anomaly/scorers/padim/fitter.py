@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import ConfigError, DataError, ModelError
-from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress, Scorer
+from anomaly.scorers.base import Align, Fitter, Fold, Progress, Scorer
 from anomaly.scorers.merging import check_apart
 from anomaly.scorers.padim.accumulator import GaussianAccumulator
 from anomaly.scorers.padim.gaussian import PatchGaussian, projected
 from anomaly.scorers.padim.held_out import LeaveOneOut
 from anomaly.scorers.padim.layout import check_grid
 from anomaly.scorers.padim.projection import Projection, channel_projection
+from anomaly.scorers.patches import PatchBatch, PatchSet
 
 
 def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> GaussianFitter:
@@ -89,17 +90,20 @@ class GaussianFitter(Fitter[PatchGaussian]):
             raise ValueError("no projection is drawn yet; take the fitter that prepared() returns")
         return self.drawn.of_maps
 
-    def prepared(self, channels: int, device: torch.device) -> GaussianFitter:
+    def prepared(
+        self, channels: Sequence[int], strides: Sequence[int], device: torch.device
+    ) -> GaussianFitter:
         """The fitter for a network, with its projection drawn.
 
         Args:
-            channels: of all hooked layers together.
+            channels: of each hooked layer.
+            strides: network pixels between neighbouring positions of each; they don't matter.
             device: where the embeddings will be.
 
         Raises:
             ConfigError: more dimensions than channels, or an unknown kind of projection.
         """
-        return replace(self, drawn=self.draw(channels).to(device))
+        return replace(self, drawn=self.draw(sum(channels)).to(device))
 
     def fit(self, batches: Iterable[PatchBatch], progress: Progress | None = None) -> PatchGaussian:
         """Learn a Gaussian for each position, reading the batches once.

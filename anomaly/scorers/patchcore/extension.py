@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import DataError
-from anomaly.scorers.base import Fold, PatchSet
+from anomaly.scorers.base import Fold
 from anomaly.scorers.patchcore.coreset import pick_beyond
 from anomaly.scorers.patchcore.held_out import (
     orphans,
@@ -21,6 +21,7 @@ from anomaly.scorers.patchcore.held_out import (
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
 from anomaly.scorers.patchcore.nearest_centres import squared_to_nearest
 from anomaly.scorers.patchcore.projected import in_chunks
+from anomaly.scorers.patches import PatchSet, PointsOf
 
 
 def extended(
@@ -106,7 +107,7 @@ def _uncovered(
     """
     held: list[tuple[Tensor, Tensor, Tensor]] = []
     size, none = 0, True
-    for points, places, _ in in_chunks(patches.projected(lambda _: projection)):
+    for points, places, _ in in_chunks(patches.projected(PointsOf(lambda _: projection))):
         bounds = squared_to_nearest(points, centres)
         # A NaN is kept, to be told of.
         far = ~(bounds <= bank.covering_radius**2)

@@ -10,11 +10,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from anomaly.scorers.base import Fold, PatchSet
+from anomaly.scorers.base import Fold
 from anomaly.scorers.patchcore.coreset import greedy_k_center
 from anomaly.scorers.patchcore.memory_bank import MemoryBank, gather
 from anomaly.scorers.patchcore.nearest_centres import squared_to_two_owners
 from anomaly.scorers.patchcore.projected import in_chunks
+from anomaly.scorers.patches import PatchSet, PointsOf
 
 # Which of some patches to give (n,) bool, from their squared distances (n,) to the nearest vector,
 # and to the nearest of another fold, and from their places (n, 2), see `gather`. It is pickled.
@@ -161,7 +162,7 @@ def _lost(
     found = []
     folds = 1 + max(fold_of.values())
     with torch.inference_mode():
-        for points, places, _ in in_chunks(patches.projected(lambda _: projection)):
+        for points, places, _ in in_chunks(patches.projected(PointsOf(lambda _: projection))):
             vectors, owners = vectors.to(points.device), owners.to(points.device)
             least, nearest, others = squared_to_two_owners(points, vectors, owners, folds)
             own = torch.tensor([fold_of[i] for i in places[:, 0].tolist()], device=nearest.device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anomaly.errors import DataError
 from anomaly.runtime.once import made_once
-from anomaly.scorers.base import Align, PatchBatch, PatchSet, Scorer
+from anomaly.scorers.base import Align, Scorer
 from anomaly.scorers.patchcore.aligner import (
     patchcore_adaptive,
     patchcore_concat,
@@ -20,6 +20,7 @@ from anomaly.scorers.patchcore.aligner import (
 )
 from anomaly.scorers.patchcore.bank import Bank, check_bank
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
+from anomaly.scorers.patches import PatchBatch, PatchSet
 
 # By `model.embedding`.
 ALIGNERS = {

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, DataError
 from anomaly.runtime.parallel import spread
-from anomaly.scorers.base import Align, Fitter, Fold, PatchBatch, PatchSet, Progress, Scorer
+from anomaly.scorers.base import Align, Fitter, Fold, Progress, Scorer
 from anomaly.scorers.merging import check_apart
 from anomaly.scorers.patchcore.aligner import patchcore_concat
+from anomaly.scorers.patches import PatchBatch, PatchSet
 from anomaly.scorers.subspace.residual import Subspace, check_subspace, residual_norms
 from anomaly.scorers.subspace.statistics import PatchStatistics
 
@@ -129,23 +130,29 @@ class SubspaceFitter(Fitter[PatchSubspace]):
         """How feature maps become the embeddings to learn from."""
         return patchcore_concat
 
-    def prepared(self, channels: int, device: torch.device) -> SubspaceFitter:
+    def prepared(
+        self, channels: Sequence[int], strides: Sequence[int], device: torch.device
+    ) -> SubspaceFitter:
         """The fitter for a network; nothing has to be drawn.
 
         Args:
-            channels: of all hooked layers together.
+            channels: of each hooked layer.
+            strides: network pixels between neighbouring positions of each; they don't matter.
             device: where the embeddings will be.
 
         Raises:
             ConfigError: as many components as channels, or more.
         """
+        self._check(sum(channels))
+        return self
+
+    def _check(self, channels: int) -> None:
         if self.components is not None and self.components >= channels:
             raise ConfigError(
                 f"model.components is {self.components}, but the hooked layers give {channels} "
                 f"channels, and a subspace of all of them leaves no distance; choose 1 to "
                 f"{channels - 1}"
             )
-        return self
 
     def fit(self, batches: Iterable[PatchBatch], progress: Progress | None = None) -> PatchSubspace:
         """Learn the subspace, reading the batches once.
@@ -191,7 +198,7 @@ class SubspaceFitter(Fitter[PatchSubspace]):
     def _subspaces(self, statistics: Sequence[PatchStatistics]) -> list[PatchSubspace]:
         """Each found by one thread alone: eigenvectors take thousands of small steps."""
         device = statistics[0].mean.device
-        self.prepared(len(statistics[0].mean), device)
+        self._check(len(statistics[0].mean))
         return spread(
             lambda one: PatchSubspace(one, one.axes(self.variance, self.components)),
             statistics,

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import mahalanobis
 
 from anomaly.errors import ConfigError, DataError
-from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.padim.accumulator import GaussianAccumulator
 from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.padim.gaussian import PatchGaussian
 from anomaly.scorers.padim.projection import channel_projection
+from anomaly.scorers.patches import PatchBatch
 
 GRID = (3, 4)
 CHANNELS = 24
@@ -132,7 +132,7 @@ def test_embeddings_may_come_projected(kind):
     fitter = GaussianFitter(8, kind, seed=3)
     expected = fitter.fit(batched(train))
     projection = fitter.draw(CHANNELS)
-    model = fitter.prepared(CHANNELS, train.device).fit(batched(projection(train)))
+    model = fitter.prepared([CHANNELS], [8], train.device).fit(batched(projection(train)))
     torch.testing.assert_close(model.score(test).scores, expected.score(test).scores)
     torch.testing.assert_close(model.score(projection(test)).scores, expected.score(test).scores)
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from anomaly.errors import DataError
-from anomaly.scorers.base import PatchBatch
 from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.padim.held_out import LeaveOneOut
+from anomaly.scorers.patches import PatchBatch
 
 
 @pytest.mark.parametrize("images", [3, 12, 40])

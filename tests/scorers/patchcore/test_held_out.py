@@ -6,10 +6,10 @@ import pytest
 import torch
 from patch_lists import PatchList
 
-from anomaly.scorers.base import PatchBatch, PatchSet, Result
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from anomaly.scorers.patchcore.held_out import _drawn, banks_without
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
+from anomaly.scorers.patches import PatchBatch, PatchSet, Result
 
 FOLDS = [(0, 1), (2, 3, 4), (5,)]
 
