@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from anomaly.arrays import Array, module_of
 from anomaly.errors import ModelError
@@ -145,7 +145,7 @@ class Fitter(Protocol[S]):
 
     def prepared(
         self, channels: Sequence[int], strides: Sequence[int], device: torch.device
-    ) -> Fitter[S]:
+    ) -> Fitter[Any]:
         """The fitter for a network, with what has to be drawn before images are read.
 
         Args:

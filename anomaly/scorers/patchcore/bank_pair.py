@@ -132,9 +132,7 @@ def coarse_patches(embeddings: Array, channels: int) -> Array:
     # The four patches of a block side by side: (B, h / 2, w / 2, 2, 2, C / 4).
     coarse = blocks[..., channels:].swapaxes(2, 3).reshape(batch, height // 2, width // 2, -1)
     fine = blocks[..., :channels]
-    means = (
-        fine[:, :, 0, :, 0] + fine[:, :, 0, :, 1] + fine[:, :, 1, :, 0] + fine[:, :, 1, :, 1]
-    ) / 4
+    means = sum(fine[:, :, row, :, column] for row in (0, 1) for column in (0, 1)) / 4
     means = _mean_of_three(_mean_of_three(means).swapaxes(1, 2)).swapaxes(1, 2)
     return xp.concatenate([coarse, means * _FINE_IN_COARSE], -1)
 
