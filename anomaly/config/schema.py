@@ -203,10 +203,9 @@ class ModelConfig(_Section):
     coreset_size: PositiveInt | None = None
     """PatchCore: how many it keeps; wins over the ratio."""
     embedding: Literal["levels", "sharp", "concat", "adaptive"] = "levels"
-    """PatchCore: a memory bank for the finer layers, and one for all of them on a grid half as fine
-    (levels); or one bank, of layers averaged over 3 × 3 positions side by side, the finest with
-    more weight on the centre (sharp) or as published (concat), or pooled to 1024 as in the
-    reference (adaptive). Layers that aren't on two such grids have one bank, `sharp`."""
+    """PatchCore: a bank for the finer layers and one for all on a grid half as fine (levels), or
+    one bank of all side by side: averaged over 3 × 3 positions, with more weight on the centre
+    (sharp) or as published (concat), or pooled to 1024 as in the reference (adaptive)."""
     neighbours: Annotated[int, Field(ge=2, le=1000)] = 3
     """PatchCore: b of the `reweighted` image score."""
     search: Literal["exact", "faiss", "ivf"] = "exact"
@@ -287,20 +286,13 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _method_takes_what_is_asked(self) -> Config:
-        method = METHODS[self.model.kind]
-        if self.model.turned_copies != "none" and method.one_grid:
-            raise ValueError(
-                "model.turned_copies needs model.kind=patchcore or subspace: "
-                f"{self.model.kind} learns each place of the image by itself"
-            )
+        turned, tiled = self.model.turned_copies != "none", self.image.tile is not None
+        for key, asked in {"model.turned_copies": turned, "image.tile": tiled}.items():
+            if asked and METHODS[self.model.kind].one_grid:
+                raise ValueError(
+                    f"{key} needs model.kind=patchcore or subspace: {self.model.kind} learns each "
+                    "place of the image by itself"
+                )
         if self.image_score_in_force == "reweighted" and self.model.embedding == "levels":
-            raise ValueError(
-                "model.image_score=reweighted is for one memory bank; set model.embedding=sharp, "
-                "concat or adaptive"
-            )
-        if self.image.tile is not None and method.one_grid:
-            raise ValueError(
-                "image.tile needs model.kind=patchcore or subspace: "
-                f"{self.model.kind} learns each place of the image, and all tiles would share one"
-            )
+            raise ValueError("model.image_score=reweighted needs model.embedding=sharp or concat")
         return self

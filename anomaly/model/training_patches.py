@@ -161,12 +161,10 @@ class TrainingPatches(PatchSet):
         with torch.inference_mode():
             if not self._files:
                 self.read_first(self._projections or (projection,))
-            if there := kept_by(self._points, projection):
-                for kept in there:
-                    yield from kept.read(images)
-            else:
-                for part in self._parts(images):  # in the order that `each` has
-                    yield from PatchSet.projected(part, projection)
+            for kept in (there := kept_by(self._points, projection)):
+                yield from kept.read(images)
+            for part in () if there else self._parts(images):  # in the order that `each` has
+                yield from PatchSet.projected(part, projection)
 
     def read_first(self, projections: Sequence[PointsOf]) -> None:
         """Compute and keep all features, and what `projected` gives by each projection."""
@@ -253,13 +251,11 @@ class TrainingPatches(PatchSet):
             self.views.update((item.index, item.layout) for item in batch)
             for item, look in appearances:
                 looks.add(item.index, look)
-            each = math.prod(embeddings.shape[1:3])
             for item in batch:
-                self._counts[item.index] = self._counts.get(item.index, 0) + each
-            room = float(sum(t.nbytes for t in kept))
-            if points:
-                one = self._batch(embeddings, names)
-                room += sum(kept.add(one) for kept in points)
+                count = self._counts.get(item.index, 0)
+                self._counts[item.index] = count + math.prod(embeddings.shape[1:3])
+            mine = self._batch(embeddings, names)
+            room = float(sum(t.nbytes for t in kept) + sum(each.add(mine) for each in points))
             if file.empty:
                 tiles = math.prod(map(len, batch[0].layout.axes)) * (1 + len(self._turns))
                 room *= tiles / len(batch)

@@ -92,15 +92,18 @@ class Scorer(ArrayScorer, Protocol):
         """How feature maps become the embeddings that `score` takes."""
         ...
 
-    def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
-        """The training patches that patches were compared with.
+    def evidence(
+        self, embeddings: Tensor, patch: tuple[int, int], count: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """The training patches that a patch was compared with.
 
         Args:
-            patches: (N, D) float32.
-            count: K, how many for each.
+            embeddings: (h, w, D) float32, of an image or tile.
+            patch: its row and column.
+            count: K, how many.
 
         Returns:
-            Their distances (N, K) float32, ascending, and where they come from, (N, K, 3) int32:
+            Their distances (K,) float32, ascending, and where they come from, (K, 3) int32:
             training image, patch row, patch column. None for a method that keeps no patches and
             compares places.
         """

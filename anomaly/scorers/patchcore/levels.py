@@ -47,6 +47,12 @@ class Coarse:
         return PatchBatch(coarse, batch.images, corners, inside)
 
 
+def fine_corner(row: int, column: int) -> tuple[int, int]:
+    """Row and column of the first fine patch of a coarse one, whose image may be turned."""
+    turn, row = turn_of(row)
+    return turned_corner(2 * row, 2 * column, turn)
+
+
 def _halved(row: int, column: int) -> tuple[int, int]:
     turn, row = turn_of(row)
     return turned_corner(row // 2, column // 2, turn)

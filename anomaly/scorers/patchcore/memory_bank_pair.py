@@ -18,7 +18,7 @@ from anomaly.scorers.patchcore.bank_pair import (
     fine_patches,
 )
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
-from anomaly.scorers.patchcore.levels import Coarse, Fine, Level
+from anomaly.scorers.patchcore.levels import Coarse, Fine, Level, fine_corner
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
 from anomaly.scorers.patches import PatchSet, PointsOf
 
@@ -40,18 +40,29 @@ class MemoryBankPair(BankPair, Scorer):
         """How feature maps become the embeddings that `score` takes."""
         return patchcore_levels
 
-    def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The training patches of the fine bank's vectors nearest to patches.
+    def evidence(
+        self, embeddings: Tensor, patch: tuple[int, int], count: int
+    ) -> tuple[Tensor, Tensor]:
+        """The training patches that look most like a patch in its surroundings.
+
+        They are those of the coarse bank, whose vectors hold all layers: patches that are alike in
+        the finer layers alone may be of any other part of the product.
 
         Args:
-            patches: (N, D) float32, packed, on the banks' device.
-            count: K, how many for each.
+            embeddings: (h, w, D) float32, packed, on the banks' device.
+            patch: its row and column.
+            count: K, how many.
 
         Returns:
-            Distances (N, K) float32, ascending, of the finer layers' numbers alone, and origins
-            (N, K, 3) int32.
+            Distances (K,) float32, ascending, the coarse bank's share of the score, and origins
+            (K, 3) int32 on the finer grid.
         """
-        return self.fine.evidence(fine_patches(patches, self.fine.dimensions), count)
+        row, column = patch
+        coarse = coarse_patches(embeddings[None], self.fine.dimensions)[0]
+        distances, origins = self.coarse.evidence(coarse, (row // 2, column // 2), count)
+        places = [(image, *fine_corner(*corner)) for image, *corner in origins.tolist()]
+        within = torch.tensor([0, row % 2, column % 2], dtype=torch.int32)
+        return distances, torch.tensor(places, dtype=torch.int32) + within
 
     def graph(self) -> nn.Module:
         """`score` as a module that can be traced."""
