@@ -122,7 +122,7 @@ def test_bank_vectors_know_where_they_came_from(run_folder: Path, product: Path)
     model = load(run_folder, torch.device("cpu"))
     names = list(model.manifest["training_images"])
     scorer = model.scorer
-    origins, vectors = scorer.tensors()["origins"], scorer.tensors()["vectors"]
+    origins, vectors = scorer.tensors()["fine.origins"], scorer.tensors()["fine.vectors"]
     dataset = open_dataset("mvtec", product, None)
     learned = [s for s in dataset.train if s.name in names]
     for i in (0, len(origins) // 2, len(origins) - 1):
@@ -158,9 +158,9 @@ def test_everything_in_a_run_can_be_read_by_others(run_folder: Path) -> None:
 def test_train_json_gives_values_of_scalars_and_shapes_of_the_rest(run_folder: Path) -> None:
     scorer = json.loads((run_folder / "train.json").read_text())["scorer"]
     tensors = load(str(run_folder), "cpu").scorer.tensors()
-    assert scorer["covering_radius"] == float(tensors["covering_radius"])
+    assert scorer["fine.covering_radius"] == float(tensors["fine.covering_radius"])
     assert scorer["exact"] is True
-    assert scorer["vectors"] == list(tensors["vectors"].shape)
+    assert scorer["fine.vectors"] == list(tensors["fine.vectors"].shape)
 
 
 @pytest.mark.parametrize("kind", ["patchcore", "padim"])
