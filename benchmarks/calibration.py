@@ -40,6 +40,7 @@ from anomaly.model.detector import AnomalyDetector
 from anomaly.model.training import train
 from anomaly.scorers.base import Fitter
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
+from anomaly.scorers.patchcore.memory_bank_pair import BankPairFitter
 from anomaly.scorers.patches import PatchBatch, PatchSet
 from benchmarks.inputs import machine
 
@@ -181,7 +182,7 @@ def refits(bench: Bench) -> None:
     seconds = time.perf_counter() - between
     print(f"cross-fitting {between - started:.1f} s, refits {seconds:.1f} s")
     compare("shortcut / refits", quick, true)
-    if isinstance(bench.fitter, MemoryBankFitter):
+    if isinstance(bench.fitter, MemoryBankFitter | BankPairFitter):
         compare("refits with another seed / refits", refitted(bench, 1), true)
 
 
@@ -189,9 +190,11 @@ def refitted(bench: Bench, seed: int) -> np.ndarray:
     """Scores of all images by true refits: as large a bank, or Gaussians, without each fold."""
     fitter = bench.fitter
     parts = [(i,) for i in bench.images]
-    if isinstance(fitter, MemoryBankFitter):
-        size = len(bench.detector.scorer.vectors)
-        fitter = replace(fitter, coreset_ratio=None, coreset_size=size, seed=fitter.seed + seed)
+    if isinstance(fitter, MemoryBankFitter | BankPairFitter):
+        scorer, banks = bench.detector.scorer, getattr(fitter, "banks", fitter)
+        size = len(getattr(scorer, "fine", scorer).vectors)
+        banks = replace(banks, coreset_ratio=None, coreset_size=size, seed=banks.seed + seed)
+        fitter = replace(fitter, banks=banks) if isinstance(fitter, BankPairFitter) else banks
         parts = split(bench.images, {}, bench.folds)
     anew = replace(bench, fitter=fitter)
     scores: dict[int, float] = {}

@@ -34,7 +34,8 @@ from anomaly.imaging.preprocessing import Loaded, load
 from anomaly.maps.regions import MarkedRegion, marked_regions
 from anomaly.model.checkpoint import load as load_model
 from anomaly.model.detector import AnomalyDetector
-from anomaly.scorers.patchcore.memory_bank import MemoryBank
+from anomaly.scorers.patchcore.bank_pair import coarse_patches
+from anomaly.scorers.patchcore.memory_bank_pair import MemoryBankPair
 
 
 def opened(folder: Path) -> AnomalyDetector:
@@ -138,17 +139,18 @@ def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
     (prediction,) = detector.score([item])
     patches = [_highest(prediction.patch_scores), (0, 0), (2, 5)]
     good = _good(model, product)
-    bank = detector.scorer
-    assert isinstance(bank, MemoryBank)
-    embeddings = detector.embedder([item])[0]
+    pair = detector.scorer
+    assert isinstance(pair, MemoryBankPair)
+    around = coarse_patches(detector.embedder([item]), pair.fine.dimensions)[0]
     for patch, near in zip(patches, good.nearest(item, patches), strict=True):
-        distances = torch.linalg.vector_norm(bank.vectors - embeddings[patch], dim=1)
+        here = around[patch[0] // 2, patch[1] // 2]
+        distances = torch.linalg.vector_norm(pair.coarse.vectors - here, dim=1)
         expected = distances.sort().values[:5]
         torch.testing.assert_close(torch.tensor([p.distance for p in near]), expected)
-        assert near[0].distance == pytest.approx(float(prediction.patch_scores[patch]), rel=1e-3)
         for found in near:
             source = detector.embedder([loaded(detector, product / found.image)])
-            away = torch.linalg.vector_norm(source[0, found.row, found.column] - embeddings[patch])
+            there = coarse_patches(source, pair.fine.dimensions)[0]
+            away = torch.linalg.vector_norm(there[found.row // 2, found.column // 2] - here)
             assert float(away) == pytest.approx(found.distance, rel=1e-3)
             crop = good.crop(found)
             assert crop.shape == (150, 150, 3)
@@ -292,11 +294,11 @@ def test_a_refused_training_image_does_not_shift_the_others(
     assert command("train", train_arguments(root, tmp_path / "run"))[0] == 3
     model = opened(tmp_path / "run")
     assert model.manifest["refused_images"] == {"train/good/002.png": 2}
-    bank = model.scorer
-    assert isinstance(bank, MemoryBank)
+    assert isinstance(model.scorer, MemoryBankPair)
+    bank = model.scorer.fine
     names = training_names(model.manifest)
     for i in range(0, len(bank.origins), max(1, len(bank.origins) // 8)):
         image, row, column = bank.origins[i].tolist()
         item = loaded(model, root / names[image])
-        patch = model.embedder([item])[0, row, column]
+        patch = model.embedder([item])[0, row, column, : bank.dimensions]
         torch.testing.assert_close(patch, bank.vectors[i], rtol=2e-2, atol=2e-2)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from anomaly.datasets import open_dataset
 from anomaly.model.checkpoint import load
 from anomaly.model.prediction import Prediction
 from anomaly.model.training import train
+from anomaly.scorers.patchcore.memory_bank_pair import MemoryBankPair
 
 
 def _bytes(model: Path) -> dict[str, str]:
@@ -129,7 +131,7 @@ def test_bank_vectors_know_where_they_came_from(run_folder: Path, product: Path)
         image, row, column = origins[i].tolist()
         item = load_image(0, learned[image].path, model.loading)
         assert isinstance(item, Loaded)
-        patch = model.embedder([item])[0, row, column]
+        patch = model.embedder([item])[0, row, column, : vectors.shape[1]]
         torch.testing.assert_close(patch, vectors[i], rtol=1e-4, atol=1e-5)
 
 
@@ -140,11 +142,14 @@ def test_inverted_lists_are_made_at_first_use(
     arguments = train_arguments(product, tmp_path / "run", "model.search=ivf")
     assert command("train", arguments)[0] == 0
     detector = load(tmp_path / "run", torch.device("cpu"))
-    exact = replace(detector, scorer=replace(detector.scorer, search="auto"))
+    pair: Any = detector.scorer
+    banks = (replace(bank, search="auto") for bank in (pair.fine, pair.coarse))
+    exact = replace(detector, scorer=MemoryBankPair(*banks))
     files = sorted((product / "test").rglob("*.png"))
     for one, other in zip(detector.predict(files), exact.predict(files), strict=True):
         np.testing.assert_array_less(other.patch_scores, one.patch_scores + 1e-6)
-    assert [f.suffix for f in (tmp_path / "cache" / "anomaly").iterdir()] == [".index"]
+    kept = [f.suffix for f in (tmp_path / "cache" / "anomaly").iterdir()]
+    assert kept == [".index", ".index"]  # of both banks
 
 
 def test_everything_in_a_run_can_be_read_by_others(run_folder: Path) -> None:
@@ -159,7 +164,7 @@ def test_train_json_gives_values_of_scalars_and_shapes_of_the_rest(run_folder: P
     scorer = json.loads((run_folder / "train.json").read_text())["scorer"]
     tensors = load(str(run_folder), "cpu").scorer.tensors()
     assert scorer["fine.covering_radius"] == float(tensors["fine.covering_radius"])
-    assert scorer["exact"] is True
+    assert scorer["fine.exact"] is scorer["coarse.exact"] is True
     assert scorer["fine.vectors"] == list(tensors["fine.vectors"].shape)
 
 

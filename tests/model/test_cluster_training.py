@@ -145,8 +145,9 @@ def test_a_refused_image_and_several_sizes_cost_nothing(product: Path, tmp_path:
     assert summary["refused"] == said["refused"]
     assert len(said["refused"]) == 1
     bank, other = (t.detector.scorer.tensors() for t in (one, more))
-    assert torch.equal(bank["fine.origins"], other["fine.origins"])
-    torch.testing.assert_close(bank["fine.vectors"], other["fine.vectors"], rtol=1e-4, atol=1e-4)
+    assert bank.keys() == other.keys()
+    for name in bank:
+        torch.testing.assert_close(bank[name], other[name], rtol=1e-4, atol=1e-4)
     for which in ("review", "image"):
         of = [getattr(t.detector.thresholds, which) for t in (one, more)]
         assert of[0] == pytest.approx(of[1], rel=1e-4)
@@ -170,12 +171,14 @@ def test_more_patches_than_memory_are_measured_by_workers(
     one, _ = _trained(product, tmp_path / "one", calibrate=False)
     more, _ = _trained(product, tmp_path / "more", cluster=_Threads(2), calibrate=False)
     bank, other = (t.detector.scorer.tensors() for t in (one, more))
-    assert not bank["exact"]
-    assert not other["exact"]
-    assert measured[0] == sum(measured[1:])  # at once, and a shard at a time
-    assert len(measured) > 3
-    radius, again = float(bank["fine.covering_radius"]), float(other["fine.covering_radius"])
-    assert radius == pytest.approx(again, rel=1e-3)
+    # Of both banks at once, and a shard at a time.
+    assert sum(measured[:2]) == sum(measured[2:])
+    assert len(measured) > 6
+    for level in ("fine", "coarse"):
+        assert not bank[f"{level}.exact"]
+        assert not other[f"{level}.exact"]
+        radius, again = (float(one[f"{level}.covering_radius"]) for one in (bank, other))
+        assert radius == pytest.approx(again, rel=1e-3)
 
 
 def test_turned_copies_are_learned_by_shards_too(product: Path, tmp_path: Path) -> None:

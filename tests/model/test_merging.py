@@ -189,7 +189,8 @@ def test_images_that_both_have_learned_count_once(run_folder: Path, padim_folder
     assert len(merged.manifest["training_images"]) == 12
     assert merged.appearance is not None
     assert merged.appearance.images == 12
-    assert merged.scorer.tensors()["fine.vectors"].shape == bank.scorer.tensors()["fine.vectors"].shape
+    both, one = merged.scorer.tensors(), bank.scorer.tensors()
+    assert {name: t.shape for name, t in both.items()} == {name: t.shape for name, t in one.items()}
     gaussian = load(padim_folder, "cpu")
     with pytest.raises(anomaly.AnomalyError, match="12 training images were learned from more"):
         merge([gaussian, gaussian], ["a", "a"])
