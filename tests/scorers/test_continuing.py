@@ -76,6 +76,7 @@ def test_a_bank_that_grew_covers_the_other_folds_without_a_folds_images() -> Non
     whole, folds = growing.fit(new), [(10, 11, 12), (13, 14), (15, 16)]
     repaired = 0
     for fold, bank in growing.held_out(whole, new, folds, grouped=False):
+        assert not torch.is_inference_mode_enabled()
         assert not {*fold} & {*bank.origins[:, 0].tolist()}
         assert torch.equal(bank.vectors[: len(base.vectors)], base.vectors)
         others = more[[i - 10 for i in range(10, 17) if i not in fold]].flatten(0, 2)

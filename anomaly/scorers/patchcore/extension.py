@@ -85,7 +85,9 @@ def extended_without(
         for points, bounds, places in lost:
             bounds = torch.minimum(bounds, squared_to_nearest(points, centres[:known]))
             picks.append(places[pick_beyond(points, bounds, bank.covering_radius)])
-        yield from repaired(bank, owners, patches, picks)
+    # Two banks' generators take turns: a mode that one left on while it waits, the other would
+    # switch on for good.
+    yield from repaired(bank, owners, patches, picks)
 
 
 def _no_longer_covered(covered: float, least: Tensor, others: Tensor, places: Tensor) -> Tensor:
