@@ -157,7 +157,8 @@ class BankPairFitter(Fitter[MemoryBankPair]):
 
         def told(some: int, wanted: int) -> None:
             if progress is not None:
-                progress(done + some, done + wanted)
+                more = 0 if done else math.ceil(wanted / 4)  # about what the coarse bank adds
+                progress(done + some, done + wanted + more)
 
         fine, coarse = self._levels(batches, self.channels)
         to_fine, to_coarse = self._fitters()

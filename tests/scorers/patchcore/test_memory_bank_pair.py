@@ -199,6 +199,10 @@ def test_progress_goes_on_to_the_end(limit: int) -> None:
     assert done == sorted(done)
     every = len(pair.fine.vectors) + len(pair.coarse.vectors)
     assert told[-1] == (every, every)
+    # The coarse bank is foreseen, so that nothing seems to be ready before it is.
+    assert [some < total for some, total in told] == [True] * (len(told) - 1) + [False]
+    shares = [some / total for some, total in told]
+    assert shares == pytest.approx(sorted(shares), rel=0.01)
 
 
 @pytest.mark.parametrize("masked", [False, True])
