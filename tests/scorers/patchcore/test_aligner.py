@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from packed_patches import packed
 from torch import Tensor
 from torch.nn import functional as F
 
 from anomaly.scorers.patchcore.aligner import (
     patchcore_adaptive,
     patchcore_concat,
+    patchcore_levels,
     patchcore_sharp,
 )
 
@@ -84,3 +86,70 @@ def test_the_finest_grid_wins_whatever_the_order_and_memory_format() -> None:
         assert one.shape == (2, 4, 6, 8)
         torch.testing.assert_close(one[..., 5:], other[..., :3])
         torch.testing.assert_close(one[..., :5], other[..., 3:])
+
+
+def _reference_levels(fine: list[Tensor], coarse: list[Tensor]) -> Tensor:
+    """Maps of two grids, each in its order, packed on twice the coarse grid; in float64."""
+    near = []
+    for m in (m.double() for m in fine):
+        # Of the nine patches, how many lie in the image.
+        share = _unfolded(torch.ones_like(m)).mean(2)
+        near.append(0.75 * share * m + 0.25 * _unfolded(m).mean(2))
+    height, width = (2 * side for side in coarse[0].shape[-2:])
+    if near[0].shape[-2:] != (height, width):
+        near = [F.interpolate(m, size=(height, width), mode="bilinear") for m in near]
+    around = torch.cat([_unfolded(m.double()).mean(2) for m in coarse], 1)
+    return packed(torch.cat(near, 1).permute(0, 2, 3, 1), around.permute(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("channels", "sizes"),
+    [
+        ([3, 8], [(12, 10), (6, 5)]),
+        ([3, 2, 4, 8], [(4, 6), (4, 6), (2, 3), (2, 3)]),
+        ([3, 2, 6], [(6, 8), (3, 4), (3, 4)]),  # dealt out together
+        ([5, 4], [(2, 2), (1, 1)]),
+        ([3, 4], [(13, 13), (7, 7)]),
+        ([3, 2, 4], [(13, 8), (13, 8), (7, 4)]),
+        ([3, 4], [(6, 9), (3, 5)]),
+    ],
+    ids=str,
+)
+def test_levels_pack_the_coarse_grid_on_the_fine_one(
+    channels: list[int], sizes: list[tuple[int, int]]
+) -> None:
+    maps = _maps(channels, sizes)
+    fine = [m for m in maps if m.shape[-2:] == sizes[0]]
+    coarse = [m for m in maps if m.shape[-2:] != sizes[0]]
+    found = patchcore_levels(maps)
+    dimensions = sum(m.shape[1] for m in fine) + sum(m.shape[1] for m in coarse) // 4
+    grid = (2 * sizes[-1][0], 2 * sizes[-1][1])
+    assert (found.shape, found.dtype) == ((2, *grid, dimensions), torch.float32)
+    expected = _reference_levels(fine, coarse)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    # In any order of grids, in any memory format, and in few digits.
+    last = [m.contiguous(memory_format=torch.channels_last) for m in [*coarse, *fine]]
+    torch.testing.assert_close(patchcore_levels(last), found)
+    mixed = [coarse[0], *fine, *coarse[1:]]
+    torch.testing.assert_close(patchcore_levels(mixed), found)
+    rough = patchcore_levels([m.bfloat16() for m in maps])
+    assert rough.dtype == torch.float32
+    torch.testing.assert_close(rough, found, rtol=0.05, atol=0.05)
+
+
+def test_levels_of_an_even_map_are_even_but_for_the_border() -> None:
+    """The centre is lowered along the border as the mean is, so that both go together there."""
+    found = patchcore_levels([torch.ones(1, 1, 6, 4), torch.zeros(1, 4, 3, 2)])[0, :, :, 0]
+    rows, columns = torch.tensor([2, 3, 3, 3, 3, 2]) / 3, torch.tensor([2, 3, 3, 2]) / 3
+    torch.testing.assert_close(found, rows[:, None] * columns)
+
+
+def test_levels_as_a_graph() -> None:
+    class Aligned(torch.nn.Module):
+        def forward(self, fine: Tensor, coarse: Tensor) -> Tensor:
+            return patchcore_levels([fine, coarse])
+
+    for sizes in ([(8, 6), (4, 3)], [(5, 5), (3, 3)]):
+        maps = _maps([3, 8], sizes)
+        traced = torch.export.export(Aligned(), tuple(maps), strict=False).module()
+        torch.testing.assert_close(traced(*maps), patchcore_levels(maps))
