@@ -50,12 +50,15 @@ def patchcore_levels(maps: Sequence[Tensor]) -> Tensor:
         (B, h, w, F + C / 4) float32, F channels of the finer grid and C of the coarser, whose
         sides are half of h and w.
     """
-    finest = _finest(maps)
-    fine = [m for m in maps if m.shape[-2:] == finest]
-    coarse = [m for m in maps if m.shape[-2:] != finest]
-    # Zeros beyond the border lower a mean along it, and so the centre is lowered, too.
-    share = _mean_of_nine(torch.ones_like(fine[0][:1, :1]))
-    near = [_mean_of_nine(m).lerp(m * share, _SHARP_CENTRE) for m in fine]
+    rows = _finest(maps)[0]
+    # Convolutions without padding leave layers of one stride a few rows apart.
+    fine = [m for m in maps if 4 * m.shape[-2] > 3 * rows]
+    coarse = [m for m in maps if 4 * m.shape[-2] <= 3 * rows]
+    near = []
+    for m in fine:
+        # Zeros beyond the border lower a mean along it, and so the centre is lowered, too.
+        share = _mean_of_nine(torch.ones_like(m[:1, :1]))
+        near.append(_mean_of_nine(m).lerp(m * share, _SHARP_CENTRE))
     around = _join([_mean_of_nine(m) for m in coarse])
     batch, rows, columns, channels = around.shape
     # An image that isn't a multiple of the coarser stride has a fine row or column less.
