@@ -263,7 +263,8 @@ def test_explain_a_score(run_folder: Path, product: Path, tmp_path: Path, comman
     # The worst patch lies on the red square, which reaches from (30, 40) to (40, 50).
     worst = facts["patches"][0]
     assert abs((worst["row"] + 0.5) * 96 / 7 - 35) < 20
-    assert worst["compared_with"][0]["distance"] == pytest.approx(worst["score"], rel=1e-3)
+    # The share of the coarse bank in a score of two.
+    assert 0 < worst["compared_with"][0]["distance"] < worst["score"]
     assert facts["not_shown"] == []
     assert facts["pictures"] == [
         "feature_maps_layer2.png",

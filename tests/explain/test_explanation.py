@@ -93,7 +93,8 @@ def test_patches_that_do_not_count_are_never_the_worst() -> None:
 
 SETTINGS: dict[str, list[str]] = {
     "patchcore": [],
-    "patchcore, reweighted": ["model.image_score=reweighted"],
+    "patchcore, one bank": ["model.embedding=sharp"],
+    "patchcore, reweighted": ["model.image_score=reweighted", "model.embedding=concat"],
     "patchcore, adaptive, top percent": [
         "model.embedding=adaptive",
         "model.image_score=top_percent",
@@ -162,7 +163,7 @@ def test_large_images_are_explained_by_their_tiles(
     product: Path, tmp_path: Path, command: Command
 ) -> None:
     """Patches of a mosaic: the tile they lie in, the good patches nearest to them, the pictures."""
-    settings = ["image.tile=64", "image.overlap=16", "precision=fp32"]
+    settings = ["image.tile=64", "image.overlap=16", "precision=fp32", "model.embedding=sharp"]
     assert command("train", train_arguments(product, tmp_path / "run", *settings))[0] == 0
     model = opened(tmp_path / "run")
     detector, file = model, product / "test" / "spot" / "000.png"

@@ -161,7 +161,7 @@ def test_padim_and_further_settings(
         [
             ("model.kind=padim",),
             ("model.kind=subspace",),
-            ("model.image_score=reweighted", region),
+            ("model.image_score=reweighted", "model.embedding=sharp", region),
             ("image.tile=64", "model.image_score=top_percent"),
         ]
     ):

@@ -59,9 +59,10 @@ def test_saved_and_loaded_models_score_to_the_bit(
 ) -> None:
 
     overrides = [o for o in train_arguments(product, tmp_path) if isinstance(o, str) and "=" in o]
+    own = ["model.embedding=sharp"] if score == "reweighted" else []
     config = load_config(
         "folder.yaml",
-        [*overrides, f"model.kind={kind}", f"model.image_score={score}"],
+        [*overrides, f"model.kind={kind}", f"model.image_score={score}", *own],
         [REPOSITORY / "configs"],
     )
     dataset = open_dataset("mvtec", product, None)
