@@ -94,7 +94,7 @@ class Bench:
     def cross_fit(self, detector: AnomalyDetector, images: list[int]) -> GoodScores:
         names = {i: str(i) for i in images}
         some = self.patches.only(frozenset(images))
-        return cross_fit(detector, some, self.fitter, names, folds=self.folds, groups={})
+        return cross_fit(detector, some, self.fitter, names, names, folds=self.folds, groups={})
 
     def scores(self, detector: AnomalyDetector, images: Container[int]) -> np.ndarray:
         found = scores_of(detector, self.patches.only(images), self.patches.views)
