@@ -294,5 +294,7 @@ class Config(_Section):
                     "place of the image by itself"
                 )
         if self.image_score_in_force == "reweighted" and self.model.embedding == "levels":
-            raise ValueError("model.image_score=reweighted needs model.embedding=sharp or concat")
+            raise ValueError(
+                "model.image_score=reweighted needs one bank; set model.embedding=sharp or concat"
+            )
         return self
