@@ -16,6 +16,7 @@ from anomaly.scorers.patchcore.bank_pair import (
     coarse_patches,
     doubled,
     fine_patches,
+    level_tensors,
 )
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from anomaly.scorers.patchcore.levels import Coarse, Fine, Level, fine_corner
@@ -79,6 +80,16 @@ class MemoryBankPair(BankPair, Scorer):
             for level, bank in (("fine", self.fine), ("coarse", self.coarse))
             for name, tensor in bank.tensors().items()
         }
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> MemoryBankPair:
+        """The way back from `tensors`.
+
+        Raises:
+            ModelError: they aren't those of two memory banks.
+        """
+        fine, coarse = level_tensors(tensors)
+        return cls(MemoryBank.from_tensors(fine), MemoryBank.from_tensors(coarse))
 
 
 class _PairGraph(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anomaly.scorers.patchcore.bank_pair import is_pair, level_tensors
+from anomaly.scorers.patchcore.bank_pair import is_pair
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
 from anomaly.scorers.patchcore.memory_bank_pair import BankPairFitter, MemoryBankPair
@@ -53,22 +53,20 @@ def scorer(
     Raises:
         ModelError: they aren't those of a memory bank.
     """
-    one = {**settings, "embedding": "sharp"} if settings["embedding"] == "levels" else settings
-    if is_pair(tensors):
-        return MemoryBankPair(*(_bank(some, one, device, cache) for some in level_tensors(tensors)))
-    return _bank(tensors, one, device, cache)
-
-
-def _bank(
-    tensors: dict[str, Tensor], settings: Mapping[str, Any], device: torch.device, cache: Path
-) -> MemoryBank:
-    bank = MemoryBank.from_tensors(tensors)
     # A GPU multiplies faster than faiss looks for neighbours on the CPU.
     search = settings["search"] if device.type == "cpu" else "exact"
-    return replace(
-        bank,
-        search="auto" if search == "exact" else search,
-        cache=cache if search == "ivf" else None,
-        embedding=settings["embedding"],
-        reweighting=settings["neighbours"],
-    ).to(device)
+    levels = settings["embedding"] == "levels"
+
+    def ready(bank: MemoryBank) -> MemoryBank:
+        return replace(
+            bank,
+            search="auto" if search == "exact" else search,
+            cache=cache if search == "ivf" else None,
+            embedding="sharp" if levels else settings["embedding"],
+            reweighting=settings["neighbours"],
+        ).to(device)
+
+    if is_pair(tensors):
+        pair = MemoryBankPair.from_tensors(tensors)
+        return MemoryBankPair(ready(pair.fine), ready(pair.coarse))
+    return ready(MemoryBank.from_tensors(tensors))
