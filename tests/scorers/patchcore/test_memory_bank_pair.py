@@ -357,12 +357,19 @@ def test_other_channels_are_refused() -> None:
         pair.score(torch.zeros(1, 2, 2, 9))
 
 
-def test_evidence_is_of_the_fine_bank() -> None:
-    pair, asked = _pair(), random_packed(1, seed=8)[0, 0]
-    distances, origins = pair.evidence(asked, 3)
-    exact = torch.cdist(asked[:, :FINE].double(), pair.fine.vectors.double()).sort(1)
-    torch.testing.assert_close(distances.double(), exact.values[:, :3], rtol=1e-5, atol=1e-5)
-    assert torch.equal(origins, pair.fine.origins[exact.indices[:, :3]])
+def test_evidence_is_of_the_coarse_bank_on_the_finer_grid() -> None:
+    pair, asked = _pair(), random_packed(1, seed=8)
+    turned = pair.coarse.origins + torch.tensor([0, 3 << 16, 0], dtype=torch.int32)
+    for some in (pair, replace(pair, coarse=replace(pair.coarse, origins=turned))):
+        for patch in ((0, 0), (1, 2), (asked.shape[1] - 1, asked.shape[2] - 1)):
+            distances, origins = some.evidence(asked[0], patch, 3)
+            here = coarse_of(asked)[0, patch[0] // 2, patch[1] // 2]
+            exact = torch.cdist(here[None].double(), pair.coarse.vectors.double())[0].sort()
+            torch.testing.assert_close(distances.double(), exact.values[:3], rtol=1e-5, atol=1e-5)
+            turn = 3 << 16 if some is not pair else 0
+            wanted = pair.coarse.origins[exact.indices[:3]] * torch.tensor([1, 2, 2])
+            wanted += torch.tensor([0, turn + patch[0] % 2, patch[1] % 2])
+            assert torch.equal(origins, wanted.int())
 
 
 def _settings(**model: object) -> dict[str, Any]:
