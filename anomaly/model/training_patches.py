@@ -160,16 +160,17 @@ class TrainingPatches(PatchSet):
         """Read the projected patches of some of the images once."""
         with torch.inference_mode():
             if not self._files:
-                self.read_first(self._projections or (projection,))
+                self._projections = self._projections or (projection,)
+                self.read_first()
             for kept in (there := kept_by(self._points, projection)):
                 yield from kept.read(images)
             for part in () if there else self._parts(images):  # in the order that `each` has
                 yield from PatchSet.projected(part, projection)
 
-    def read_first(self, projections: Sequence[PointsOf]) -> None:
-        """Compute and keep all features, and what `projected` gives by each projection."""
+    def read_first(self) -> None:
+        """Compute and keep all features, and what `projected` is going to be asked for."""
         with torch.inference_mode():
-            for _ in self._compute(projections):
+            for _ in self._compute():
                 pass
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
@@ -226,11 +227,9 @@ class TrainingPatches(PatchSet):
             inside(pieces, embeddings, self._region),
         )
 
-    def _compute(
-        self, projections: Sequence[PointsOf] = ()
-    ) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
+    def _compute(self) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
         file = TensorFile(self._scratch, shared=self._shared)
-        points = [KeptPoints(self._scratch, one, shared=self._shared) for one in projections]
+        points = [KeptPoints(self._scratch, one, shared=self._shared) for one in self._projections]
         looks = AppearanceSums(self._images)
         self.refused, self.hashes, self.looks, self._counts = [], {}, looks.of_image, {}
         started = time.perf_counter()

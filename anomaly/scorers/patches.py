@@ -96,6 +96,7 @@ class PatchSet(Protocol):
 
     def will_project(self, projections: Sequence[PointsOf]) -> None:
         """Say by what `projected` is going to be asked for, so that one reading finds it all."""
+        return
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
         """What a function makes of the patches: of all of them, unless parts lie elsewhere.

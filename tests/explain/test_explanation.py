@@ -159,11 +159,13 @@ def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
     assert good.missing() == {}
 
 
+@pytest.mark.parametrize("embedding", ["levels", "sharp"])
 def test_large_images_are_explained_by_their_tiles(
-    product: Path, tmp_path: Path, command: Command
+    embedding: str, product: Path, tmp_path: Path, command: Command
 ) -> None:
     """Patches of a mosaic: the tile they lie in, the good patches nearest to them, the pictures."""
-    settings = ["image.tile=64", "image.overlap=16", "precision=fp32", "model.embedding=sharp"]
+    embedded = f"model.embedding={embedding}"
+    settings = ["image.tile=64", "image.overlap=16", "precision=fp32", embedded]
     assert command("train", train_arguments(product, tmp_path / "run", *settings))[0] == 0
     model = opened(tmp_path / "run")
     detector, file = model, product / "test" / "spot" / "000.png"
@@ -173,9 +175,16 @@ def test_large_images_are_explained_by_their_tiles(
     good = _good(model, product)
     patches = [_highest(prediction.patch_scores), (height - 1, 0), (2, width - 1)]
     for patch, near in zip(patches, good.nearest(item, patches), strict=True):
-        assert near[0].distance == pytest.approx(float(prediction.patch_scores[patch]), rel=1e-3)
         box = patch_box(item.view, (height, width), *patch)
         tile = tile_of(item, (height, width), patch)
+        wanted = float(prediction.patch_scores[patch])
+        if isinstance(detector.scorer, MemoryBankPair):
+            embeddings = detector.embedder([tile])
+            place = patch[0] % embeddings.shape[1] // 2, patch[1] % embeddings.shape[2] // 2
+            here = coarse_patches(embeddings, detector.scorer.fine.dimensions)[0][place]
+            vectors = detector.scorer.coarse.vectors
+            wanted = float(torch.linalg.vector_norm(vectors - here, dim=1).min())
+        assert near[0].distance == pytest.approx(wanted, rel=1e-3)
         assert tile.view.rows.start <= box.top < box.bottom <= tile.view.rows.stop
         assert tile.view.columns.start <= box.left < box.right <= tile.view.columns.stop
         assert good.crop(near[0]).shape == (150, 150, 3)

@@ -88,8 +88,9 @@ def test_points_come_in_the_order_of_the_parts(monkeypatch: pytest.MonkeyPatch, 
     def watched(self: MemoryBankFitter, batches: Any, progress: Any = None) -> Any:
         if not kept:
             seen.append([image for batch in batches for image in batch.images])
-        points = [list(batches.projected(PointsOf(self.projection))) for _ in range(2)]
-        parts = list(batches.each(lambda part: list(part.projected(PointsOf(self.projection)))))
+        wanted = PointsOf(self.projection if kept else MemoryBankFitter(seed=9).projection)
+        points = [list(batches.projected(wanted)) for _ in range(2)]
+        parts = list(batches.each(lambda part: list(part.projected(wanted))))
         assert [len(part) for part in parts] == [3, 3, 1]
         for other in (points[1], [piece for part in parts for piece in part]):
             assert [image for image, _ in points[0]] == [image for image, _ in other]

@@ -14,8 +14,8 @@ from anomaly.scorers.patchcore.bank import ADAPTIVE_DIMENSIONS
 
 # Of a map, against 9/16 of its mean over 3×3: the centre then has half of all weight.
 _CENTRE = 7 / 16
-# The same for what is held against fine patches alone.
-_SHARP_CENTRE = 3 / 4
+# Of a map, against a quarter of its mean over 3×3, where fine patches have a bank of their own.
+_FINE_CENTRE = 3 / 4
 
 
 def patchcore_sharp(maps: Sequence[Tensor]) -> Tensor:
@@ -50,15 +50,15 @@ def patchcore_levels(maps: Sequence[Tensor]) -> Tensor:
         (B, h, w, F + C / 4) float32, F channels of the finer grid and C of the coarser, whose
         sides are half of h and w.
     """
-    rows = _finest(maps)[0]
+    most = _finest(maps)[0]
     # Convolutions without padding leave layers of one stride a few rows apart.
-    fine = [m for m in maps if 4 * m.shape[-2] > 3 * rows]
-    coarse = [m for m in maps if 4 * m.shape[-2] <= 3 * rows]
+    fine = [m for m in maps if 4 * m.shape[-2] > 3 * most]
+    coarse = [m for m in maps if 4 * m.shape[-2] <= 3 * most]
     near = []
     for m in fine:
         # Zeros beyond the border lower a mean along it, and so the centre is lowered, too.
         share = _mean_of_nine(torch.ones_like(m[:1, :1]))
-        near.append(_mean_of_nine(m).lerp(m * share, _SHARP_CENTRE))
+        near.append(_mean_of_nine(m).lerp(m * share, _FINE_CENTRE))
     around = _join([_mean_of_nine(m) for m in coarse])
     batch, rows, columns, channels = around.shape
     # An image that isn't a multiple of the coarser stride has a fine row or column less.

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anomaly.arrays import Array, module_of
-from anomaly.errors import DataError, ModelError
+from anomaly.errors import ModelError
 from anomaly.scorers.base import ArrayScorer, PatchScores
-from anomaly.scorers.patchcore.bank import Bank
+from anomaly.scorers.patchcore.bank import Bank, check_channels
 
 # What the finer layers' means count for among the coarse layers' numbers; see ACCURACY.md.
 _FINE_IN_COARSE = 2.0
@@ -55,11 +55,7 @@ class BankPair(ArrayScorer):
         Raises:
             DataError: another number of channels than the banks were made of.
         """
-        if embeddings.shape[-1] != self.dimensions:
-            raise DataError(
-                f"embeddings have {embeddings.shape[-1]} channels where the memory banks' have "
-                f"{self.dimensions}; use the backbone and layers they were made with"
-            )
+        check_channels(embeddings.shape[-1], self.dimensions)
         channels = self.fine.dimensions
         near = self.fine.score(fine_patches(embeddings, channels))
         around = self.coarse.score(coarse_patches(embeddings, channels))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -95,9 +95,6 @@ class Level(PatchSet):
     def projected(self, projection: PointsOf) -> Iterator[tuple[int, Tensor]]:
         """A training image, and its points (n, d) float32, or some of them: a tile's."""
         return self.patches.projected(replace(projection, view=self.view))
-
-    def will_project(self, projections: Sequence[PointsOf]) -> None:
-        """Nothing: both levels' projections are said of the packed patches at once."""
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
         """What a function makes of the patches, in the parts in which the packed ones lie."""

@@ -108,7 +108,7 @@ def test_packed_channels_are_counted_and_others_refused() -> None:
     assert pair.dimensions == FINE + COARSE // 4
     assert pair.unit == "distance"
     for channels in (FINE, COARSE + FINE):  # what single banks would take
-        with pytest.raises(DataError, match=f"have {channels} channels .* banks' have 8"):
+        with pytest.raises(DataError, match=f"have {channels} channels .* bank's have 8"):
             pair.score(np.zeros((1, 2, 2, channels), np.float32))
 
 

@@ -353,7 +353,7 @@ def test_scores_have_gradients() -> None:
 def test_other_channels_are_refused() -> None:
     pair = _pair()
     assert pair.dimensions == FINE + COARSE // 4
-    with pytest.raises(DataError, match="9 channels where the memory banks' have 8"):
+    with pytest.raises(DataError, match="9 channels where the memory bank's have 8"):
         pair.score(torch.zeros(1, 2, 2, 9))
 
 
