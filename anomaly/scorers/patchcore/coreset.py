@@ -1,6 +1,6 @@
 """Greedy k-center (Gonzalez 1985): the memory bank's patches, chosen to cover all of them.
 
-The textbook loop reads all N points for each pick. The same picks come out of four kinds of
+The textbook loop reads all N points for each pick. The same picks come out of several kinds of
 laziness, all exact, because a distance that wasn't brought up to date is an upper bound:
 
 - *Pool.* The loop runs among the few points with the largest bounds, which stay in cache, for as
@@ -8,9 +8,8 @@ laziness, all exact, because a distance that wasn't brought up to date is an upp
   below that leave the pool.
 - *Blocks.* All picks of one pool then meet all N points in blocked matrix products.
 - *End.* The picks of the last pool needn't: what is left of it holds the farthest of all points.
-- *Cells.* Where many picks are wanted, points are grouped around early ones. By the triangle
-  inequality, a centre farther from a cell's origin than its radius plus its largest bound changes
-  nothing in it: on real embeddings this leaves about a tenth of the products.
+- *Cells* and *rest.* Most points needn't meet most picks, see `anomaly.scorers.patchcore.cover`: on
+  real embeddings this leaves a tenth to a third of the products.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def greedy_k_center(
             return Selection(torch.arange(n, device=points.device), 0.0)
         if bounds is not None:
             cover.bounds.copy_(bounds)
-            new, rest = _pick_from_pool(points, cover.bounds, size)
+            new, rest = _pick_from_pool(points, cover, size)
         else:
             first = torch.randint(n, (1,), generator=generator, device=generator.device)
             new, rest = first.to(points.device), first[:0]
@@ -97,7 +96,7 @@ def greedy_k_center(
             cover.pick(new)
             if progress is not None:
                 progress(len(picks), size)
-            new, rest = _pick_from_pool(points, cover.bounds, size - len(picks))
+            new, rest = _pick_from_pool(points, cover, size - len(picks))
             picks = torch.cat([picks, new])
         if len(rest) < _FARTHEST:  # too few to be sure in spite of rounding
             cover.pick(new)
@@ -108,13 +107,14 @@ def greedy_k_center(
         return Selection(picks, _radius(points[rest], points[picks], before))
 
 
-def pick_beyond(points: Tensor, bounds: Tensor, radius: float) -> Tensor:
+def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None = None) -> Tensor:
     """Pick points, each the farthest from all centres and picks, until none is beyond a radius.
 
     Args:
         points: (N, d) float32; N may be 0.
         bounds: (N,) float32, squared distances to centres that were chosen before, elsewhere.
         radius: the distance to its nearest centre or pick that a point may have.
+        most: how many to pick at most; None for as many as it takes.
 
     Returns:
         (n,) int64, indices in the order of the picks.
@@ -123,35 +123,37 @@ def pick_beyond(points: Tensor, bounds: Tensor, radius: float) -> Tensor:
         DataError: a point is NaN or infinite.
     """
     picks = torch.empty(0, dtype=torch.int64, device=points.device)
-    if not len(points):
+    wanted = len(points) if most is None else min(most, len(points))
+    if not wanted:
         return picks
     with spreading(points.device) as spread:
-        cover = Cover(points, spread, len(points))
+        cover = Cover(points, spread, wanted)
         cover.bounds.copy_(bounds)
-        while len(new := _pick_from_pool(points, cover.bounds, len(points), radius**2)[0]):
+        while len(new := _pick_from_pool(points, cover, wanted - len(picks), radius**2)[0]):
             picks = torch.cat([picks, new])
             cover.pick(new)
     return picks
 
 
 def _pick_from_pool(
-    points: Tensor, bounds: Tensor, wanted: int, covered: float = -1.0
+    points: Tensor, cover: Cover, wanted: int, covered: float = -1.0
 ) -> tuple[Tensor, Tensor]:
     """The next picks: as many as are certain without looking outside the pool.
 
     Args:
         points: (N, d).
-        bounds: (N,) squared distance to the nearest pick, up to date; -1 for picks.
+        cover: how far they are from the picks.
         wanted: the most picks to return.
         covered: a point up to this squared distance isn't picked.
 
     Returns:
         The picks, and the few farthest points that are left: none nearer than one outside the pool.
     """
-    values, members = bounds.topk(min(_POOL + 1, len(bounds)))
+    values, members = cover.bounds.topk(min(_POOL + 1, len(points)))
     # Picks have -1, so that an exhausted pool ends the loop as well.
-    floor = max(float(values[_POOL]), 0.0) if len(values) > _POOL else 0.0
-    values, members = values[:_POOL], members[:_POOL]
+    floor = max(float(values[_POOL]), cover.level) if len(values) > _POOL else cover.level
+    known = values[:_POOL] >= cover.level
+    values, members = values[:_POOL][known], members[:_POOL][known]
     pool = points.index_select(0, members).float()
     pool -= pool.mean(0)
     found = _loop(pool.cpu(), values.cpu(), wanted, floor, covered)

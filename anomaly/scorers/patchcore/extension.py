@@ -80,18 +80,20 @@ def extended_without(
     with torch.inference_mode():
         centres = bank.vectors @ projection
         picks = []
-        uncovered = partial(_no_longer_covered, bank.covering_radius**2)
-        lost = orphans(patches, fold_of, centres[known:], owners[known:], projection, uncovered)
-        for points, bounds, places in lost:
+        radius = bank.covering_radius
+        ours, mine, covered = centres[known:], owners[known:], partial(_covered, radius**2)
+        for points, bounds, places in orphans(
+            patches, fold_of, ours, mine, projection, radius, covered
+        ):
             bounds = torch.minimum(bounds, squared_to_nearest(points, centres[:known]))
-            picks.append(places[pick_beyond(points, bounds, bank.covering_radius)])
+            picks.append(places[pick_beyond(points, bounds, radius)])
     # Two banks' generators take turns: a mode that one left on while it waits, the other would
     # switch on for good.
     yield from repaired(bank, owners, patches, picks)
 
 
-def _no_longer_covered(covered: float, least: Tensor, others: Tensor, places: Tensor) -> Tensor:
-    return (least <= covered) & (others > covered)
+def _covered(squared: float, least: Tensor, places: Tensor) -> Tensor:
+    return least <= squared
 
 
 def _uncovered(

@@ -17,16 +17,18 @@ from torch import Tensor
 
 from anomaly.runtime.parallel import spread
 
-# Of 64 to 512 cells, 128 measured best: few are wide, many make products too small to be quick. A
-# GPU multiplies faster than it could be told what to skip.
-_CELLS = {"cpu": 128, "cuda": 1}
+# Of 128 to 1,024 cells, 256 measured best: few are wide, many make products too small to be quick.
+# A GPU multiplies faster than it could be told what to skip.
+_CELLS = {"cpu": 256, "cuda": 1}
 # Centres, at least, for each of the cells. They don't depend on how many points come at once: each
 # point's distances, rounding included, are those that it has among any others.
 _CELL_CENTRES = 16
 # Points of one product, at least: those of fewer round otherwise.
 _LEAST = 16
 # Points, and centres, of one product, at most.
-_ROWS, _COLUMNS = {"cpu": 1024, "cuda": 65536}, {"cpu": 512, "cuda": 2048}
+_ROWS, _COLUMNS = {"cpu": 1024, "cuda": 65536}, {"cpu": 1024, "cuda": 2048}
+# Points that aren't done yet go on without the others when no more than this share of them is left.
+_LEFT = 0.75
 # Centres are left out with a margin far above float32's rounding of the distances.
 _MARGIN = 1.0 + 1e-4
 
@@ -46,7 +48,7 @@ def squared_to_nearest(points: Tensor, centres: Tensor) -> Tensor:
 
 
 def squared_to_two_owners(
-    points: Tensor, centres: Tensor, owners: Tensor, count: int
+    points: Tensor, centres: Tensor, owners: Tensor, count: int, enough: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Which owner has the nearest centre of each point, and how far that of any other owner is.
 
@@ -55,6 +57,8 @@ def squared_to_two_owners(
         centres: (M, d).
         owners: (M,) int64 from 0 to `count` − 1, whose each centre is.
         count: how many owners there are.
+        enough: a point that has centres of two owners within this squared distance needs no closer
+            ones: what is returned of it is of any two such owners.
 
     Returns:
         The squared distance (N,) float32 to the nearest centre, its owner (N,) int64, and the
@@ -81,10 +85,10 @@ def squared_to_two_owners(
         cell, some = item
         if len(some) < _LEAST:
             some = torch.cat([some, some[:1].expand(_LEAST - len(some))])
-        offsets = points[some].float() - origins[cell]
+        offsets = points.index_select(0, some).float().sub_(origins[cell])
         by_owner = offsets.new_full((count, len(some)), torch.inf)
-        around = centres[order[cell]] - origins[cell], owners[order[cell]], away[cell]
-        values, found = _lower(by_owner, offsets, *around).topk(min(2, count), 0, largest=False)
+        _lower(by_owner, offsets, centres, owners, origins[cell], order[cell], away[cell], enough)
+        values, found = by_owner.topk(min(2, count), 0, largest=False)
         least[some], nearest[some] = values[0], found[0]
         if count > 1:
             others[some] = values[1]
@@ -99,38 +103,55 @@ def _nearest_origin(origins: Tensor, points: Tensor) -> Tensor:
 
 
 def _lower(
-    squared: Tensor, offsets: Tensor, centres: Tensor, owners: Tensor, away: Tensor
-) -> Tensor:
+    squared: Tensor,
+    offsets: Tensor,
+    centres: Tensor,
+    owners: Tensor,
+    origin: Tensor,
+    order: Tensor,
+    away: Tensor,
+    enough: float,
+) -> None:
     """Lower a cell's squared distances to what its members have to the nearest centres.
 
-    Coordinates are relative to the cell's origin: distances are multiplied out, and large norms
-    would cancel.
-
     Args:
-        squared: (count, n), infinite; lowered in place.
-        offsets: (n, d), the members.
-        centres: (M, d), by their distance to the origin.
+        squared: (count, n), infinite; lowered in place, to the nearest centre of each owner. Only
+            the two lowest of each member are sure, and of those within `enough` none is.
+        offsets: (n, d), the members relative to the cell's origin: distances are multiplied out,
+            and large norms would cancel.
+        centres: (M, d).
         owners: (M,) int64.
-        away: (M,), the centres' distance to the origin, ascending.
-
-    Returns:
-        `squared`, to the nearest centre of each owner; only the two lowest of each member are sure.
+        origin: (d,), of the cell.
+        order: (M,) int64, centres from the nearest to the origin on.
+        away: (M,), their distances to it, ascending.
+        enough: second lowest squared distance from which on a member meets no more centres.
     """
+    members = torch.arange(len(offsets), device=offsets.device)
     norms = offsets.square().sum(1)
-    lengths = norms.sqrt()
+    some = squared.clone()
     step = _COLUMNS[offsets.device.type]
     for first in range(0, len(centres), step):
         if first:
-            settled = squared.topk(min(2, len(squared)), 0, largest=False).values[-1]
-            reach = float((lengths + settled.sqrt()).amax())
+            second = some.topk(min(2, len(some)), 0, largest=False).values[-1]
+            left = int((second > enough).sum())
+            if not left:
+                break
+            if left <= _LEFT * len(second):  # those that aren't done yet go on alone
+                squared[:, members] = some
+                going = second.topk(max(left, _LEAST)).indices
+                members, second, norms = members[going], second[going], norms[going]
+                some, offsets = some.index_select(1, going), offsets.index_select(0, going)
+            reach = float((norms.sqrt() + second.sqrt()).amax())
             if float(away[first]) > reach * _MARGIN:
                 break
-        whose, order = owners[first : first + step].sort(stable=True)
-        some = centres[first : first + step][order]
-        product = torch.addmm(some.square().sum(1, True), some, offsets.T, alpha=-2)
-        sizes = whose.bincount(minlength=len(squared)).tolist()
+        near = order[first : first + step]
+        whose, by_owner = owners[near].sort(stable=True)
+        around = centres.index_select(0, near[by_owner]).sub_(origin)
+        product = torch.addmm(around.square().sum(1, True), around, offsets.T, alpha=-2)
+        sizes = whose.bincount(minlength=len(some)).tolist()
+        lower = torch.full_like(some, torch.inf)
         for owner, part in enumerate(torch.split(product, sizes)):
             if len(part):
-                lower = part.amin(0).add_(norms).clamp_(min=0)
-                torch.minimum(squared[owner], lower, out=squared[owner])
-    return squared
+                torch.amin(part, 0, out=lower[owner])
+        torch.minimum(some, lower.add_(norms).clamp_(min=0), out=some)
+    squared[:, members] = some

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
 from anomaly.errors import ConfigError, DataError
+from anomaly.scorers.patchcore import cover
 from anomaly.scorers.patchcore.coreset import (
     coreset_size,
     covering_radius,
     greedy_k_center,
     random_projection,
 )
+from anomaly.scorers.patchcore.cover import Cover
 
 DEVICES = [
     "cpu",
@@ -104,6 +107,52 @@ def test_unstructured_points() -> None:
     """Nothing can be skipped among uniform points: only the work grows."""
     points = torch.rand(5000, 64, generator=seeded())
     assert_greedy(points, greedy_k_center(points, 400, generator=seeded()).picks)
+
+
+def test_points_that_rest_too_early_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once all that lie far apart are picked, the largest distance falls a hundredfold."""
+    g = seeded(3)
+    apart, together = 100 * torch.randn(3000, 16, generator=g), torch.randn(6000, 16, generator=g)
+    points = torch.cat([apart, together])[torch.randperm(9000, generator=g)]
+    woken = 0
+    caught_up = Cover._caught_up
+
+    def counted(self: Cover, cell: Any, members: torch.Tensor, met: int) -> torch.Tensor:
+        nonlocal woken
+        woken += len(members)
+        return caught_up(self, cell, members, met)
+
+    monkeypatch.setattr(Cover, "_caught_up", counted)
+    chosen = greedy_k_center(points, 3600, generator=seeded())
+    assert woken > 5000
+    assert_greedy(points, chosen.picks)
+    expected = brute_force(points.double().numpy(), 3600, int(chosen.picks[0]))
+    assert len(set(chosen.picks.tolist()) & set(expected)) >= 0.99 * 3600
+    exact = cdist(points.double(), points[chosen.picks].double()).min(1).max()
+    assert chosen.covering_radius == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [700, 2000])
+def test_points_that_are_close_to_a_pick_rest(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As patch embeddings are: many numbers, of which few are free."""
+    g = seeded(4)
+    free = torch.randn(30_000, 12, generator=g)
+    points = torch.tanh(free @ torch.randn(12, 32, generator=g))
+    addmm, measured, picks = torch.addmm, [], []
+
+    def counted(*args: torch.Tensor, **more: float) -> torch.Tensor:
+        product = addmm(*args, **more)
+        measured[-1] += product.numel()
+        return product
+
+    monkeypatch.setattr(torch, "addmm", counted)
+    for awake in (cover._AWAKE, -1.0):  # with the latter nobody rests
+        measured.append(0)
+        monkeypatch.setattr(cover, "_AWAKE", awake)
+        picks.append(greedy_k_center(points, size, generator=seeded()).picks)
+    assert measured[0] < 0.8 * measured[1], measured
+    assert_greedy(points, picks[0])
+    assert len({*picks[0].tolist()} & {*picks[1].tolist()}) >= 0.99 * size
 
 
 def test_covering_radius_is_exact() -> None:

@@ -32,7 +32,7 @@ def _fit(batches: PatchList, ratio: float) -> tuple[MemoryBank, torch.Tensor]:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_fold_leaves_nothing_behind_and_the_bank_keeps_its_size(inside: bool) -> None:
+def test_a_fold_leaves_nothing_behind_and_no_bank_grows(inside: bool) -> None:
     batches = _batches(inside=inside)
     bank, projection = _fit(batches, 0.2)
     for fold, left in zip(
@@ -40,7 +40,7 @@ def test_a_fold_leaves_nothing_behind_and_the_bank_keeps_its_size(inside: bool) 
     ):
         images = left.origins[:, 0].tolist()
         assert not set(images) & set(fold)
-        assert len(left.vectors) == len(bank.vectors)
+        assert len(left.vectors) <= len(bank.vectors)
         assert len(set(map(tuple, left.origins.tolist()))) == len(left.origins)
         for vector, (image, row, column) in zip(left.vectors, left.origins.tolist(), strict=True):
             batch = batches.batches[image // 2]
@@ -60,6 +60,38 @@ def test_what_replaces_a_fold_is_what_it_stood_for() -> None:
         assert new
         nearest = torch.cdist(left.vectors[new] @ projection, bank.vectors @ projection).argmin(1)
         assert {int(bank.origins[i, 0]) for i in nearest} <= set(fold)
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.2, 0.5])
+def test_the_others_are_covered_as_closely_by_no_more_vectors_than_it_takes(ratio: float) -> None:
+    """Against greedy k-center, a pick at a time, in float64."""
+    batches = _batches(5)
+    bank, projection = _fit(batches, ratio)
+    places, points = [], []
+    for batch in batches:
+        for image, grid in zip(batch.images, batch.embeddings, strict=True):
+            places += [[image, r, c] for r in range(grid.shape[0]) for c in range(grid.shape[1])]
+            points.append((grid.flatten(0, 1) @ projection).double())
+    every, images = torch.cat(points), torch.tensor(places)[:, 0]
+    vectors = (bank.vectors @ projection).double()
+    nearest = torch.cdist(every, vectors).argmin(1)
+    added = []
+    for fold, left in zip(
+        FOLDS, banks_without(bank, batches, FOLDS, projection=projection), strict=True
+    ):
+        gone = torch.isin(bank.origins[:, 0], torch.tensor(fold))
+        orphans = (gone[nearest] & ~torch.isin(images, torch.tensor(fold))).nonzero()[:, 0]
+        away = torch.cdist(every, vectors[~gone]).amin(1)[orphans]
+        expected: list[list[int]] = []
+        while len(expected) < int(gone.sum()) and away.max() > 0.95 * bank.covering_radius:
+            pick = orphans[away.argmax()]
+            expected.append(places[int(pick)])
+            away = torch.minimum(away, torch.cdist(every[orphans], every[pick][None])[:, 0])
+        kept = bank.origins[~gone].tolist()
+        assert left.origins.tolist() == kept + expected
+        added.append((len(expected), int(gone.sum())))
+    # A bank of few vectors has as many again for those that went, a larger one fewer.
+    assert any(new < went for new, went in added) == (ratio > 0.1), added
 
 
 def test_a_bank_of_all_patches_just_loses_the_fold() -> None:
@@ -107,7 +139,7 @@ def test_a_share_of_the_patches_is_drawn_evenly() -> None:
     places = torch.stack([images, ranks], 1)
     nothing = torch.empty(0)
     for share in (0.0, 0.03, 0.5, 1.0):
-        drawn = _drawn(share, nothing, nothing, places).view(300, 200).double()
+        drawn = _drawn(share, nothing, places).view(300, 200).double()
         spread = (share * (1 - share)) ** 0.5
         assert float(drawn.mean()) == pytest.approx(share, abs=4 * spread / 60_000**0.5)
         for axis, count in ((0, 300), (1, 200)):  # of each image, and of each place in it

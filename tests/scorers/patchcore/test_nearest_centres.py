@@ -65,6 +65,38 @@ def test_most_pairs_are_never_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(squared.double(), exact, rtol=1e-4, atol=1e-2)
 
 
+def test_points_that_two_owners_are_close_to_meet_few_centres(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    points = torch.randn(6000, 24, generator=torch.Generator().manual_seed(9)) + 5
+    centres, owners = points[:4000], torch.arange(4000) % 7
+    by_owner = torch.stack([_every_pair(points, centres[owners == k]).amin(1) for k in range(7)], 1)
+    two = by_owner.sort(1)
+    enough = float(two.values[:, 1].quantile(0.9))
+    measured = []
+    addmm = torch.addmm
+
+    def counted(*args: Tensor, **more: float) -> Tensor:
+        product = addmm(*args, **more)
+        measured[-1] += product.numel()
+        return product
+
+    monkeypatch.setattr(torch, "addmm", counted)
+    for some in (0.0, enough):
+        measured.append(0)
+        least, nearest, others = squared_to_two_owners(points, centres, owners, 7, some)
+    monkeypatch.undo()
+    assert measured[1] < 0.7 * measured[0]
+    far = two.values[:, 1] > enough * (1 + 1e-5)
+    assert int(far.sum()) > 500
+    torch.testing.assert_close(least.double()[far], two.values[far, 0], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(others.double()[far], two.values[far, 1], rtol=1e-4, atol=1e-3)
+    assert torch.equal(nearest[far], two.indices[far, 0])
+    close = two.values[:, 1] < enough * (1 - 1e-5)
+    assert bool((others[close] <= enough).all())
+    assert bool((least <= others).all())
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_and_cells_change_nothing_but_rounding(
     threads: int, monkeypatch: pytest.MonkeyPatch
