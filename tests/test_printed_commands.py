@@ -45,10 +45,13 @@ RUNS_TESTS = ("make test", "make test-slow", "make test-portable")  # this very 
 # A run that follows a folder goes on until somebody stops it.
 UNTIL_A_ROW = " & until grep -q ,ok, shift/results.csv; do sleep 0.2; kill -0 $!; done; "
 UNTIL_A_ROW += "kill -TERM $!; wait $!"
-# So does a service.
-READY = "http://127.0.0.1:8000/v2/health/ready"
-UNTIL_READY = f" & until python -c 'import urllib.request as u; u.urlopen(\"{READY}\")'; "
-UNTIL_READY += "do sleep 0.5; kill -0 $!; done; kill -TERM $!; wait $!"
+# So does a service, which scores a part.
+SERVICE = "http://127.0.0.1:8000"
+OPEN = "import urllib.request as u; u.urlopen"
+SCORE = f'"{SERVICE}/v1/models/my_part/score", open("/path/to/part.png", "rb").read()'
+UNTIL_SCORED = f""" & until python -c '{OPEN}("{SERVICE}/v2/health/ready")'; """
+UNTIL_SCORED += f"do sleep 0.5; kill -0 $!; done; python -c '{OPEN}({SCORE})'; "
+UNTIL_SCORED += "kill -TERM $!; wait $!"
 MOBILENET = REPOSITORY / "weights" / "mobilenet_v2-b0353104.pth"
 # WideResNet50-2's file can't be had without a network: its layers have random weights here.
 STAND_IN = """
@@ -178,13 +181,16 @@ def _printed(own_files: Path) -> list[str]:
         if number and not re.search("anomaly start|name=my_part", " ".join(printed)):
             lines.append("cp -r ../0/runs/the_part runs/my_part")
         lines += [*printed, "cd .."]
-    lines = [line.replace("/path/to/", f"{own_files}/path/to/") for line in lines]
     return [
-        line
-        + (UNTIL_A_ROW if "--watch" in line else UNTIL_READY if "anomaly serve" in line else "")
+        (line + _ended(line)).replace("/path/to/", f"{own_files}/path/to/")
         for line in lines
         if not line.startswith(IN_THE_CHECKOUT)
     ]
+
+
+def _ended(line: str) -> str:
+    """What ends a command that goes on by itself, once it has scored a part."""
+    return UNTIL_A_ROW if "--watch" in line else UNTIL_SCORED if "anomaly serve" in line else ""
 
 
 @pytest.mark.slow

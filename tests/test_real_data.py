@@ -110,15 +110,15 @@ def test_one_seed_of_magnetic_tile(
 
 
 @pytest.mark.parametrize(
-    # Magnetic tile's image AUROC was 0.925 to 0.935 for seeds 0, 1, 2.
+    # Magnetic tile's were 0.965 and 0.863 in the mean of seeds 0, 1, 2.
     ("data", "image_auroc", "pixel_auroc"),
-    [(BOTTLE, 0.998, 0.985), (MAGNETIC_TILE, 0.92, 0.83)],
+    [(BOTTLE, 0.998, 0.985), (MAGNETIC_TILE, 0.95, 0.855)],
 )
 def test_the_default_size_keeps_the_aspect(
     data: Path, image_auroc: float, pixel_auroc: float, tmp_path: Path
 ) -> None:
     _needs(data, WEIGHTS)
-    settings = [*REAL, "data.format=mvtec", "model.coreset_ratio=0.01", "name=defaults"]
+    settings = [*REAL, "data.format=mvtec", "name=defaults"]
     _, figures = _train_and_evaluate(data, tmp_path, *settings, config="folder.yaml")
     assert figures["image_auroc"] >= image_auroc
     assert figures["pixel_auroc"] >= pixel_auroc
