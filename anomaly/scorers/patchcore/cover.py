@@ -171,16 +171,14 @@ class Cover:
         self._spread(self._wake, [cell for cell in self._cells if cell.resting])
 
     def _wake(self, cell: _Cell) -> None:
-        now, awake, resting = len(self._centres), [cell.members], []
-        tired = [cell.members[:0]]
+        """Let points that rest above the level catch up; those still above it stay awake."""
+        awake, resting = [cell.members], []
         for members, met in cell.resting:
             above = self.bounds[members] >= self.level
             some = members[above]
             far = self._caught_up(cell, some, met) >= self.level
             awake.append(some[far])
-            tired.append(some[~far])
-            resting.append((members[~above], met))
-        resting.append((torch.cat(tired), now))
+            resting += [(members[~above], met), (some[~far], len(self._centres))]
         cell.resting = [(members, met) for members, met in resting if len(members)]
         cell.members = torch.cat(awake)
         cell.norms = self._offsets(cell.members, cell.origin).square_().sum(1)

@@ -78,22 +78,21 @@ def extended_without(
     added = [fold_of[i] for i in bank.origins[known:, 0].tolist()]
     owners = torch.tensor([-1] * known + added, device=bank.vectors.device)
     with torch.inference_mode():
-        centres = bank.vectors @ projection
-        picks = []
-        radius = bank.covering_radius
-        ours, mine, covered = centres[known:], owners[known:], partial(_covered, radius**2)
-        for points, bounds, places in orphans(
-            patches, fold_of, ours, mine, projection, radius, covered
-        ):
-            bounds = torch.minimum(bounds, squared_to_nearest(points, centres[:known]))
+        before, after = torch.tensor_split(bank.vectors @ projection, [known])
+        radius, picks = bank.covering_radius, []
+        lost = orphans(
+            patches, fold_of, after, owners[known:], projection, radius, partial(_within, radius)
+        )
+        for points, bounds, places in lost:
+            bounds = torch.minimum(bounds, squared_to_nearest(points, before))
             picks.append(places[pick_beyond(points, bounds, radius)])
     # Two banks' generators take turns: a mode that one left on while it waits, the other would
     # switch on for good.
     yield from repaired(bank, owners, patches, picks)
 
 
-def _covered(squared: float, least: Tensor, places: Tensor) -> Tensor:
-    return least <= squared
+def _within(radius: float, least: Tensor, places: Tensor) -> Tensor:
+    return least <= radius**2
 
 
 def _uncovered(
