@@ -118,7 +118,7 @@ def test_the_default_size_keeps_the_aspect(
     data: Path, image_auroc: float, pixel_auroc: float, tmp_path: Path
 ) -> None:
     _needs(data, WEIGHTS)
-    settings = [*REAL, "data.format=mvtec", "name=defaults"]
+    settings = [*REAL, "data.format=mvtec", "model.coreset_ratio=0.1", "name=defaults"]
     _, figures = _train_and_evaluate(data, tmp_path, *settings, config="folder.yaml")
     assert figures["image_auroc"] >= image_auroc
     assert figures["pixel_auroc"] >= pixel_auroc
