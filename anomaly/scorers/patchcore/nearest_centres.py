@@ -86,8 +86,8 @@ def squared_to_two_owners(
         if len(some) < _LEAST:
             some = torch.cat([some, some[:1].expand(_LEAST - len(some))])
         offsets = points.index_select(0, some).float().sub_(origins[cell])
-        by_owner = offsets.new_full((count, len(some)), torch.inf)
-        _lower(by_owner, offsets, centres, owners, origins[cell], order[cell], away[cell], enough)
+        around = origins[cell], order[cell], away[cell]
+        by_owner = _to_owners(offsets, centres, owners, count, *around, enough)
         values, found = by_owner.topk(min(2, count), 0, largest=False)
         least[some], nearest[some] = values[0], found[0]
         if count > 1:
@@ -102,30 +102,33 @@ def _nearest_origin(origins: Tensor, points: Tensor) -> Tensor:
     return torch.cdist(points.float(), origins).argmin(1)
 
 
-def _lower(
-    squared: Tensor,
+def _to_owners(
     offsets: Tensor,
     centres: Tensor,
     owners: Tensor,
+    count: int,
     origin: Tensor,
     order: Tensor,
     away: Tensor,
     enough: float,
-) -> None:
-    """Lower a cell's squared distances to what its members have to the nearest centres.
+) -> Tensor:
+    """Squared distances of a cell's members to the nearest centre of each owner.
 
     Args:
-        squared: (count, n), infinite; lowered in place, to the nearest centre of each owner. Only
-            the two lowest of each member are sure, and of those within `enough` none is.
         offsets: (n, d), the members relative to the cell's origin: distances are multiplied out,
             and large norms would cancel.
         centres: (M, d).
-        owners: (M,) int64.
+        owners: (M,) int64 from 0 to `count` − 1.
+        count: how many owners there are.
         origin: (d,), of the cell.
         order: (M,) int64, centres from the nearest to the origin on.
         away: (M,), their distances to it, ascending.
         enough: second lowest squared distance from which on a member meets no more centres.
+
+    Returns:
+        (count, n). Only the two lowest of each member are sure, and within `enough` none is.
     """
+    squared = offsets.new_full((count, len(offsets)), torch.inf)
     members = torch.arange(len(offsets), device=offsets.device)
     norms = offsets.square().sum(1)
     some = squared.clone()
@@ -133,7 +136,7 @@ def _lower(
     for first in range(0, len(centres), step):
         if first:
             second = some.topk(min(2, len(some)), 0, largest=False).values[-1]
-            left = int((second > enough).sum())
+            left = int((~(second <= enough)).sum())  # what is NaN stays so, and is never done
             if not left:
                 break
             if left <= _LEFT * len(second):  # those that aren't done yet go on alone
@@ -155,3 +158,4 @@ def _lower(
                 torch.amin(part, 0, out=lower[owner])
         torch.minimum(some, lower.add_(norms).clamp_(min=0), out=some)
     squared[:, members] = some
+    return squared

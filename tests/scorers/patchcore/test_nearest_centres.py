@@ -125,13 +125,20 @@ def test_without_centres_nothing_is_near_and_without_points_there_is_nothing() -
     assert others.tolist() == [torch.inf] * 3
 
 
-def test_points_that_are_nan_are_nan_and_harm_no_other() -> None:
-    points, centres = _clusters(3000, 8, 5), _clusters(200, 8, 6)
+@pytest.mark.parametrize("columns", [nearest_centres._COLUMNS["cpu"], 20])
+def test_points_that_are_nan_are_nan_and_harm_no_other(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many products a cell takes, between which those that are done are left behind."""
+    monkeypatch.setattr(nearest_centres, "_COLUMNS", {"cpu": columns})
+    g = torch.Generator().manual_seed(5)
+    points, centres = torch.randn(3000, 8, generator=g), torch.randn(200, 8, generator=g)
+    points[1000:] = centres[:20].repeat(100, 1)  # at a distance of 0 from the first product on
     exact = squared_to_nearest(points, centres)
-    points[17], points[18, 3] = torch.nan, torch.inf
+    points[:499], points[499, 3] = torch.nan, torch.inf
     found = squared_to_nearest(points, centres)
-    assert bool(found[17:19].isnan().all())
-    torch.testing.assert_close(found[19:], exact[19:], rtol=1e-4, atol=1e-2)
+    assert bool(found[:500].isnan().all())
+    torch.testing.assert_close(found[500:], exact[500:], rtol=1e-4, atol=1e-2)
 
 
 def test_a_point_has_the_same_distances_among_any_others() -> None:
