@@ -34,14 +34,12 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.preprocessing import UnusableImage, by_shape, tile_by_tile
-from anomaly.model.build import fitter_for
+from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of, split
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.training import train
 from anomaly.scorers.base import Fitter
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
-from anomaly.scorers.patchcore.memory_bank import MemoryBank
-from anomaly.scorers.patchcore.memory_bank_pair import BankPairFitter
 from anomaly.scorers.patches import PatchBatch, PatchSet
 from benchmarks.inputs import machine
 
@@ -123,7 +121,8 @@ def prepare(args: argparse.Namespace) -> Bench:
             batches.append(PatchBatch(embeddings, tuple(i.index for i in batch), None, inside))
             views.update((i.index, i.layout) for i in batch)
     patches = Patches(batches, views)
-    fitter = fitter_for(config, detector.extractor, detector.device)
+    channels = sum(detector.extractor.channels)
+    fitter = fitter_of(config).prepared(channels, detector.device)
     return Bench(detector, fitter, patches, config.calibration.folds)
 
 
@@ -182,7 +181,7 @@ def refits(bench: Bench) -> None:
     seconds = time.perf_counter() - between
     print(f"cross-fitting {between - started:.1f} s, refits {seconds:.1f} s")
     compare("shortcut / refits", quick, true)
-    if isinstance(bench.fitter, MemoryBankFitter | BankPairFitter):
+    if isinstance(bench.fitter, MemoryBankFitter):
         compare("refits with another seed / refits", refitted(bench, 1), true)
 
 
@@ -190,11 +189,9 @@ def refitted(bench: Bench, seed: int) -> np.ndarray:
     """Scores of all images by true refits: as large a bank, or Gaussians, without each fold."""
     fitter = bench.fitter
     parts = [(i,) for i in bench.images]
-    if isinstance(fitter, BankPairFitter):
-        fitter = replace(fitter, banks=as_large(bench.detector.scorer.fine, fitter.banks, seed))
-    elif isinstance(fitter, MemoryBankFitter):
-        fitter = as_large(bench.detector.scorer, fitter, seed)
-    if fitter is not bench.fitter:
+    if isinstance(fitter, MemoryBankFitter):
+        size = len(bench.detector.scorer.vectors)
+        fitter = replace(fitter, coreset_ratio=None, coreset_size=size, seed=fitter.seed + seed)
         parts = split(bench.images, {}, bench.folds)
     anew = replace(bench, fitter=fitter)
     scores: dict[int, float] = {}
@@ -202,12 +199,6 @@ def refitted(bench: Bench, seed: int) -> np.ndarray:
         detector = anew.learn(frozenset(bench.images) - frozenset(part))
         scores |= zip(part, anew.scores(detector, part).tolist(), strict=True)
     return np.array([scores[i] for i in bench.images])
-
-
-def as_large(bank: MemoryBank, fitter: MemoryBankFitter, seed: int) -> MemoryBankFitter:
-    """What fits a bank as large, `seed` seeds further on."""
-    size = len(bank.vectors)
-    return replace(fitter, coreset_ratio=None, coreset_size=size, seed=fitter.seed + seed)
 
 
 def compare(what: str, some: np.ndarray, others: np.ndarray) -> None:

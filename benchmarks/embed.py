@@ -1,4 +1,4 @@
-"""Write the patch embeddings of a folder of images, as one memory bank has them, for others to use.
+"""Write the patch embeddings of a folder of images, as PatchCore gets them, for other benchmarks.
 
 python -m benchmarks.embed --images bottle/train/good --weights FILE.safetensors --output train.npy
 """
@@ -32,11 +32,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     weights = {"name": "resnet50_v1", "weights": str(args.weights)}
-    settings = {
-        "image": {"resize": args.size},
-        "backbone": weights,
-        "model": {"embedding": "sharp"},
-    }
+    settings = {"image": {"resize": args.size}, "backbone": weights}
     config, device = parse_config(settings, "benchmark"), torch.device("cpu")
     extractor, _ = backbone(config, device)
     align = fitter_of(config).align

@@ -55,17 +55,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         calibrate=False,
     )
     training.detector.save(args.checkpoint, overwrite=True)
-    learned = training.detector.scorer.tensors()
-    # Of the finer of two banks where there are two; other methods have none.
-    bank = {name.removeprefix("fine."): one for name, one in learned.items()}
-    radius, exact = bank.get("covering_radius"), bank.get("exact")
+    scorer = training.detector.scorer
     return {
         "seconds": time.perf_counter() - start,
         "stages": training.seconds,
         "precision": training.detector.config.precision,
         "model_bytes": sum(f.stat().st_size for f in args.checkpoint.iterdir()),
-        "covering_radius": None if radius is None else float(radius),
-        "exact": None if exact is None else bool(exact),
+        "covering_radius": getattr(scorer, "covering_radius", None),
+        "exact": getattr(scorer, "exact", None),
     }
 
 

@@ -13,18 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anomaly.scorers.patchcore.aligner import patchcore_levels
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
-from anomaly.scorers.patchcore.memory_bank import ALIGNERS, MemoryBank
-from anomaly.scorers.patchcore.memory_bank_pair import BankPairFitter, MemoryBankPair
+from anomaly.scorers.patchcore.memory_bank import ALIGNERS
 from anomaly.scorers.patches import PatchBatch, PatchSet
 from anomaly.scorers.subspace.fitter import PatchSubspace, SubspaceFitter
 from benchmarks.feature_cache import Seen, SeenSet
-
-# Layers 1, 2 and 3 of a network lie on grids each twice as fine as the next; these are two of them.
-_TWO_GRIDS = ({"1", "2"}, {"2", "3"})
-# What makes other numbers of embeddings than two banks are made for, or another distance.
-_ONE_BANK = ("dims", "power", "neighbours", "weight", "finest", "compress")
 
 
 @dataclass(frozen=True)
@@ -47,9 +40,7 @@ class Variant:
         halo: γ of the damped halo, of the map that pixel figures are of; 0 for none.
         border: δ of the damped border, of the patch scores that image scores are of; 0 for none.
         embedding: how layers are joined, as `model.embedding`, unless `finest` says it; a
-            subspace has plain means. `levels`, two banks, is `sharp`, one, where the layers aren't
-            two neighbouring ones, or `dims`, `power`, `neighbours`, `weight`, `finest` or
-            `compress` is given.
+            subspace has plain means.
         weight: what the coarsest layer is multiplied by.
         finest: the layer whose grid the embeddings have; finer maps are averaged down to it. 0 for
             the finest of those joined.
@@ -70,7 +61,7 @@ class Variant:
     smoothing: float = 4.0
     halo: float = 0.5
     border: float = 0.35
-    embedding: str = "levels"
+    embedding: str = "sharp"
     weight: float = 1.0
     finest: int = 0
     compress: str = ""
@@ -79,20 +70,8 @@ class Variant:
     @property
     def joining(self) -> Variant:
         """What embeddings depend on before anything is done to their numbers."""
-        return Variant(
-            layers=self.layers, finest=self.finest, weight=self.weight, embedding=self.embedded_as
-        )
-
-    @property
-    def embedded_as(self) -> str:
-        """How layers are joined in the end, see `embedding`."""
-        if self.kind == "subspace":
-            return "concat"
-        if self.embedding != "levels":
-            return self.embedding
-        usual = Variant()
-        changed = any(getattr(self, key) != getattr(usual, key) for key in _ONE_BANK)
-        return "sharp" if changed or set(self.layers) not in _TWO_GRIDS else "levels"
+        how = "concat" if self.kind == "subspace" else self.embedding
+        return Variant(layers=self.layers, finest=self.finest, weight=self.weight, embedding=how)
 
     @property
     def distances(self) -> Variant:
@@ -155,8 +134,7 @@ def _joined(one: Seen, variant: Variant) -> Tensor:
             for m in pooled
         ]
         return torch.cat(resized, 1)[0].permute(1, 2, 0)
-    align = patchcore_levels if variant.embedding == "levels" else ALIGNERS[variant.embedding]
-    return align(maps)[0]
+    return ALIGNERS[variant.embedding](maps)[0]
 
 
 @lru_cache(maxsize=4)
@@ -195,25 +173,8 @@ def _subspace(images: SeenSet, variant: Variant) -> PatchSubspace:
     return SubspaceFitter().fit(_Patches(images.train, Embedded(images, variant)))
 
 
-def fitted(
-    train: Sequence[Seen], embed: Embedded, variant: Variant, seed: int
-) -> MemoryBank | MemoryBankPair:
-    """What PatchCore learns from a set's training images, of one group of layers."""
-    if variant.shots:
-        train = random.Random(seed).sample(train, min(variant.shots, len(train)))
-    patches = _Patches(train, embed)
-    banks = MemoryBankFitter(variant.ratio, seed=seed)
-    if variant.embedded_as != "levels":
-        return banks.fit(patches)
-    layers = [int(layer) for layer in variant.layers]
-    channels = [len(train[0].maps[layer - 1]) for layer in layers]
-    strides = [2 * 2**layer for layer in layers]
-    return BankPairFitter(banks).prepared(channels, strides, torch.device("cpu")).fit(patches)
-
-
 def patch_scores(images: SeenSet, variant: Variant, seed: int) -> tuple[list[Tensor], float]:
     """Patch scores (h, w) of each test image, and the seconds that bank and search took."""
-    variant = replace(variant, embedding=variant.embedded_as)
     if "+" in variant.layers:
         parts = [
             patch_scores(images, replace(variant, layers=layers), seed)
@@ -235,22 +196,22 @@ def patch_scores(images: SeenSet, variant: Variant, seed: int) -> tuple[list[Ten
             seconds += spent
         return found, seconds
     started = time.perf_counter()
-    embed = Embedded(images, variant)
+    embed, train = Embedded(images, variant), images.train
+    if variant.shots:
+        train = random.Random(seed).sample(train, min(variant.shots, len(train)))
+
     if variant.kind == "subspace":
         subspace = _subspace(images, replace(variant, share=Variant().share))
         subspace = replace(subspace, basis=subspace.statistics.axes(variant.share, None))
         found = [subspace.score(embed.of(one)[None]).scores[0] for one in images.test]
         return found, time.perf_counter() - started
-    scorer = fitted(images.train, embed, variant, seed)
+    bank = MemoryBankFitter(variant.ratio, seed=seed).fit(_Patches(train, embed))
     found = []
     with torch.inference_mode():
         for one in images.test:
             patches = embed.of(one)
-            if isinstance(scorer, MemoryBank):
-                away, _ = scorer.neighbours(patches.flatten(0, 1), variant.neighbours)
-                found.append(away.mean(1).view(patches.shape[:2]))
-            else:
-                found.append(scorer.score(patches[None]).scores[0])
+            away, _ = bank.neighbours(patches.flatten(0, 1), variant.neighbours)
+            found.append(away.mean(1).view(patches.shape[:2]))
     return found, time.perf_counter() - started
 
 

@@ -48,7 +48,7 @@ class Method:
 METHODS = {
     "patchcore": Method(
         "PatchCore",
-        "anomaly.scorers.patchcore.method",
+        "anomaly.scorers.patchcore.fitter",
         "anomaly.scorers.patchcore.array_bank",
         embedded_by=("model.embedding",),
         settings=("coreset_ratio", "coreset_size", "embedding", "neighbours", "search"),

@@ -202,10 +202,9 @@ class ModelConfig(_Section):
     """PatchCore: the share of the patches that the memory bank keeps."""
     coreset_size: PositiveInt | None = None
     """PatchCore: how many it keeps; wins over the ratio."""
-    embedding: Literal["levels", "sharp", "concat", "adaptive"] = "levels"
-    """PatchCore: a bank for the finer layers and one for all on a grid half as fine (levels), or
-    one bank of all side by side: averaged over 3 × 3 positions, with more weight on the centre
-    (sharp) or as published (concat), or pooled to 1024 as in the reference (adaptive)."""
+    embedding: Literal["sharp", "concat", "adaptive"] = "sharp"
+    """PatchCore: layers averaged over 3 × 3 positions side by side, the finest with more weight on
+    the centre (sharp) or as published (concat); or the reference's pooling to 1024 (adaptive)."""
     neighbours: Annotated[int, Field(ge=2, le=1000)] = 3
     """PatchCore: b of the `reweighted` image score."""
     search: Literal["exact", "faiss", "ivf"] = "exact"
@@ -293,8 +292,4 @@ class Config(_Section):
                     f"{key} needs model.kind=patchcore or subspace: {self.model.kind} learns each "
                     "place of the image by itself"
                 )
-        if self.image_score_in_force == "reweighted" and self.model.embedding == "levels":
-            raise ValueError(
-                "model.image_score=reweighted needs one bank; set model.embedding=sharp or concat"
-            )
         return self

@@ -183,9 +183,9 @@ class GoodImages:
             count: how many good patches for each.
         """
         with torch.inference_mode():
-            found = [self._evidence(item, patch, count) for patch in patches]
-        evidence = [one for one in found if one is not None]
-        if not evidence:
+            wanted = torch.stack([self._embedding(item, patch) for patch in patches])
+            evidence = self._detector.scorer.evidence(wanted, count)
+        if evidence is None:
             learned = list(self._hashes)
             count = min(count, len(learned))
             picked = [learned[i * len(learned) // count] for i in range(count)]
@@ -193,14 +193,13 @@ class GoodImages:
                 [GoodPatch(name, *self._same_place(item, patch, name), None) for name in picked]
                 for patch in patches
             ]
+        distances, origins = (values.tolist() for values in evidence)
         return [
             [
                 GoodPatch(self._names[image], *self.as_photographed(image, row, column), distance)
-                for (image, row, column), distance in zip(
-                    origins.tolist(), distances.tolist(), strict=True
-                )
+                for (image, row, column), distance in zip(places, near, strict=True)
             ]
-            for distances, origins in evidence
+            for places, near in zip(origins, distances, strict=True)
         ]
 
     def crop(self, patch: GoodPatch) -> RgbImage:
@@ -253,14 +252,11 @@ class GoodImages:
         item = self._read(found.path)
         return item if isinstance(item, Loaded) else "can't be read"
 
-    def _evidence(
-        self, item: Loaded, patch: tuple[int, int], count: int
-    ) -> tuple[Tensor, Tensor] | None:
+    def _embedding(self, item: Loaded, patch: tuple[int, int]) -> Tensor:
         tile = tile_of(item, self._grid(item), patch)
         embeddings = self._detector.embedder([tile])[0]
         height, width = embeddings.shape[:2]
-        place = patch[0] % height, patch[1] % width
-        return self._detector.scorer.evidence(embeddings, place, count)
+        return embeddings[patch[0] % height, patch[1] % width]
 
     def _grid(self, item: Loaded) -> tuple[int, int]:
         """(h, w) of the patch grid, of the mosaic where there are tiles."""

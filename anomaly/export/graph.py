@@ -33,8 +33,7 @@ _MEANINGS = {
     "embeddings": "patch embeddings",
     "patch_scores": "distance of each patch to what good patches look like, higher is more "
     "anomalous",
-    "nearest": "nearest vector of the memory bank, the row of `vectors` in scorer.safetensors; of "
-    "`fine.vectors` where there are two banks",
+    "nearest": "nearest vector of the memory bank, the row of `vectors` in scorer.safetensors",
 }
 
 

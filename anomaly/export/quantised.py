@@ -36,7 +36,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape, tile_by_tile
 from anomaly.model.appearance_model import AppearanceModel
-from anomaly.model.build import fitter_for
+from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import BACKBONE
@@ -219,7 +219,7 @@ def _learned_again(
 ) -> AnomalyDetector:
     """The same model of another network: the same images, patches, settings and rates."""
     network = detector.extractor
-    fitter = fitter_for(detector.config, network, detector.device)
+    fitter = fitter_of(detector.config).prepared(sum(network.channels), detector.device)
     with (
         tempfile.TemporaryDirectory(prefix=".patches-", dir=draft) as scratch,
         Decoders(min(workers, len(samples)), Task(detector.loading)) as decoders,

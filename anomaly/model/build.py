@@ -87,15 +87,6 @@ def fitter_of(config: Config) -> Fitter[Any]:
     return made
 
 
-def fitter_for(config: Config, network: FeatureExtractor, device: torch.device) -> Fitter[Any]:
-    """What a config learns with from a network's layers, prepared.
-
-    Raises:
-        ConfigError: the settings don't fit these layers.
-    """
-    return fitter_of(config).prepared(network.channels, network.strides, device)
-
-
 def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) -> Scorer:
     """What a config's method learned and saved.
 

@@ -46,7 +46,7 @@ from anomaly.model.folder import (
     model_id,
 )
 from anomaly.model.manifest import AGAIN, read_manifest
-from anomaly.model.settings import as_of_today, region_of
+from anomaly.model.settings import as_of_today, has_two_banks, region_of
 from anomaly.model.threshold_files import read_history, read_thresholds
 from anomaly.runtime.devices import CPU, device_of, has_bf16
 
@@ -213,11 +213,17 @@ def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
     """The settings in a model folder, which repeat some of what its manifest says."""
     file = folder / "config.yaml"
     try:
-        config = parse_config(as_of_today(yaml.safe_load(file.read_text("utf-8"))), str(file))
+        values = as_of_today(yaml.safe_load(file.read_text("utf-8")))
+        config = None if has_two_banks(values) else parse_config(values, str(file))
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ModelError(f"{file} isn't YAML as this program writes it; {AGAIN}") from None
     except (OSError, AnomalyError) as error:
         raise _unreadable(folder, manifest, error) from None
+    if config is None:
+        raise ModelError(
+            f"{folder} has two memory banks (model.embedding: levels), which this version doesn't "
+            "support; train it again"
+        )
     made, backbone = manifest["made_with"], manifest["backbone"]
     agree(folder, "name", manifest["name"], config.name)
     agree(folder, "seed", manifest["seed"], config.seed)

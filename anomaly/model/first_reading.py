@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.model.appearance import Appearance
 from anomaly.model.tensor_file import Piece, TensorFile
-from anomaly.scorers.patches import PatchBatch, PointsOf
+from anomaly.scorers.patches import MatrixOf, PatchBatch
 
 
 class KeptPoints:
@@ -22,24 +22,20 @@ class KeptPoints:
 
     Args:
         folder: on the disk that the file is to be on.
-        projection: how embeddings become points.
         shared: see `TensorFile`.
 
     Attributes:
         channels: D of the embeddings.
-        view: of the patches that are kept.
         made_with: `matrix_hash` of what they were multiplied by.
     """
 
-    def __init__(self, folder: Path, projection: PointsOf, *, shared: bool) -> None:
+    def __init__(self, folder: Path, *, shared: bool) -> None:
         self._file = TensorFile(folder, shared=shared)
-        self._projection: PointsOf | None = projection
         self._matrix: Tensor | None = None
         self.channels = 0
-        self.view = projection.view
         self.made_with = ""
 
-    def add(self, batch: PatchBatch) -> int:
+    def add(self, batch: PatchBatch, matrix_of: MatrixOf) -> int:
         """Project the patches of some images that count.
 
         Returns:
@@ -48,11 +44,9 @@ class KeptPoints:
         Raises:
             OutputError: no room.
         """
-        assert self._projection is not None, "a copy only reads"
-        batch = self._projection.seen(batch)
         if self._matrix is None:
             self.channels = batch.embeddings.shape[3]
-            matrix = self._projection.matrix_of(self.channels)
+            matrix = matrix_of(self.channels)
             self._matrix, self.made_with = matrix.to(batch.embeddings.device), matrix_hash(matrix)
         written = 0
         for image, patches in zip(batch.images, batch.counted(), strict=True):
@@ -72,17 +66,7 @@ class KeptPoints:
         self._file.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_matrix": None, "_projection": None}  # a copy only reads
-
-
-def kept_by(points: Sequence[KeptPoints], projection: PointsOf) -> list[KeptPoints]:
-    """Those of several that keep what a projection gives; of all files, or of none."""
-    same = [kept for kept in points if kept.view == projection.view]
-    # All are of one matrix; none are of a shard in which no image can be used.
-    one = next((kept for kept in same if kept.channels), None)
-    if one is None or one.made_with != matrix_hash(projection.matrix_of(one.channels)):
-        return []
-    return same
+        return {**self.__dict__, "_matrix": None}  # a copy only reads
 
 
 @dataclass(frozen=True)
@@ -91,7 +75,7 @@ class FirstReading:
 
     Attributes:
         file: their features.
-        points: their projected patches, by each projection that a fitter selects by.
+        points: their projected patches, where a fitter selects by these.
         refused: files that couldn't be used.
         hashes: sha256 of each file used.
         views: how each file used was turned into the network's input.
@@ -100,7 +84,7 @@ class FirstReading:
     """
 
     file: TensorFile
-    points: tuple[KeptPoints, ...]
+    points: KeptPoints | None
     refused: list[UnusableImage]
     hashes: dict[int, str]
     views: dict[int, AnyView]

@@ -13,7 +13,7 @@ from anomaly.calibration.rates import percent
 from anomaly.errors import ModelError
 from anomaly.features.exported import ExportedNetwork
 from anomaly.model.appearance_model import AppearanceModel
-from anomaly.model.build import fitter_for
+from anomaly.model.build import fitter_of
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.settings import MASKS, flat, portable
 from anomaly.model.threshold_files import change
@@ -49,9 +49,7 @@ def merge(detectors: Sequence[AnomalyDetector], names: Sequence[str]) -> Anomaly
             raise ModelError(f"{name} is exported; merge the models that were exported, and export")
         _check_same(first, detector, f"{names[0]} and {name}")
     numbers, training = _numbered([detector.manifest for detector in detectors])
-    scorer = fitter_for(first.config, first.extractor, first.device).merged(
-        [d.scorer for d in detectors], numbers
-    )
+    scorer = fitter_of(first.config).merged([d.scorer for d in detectors], numbers)
     thresholds = _thresholds(detectors, names)
     parents = [d.model_id for d in detectors if d.model_id]
     manifest = {**first.manifest, "training_images": training, "refused_images": {}}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from anomaly.imaging.geometry import AnyView
-from anomaly.scorers.patches import PatchBatch, PatchSet, PointsOf, Result
+from anomaly.scorers.patches import MatrixOf, PatchBatch, PatchSet, Result
 
 if TYPE_CHECKING:
     from anomaly.model.training_patches import TrainingPatches
@@ -44,13 +44,9 @@ class Part(PatchSet):
         """The patches of some of them."""
         return self.patches.only(images)
 
-    def projected(self, projection: PointsOf) -> Iterator[tuple[int, Tensor]]:
+    def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
         """An image's index and its points (n, d) float32, image by image."""
-        return self.patches.read_projected(self.images, projection)
-
-    def will_project(self, projections: Sequence[PointsOf]) -> None:
-        """Say by what `projected` is going to be asked for."""
-        self.patches.will_project(projections)
+        return self.patches.read_projected(self.images, matrix_of)
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
         """What a function makes of the patches, for each part of the images that lies apart."""

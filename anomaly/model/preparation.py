@@ -20,7 +20,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, size_of
 from anomaly.imaging.shared_decoders import read_mask
-from anomaly.model.build import backbone, fitter_for
+from anomaly.model.build import backbone, fitter_of
 from anomaly.model.cluster_patches import ClusterPatches
 from anomaly.model.settings import loading_of, region_of
 from anomaly.model.training_patches import TrainingPatches
@@ -79,7 +79,7 @@ def prepare(
     decoders.begin(Task(loading_of(config, stride, region, aspect, patch)))
     extractor = _in_chosen_precision(config, extractor, normalise, samples, decoders, device)
     config = config.model_copy(update={"precision": extractor.precision})
-    fitter = fitter_for(config, extractor, device)
+    fitter = fitter_of(config).prepared(sum(extractor.channels), device)
     log.debug(
         "%s: %s, strides %s, in %s",
         config.backbone.name,

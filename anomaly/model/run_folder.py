@@ -243,7 +243,7 @@ def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
         "patches": training.patches,
         "patch_size": _patch_size(training),
         "image": {name: getattr(image, name) for name in ("area", "resize", "tile")},
-        "bank_vectors": sum(len(tensors[k]) for k in tensors if k.endswith("vectors")) or None,
+        "bank_vectors": len(tensors["vectors"]) if "vectors" in tensors else None,
         "scorer": {n: list(t.shape) if t.ndim else t.item() for n, t in tensors.items()},
         "thresholds": None if thresholds is None else thresholds.to_json(),
         "raised_by": [

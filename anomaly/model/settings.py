@@ -166,3 +166,9 @@ def as_of_today(values: Any) -> Any:
     if model.get("image_score", "") is None:
         model["image_score"] = "map_max"
     return {**values, "model": model}
+
+
+def has_two_banks(values: Any) -> bool:
+    """Whether saved settings are of a PatchCore model with two memory banks, as some had."""
+    model = values.get("model") if isinstance(values, dict) else None
+    return isinstance(model, dict) and model.get("embedding") == "levels"

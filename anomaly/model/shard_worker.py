@@ -71,8 +71,7 @@ class ShardWorker:
         expected = len(self._job.images) if chunk == 0 else None
         patches = self._patches([i for place, i in enumerate(mine) if place not in lost], expected)
         self._check_there(mine)
-        patches.will_project(self._job.model.fitter.projected_by)
-        patches.read_first()
+        patches.read_first(self._job.model.fitter.projected_by)
         found = patches.found()
         patches.close()
         return found

@@ -27,7 +27,7 @@ from anomaly.imaging.preprocessing import (
 from anomaly.imaging.turning import turned_corner, with_turned
 from anomaly.model.appearance import Appearance, AppearanceSums, appearances_of, same_pictures
 from anomaly.model.build import fitter_of
-from anomaly.model.first_reading import FirstReading, KeptPoints, kept_by
+from anomaly.model.first_reading import FirstReading, KeptPoints, matrix_hash
 from anomaly.model.joined_batches import joined
 from anomaly.model.part import Part
 from anomaly.model.settings import turns_of
@@ -35,7 +35,7 @@ from anomaly.model.tensor_file import Piece, TensorFile, check_room
 from anomaly.runtime.memory import release_memory
 from anomaly.runtime.parallel import in_parallel
 from anomaly.scorers.base import Progress
-from anomaly.scorers.patches import PatchBatch, PatchSet, PointsOf, Result
+from anomaly.scorers.patches import MatrixOf, PatchBatch, PatchSet, Result
 
 if TYPE_CHECKING:
     from anomaly.model.detector import AnomalyDetector
@@ -58,7 +58,7 @@ class TrainingPatches(PatchSet):
     readings take it from there, so that each sees the same bytes. Feature maps are written before
     they are aligned, which is half the size of the embeddings (coarse layers aren't up-sampled
     yet), or, with `aligned`, as embeddings, which is less once these are projected. Where patches
-    are read by `projected` first, a file for each projection keeps what that gives.
+    are read by `projected` first, a second file keeps what that gives.
 
     Args:
         images: files, or pixels that are decoded already, by their numbers, ascending.
@@ -105,7 +105,6 @@ class TrainingPatches(PatchSet):
         self._expected = expected or len(images)
         self._files: list[TensorFile] = []
         self._points: list[KeptPoints] = []
-        self._projections: tuple[PointsOf, ...] = ()
         self.seconds = 0.0
         self.refused: list[UnusableImage] = []
         self.hashes: dict[int, str] = {}
@@ -146,31 +145,30 @@ class TrainingPatches(PatchSet):
                     kept = embeddings if len(rows) == len(names) else embeddings[rows]
                     yield self._batch(kept, [names[row] for row in rows])
 
-    def projected(self, projection: PointsOf) -> Iterator[tuple[int, Tensor]]:
+    def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
         """An image's index and its points (n, d) float32, image by image."""
-        return self.read_projected(self._images, projection)
-
-    def will_project(self, projections: Sequence[PointsOf]) -> None:
-        """Say by what `projected` is going to be asked for."""
-        self._projections = tuple(projections)
+        return self.read_projected(self._images, matrix_of)
 
     def read_projected(
-        self, images: Container[int], projection: PointsOf
+        self, images: Container[int], matrix_of: MatrixOf
     ) -> Iterator[tuple[int, Tensor]]:
         """Read the projected patches of some of the images once."""
         with torch.inference_mode():
             if not self._files:
-                self._projections = self._projections or (projection,)
-                self.read_first()
-            for kept in (there := kept_by(self._points, projection)):
-                yield from kept.read(images)
-            for part in () if there else self._parts(images):  # in the order that `each` has
-                yield from PatchSet.projected(part, projection)
+                self.read_first(matrix_of)
+            # All are of one matrix; none are of a shard in which no image can be used.
+            any_of = next((kept for kept in self._points if kept.channels), None)
+            if any_of and any_of.made_with == matrix_hash(matrix_of(any_of.channels)):
+                for kept in self._points:
+                    yield from kept.read(images)
+            else:
+                for part in self._parts(images):  # in the order that `each` has
+                    yield from PatchSet.projected(part, matrix_of)
 
-    def read_first(self) -> None:
-        """Compute and keep all features, and what `projected` is going to be asked for."""
+    def read_first(self, matrix_of: MatrixOf | None) -> None:
+        """Compute and keep all features, and what `projected` gives of a matrix."""
         with torch.inference_mode():
-            for _ in self._compute():
+            for _ in self._compute(matrix_of):
                 pass
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
@@ -198,8 +196,9 @@ class TrainingPatches(PatchSet):
 
     def found(self) -> FirstReading:
         """What the first reading has found, for `take` in another process."""
+        points = self._points[0] if self._points else None
         here = self.refused, self.hashes, self.views, self.looks, self._counts
-        return FirstReading(self._files[0], tuple(self._points), *here)
+        return FirstReading(self._files[0], points, *here)
 
     def take(self, readings: Iterable[FirstReading]) -> None:
         """Go on with what other processes have found in some of the images each.
@@ -209,7 +208,7 @@ class TrainingPatches(PatchSet):
         """
         for one in readings:
             self._files.append(one.file)
-            self._points += one.points
+            self._points += [one.points] if one.points is not None else []
             self.refused += one.refused
             self.hashes |= one.hashes
             self.views |= one.views
@@ -227,9 +226,11 @@ class TrainingPatches(PatchSet):
             inside(pieces, embeddings, self._region),
         )
 
-    def _compute(self) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
+    def _compute(
+        self, matrix_of: MatrixOf | None = None
+    ) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
         file = TensorFile(self._scratch, shared=self._shared)
-        points = [KeptPoints(self._scratch, one, shared=self._shared) for one in self._projections]
+        points = None if matrix_of is None else KeptPoints(self._scratch, shared=self._shared)
         looks = AppearanceSums(self._images)
         self.refused, self.hashes, self.looks, self._counts = [], {}, looks.of_image, {}
         started = time.perf_counter()
@@ -253,8 +254,9 @@ class TrainingPatches(PatchSet):
             for item in batch:
                 count = self._counts.get(item.index, 0)
                 self._counts[item.index] = count + math.prod(embeddings.shape[1:3])
-            mine = self._batch(embeddings, names)
-            room = float(sum(t.nbytes for t in kept) + sum(each.add(mine) for each in points))
+            room = float(sum(t.nbytes for t in kept))
+            if points is not None and matrix_of is not None:
+                room += points.add(self._batch(embeddings, names), matrix_of)
             if file.empty:
                 tiles = math.prod(map(len, batch[0].layout.axes)) * (1 + len(self._turns))
                 room *= tiles / len(batch)
@@ -271,7 +273,7 @@ class TrainingPatches(PatchSet):
         release_memory()
         if not self._shared:
             self._check_usable()
-        self._files, self._points = [file], points
+        self._files, self._points = [file], [] if points is None else [points]
 
     def _check_usable(self) -> None:
         if not self.hashes:

@@ -23,7 +23,7 @@ from anomaly.features.exported import ExportedNetwork
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.model.appearance_model import AppearanceModel
-from anomaly.model.build import fitter_for
+from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.training import StageProgress
@@ -185,8 +185,7 @@ class _Trial:
     ) -> _Trial:
         """Learn the wanted ones."""
         learned = len(detector.manifest["training_images"])
-        fitter = fitter_for(detector.config, detector.extractor, detector.device)
-        fitter = fitter.continuing(detector.scorer, learned)
+        fitter = fitter_of(detector.config).continuing(detector.scorer, learned)
         new = replace(detector, scorer=fitter.fit(patches.only(wanted)))
         numbers = tuple(sorted(i for i in patches.hashes if i in wanted))
         some = {i: names[i] for i in numbers}

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from anomaly.arrays import Array, module_of
 from anomaly.errors import ModelError
-from anomaly.scorers.patches import PatchSet, PointsOf
+from anomaly.scorers.patches import MatrixOf, PatchSet
 
 if TYPE_CHECKING:
     import torch
@@ -92,18 +92,15 @@ class Scorer(ArrayScorer, Protocol):
         """How feature maps become the embeddings that `score` takes."""
         ...
 
-    def evidence(
-        self, embeddings: Tensor, patch: tuple[int, int], count: int
-    ) -> tuple[Tensor, Tensor] | None:
-        """The training patches that a patch was compared with.
+    def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+        """The training patches that patches were compared with.
 
         Args:
-            embeddings: (h, w, D) float32, of an image or tile.
-            patch: its row and column.
-            count: K, how many.
+            patches: (N, D) float32.
+            count: K, how many for each.
 
         Returns:
-            Their distances (K,) float32, ascending, and where they come from, (K, 3) int32:
+            Their distances (N, K) float32, ascending, and where they come from, (N, K, 3) int32:
             training image, patch row, patch column. None for a method that keeps no patches and
             compares places.
         """
@@ -146,25 +143,22 @@ class Fitter(Protocol[S]):
         """Whether aligned embeddings take less room than the feature maps that they come from."""
         return False
 
-    def prepared(
-        self, channels: Sequence[int], strides: Sequence[int], device: torch.device
-    ) -> Fitter[Any]:
+    def prepared(self, channels: int, device: torch.device) -> Fitter[S]:
         """The fitter for a network, with what has to be drawn before images are read.
 
         Args:
-            channels: of each hooked layer.
-            strides: network pixels between neighbouring positions of each.
+            channels: of all hooked layers together.
             device: where the embeddings will be.
 
         Raises:
-            ConfigError: the settings don't fit these layers.
+            ConfigError: the settings don't fit that many channels.
         """
         return self
 
     @property
-    def projected_by(self) -> tuple[PointsOf, ...]:
-        """What `fit` wants patches projected by; none where it reads embeddings."""
-        return ()
+    def projected_by(self) -> MatrixOf | None:
+        """What `fit` wants patches projected by; None where it reads embeddings."""
+        return None
 
     def fit(self, batches: PatchSet, progress: Progress | None = None) -> S:
         """Learn from good patches.

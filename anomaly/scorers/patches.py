@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
@@ -41,27 +41,6 @@ class PatchBatch:
             yield patches if self.inside is None else patches[self.inside[i].flatten()]
 
 
-# Patches as another grid sees them, or some of their numbers. Compared, and pickled on a cluster.
-View: TypeAlias = Callable[[PatchBatch], PatchBatch]
-
-
-@dataclass(frozen=True)
-class PointsOf:
-    """How embeddings become the points that a fitter selects by.
-
-    Attributes:
-        matrix_of: what they are multiplied by.
-        view: of the patches that are meant; None for the patches as they are.
-    """
-
-    matrix_of: MatrixOf
-    view: View | None = None
-
-    def seen(self, batch: PatchBatch) -> PatchBatch:
-        """The patches that are meant."""
-        return batch if self.view is None else self.view(batch)
-
-
 class PatchSet(Protocol):
     """The patches of all training images; re-iterable, the same each time."""
 
@@ -76,27 +55,22 @@ class PatchSet(Protocol):
         """The patches of some of the images."""
         ...
 
-    def projected(self, projection: PointsOf) -> Iterator[tuple[int, Tensor]]:
+    def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
         """The patches that count, projected; where images are read once alone, by this.
 
         Args:
-            projection: its matrix is called once before the first patches, with their D.
+            matrix_of: called once before the first patches, with their D; gives (D, d).
 
         Yields:
             A training image, and its points (n, d) float32, or some of them: a tile's. Images
             ascend where the whole set is read from files.
         """
         matrix: Tensor | None = None
-        for batch in map(projection.seen, self):
+        for batch in self:
             if matrix is None:
-                matrix = projection.matrix_of(batch.embeddings.shape[3])
-                matrix = matrix.to(batch.embeddings.device)
+                matrix = matrix_of(batch.embeddings.shape[3]).to(batch.embeddings.device)
             for image, patches in zip(batch.images, batch.counted(), strict=True):
                 yield image, patches @ matrix
-
-    def will_project(self, projections: Sequence[PointsOf]) -> None:
-        """Say by what `projected` is going to be asked for, so that one reading finds it all."""
-        return
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
         """What a function makes of the patches: of all of them, unless parts lie elsewhere.

@@ -19,12 +19,7 @@ import torchvision
 from conftest import REPOSITORY, Command, train_arguments, write_part
 from families import FAMILIES
 
-import anomaly
 from anomaly.export.feature_files import read_features
-from anomaly.imaging.preprocessing import Loaded
-from anomaly.imaging.preprocessing import load as load_image
-from anomaly.scorers.patchcore.bank_pair import coarse_patches
-from anomaly.scorers.patchcore.memory_bank_pair import MemoryBankPair
 
 # One of each of torchvision's families; the slow ones take seconds.
 OTHERS = ["alexnet", "inception_v3", "maxvit_t", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t"]
@@ -268,16 +263,7 @@ def test_explain_a_score(run_folder: Path, product: Path, tmp_path: Path, comman
     # The worst patch lies on the red square, which reaches from (30, 40) to (40, 50).
     worst = facts["patches"][0]
     assert abs((worst["row"] + 0.5) * 96 / 7 - 35) < 20
-    # What the coarse bank adds to the score, by brute force.
-    detector = anomaly.load(run_folder, device="cpu")
-    pair, item = detector.scorer, load_image(0, image, detector.loading)
-    assert isinstance(pair, MemoryBankPair)
-    assert isinstance(item, Loaded)
-    around = coarse_patches(detector.embedder([item]), pair.fine.dimensions)
-    here = around[0, worst["row"] // 2, worst["column"] // 2]
-    least = torch.linalg.vector_norm(pair.coarse.vectors - here, dim=1).min()
-    assert worst["compared_with"][0]["distance"] == pytest.approx(float(least), rel=1e-3)
-    assert 0 < worst["compared_with"][0]["distance"] < worst["score"]
+    assert worst["compared_with"][0]["distance"] == pytest.approx(worst["score"], rel=1e-3)
     assert facts["not_shown"] == []
     assert facts["pictures"] == [
         "feature_maps_layer2.png",

@@ -186,7 +186,7 @@ def test_suspects_are_left_out_unless_somebody_insists(
     assert verdicts(new, lamp / "defects").count("good") == 0
     # Names of the images that bank vectors come from stay theirs.
     scorer = load(new, "cpu").scorer
-    images = scorer.tensors()["fine.origins"][:, 0].tolist()
+    images = scorer.tensors()["origins"][:, 0].tolist()
     assert (18 in images, max(images)) == (False, 24)
     only = tmp_path / "only"
     only.mkdir()

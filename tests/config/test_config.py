@@ -103,21 +103,6 @@ def test_reweighting_needs_a_bank() -> None:
     assert both.image_score_in_force == "map_top_percent"
 
 
-def test_reweighting_is_for_one_bank(tmp_path: Path) -> None:
-    assert Config().model.embedding == "levels"
-    file = _write(tmp_path, "model: {image_score: reweighted}")
-    with pytest.raises(ConfigError, match=r"needs one bank; set model\.embedding=sharp or concat"):
-        load_config(file)
-    with pytest.raises(ConfigError, match=r"^--set model\.embedding=levels: .*needs one bank"):
-        load_config(
-            _write(tmp_path, "model: {image_score: reweighted, embedding: sharp}"),
-            ["model.embedding=levels"],
-        )
-    for embedding in ("sharp", "concat"):  # what it says helps
-        config = load_config(file, [f"model.embedding={embedding}"])
-        assert config.image_score_in_force == "reweighted"
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -126,6 +111,7 @@ def test_reweighting_is_for_one_bank(tmp_path: Path) -> None:
         ("model: {coreset_ratio: 2}", "model.coreset_ratio is 2: must be 1 or less"),
         ("model: {coreset_ratio: much}", "model.coreset_ratio is 'much'"),
         ("model: {kind: patchcor}", "model.kind is 'patchcor'"),
+        ("model: {embedding: levels}", "model.embedding is 'levels': must be 'sharp', 'concat'"),
         ("model: 3", "model is 3"),
         ("image: {crop: 224}", "image.crop needs image.resize"),
         ("image: {resize: 64, crop: 224}", "image.crop is 224, larger than image.resize (64)"),

@@ -34,8 +34,7 @@ from anomaly.imaging.preprocessing import Loaded, load
 from anomaly.maps.regions import MarkedRegion, marked_regions
 from anomaly.model.checkpoint import load as load_model
 from anomaly.model.detector import AnomalyDetector
-from anomaly.scorers.patchcore.bank_pair import coarse_patches
-from anomaly.scorers.patchcore.memory_bank_pair import MemoryBankPair
+from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 
 def opened(folder: Path) -> AnomalyDetector:
@@ -93,8 +92,7 @@ def test_patches_that_do_not_count_are_never_the_worst() -> None:
 
 SETTINGS: dict[str, list[str]] = {
     "patchcore": [],
-    "patchcore, one bank": ["model.embedding=sharp"],
-    "patchcore, reweighted": ["model.image_score=reweighted", "model.embedding=concat"],
+    "patchcore, reweighted": ["model.image_score=reweighted"],
     "patchcore, adaptive, top percent": [
         "model.embedding=adaptive",
         "model.image_score=top_percent",
@@ -140,18 +138,17 @@ def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
     (prediction,) = detector.score([item])
     patches = [_highest(prediction.patch_scores), (0, 0), (2, 5)]
     good = _good(model, product)
-    pair = detector.scorer
-    assert isinstance(pair, MemoryBankPair)
-    around = coarse_patches(detector.embedder([item]), pair.fine.dimensions)[0]
+    bank = detector.scorer
+    assert isinstance(bank, MemoryBank)
+    embeddings = detector.embedder([item])[0]
     for patch, near in zip(patches, good.nearest(item, patches), strict=True):
-        here = around[patch[0] // 2, patch[1] // 2]
-        distances = torch.linalg.vector_norm(pair.coarse.vectors - here, dim=1)
+        distances = torch.linalg.vector_norm(bank.vectors - embeddings[patch], dim=1)
         expected = distances.sort().values[:5]
         torch.testing.assert_close(torch.tensor([p.distance for p in near]), expected)
+        assert near[0].distance == pytest.approx(float(prediction.patch_scores[patch]), rel=1e-3)
         for found in near:
             source = detector.embedder([loaded(detector, product / found.image)])
-            there = coarse_patches(source, pair.fine.dimensions)[0]
-            away = torch.linalg.vector_norm(there[found.row // 2, found.column // 2] - here)
+            away = torch.linalg.vector_norm(source[0, found.row, found.column] - embeddings[patch])
             assert float(away) == pytest.approx(found.distance, rel=1e-3)
             crop = good.crop(found)
             assert crop.shape == (150, 150, 3)
@@ -159,13 +156,11 @@ def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
     assert good.missing() == {}
 
 
-@pytest.mark.parametrize("embedding", ["levels", "sharp"])
 def test_large_images_are_explained_by_their_tiles(
-    embedding: str, product: Path, tmp_path: Path, command: Command
+    product: Path, tmp_path: Path, command: Command
 ) -> None:
     """Patches of a mosaic: the tile they lie in, the good patches nearest to them, the pictures."""
-    embedded = f"model.embedding={embedding}"
-    settings = ["image.tile=64", "image.overlap=16", "precision=fp32", embedded]
+    settings = ["image.tile=64", "image.overlap=16", "precision=fp32"]
     assert command("train", train_arguments(product, tmp_path / "run", *settings))[0] == 0
     model = opened(tmp_path / "run")
     detector, file = model, product / "test" / "spot" / "000.png"
@@ -175,16 +170,9 @@ def test_large_images_are_explained_by_their_tiles(
     good = _good(model, product)
     patches = [_highest(prediction.patch_scores), (height - 1, 0), (2, width - 1)]
     for patch, near in zip(patches, good.nearest(item, patches), strict=True):
+        assert near[0].distance == pytest.approx(float(prediction.patch_scores[patch]), rel=1e-3)
         box = patch_box(item.view, (height, width), *patch)
         tile = tile_of(item, (height, width), patch)
-        wanted = float(prediction.patch_scores[patch])
-        if isinstance(detector.scorer, MemoryBankPair):
-            embeddings = detector.embedder([tile])
-            place = patch[0] % embeddings.shape[1] // 2, patch[1] % embeddings.shape[2] // 2
-            here = coarse_patches(embeddings, detector.scorer.fine.dimensions)[0][place]
-            vectors = detector.scorer.coarse.vectors
-            wanted = float(torch.linalg.vector_norm(vectors - here, dim=1).min())
-        assert near[0].distance == pytest.approx(wanted, rel=1e-3)
         assert tile.view.rows.start <= box.top < box.bottom <= tile.view.rows.stop
         assert tile.view.columns.start <= box.left < box.right <= tile.view.columns.stop
         assert good.crop(near[0]).shape == (150, 150, 3)
@@ -304,11 +292,11 @@ def test_a_refused_training_image_does_not_shift_the_others(
     assert command("train", train_arguments(root, tmp_path / "run"))[0] == 3
     model = opened(tmp_path / "run")
     assert model.manifest["refused_images"] == {"train/good/002.png": 2}
-    assert isinstance(model.scorer, MemoryBankPair)
-    bank = model.scorer.fine
+    bank = model.scorer
+    assert isinstance(bank, MemoryBank)
     names = training_names(model.manifest)
     for i in range(0, len(bank.origins), max(1, len(bank.origins) // 8)):
         image, row, column = bank.origins[i].tolist()
         item = loaded(model, root / names[image])
-        patch = model.embedder([item])[0, row, column, : bank.dimensions]
+        patch = model.embedder([item])[0, row, column]
         torch.testing.assert_close(patch, bank.vectors[i], rtol=2e-2, atol=2e-2)

@@ -445,7 +445,7 @@ def test_a_precision_or_device_that_an_engine_lacks(
         ("model.kind=subspace",),
         ("model.kind=padim", "model.projection=random"),
         ("model.kind=padim", "image.resize=96", "image.crop=80"),
-        ("model.image_score=reweighted", "model.embedding=sharp"),
+        ("model.image_score=reweighted",),
         ("image.region={polygons: [[[0.1, 0.1], [0.9, 0.1], [0.9, 0.9], [0.1, 0.9]]], "
          "unit: relative}",),
         ("image.tile=64", "model.image_score=top_percent",

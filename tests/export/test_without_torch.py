@@ -161,7 +161,7 @@ def test_padim_and_further_settings(
         [
             ("model.kind=padim",),
             ("model.kind=subspace",),
-            ("model.image_score=reweighted", "model.embedding=sharp", region),
+            ("model.image_score=reweighted", region),
             ("image.tile=64", "model.image_score=top_percent"),
         ]
     ):
@@ -263,8 +263,7 @@ def test_scorers_are_torchs(folder: str, request: pytest.FixtureRequest) -> None
     torch_scorer = scorer_of(detector.config, dict(tensors), CPU)
     assert array_scorer.unit == torch_scorer.unit
     assert array_scorer.dimensions == torch_scorer.dimensions
-    usual = [8, 6] if "fine.vectors" in arrays else [9, 7]  # two banks take even grids
-    height, width = arrays.get("grid", np.array(usual))
+    height, width = arrays.get("grid", np.array([9, 7]))
     rng = np.random.default_rng(0)
     embeddings = rng.random((3, height, width, array_scorer.dimensions), np.float32) * 2
     found, expected = (

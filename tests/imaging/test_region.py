@@ -115,7 +115,7 @@ def test_what_lies_outside_counts_nowhere(
     assert command("train", arguments)[0] == 0
     detector = load(run, torch.device("cpu"))
     if kind == "patchcore":  # nothing outside is in the bank: the grid has 16 columns
-        columns = detector.scorer.tensors()["fine.origins"][:, 2]
+        columns = detector.scorer.tensors()["origins"][:, 2]
         assert columns.max() <= 4
     write_part(tmp_path / "in.png", seed=200, mark=(40, 30))
     write_part(tmp_path / "out.png", seed=200, mark=(40, 100))
@@ -205,8 +205,8 @@ def test_an_image_that_the_region_misses_leaves_its_batch_alone(
     (good / "0035.png").unlink()
     assert command("train", train_arguments(product, plain, corner))[0] == 0
     one, other = (folder / "model" / "scorer.safetensors" for folder in (run, plain))
-    assert sorted(load_file(one)["fine.vectors"].tolist()) == sorted(
-        load_file(other)["fine.vectors"].tolist()
+    assert sorted(load_file(one)["vectors"].tolist()) == sorted(
+        load_file(other)["vectors"].tolist()
     )
 
     inputs = tmp_path / "inputs"

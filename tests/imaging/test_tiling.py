@@ -152,7 +152,7 @@ def test_regions_hold_in_tiles(tmp_path: Path, command: Command) -> None:
     assert not np.isnan(inside.anomaly_map[:, :320]).any()
     assert outside.score == pytest.approx(none.score, rel=1e-5)
     assert inside.score > 1.1 * none.score
-    origins = detector.scorer.tensors()["fine.origins"]
+    origins = detector.scorer.tensors()["origins"]
     assert len(np.unique(origins.numpy(), axis=0)) == len(origins)
     # Three tiles of 16 patches: 640 pixels, tiles from 0, 192 and 384. Half ends in the second.
     assert origins[:, 2].max() == 16 + 7

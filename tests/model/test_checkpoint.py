@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from anomaly.datasets import open_dataset
 from anomaly.model.checkpoint import load
 from anomaly.model.prediction import Prediction
 from anomaly.model.training import train
-from anomaly.scorers.patchcore.memory_bank_pair import MemoryBankPair
 
 
 def _bytes(model: Path) -> dict[str, str]:
@@ -59,10 +57,9 @@ def test_saved_and_loaded_models_score_to_the_bit(
 ) -> None:
 
     overrides = [o for o in train_arguments(product, tmp_path) if isinstance(o, str) and "=" in o]
-    own = ["model.embedding=sharp"] if score == "reweighted" else []
     config = load_config(
         "folder.yaml",
-        [*overrides, f"model.kind={kind}", f"model.image_score={score}", *own],
+        [*overrides, f"model.kind={kind}", f"model.image_score={score}"],
         [REPOSITORY / "configs"],
     )
     dataset = open_dataset("mvtec", product, None)
@@ -125,14 +122,14 @@ def test_bank_vectors_know_where_they_came_from(run_folder: Path, product: Path)
     model = load(run_folder, torch.device("cpu"))
     names = list(model.manifest["training_images"])
     scorer = model.scorer
-    origins, vectors = scorer.tensors()["fine.origins"], scorer.tensors()["fine.vectors"]
+    origins, vectors = scorer.tensors()["origins"], scorer.tensors()["vectors"]
     dataset = open_dataset("mvtec", product, None)
     learned = [s for s in dataset.train if s.name in names]
     for i in (0, len(origins) // 2, len(origins) - 1):
         image, row, column = origins[i].tolist()
         item = load_image(0, learned[image].path, model.loading)
         assert isinstance(item, Loaded)
-        patch = model.embedder([item])[0, row, column, : vectors.shape[1]]
+        patch = model.embedder([item])[0, row, column]
         torch.testing.assert_close(patch, vectors[i], rtol=1e-4, atol=1e-5)
 
 
@@ -143,14 +140,11 @@ def test_inverted_lists_are_made_at_first_use(
     arguments = train_arguments(product, tmp_path / "run", "model.search=ivf")
     assert command("train", arguments)[0] == 0
     detector = load(tmp_path / "run", torch.device("cpu"))
-    pair: Any = detector.scorer
-    banks = (replace(bank, search="auto") for bank in (pair.fine, pair.coarse))
-    exact = replace(detector, scorer=MemoryBankPair(*banks))
+    exact = replace(detector, scorer=replace(detector.scorer, search="auto"))
     files = sorted((product / "test").rglob("*.png"))
     for one, other in zip(detector.predict(files), exact.predict(files), strict=True):
         np.testing.assert_array_less(other.patch_scores, one.patch_scores + 1e-6)
-    kept = [f.suffix for f in (tmp_path / "cache" / "anomaly").iterdir()]
-    assert kept == [".index", ".index"]  # of both banks
+    assert [f.suffix for f in (tmp_path / "cache" / "anomaly").iterdir()] == [".index"]
 
 
 def test_everything_in_a_run_can_be_read_by_others(run_folder: Path) -> None:
@@ -164,9 +158,9 @@ def test_everything_in_a_run_can_be_read_by_others(run_folder: Path) -> None:
 def test_train_json_gives_values_of_scalars_and_shapes_of_the_rest(run_folder: Path) -> None:
     scorer = json.loads((run_folder / "train.json").read_text())["scorer"]
     tensors = load(str(run_folder), "cpu").scorer.tensors()
-    assert scorer["fine.covering_radius"] == float(tensors["fine.covering_radius"])
-    assert scorer["fine.exact"] is scorer["coarse.exact"] is True
-    assert scorer["fine.vectors"] == list(tensors["fine.vectors"].shape)
+    assert scorer["covering_radius"] == float(tensors["covering_radius"])
+    assert scorer["exact"] is True
+    assert scorer["vectors"] == list(tensors["vectors"].shape)
 
 
 @pytest.mark.parametrize("kind", ["patchcore", "padim"])

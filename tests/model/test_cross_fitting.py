@@ -76,7 +76,7 @@ def _fitted(kind: str, patches: _Patches) -> tuple[AnomalyDetector, Any]:
         scorer = fitter.fit(patches)
     else:
         fitter = GaussianFitter(dimensions=8)
-        scorer = fitter.prepared([8], [8], CPU).fit(patches)
+        scorer = fitter.prepared(8, CPU).fit(patches)
     nothing = cast(Any, None)
     return AnomalyDetector(config, nothing, nothing, scorer, None, CPU), fitter
 

@@ -334,6 +334,22 @@ def test_new_thresholds_are_vouched_for(model: Path) -> None:
     assert (model / "history.jsonl").read_bytes().startswith(b"\xff\n")
 
 
+def test_a_model_of_two_banks_is_to_be_trained_again(bank: Path) -> None:
+    config = yaml.safe_load((bank / "config.yaml").read_text())
+    config["model"]["embedding"] = "levels"
+    (bank / "config.yaml").write_text(yaml.safe_dump(config))
+    one = load_file(bank / "scorer.safetensors")
+    two = {f"{level}.{name}": one[name].clone() for level in ("fine", "coarse") for name in one}
+    save_file(two, bank / "scorer.safetensors")
+    vouch_for(bank, "config.yaml", "scorer.safetensors")
+    with pytest.raises(ModelError) as error:
+        load(bank)
+    assert str(error.value) == (
+        f"{bank} has two memory banks (model.embedding: levels), which this version doesn't "
+        "support; train it again"
+    )
+
+
 def test_a_model_of_the_first_format_loads_with_a_word(
     bank: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

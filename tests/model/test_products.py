@@ -174,7 +174,7 @@ def _with_a_region(one: AnomalyDetector) -> AnomalyDetector:
     ("change", "said"),
     [
         (_with("image", area=96), "image.area is 64 in disc and 96 in stripes"),
-        (_with("model", embedding="adaptive"), "model.embedding is 'levels' in disc"),
+        (_with("model", embedding="adaptive"), "model.embedding is 'sharp' in disc"),
         (_other_precision, "precision is 'fp32' in disc and 'bf16' in stripes"),
         (_other_weights, "the content of backbone.safetensors is"),
         (_with_a_region, "the content of ignore.png is None in disc"),

@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from patch_lists import PatchList
 
 import anomaly
 from anomaly.errors import OutputError
-from anomaly.scorers.patchcore import memory_bank_pair
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
-from anomaly.scorers.patchcore.levels import Level
-from anomaly.scorers.patchcore.memory_bank_pair import BankPairFitter
-from anomaly.scorers.patches import PatchSet, PointsOf
+from anomaly.scorers.patchcore.memory_bank import ALIGNERS
+from anomaly.scorers.patches import PatchSet
 
 SETTINGS = {
     "backbone": {"name": "resnet18", "weights": "random", "layers": ["layer2", "layer3"]},
@@ -26,8 +23,7 @@ SETTINGS = {
     "batch_size": 2,
 }
 # Feature maps of 64 × 64 pixels: 128 channels of 8 × 8 and 256 of 4 × 4, in float32.
-# Beside them, what both banks' patches are projected to.
-BYTES = 4 * (128 * 64 + 256 * 16 + (64 + 16) * 128)
+BYTES = 4 * (128 * 64 + 256 * 16 + 64 * 128)  # two layers, and projected patches
 
 
 def _train(count: int, **model: object) -> list[str]:
@@ -88,9 +84,8 @@ def test_points_come_in_the_order_of_the_parts(monkeypatch: pytest.MonkeyPatch, 
     def watched(self: MemoryBankFitter, batches: Any, progress: Any = None) -> Any:
         if not kept:
             seen.append([image for batch in batches for image in batch.images])
-        wanted = PointsOf(self.projection if kept else MemoryBankFitter(seed=9).projection)
-        points = [list(batches.projected(wanted)) for _ in range(2)]
-        parts = list(batches.each(lambda part: list(part.projected(wanted))))
+        points = [list(batches.projected(self.projection)) for _ in range(2)]
+        parts = list(batches.each(lambda part: list(part.projected(self.projection))))
         assert [len(part) for part in parts] == [3, 3, 1]
         for other in (points[1], [piece for part in parts for piece in part]):
             assert [image for image, _ in points[0]] == [image for image, _ in other]
@@ -107,12 +102,12 @@ def test_points_come_in_the_order_of_the_parts(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("ignored", [None, [[0, 0], [0.6, 0], [0.6, 0.4], [0, 0.4]]])
 @pytest.mark.parametrize(("copies", "each"), [("none", 1), ("quarter_turns", 4)])
-def test_one_reading_keeps_the_points_of_both_banks(
+def test_the_first_reading_keeps_projected_patches(
     monkeypatch: pytest.MonkeyPatch, copies: str, each: int, ignored: list[list[float]] | None
 ) -> None:
-    """Of 5 images in batches of 2, each of which is aligned once for the points of both banks."""
-    align, fit = memory_bank_pair.patchcore_levels, BankPairFitter.fit
-    aligned, pairs = [0], []
+    """Of 5 images in batches of 2, each of which is aligned once."""
+    align, fit = ALIGNERS["sharp"], MemoryBankFitter.fit
+    aligned, banks = [0], []
 
     def counted(maps: Any) -> torch.Tensor:
         aligned[0] += 1
@@ -123,66 +118,34 @@ def test_one_reading_keeps_the_points_of_both_banks(
         made, aligned[0] = aligned[0] - dry, 0
         return made / (3 * each)
 
-    def watched(self: BankPairFitter, batches: Any, progress: Any = None) -> Any:
-        both, projection = self.projected_by, self.banks.projection
-        batches.will_project(both)
-        kept = [list(batches.projected(one)) for one in both]
+    def watched(self: MemoryBankFitter, batches: Any, progress: Any = None) -> Any:
+        kept = list(batches.projected(self.projection))
         assert readings(dry=ignored is not None) == 1  # which tells a region's grid
-        # They are found by what a bank sees and its matrix, and in parts.
-        levels = [Level(batches, one.view) for one in both]
-        for level, whole in zip(levels, kept, strict=True):
-            assert _same(list(level.projected(PointsOf(projection))), whole)
-            some = level.only({1, 3}).projected(PointsOf(projection))
-            assert _same(list(some), [piece for piece in whole if piece[0] in (1, 3)])
+        # They are found by their matrix, and in parts.
+        assert _same(list(batches.projected(self.projection)), kept)
+        some = batches.only({1, 3}).projected(self.projection)
+        assert _same(list(some), [piece for piece in kept if piece[0] in (1, 3)])
         assert readings() == 0
-        # Without files they are made of embeddings, which are aligned again.
-        for one, whole in zip(both, kept, strict=True):
-            assert _same(_ascending(PatchSet.projected(batches, one)), whole)
-            assert readings() == 1
-        # Of another matrix there are none, nor of what no bank sees.
-        double = PointsOf(lambda channels: 2 * projection(channels), both[1].view)
-        twice = [(image, 2 * points) for image, points in kept[1]]
-        assert _same(_ascending(batches.projected(double)), twice)
+        # Without files, and of another matrix, embeddings are aligned again.
+        assert _same(_ascending(PatchSet.projected(batches, self.projection)), kept)
         assert readings() == 1
-        packed = dict(batches.projected(PointsOf(torch.eye)))
-        assert {points.shape[1] for points in packed.values()} == {128 + 256 // 4}
+        twice = [(image, 2 * points) for image, points in kept]
+        double = batches.projected(lambda channels: 2 * self.projection(channels))
+        assert _same(_ascending(double), twice)
         assert readings() == 1
-        pairs.append(fit(self, batches, progress))
-        assert readings() == 2  # for the vectors of each bank
-        return pairs[-1]
+        banks.append(fit(self, batches, progress))
+        assert readings() == 1  # for the vectors
+        return banks[-1]
 
-    monkeypatch.setattr(memory_bank_pair, "patchcore_levels", counted)
-    monkeypatch.setattr(BankPairFitter, "fit", watched)
+    monkeypatch.setitem(ALIGNERS, "sharp", counted)
+    monkeypatch.setattr(MemoryBankFitter, "fit", watched)
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 255, (64, 64, 3), dtype=np.uint8) for _ in range(5)]
     settings = SETTINGS | {"model": {"turned_copies": copies}}
     if ignored is not None:
         settings["image"] = {"area": 64, "ignore": {"polygons": [ignored]}}
     anomaly.fit(images, settings, device="cpu", calibrate=False)
-    assert len(pairs) == 1
-
-
-@pytest.mark.parametrize("images", [3, 5])
-def test_two_banks_are_those_of_the_patches_in_memory(
-    monkeypatch: pytest.MonkeyPatch, images: int
-) -> None:
-    """What is read from files gives the banks that plain batches of the same patches give."""
-    fit, compared = BankPairFitter.fit, []
-
-    def watched(self: BankPairFitter, batches: Any, progress: Any = None) -> Any:
-        pair = fit(self, batches, progress)
-        plain = fit(self, PatchList(batches))
-        for bank, other in ((pair.fine, plain.fine), (pair.coarse, plain.coarse)):
-            compared.append(torch.equal(bank.vectors, other.vectors))
-            compared.append(torch.equal(bank.origins, other.origins))
-            compared.append(bank.covering_radius == other.covering_radius)
-        return pair
-
-    monkeypatch.setattr(BankPairFitter, "fit", watched)
-    rng = np.random.default_rng(0)
-    some = [rng.integers(0, 255, (64, 64, 3), dtype=np.uint8) for _ in range(images)]
-    anomaly.fit(some, SETTINGS, device="cpu", calibrate=False)
-    assert compared == [True] * 6
+    assert len(banks) == 1
 
 
 def _ascending(pieces: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:

@@ -84,8 +84,8 @@ def test_copies_belong_to_their_image() -> None:
     # Other images' copies can only bring a bank nearer, and an own copy would bring scores to 0.
     for mine, theirs in zip(more.thresholds.good.image, plain.thresholds.good.image, strict=True):
         assert 0.3 * theirs < mine <= theirs * 1.001
-    vectors = plain.scorer.tensors()["fine.vectors"]
-    assert len(more.scorer.tensors()["fine.vectors"]) == 4 * len(vectors)
+    vectors = plain.scorer.tensors()["vectors"]
+    assert len(more.scorer.tensors()["vectors"]) == 4 * len(vectors)
 
 
 def _learned_further(first: list[np.ndarray], then: list[np.ndarray]) -> anomaly.AnomalyDetector:
@@ -108,12 +108,12 @@ def test_copies_of_images_that_are_learned_apart(both: Any) -> None:
     assert max(scores[1:]) <= scores[0] * 1.2 + 1e-2
     only = anomaly.fit(_parts(6), _settings("quarter_turns"), device="cpu")
     assert only.predict(marked[0]).score > 2 * scores[0] + 1e-2
-    origins = detector.scorer.tensors()["fine.origins"].tolist()
+    origins = detector.scorer.tensors()["origins"].tolist()
     assert {(image, turn_of(row)[0]) for image, row, _ in origins} >= {(6, t) for t in range(4)}
 
 
 def test_every_vector_has_an_origin_of_its_own() -> None:
-    origins = _trained("quarter_turns_and_mirrors").scorer.tensors()["fine.origins"]
+    origins = _trained("quarter_turns_and_mirrors").scorer.tensors()["origins"]
     assert len(torch.unique(origins, dim=0)) == len(origins)
     assert {turn_of(row)[0] for row in origins[:, 1].tolist()} == set(range(8))
 
@@ -127,7 +127,7 @@ def test_a_region_is_turned_with_its_image() -> None:
     }
     detector = anomaly.fit(_parts(6), config, device="cpu")
     whole = _trained("quarter_turns")
-    kept = [len(some.scorer.tensors()["fine.vectors"]) for some in (detector, whole)]
+    kept = len(detector.scorer.tensors()["vectors"]), len(whole.scorer.tensors()["vectors"])
     assert kept[0] * 2 == kept[1]
 
 
@@ -156,9 +156,9 @@ def test_evidence_is_shown_where_it_was_photographed(tmp_path: Path) -> None:
             height, width = embeddings.shape[:2]
             upright = (width, height) if turn % 2 else (height, width)
             places = turned(np.arange(height * width).reshape(upright), turn)
-            for patch in np.ndindex(height, width):
-                _, origins = detector.scorer.evidence(embeddings, patch, 1)
-                ((image, row, column),) = origins.tolist()
+            _, origins = detector.scorer.evidence(embeddings.flatten(0, 1), 1)
+            for (image, row, column), place in zip(
+                origins[:, 0].tolist(), places.flatten().tolist(), strict=True
+            ):
                 assert image == 2
-                place = divmod(int(places[patch]), upright[1])
-                assert good.as_photographed(image, row, column) == place
+                assert good.as_photographed(image, row, column) == divmod(place, upright[1])

@@ -107,7 +107,7 @@ def test_gaussians_that_learn_more_are_those_of_a_fit_on_all(
     old: int, new: int, dimensions: int
 ) -> None:
     patches = torch.cat([_patches(old, 0), _patches(new, 1, shift=0.7)])
-    fitter = GaussianFitter(dimensions).prepared([DIM], [8], CPU)
+    fitter = GaussianFitter(dimensions).prepared(DIM, CPU)
     whole = fitter.fit(_batches(patches))
     first = fitter.fit(_batches(patches[:old]))
     longer = fitter.continuing(first, old).fit(_batches(patches[old:], first=old))
@@ -117,14 +117,14 @@ def test_gaussians_that_learn_more_are_those_of_a_fit_on_all(
 @pytest.mark.parametrize("counts", [(5, 4), (9, 30), (30, 20), (20, 5, 7)])
 def test_merged_gaussians_are_those_of_a_fit_on_all(counts: Sequence[int]) -> None:
     parts = [_patches(n, k, shift=k) for k, n in enumerate(counts)]
-    fitter = GaussianFitter(10).prepared([DIM], [8], CPU)
+    fitter = GaussianFitter(10).prepared(DIM, CPU)
     merged = fitter.merged([fitter.fit(_batches(p)) for p in parts], _numbers(*counts))
     _same(merged, fitter.fit(_batches(torch.cat(parts))), torch.cat(parts))
 
 
 def test_gaussians_that_learn_again_and_again_stay_those_of_a_fit_on_all() -> None:
     patches = _patches(60, 0)
-    fitter = GaussianFitter(10).prepared([DIM], [8], CPU)
+    fitter = GaussianFitter(10).prepared(DIM, CPU)
     grown = fitter.fit(_batches(patches[:20]))
     for known in range(20, 60, 4):
         part = _batches(patches[known : known + 4], first=known)
@@ -158,7 +158,7 @@ def test_merged_banks_hold_every_patch_once() -> None:
 
 
 def test_gaussians_refuse_images_that_would_count_twice() -> None:
-    fitter = GaussianFitter(10).prepared([DIM], [8], CPU)
+    fitter = GaussianFitter(10).prepared(DIM, CPU)
     scorer = fitter.fit(_batches(_patches(8, 0)))
     with pytest.raises(ModelError, match="3 training images"):
         fitter.merged([scorer, scorer], [{i: i for i in range(8)}, {i: i + 5 for i in range(8)}])

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from packed_patches import COARSE, FINE, random_packed
 
 from anomaly.errors import ModelError
 from anomaly.scorers.base import Scorer
 from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.patchcore import memory_bank
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
-from anomaly.scorers.patchcore.memory_bank_pair import MemoryBankPair
 from anomaly.scorers.patches import PatchBatch
 from anomaly.scorers.subspace.fitter import SubspaceFitter
 
@@ -40,29 +38,6 @@ def test_of_equal_vectors_the_first_is_named_and_nan_stays_nan() -> None:
     scores, nearest = twice.graph()(torch.full_like(patches, torch.nan))
     assert scores.isnan().all()
     assert nearest.item() < 4
-
-
-def test_two_banks() -> None:
-    generator = torch.Generator().manual_seed(2)
-    pair = MemoryBankPair(
-        *(
-            MemoryBank(
-                torch.randn(count, channels, generator=generator),
-                torch.zeros(count, 3, dtype=torch.int32),
-                0.0,
-            )
-            for count, channels in ((50, FINE), (20, COARSE + FINE))
-        )
-    )
-    sizes = {0: torch.export.Dim("batch", min=1, max=64)}
-    asked = random_packed(2, (6, 8))
-    traced = torch.export.export(pair.graph(), (asked,), dynamic_shapes=(sizes,), strict=False)
-    for patches in (asked, random_packed(5, (6, 8), seed=1)):
-        expected = pair.score(patches)
-        for graph in (pair.graph(), traced.module()):
-            scores, nearest = graph(patches)
-            torch.testing.assert_close(scores, expected.scores, rtol=1e-5, atol=1e-5)
-            assert torch.equal(nearest, expected.nearest)
 
 
 @pytest.mark.parametrize("images", [5, 60])  # fewer than dimensions, and more

@@ -90,20 +90,17 @@ class GaussianFitter(Fitter[PatchGaussian]):
             raise ValueError("no projection is drawn yet; take the fitter that prepared() returns")
         return self.drawn.of_maps
 
-    def prepared(
-        self, channels: Sequence[int], strides: Sequence[int], device: torch.device
-    ) -> GaussianFitter:
+    def prepared(self, channels: int, device: torch.device) -> GaussianFitter:
         """The fitter for a network, with its projection drawn.
 
         Args:
-            channels: of each hooked layer.
-            strides: network pixels between neighbouring positions of each; they don't matter.
+            channels: of all hooked layers together.
             device: where the embeddings will be.
 
         Raises:
             ConfigError: more dimensions than channels, or an unknown kind of projection.
         """
-        return replace(self, drawn=self.draw(sum(channels)).to(device))
+        return replace(self, drawn=self.draw(channels).to(device))
 
     def fit(self, batches: Iterable[PatchBatch], progress: Progress | None = None) -> PatchGaussian:
         """Learn a Gaussian for each position, reading the batches once.

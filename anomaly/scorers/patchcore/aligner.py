@@ -14,8 +14,6 @@ from anomaly.scorers.patchcore.bank import ADAPTIVE_DIMENSIONS
 
 # Of a map, against 9/16 of its mean over 3×3: the centre then has half of all weight.
 _CENTRE = 7 / 16
-# Of a map, against a quarter of its mean over 3×3, where fine patches have a bank of their own.
-_FINE_CENTRE = 3 / 4
 
 
 def patchcore_sharp(maps: Sequence[Tensor]) -> Tensor:
@@ -34,38 +32,6 @@ def patchcore_sharp(maps: Sequence[Tensor]) -> Tensor:
     finest = _finest(maps)
     means = [(m, _mean_of_nine(m)) for m in maps]
     return _join([mean.lerp(m, _CENTRE) if m.shape[-2:] == finest else mean for m, mean in means])
-
-
-def patchcore_levels(maps: Sequence[Tensor]) -> Tensor:
-    """Layers on two grids, one twice as fine as the other, packed on the finer grid.
-
-    A mean over 3×3 positions blurs each map, of which the finer grid's keep three quarters as they
-    are. A coarse patch's numbers are dealt out to the four fine patches that it lies on, see
-    `anomaly.scorers.patchcore.bank_pair`. What that is worth: `benchmarks/ACCURACY.md`.
-
-    Args:
-        maps: (B, C_i, h_i, w_i) each, any order of grids.
-
-    Returns:
-        (B, h, w, F + C / 4) float32, F channels of the finer grid and C of the coarser, whose
-        sides are half of h and w.
-    """
-    most = _finest(maps)[0]
-    # Convolutions without padding leave layers of one stride a few rows apart.
-    fine = [m for m in maps if 4 * m.shape[-2] > 3 * most]
-    coarse = [m for m in maps if 4 * m.shape[-2] <= 3 * most]
-    near = []
-    for m in fine:
-        # Zeros beyond the border lower a mean along it, and so the centre is lowered, too.
-        share = _mean_of_nine(torch.ones_like(m[:1, :1]))
-        near.append(_mean_of_nine(m).lerp(m * share, _FINE_CENTRE))
-    around = _join([_mean_of_nine(m) for m in coarse])
-    batch, rows, columns, channels = around.shape
-    # An image that isn't a multiple of the coarser stride has a fine row or column less.
-    grid = torch.Size((2 * rows, 2 * columns))
-    near = [_resized(m, grid) for m in near]
-    dealt = around.reshape(batch, rows, columns, 2, 2, channels // 4).transpose(2, 3)
-    return torch.cat([_join(near), dealt.reshape(batch, 2 * rows, 2 * columns, channels // 4)], -1)
 
 
 def patchcore_concat(maps: Sequence[Tensor]) -> Tensor:

@@ -11,27 +11,19 @@ from numpy.typing import NDArray
 
 from anomaly.runtime.once import made_once
 from anomaly.scorers.patchcore.bank import Bank, check_bank
-from anomaly.scorers.patchcore.bank_pair import BankPair, is_pair, level_tensors
 from anomaly.scorers.patchcore.search.array_index import ArrayIndex
 
 
-def scorer(tensors: dict[str, NDArray[Any]], settings: Mapping[str, Any]) -> ArrayBank | BankPair:
-    """The memory bank, or the two of them, that was saved.
+def scorer(tensors: dict[str, NDArray[Any]], settings: Mapping[str, Any]) -> ArrayBank:
+    """The memory bank that was saved.
 
     Args:
-        tensors: as `MemoryBank.tensors` or `MemoryBankPair.tensors` gave them.
+        tensors: as `MemoryBank.tensors` gave them.
         settings: the config's section `model`, by key; its `search` has no say here.
 
     Raises:
         ModelError: they aren't those of a memory bank.
     """
-    one = {**settings, "embedding": "sharp"} if settings["embedding"] == "levels" else settings
-    if is_pair(tensors):
-        return BankPair(*(_bank(some, one) for some in level_tensors(tensors)))
-    return _bank(tensors, one)
-
-
-def _bank(tensors: dict[str, NDArray[Any]], settings: Mapping[str, Any]) -> ArrayBank:
     check_bank(tensors)
     return ArrayBank(
         tensors["vectors"], tensors["origins"], settings["embedding"], settings["neighbours"]

@@ -58,7 +58,11 @@ class Bank(ArrayScorer):
             DataError: another number of channels than the bank has.
         """
         *grid, channels = embeddings.shape
-        check_channels(channels, self.dimensions)
+        if channels != self.dimensions:
+            raise DataError(
+                f"embeddings have {channels} channels where the memory bank's have "
+                f"{self.dimensions}; use the backbone and layers it was made with"
+            )
         distances, found = self.neighbours(embeddings.reshape(-1, channels), 1)
         return PatchScores(distances.reshape(grid), found.reshape(grid))
 
@@ -114,19 +118,6 @@ class Bank(ArrayScorer):
         low, high = int(self.origins[:, 0].min()), int(self.origins[:, 0].max())
         if low < 0 or high >= images:
             raise ModelError(f"its memory bank comes from training image {high}, of {images}")
-
-
-def check_channels(channels: int, learned: int) -> None:
-    """See that embeddings have as many channels as what they are held against.
-
-    Raises:
-        DataError: they don't.
-    """
-    if channels != learned:
-        raise DataError(
-            f"embeddings have {channels} channels where the memory bank's have {learned}; use the "
-            "backbone and layers it was made with"
-        )
 
 
 def check_bank(tensors: Mapping[str, Array]) -> None:

@@ -21,7 +21,7 @@ from anomaly.scorers.patchcore.held_out import (
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
 from anomaly.scorers.patchcore.nearest_centres import squared_to_nearest
 from anomaly.scorers.patchcore.projected import in_chunks
-from anomaly.scorers.patches import PatchSet, PointsOf
+from anomaly.scorers.patches import PatchSet
 
 
 def extended(
@@ -86,8 +86,7 @@ def extended_without(
         for points, bounds, places in lost:
             bounds = torch.minimum(bounds, squared_to_nearest(points, before))
             picks.append(places[pick_beyond(points, bounds, radius)])
-    # Two banks' generators take turns: a mode that one left on while it waits, the other would
-    # switch on for good.
+    # Not above: while a generator waits, a mode that it has switched on is on for its caller, too.
     yield from repaired(bank, owners, patches, picks)
 
 
@@ -110,7 +109,7 @@ def _uncovered(
     """
     held: list[tuple[Tensor, Tensor, Tensor]] = []
     size, none = 0, True
-    for points, places, _ in in_chunks(patches.projected(PointsOf(lambda _: projection))):
+    for points, places, _ in in_chunks(patches.projected(lambda _: projection)):
         bounds = squared_to_nearest(points, centres)
         # A NaN is kept, to be told of.
         far = ~(bounds <= bank.covering_radius**2)

@@ -1,9 +1,11 @@
-"""Good patches -> a memory bank: PatchCore's coreset."""
+"""Good patches -> a memory bank: PatchCore's coreset, and what a config says of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,52 @@ from anomaly.scorers.patchcore.held_out import banks_without
 from anomaly.scorers.patchcore.memory_bank import ALIGNERS, MemoryBank, gather, gather_origins
 from anomaly.scorers.patchcore.projected import ProjectedPatches
 from anomaly.scorers.patchcore.streamed_coreset import select_streamed
-from anomaly.scorers.patches import PatchSet, PointsOf
+from anomaly.scorers.patches import MatrixOf, PatchSet
+
+
+def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> MemoryBankFitter:
+    """What a config's section `model` learns with.
+
+    Args:
+        settings: its values by key.
+        seed: of the projection and the first pick.
+        memory_limit: bytes of projected patches held at once.
+    """
+    size = settings["coreset_size"]
+    return MemoryBankFitter(
+        None if size is not None else settings["coreset_ratio"],
+        size,
+        seed=seed,
+        memory_limit=memory_limit,
+        embedding=settings["embedding"],
+        reweighting=settings["neighbours"],
+    )
+
+
+def scorer(
+    tensors: dict[str, Tensor], settings: Mapping[str, Any], *, device: torch.device, cache: Path
+) -> MemoryBank:
+    """The memory bank that was saved.
+
+    Args:
+        tensors: as `MemoryBank.tensors` gave them.
+        settings: the config's section `model`, by key.
+        device: where the bank goes.
+        cache: folder for what an approximate search has to train first.
+
+    Raises:
+        ModelError: they aren't those of a memory bank.
+    """
+    bank = MemoryBank.from_tensors(tensors)
+    # A GPU multiplies faster than faiss looks for neighbours on the CPU.
+    search = settings["search"] if device.type == "cpu" else "exact"
+    return replace(
+        bank,
+        search="auto" if search == "exact" else search,
+        cache=cache if search == "ivf" else None,
+        embedding=settings["embedding"],
+        reweighting=settings["neighbours"],
+    ).to(device)
 
 
 @dataclass(frozen=True)
@@ -54,9 +101,9 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         return ALIGNERS[self.embedding]
 
     @property
-    def projected_by(self) -> tuple[PointsOf, ...]:
+    def projected_by(self) -> MatrixOf:
         """What makes the points that bank vectors are selected from."""
-        return (PointsOf(self.projection),)
+        return self.projection
 
     def projection(self, channels: int) -> Tensor:
         """(D, d), what embeddings with D = `channels` are multiplied by for the selection."""
@@ -137,7 +184,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
     def _farthest(self, bank: MemoryBank, patches: PatchSet) -> float:
         """The covering radius of patches, among projected embeddings."""
         centres = bank.vectors @ self._projection_of(bank)
-        points = (some for _, some in patches.projected(PointsOf(self.projection)) if len(some))
+        points = (some for _, some in patches.projected(self.projection) if len(some))
         return max((covering_radius(some, centres) for some in points), default=0.0)
 
     def _projection_of(self, bank: MemoryBank) -> Tensor:

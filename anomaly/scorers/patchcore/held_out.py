@@ -15,7 +15,7 @@ from anomaly.scorers.patchcore.coreset import pick_beyond
 from anomaly.scorers.patchcore.memory_bank import MemoryBank, gather
 from anomaly.scorers.patchcore.nearest_centres import squared_to_two_owners
 from anomaly.scorers.patchcore.projected import in_chunks
-from anomaly.scorers.patches import PatchSet, PointsOf
+from anomaly.scorers.patches import PatchSet
 
 # Which of some patches to give (n,) bool, from their squared distances (n,) to the nearest vector
 # and from their places (n, 2), see `gather`. It is pickled.
@@ -171,7 +171,7 @@ def _lost(
     found = []
     folds = 1 + max(fold_of.values())
     with torch.inference_mode():
-        for points, places, _ in in_chunks(patches.projected(PointsOf(lambda _: projection))):
+        for points, places, _ in in_chunks(patches.projected(lambda _: projection)):
             vectors, owners = vectors.to(points.device), owners.to(points.device)
             least, nearest, others = squared_to_two_owners(
                 points, vectors, owners, folds, enough=radius**2

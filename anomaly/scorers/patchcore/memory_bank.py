@@ -89,21 +89,18 @@ class MemoryBank(Bank, Scorer):
         """
         return self._neighbours.search(patches, count)
 
-    def evidence(
-        self, embeddings: Tensor, patch: tuple[int, int], count: int
-    ) -> tuple[Tensor, Tensor]:
-        """The training patches of the bank vectors nearest to a patch.
+    def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The training patches of the bank vectors nearest to patches.
 
         Args:
-            embeddings: (h, w, D) float32, on the bank's device.
-            patch: its row and column.
-            count: K, how many.
+            patches: (N, D) float32, on the bank's device.
+            count: K, how many for each.
 
         Returns:
-            Distances (K,) float32, ascending, and origins (K, 3) int32.
+            Distances (N, K) float32, ascending, and origins (N, K, 3) int32.
         """
-        distances, found = self.neighbours(embeddings[patch][None], count)
-        return distances[0], self.origins[found[0]]
+        distances, found = self.neighbours(patches, count)
+        return distances, self.origins[found]
 
     def graph(self) -> _BankGraph:
         """`score` as a module that can be traced."""

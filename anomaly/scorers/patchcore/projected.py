@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anomaly.scorers.patchcore.coreset import random_projection
 from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
-from anomaly.scorers.patches import PatchSet, PointsOf
+from anomaly.scorers.patches import PatchSet
 
 # Points that meet centres at once, at least: enough to be grouped, see `nearest_centres`.
 _CHUNK = 1 << 17
@@ -35,7 +35,7 @@ class ProjectedPatches:
 
     def __iter__(self) -> Iterator[Tensor]:
         pieces = []
-        for image, points in self._patches.projected(PointsOf(self._matrix_of)):
+        for image, points in self._patches.projected(self._matrix_of):
             pieces.append((image, len(points)))
             yield points
         self._pieces = pieces
@@ -112,5 +112,5 @@ def _distances(
     with torch.inference_mode():
         return [
             (distances_to_nearest(points, centres), lengths)
-            for points, _, lengths in in_chunks(patches.projected(PointsOf(lambda _: matrix)))
+            for points, _, lengths in in_chunks(patches.projected(lambda _: matrix))
         ]

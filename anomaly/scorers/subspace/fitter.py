@@ -130,20 +130,17 @@ class SubspaceFitter(Fitter[PatchSubspace]):
         """How feature maps become the embeddings to learn from."""
         return patchcore_concat
 
-    def prepared(
-        self, channels: Sequence[int], strides: Sequence[int], device: torch.device
-    ) -> SubspaceFitter:
+    def prepared(self, channels: int, device: torch.device) -> SubspaceFitter:
         """The fitter for a network; nothing has to be drawn.
 
         Args:
-            channels: of each hooked layer.
-            strides: network pixels between neighbouring positions of each; they don't matter.
+            channels: of all hooked layers together.
             device: where the embeddings will be.
 
         Raises:
             ConfigError: as many components as channels, or more.
         """
-        self._check(sum(channels))
+        self._check(channels)
         return self
 
     def _check(self, channels: int) -> None:

@@ -132,7 +132,7 @@ def test_embeddings_may_come_projected(kind):
     fitter = GaussianFitter(8, kind, seed=3)
     expected = fitter.fit(batched(train))
     projection = fitter.draw(CHANNELS)
-    model = fitter.prepared([CHANNELS], [8], train.device).fit(batched(projection(train)))
+    model = fitter.prepared(CHANNELS, train.device).fit(batched(projection(train)))
     torch.testing.assert_close(model.score(test).scores, expected.score(test).scores)
     torch.testing.assert_close(model.score(projection(test)).scores, expected.score(test).scores)
 

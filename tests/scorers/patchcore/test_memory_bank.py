@@ -18,9 +18,8 @@ from scipy.spatial.distance import cdist
 from anomaly.config.parsing import parse_config
 from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.scorers.base import PatchScores
-from anomaly.scorers.patchcore.fitter import MemoryBankFitter
+from anomaly.scorers.patchcore.fitter import MemoryBankFitter, scorer
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
-from anomaly.scorers.patchcore.method import scorer
 from anomaly.scorers.patches import PatchBatch, PatchSet
 
 GRIDS = [(6, 5), (6, 5), (4, 9), (6, 5), (4, 9), (3, 3), (6, 5)]

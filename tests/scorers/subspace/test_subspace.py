@@ -61,7 +61,7 @@ def test_components_win_over_the_share_and_leave_a_distance():
     assert model.basis.shape == (CHANNELS, 7)
     torch.testing.assert_close(model.basis.T @ model.basis, torch.eye(7))
     with pytest.raises(ConfigError, match=r"choose 1 to 23"):
-        SubspaceFitter(0.5, CHANNELS).prepared([CHANNELS], [8], torch.device("cpu"))
+        SubspaceFitter(0.5, CHANNELS).prepared(CHANNELS, torch.device("cpu"))
     # However much is asked for, one direction at least is left to be far away in.
     assert SubspaceFitter(math.nextafter(1, 0)).fit(batched(train)).basis.shape[1] < CHANNELS
 
