@@ -23,15 +23,15 @@ LEAST_IMAGES = 8  # fewer don't show how much good images differ
 _LEAST_FACTOR = {"brightness": 1.3, "contrast": 2.0, "sharpness": 2.0}
 
 
-# Another product is at least so many times as far from the training images as the farthest of them
-# is from the others, in the channels' own units: other products were 2.2 and more times as far in
-# 56 pairs of data sets × 3 networks, held-out good images at most 1.6 times.
+# An image of another product is more than so many times as far from the training images as the
+# farthest of these is from the others. Those of 8 data sets were 2.2 and more times as far, with
+# each of 3 networks, good images that weren't learned from at most 1.6 times.
 _FARTHER = 2.0
 
 
-# And at least so many standard deviations of the patches within one image away: where all training
-# images are alike, a defect is many times as far as they are, but not far. Other products were 0.4
-# and more away, three broken bottles in 63.
+# And it is more than so many standard deviations of the patches within an image away: where
+# training images are all alike, a defect or a later lot is soon twice as far. Other products were
+# 0.4 and more away, of the defects that were twice as far two broken bottles.
 _LEAST_DISTANCE = 0.25
 
 
@@ -132,14 +132,20 @@ class AppearanceModel:
         """How far the farthest training image is from the others, as `standardised` measures."""
         return float(self._from_others(self.farthest).max())
 
-    def deviation(self, one: Appearance) -> str:
+    def deviation(self, one: Appearance, *, turned: bool = False) -> str:
         """Why an image is far outside the training set, for a person.
 
         Empty where it isn't, or where there were too few images to tell.
+
+        Args:
+            one: the image as a whole.
+            turned: whether parts may lie other ways than in the training images; only brightness,
+                contrast and sharpness, which turning doesn't change, are compared then.
         """
         if not self.tells:
             return ""
-        return "; ".join(filter(None, (self._odd_light(one), self._odd_whole(one))))
+        whole = "" if turned else self._odd_whole(one)
+        return "; ".join(filter(None, (self._odd_light(one), whole)))
 
     def _odd_light(self, one: Appearance) -> str:
         for name, value in one.figures().items():
@@ -211,9 +217,17 @@ class AppearanceModel:
     def from_tensors(cls, tensors: dict[str, Floats], images: int) -> AppearanceModel:
         """The way back from `tensors`, for as many images as they were learned from.
 
+        Models of before knew one distance alone; of theirs all channels vary alike.
+
         Raises:
             ModelError: they aren't those of a training set's look.
         """
+        before = tensors.keys() == {"bounds", "mean", "spread", "seen_distance"}
+        if before and tensors["seen_distance"].ndim == tensors["spread"].ndim == 0:
+            tensors = dict(tensors)
+            size = tensors.pop("seen_distance") * tensors["spread"]
+            tensors["variance"] = np.full_like(tensors["mean"], size**2)
+            tensors["farthest"] = tensors["mean"][None] + size
         dimensions = {"bounds": 2, "mean": 1, "variance": 1, "spread": 0, "farthest": 2}
         if (
             {name: value.ndim for name, value in tensors.items()} != dimensions
@@ -225,9 +239,7 @@ class AppearanceModel:
             or (tensors["variance"] < 0).any()
             or tensors["spread"] <= 0
         ):
-            raise ModelError(
-                "what says how the training images look is damaged, or from another version"
-            )
+            raise ModelError("what says how the training images look is damaged")
         bounds = dict(zip(_LEAST_FACTOR, tensors["bounds"].tolist(), strict=True))
         return cls(
             ranges={name: (b[0], b[1]) for name, b in bounds.items()},

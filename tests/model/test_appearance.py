@@ -6,6 +6,7 @@ import tracemalloc
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -14,6 +15,7 @@ from conftest import Command, train_arguments, write_part, write_product
 
 from anomaly.model.appearance import Appearance, look
 from anomaly.model.appearance_model import LEAST_IMAGES, AppearanceModel, odd_among
+from anomaly.model.scoring import ScoringPipeline
 
 
 def _look(
@@ -142,6 +144,31 @@ def test_what_differs_little_is_no_other_product_however_alike_training_images_a
         usual = AppearanceModel.of([_whole(mean + rng.normal(0, noise, 64)) for _ in range(20)])
         assert usual.deviation(_whole(mean + 0.2)) == ""  # a fifth of how patches differ
         assert "another product" in usual.deviation(_whole(mean + 0.5))
+
+
+def test_where_parts_may_lie_any_way_light_alone_is_compared() -> None:
+    rng = np.random.default_rng(0)
+    usual = AppearanceModel.of([_whole(mean) for mean in _product(rng, 20)])
+    (other,) = map(_whole, _product(rng, 1))
+    dark = replace(other, light=50)
+    assert usual.deviation(other, turned=True) == ""
+    assert "another product" not in usual.deviation(dark, turned=True)
+    assert "lens cap" in usual.deviation(dark, turned=True)
+    assert "lens cap" in usual.deviation(dark)
+    assert "another product" in usual.deviation(dark)  # both are said
+    for turned_copies, said in (("none", True), ("quarter_turns", False)):
+        settings = SimpleNamespace(model=SimpleNamespace(turned_copies=turned_copies))
+        pipeline = SimpleNamespace(config=settings, appearance=usual)
+        assert bool(ScoringPipeline.reason_to_look(pipeline, other)) == said  # type: ignore[arg-type]
+
+
+def test_models_of_before_knew_one_distance() -> None:
+    rng = np.random.default_rng(0)
+    tensors = AppearanceModel.of([_whole(mean) for mean in _product(rng, 20)]).tensors()
+    del tensors["variance"], tensors["farthest"]
+    before = AppearanceModel.from_tensors(tensors | {"seen_distance": np.array(0.4)}, 20)
+    assert before.deviation(_whole(before.mean + 0.75)) == ""
+    assert "another product" in before.deviation(_whole(before.mean + 0.9))
 
 
 def test_distances_are_those_to_the_others() -> None:

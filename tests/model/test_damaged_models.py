@@ -233,8 +233,7 @@ def test_each_tensor_of_the_training_images_look(bank: Path) -> None:
     save_file(whole | {"mean": whole["mean"][:-1].clone()}, bank / "usual.safetensors")
     vouch_for(bank, "usual.safetensors")
     assert attempt(bank) is None  # of another network
-    older = {name: whole[name] for name in ("bounds", "mean", "spread")}
-    for what, tensors in (*tampered(whole), ("older", older)):
+    for what, tensors in tampered(whole):
         if what != "farthest cut":  # as many as there were
             with pytest.raises(ModelError):
                 AppearanceModel.from_tensors({k: v.numpy() for k, v in tensors.items()}, 12)
