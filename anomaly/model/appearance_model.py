@@ -6,8 +6,9 @@ reason. They need a person, not a confident reject.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -22,20 +23,32 @@ LEAST_IMAGES = 8  # fewer don't show how much good images differ
 _LEAST_FACTOR = {"brightness": 1.3, "contrast": 2.0, "sharpness": 2.0}
 
 
-# How far an image's mean embedding may be from the training images', in standard deviations of
-# the patches within one image, and in distances of the farthest training image. Other products
-# were 0.63 and more away in six data sets, defects at most 0.60 where the training images reach
-# 0.54, and 0.57 where they reach 0.48.
-_LEAST_DISTANCE = 0.5
+# An image of another product is more than so many times as far from the training images as the
+# farthest of these is from the others. Those of 8 data sets were 2.2 and more times as far, with
+# each of 3 networks, good images that weren't learned from at most 1.6 times.
+_FARTHER = 2.0
 
 
-_FARTHER = 1.25
+# And it is more than so many standard deviations of the patches within an image away: where
+# training images are all alike, a defect or a later lot is soon twice as far. Other products were
+# 0.4 and more away, of the defects that were twice as far two broken bottles.
+_LEAST_DISTANCE = 0.25
+
+
+# Channels that hardly move in the training images mustn't count for everything: this share of the
+# mean variance is added to that of each, and what rounding does, in spreads.
+_SHRINKAGE, _ROUNDING = 0.1, 1e-3
+
+
+# Training images whose mean embeddings are kept, the farthest ones: what is joined needs to know
+# how far these are.
+_KEPT = 16
 
 
 _DARK = 0.002  # half a level of 255
 
 
-_AT_ONCE = 256  # images whose mean embeddings are held a second time
+_AT_ONCE = 64  # images whose mean embeddings are held a second time
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +59,9 @@ class AppearanceModel:
         ranges: lowest and highest accepted brightness, contrast and sharpness.
         seen: lowest and highest of the training images.
         mean: (D,) of the training images' mean embeddings.
+        variance: (D,) theirs.
         spread: standard deviation of the patches' embeddings within an image, over all values.
-        seen_distance: of the farthest training image from the mean of the others, in spreads.
+        farthest: (K, D) mean embeddings of the training images that are farthest from the others.
         images: that this was learned from; fewer than `LEAST_IMAGES` don't show what is far
             outside, but are kept to be joined with more.
     """
@@ -55,40 +69,29 @@ class AppearanceModel:
     ranges: dict[str, tuple[float, float]]
     seen: dict[str, tuple[float, float]]
     mean: Floats
+    variance: Floats
     spread: float
-    seen_distance: float
+    farthest: Floats
     images: int
 
     @classmethod
     def of(cls, looks: Sequence[Appearance]) -> AppearanceModel:
         """Learn from training images, one at least."""
-        mean = _mean_of(looks)
-        return cls._from(_figures(looks), _variances(looks), mean, _away(looks, mean))
-
-    @classmethod
-    def _from(
-        cls, figures: Floats, variances: Floats, mean: Floats, away: Floats
-    ) -> AppearanceModel:
-        """The model of N images.
-
-        Args:
-            figures: (N, 3), in the order of `_LEAST_FACTOR`.
-            variances: (N,) of the patches' embeddings within each image.
-            mean: (D,) of their mean embeddings.
-            away: (N,), how far each of these is from the mean.
-        """
+        figures = np.array([[*one.figures().values()] for one in looks])
         values = dict(zip(_LEAST_FACTOR, figures.T.tolist(), strict=True))
-        spread = float(np.mean(variances)) ** 0.5 + 1e-12
-        # The others' mean is farther away than the mean of all.
-        others = len(away) / max(len(away) - 1, 1)
-        return cls(
+        mean = sum(rows.sum(axis=0) for rows in _mean_embeddings(looks)) / len(looks)
+        squares = sum(np.square(rows - mean).sum(axis=0) for rows in _mean_embeddings(looks))
+        model = cls(
             ranges={name: _widened(name, v) for name, v in values.items()},
             seen={name: (min(v), max(v)) for name, v in values.items()},
             mean=mean,
-            spread=spread,
-            seen_distance=others * float(away.max()) / spread,
-            images=len(away),
+            variance=squares / max(len(looks) - 1, 1),
+            spread=float(np.mean([one.variance() for one in looks])) ** 0.5 + 1e-12,
+            farthest=mean[None],
+            images=len(looks),
         )
+        kept = [looks[place].mean_embedding() for place in model._farthest_of(looks)]
+        return replace(model, farthest=np.stack(kept))
 
     @property
     def tells(self) -> bool:
@@ -98,40 +101,53 @@ class AppearanceModel:
     def merged(self, other: AppearanceModel) -> AppearanceModel:
         """What the images of both look like together.
 
-        How far the farthest is from the mean isn't kept by image, so that what is said is the most
-        that it can be.
+        Exactly, but that the farthest image is looked for among those that were the farthest of
+        either.
 
         Args:
             other: what further images look like.
         """
         images, others = self.images, other.images
         count = images + others
-        mean = (self.mean * images + other.mean * others) / count
-        spread = ((images * self.spread**2 + others * other.spread**2) / count) ** 0.5
+        apart = np.square(self.mean - other.mean) * images * others / count
+        squares = self.variance * (images - 1) + other.variance * (others - 1) + apart
         seen = {
             name: (min(low, other.seen[name][0]), max(high, other.seen[name][1]))
             for name, (low, high) in self.seen.items()
         }
-        farthest = max(
-            one.seen_distance * one.spread * (n - 1) / n + float(_root_mean_square(one.mean - mean))
-            for one, n in ((self, images), (other, others))
-        )
-        return AppearanceModel(
+        model = AppearanceModel(
             ranges={name: _widened(name, ends) for name, ends in seen.items()},
             seen=seen,
-            mean=mean,
-            spread=spread,
-            seen_distance=farthest / spread * count / (count - 1),
+            mean=(self.mean * images + other.mean * others) / count,
+            variance=squares / (count - 1),
+            spread=((images * self.spread**2 + others * other.spread**2) / count) ** 0.5,
+            farthest=np.concatenate([self.farthest, other.farthest]),
             images=count,
         )
+        order = np.argsort(-model._from_others(model.farthest), kind="stable")
+        return replace(model, farthest=model.farthest[order[:_KEPT]])
 
-    def deviation(self, one: Appearance) -> str:
+    @cached_property
+    def seen_distance(self) -> float:
+        """How far the farthest training image is from the others, as `standardised` measures."""
+        return float(self._from_others(self.farthest).max())
+
+    def deviation(self, one: Appearance, *, turned: bool = False) -> str:
         """Why an image is far outside the training set, for a person.
 
         Empty where it isn't, or where there were too few images to tell.
+
+        Args:
+            one: the image as a whole.
+            turned: whether parts may lie other ways than in the training images; only brightness,
+                contrast and sharpness, which turning doesn't change, are compared then.
         """
         if not self.tells:
             return ""
+        whole = "" if turned else self._odd_whole(one)
+        return "; ".join(filter(None, (self._odd_light(one), whole)))
+
+    def _odd_light(self, one: Appearance) -> str:
         for name, value in one.figures().items():
             low, high = self.ranges[name]
             if not low <= value <= high:
@@ -141,18 +157,50 @@ class AppearanceModel:
                     f"{name} {value:.3g} is far outside the training images' {seen}"
                     f" ({_CAUSES[name, side]}?)"
                 )
-        distance = self.distance(one)
-        if distance > max(_LEAST_DISTANCE, _FARTHER * self.seen_distance):
+        return ""
+
+    def _odd_whole(self, one: Appearance) -> str:
+        away, seen = self.standardised(one), self.seen_distance
+        if away > _FARTHER * seen and self.distance(one) > _LEAST_DISTANCE:
             return (
-                f"as a whole it is {distance:.2g} from the training images, which are "
-                f"{self.seen_distance:.2g} from each other at most "
-                "(another product, or turned or cut out differently?)"
+                f"as a whole the image is {away:.2g} from the training images, and the farthest "
+                f"of these is {seen:.2g} from the others (another product, or turned or cut out "
+                "differently?)"
             )
         return ""
 
     def distance(self, one: Appearance) -> float:
-        """How far an image's mean embedding is from the training images', in spreads."""
+        """How far an image's mean embedding is from the training images', in spreads.
+
+        In one unit for all products behind one network.
+        """
         return float(_root_mean_square(one.mean_embedding() - self.mean)) / self.spread
+
+    def standardised(self, one: Appearance) -> float:
+        """How far an image is from the training images, in these' standard deviations.
+
+        The root of the mean over the channels of the squares of their deviations.
+        """
+        return float(self._standardised(one.mean_embedding() - self.mean, self.variance))
+
+    def _standardised(self, apart: Floats, variance: Floats) -> Floats:
+        """The size of differences (…, D) in standard deviations, of channels' variances (…, D)."""
+        least = _SHRINKAGE * variance.mean(axis=-1, keepdims=True)
+        least = least + np.square(_ROUNDING * self.spread)
+        return _root_mean_square(apart / np.sqrt(variance + least))
+
+    def _from_others(self, rows: Floats) -> Floats:
+        """How far training images' mean embeddings (N, D) are from the others' without them."""
+        count = self.images
+        apart = (rows - self.mean) * (count / max(count - 1, 1))  # from the others' mean
+        own = np.square(rows - self.mean) * (count / max(count - 1, 1))
+        left = np.maximum(self.variance * (count - 1) - own, 0) / max(count - 2, 1)
+        return self._standardised(apart, left)
+
+    def _farthest_of(self, looks: Sequence[Appearance]) -> list[int]:
+        """Places of the training images that are farthest from the others, the farthest first."""
+        away = np.concatenate([self._from_others(rows) for rows in _mean_embeddings(looks)])
+        return [int(place) for place in np.argsort(-away, kind="stable")[:_KEPT]]
 
     def tensors(self) -> dict[str, Floats]:
         """Everything that has to be saved, by name."""
@@ -160,22 +208,35 @@ class AppearanceModel:
         return {
             "bounds": bounds,
             "mean": self.mean,
+            "variance": self.variance,
             "spread": np.array(self.spread),
-            "seen_distance": np.array(self.seen_distance),
+            "farthest": self.farthest,
         }
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Floats], images: int) -> AppearanceModel:
         """The way back from `tensors`, for as many images as they were learned from.
 
+        Models of before knew one distance alone; of theirs all channels vary alike.
+
         Raises:
             ModelError: they aren't those of a training set's look.
         """
-        dimensions = {"bounds": 2, "mean": 1, "spread": 0, "seen_distance": 0}
+        before = tensors.keys() == {"bounds", "mean", "spread", "seen_distance"}
+        if before and tensors["seen_distance"].ndim == tensors["spread"].ndim == 0:
+            tensors = dict(tensors)
+            size = tensors.pop("seen_distance") * tensors["spread"]
+            tensors["variance"] = np.full_like(tensors["mean"], size**2)
+            tensors["farthest"] = tensors["mean"][None] + size
+        dimensions = {"bounds": 2, "mean": 1, "variance": 1, "spread": 0, "farthest": 2}
         if (
             {name: value.ndim for name, value in tensors.items()} != dimensions
             or any(v.dtype != np.float64 or not np.isfinite(v).all() for v in tensors.values())
             or tensors["bounds"].shape != (len(_LEAST_FACTOR), 4)
+            or tensors["variance"].shape != tensors["mean"].shape
+            or tensors["farthest"].shape[1:] != tensors["mean"].shape
+            or not len(tensors["farthest"])
+            or (tensors["variance"] < 0).any()
             or tensors["spread"] <= 0
         ):
             raise ModelError("what says how the training images look is damaged")
@@ -184,8 +245,9 @@ class AppearanceModel:
             ranges={name: (b[0], b[1]) for name, b in bounds.items()},
             seen={name: (b[2], b[3]) for name, b in bounds.items()},
             mean=tensors["mean"],
+            variance=tensors["variance"],
             spread=float(tensors["spread"]),
-            seen_distance=float(tensors["seen_distance"]),
+            farthest=tensors["farthest"],
             images=images,
         )
 
@@ -199,17 +261,14 @@ def odd_among(looks: Sequence[Appearance]) -> list[int]:
     blank = [place for place, one in enumerate(looks) if one.blank]
     if len(looks) <= LEAST_IMAGES:
         return blank
-    figures, variances, mean = _figures(looks), _variances(looks), _mean_of(looks)
-    farthest = int(_away(looks, mean).argmax())
+    figures = np.array([[*one.figures().values()] for one in looks])
+    farthest = AppearanceModel.of(looks)._farthest_of(looks)[0]
     outer = {*np.argmin(figures, axis=0), *np.argmax(figures, axis=0), farthest}
-    odd = []
-    for place in sorted(map(int, outer)):
-        own = looks[place].mean_embedding()
-        others = mean + (mean - own) / (len(looks) - 1)  # their mean
-        away = np.delete(_away(looks, others), place)
-        left = np.delete(figures, place, axis=0), np.delete(variances, place)
-        if AppearanceModel._from(*left, others, away).deviation(looks[place]):
-            odd.append(place)
+    odd = [
+        place
+        for place in map(int, outer)
+        if AppearanceModel.of([*looks[:place], *looks[place + 1 :]]).deviation(looks[place])
+    ]
     return sorted({*odd, *blank})
 
 
@@ -239,30 +298,10 @@ def nearest(models: Mapping[str, AppearanceModel], one: Appearance) -> str:
     return min(models, key=lambda product: models[product].distance(one))
 
 
-def _figures(looks: Sequence[Appearance]) -> Floats:
-    """Brightness, contrast and sharpness of each image, (N, 3)."""
-    return np.array([[*one.figures().values()] for one in looks])
-
-
-def _variances(looks: Sequence[Appearance]) -> Floats:
-    return np.array([one.variance() for one in looks])
-
-
-def _mean_of(looks: Sequence[Appearance]) -> Floats:
-    """The mean (D,) of images' mean embeddings, which aren't held a second time."""
-    total = np.zeros_like(looks[0].mean_embedding())
-    for one in looks:
-        total += one.mean_embedding()
-    return total / len(looks)
-
-
-def _away(looks: Sequence[Appearance], mean: Floats) -> Floats:
-    """How far each image's mean embedding is from a mean (D,): (N,)."""
-    found = []
+def _mean_embeddings(looks: Sequence[Appearance]) -> Iterator[Floats]:
+    """Images' mean embeddings (n, D), so many at a time: they aren't all held a second time."""
     for first in range(0, len(looks), _AT_ONCE):
-        some = np.stack([one.mean_embedding() for one in looks[first : first + _AT_ONCE]])
-        found.append(_root_mean_square(some - mean))
-    return np.concatenate(found)
+        yield np.stack([one.mean_embedding() for one in looks[first : first + _AT_ONCE]])
 
 
 def _root_mean_square(difference: Floats) -> Floats:

@@ -181,7 +181,10 @@ class ScoringPipeline:
 
     def reason_to_look(self, look: Appearance) -> str:
         """Why a person has to look at an image, whatever its score; empty where none does."""
-        return look.blank or ("" if self.appearance is None else self.appearance.deviation(look))
+        if look.blank or self.appearance is None:
+            return look.blank
+        turned = self.config.model.turned_copies != "none"
+        return self.appearance.deviation(look, turned=turned)
 
     def score_patches(
         self, embeddings: Array, layout: AnyView, inside: Array | None = None

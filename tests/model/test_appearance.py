@@ -3,7 +3,10 @@
 import csv
 import shutil
 import tracemalloc
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -12,6 +15,7 @@ from conftest import Command, train_arguments, write_part, write_product
 
 from anomaly.model.appearance import Appearance, look
 from anomaly.model.appearance_model import LEAST_IMAGES, AppearanceModel, odd_among
+from anomaly.model.scoring import ScoringPipeline
 
 
 def _look(
@@ -110,22 +114,94 @@ def test_what_is_usual_and_what_is_not() -> None:
         assert says in few.merged(few).deviation(one)
 
 
-@pytest.mark.parametrize("few", [1, 3, 6, 7])
+def _whole(mean: np.ndarray, spread: float = 1.0) -> Appearance:
+    """An image of this mean embedding, with the standard deviation of its patches around it."""
+    squared = 64 * float(np.square(mean).sum() + len(mean) * spread**2)
+    return Appearance(1024, 500, 250, 9, 64, mean * 64, squared, 0, 1)
+
+
+def _product(rng: np.random.Generator, count: int, dim: int = 64) -> np.ndarray:
+    """Mean embeddings (N, D) of a product, whose channels move by very different amounts."""
+    return rng.normal(0, 1, dim) + rng.normal(0, 1, (count, dim)) * np.geomspace(0.01, 0.3, dim)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])  # networks have their own
+@pytest.mark.parametrize("images", [LEAST_IMAGES, 50, 300])
+def test_another_product_is_told_and_a_good_image_is_not(images: int, scale: float) -> None:
+    rng = np.random.default_rng(images)
+    every = _product(rng, images + 200)
+    usual = AppearanceModel.of([_whole(mean * scale, scale) for mean in every[:images]])
+    odd = [usual.deviation(_whole(mean * scale, scale)) for mean in every[images:]]
+    assert sum(map(bool, odd)) <= 2
+    others = [usual.deviation(_whole(mean * scale, scale)) for mean in _product(rng, 50)]
+    assert all("another product" in said for said in others)
+
+
+def test_what_differs_little_is_no_other_product_however_alike_training_images_are() -> None:
+    rng = np.random.default_rng(0)
+    mean = rng.normal(0, 1, 64)
+    for noise in (0.0, 1e-9, 1e-3):
+        usual = AppearanceModel.of([_whole(mean + rng.normal(0, noise, 64)) for _ in range(20)])
+        assert usual.deviation(_whole(mean + 0.2)) == ""  # a fifth of how patches differ
+        assert "another product" in usual.deviation(_whole(mean + 0.5))
+
+
+def test_where_parts_may_lie_any_way_light_alone_is_compared() -> None:
+    rng = np.random.default_rng(0)
+    usual = AppearanceModel.of([_whole(mean) for mean in _product(rng, 20)])
+    (other,) = map(_whole, _product(rng, 1))
+    dark = replace(other, light=50)
+    assert usual.deviation(other, turned=True) == ""
+    assert "another product" not in usual.deviation(dark, turned=True)
+    assert "lens cap" in usual.deviation(dark, turned=True)
+    assert "lens cap" in usual.deviation(dark)
+    assert "another product" in usual.deviation(dark)  # both are said
+    for turned_copies, said in (("none", True), ("quarter_turns", False)):
+        settings = SimpleNamespace(model=SimpleNamespace(turned_copies=turned_copies))
+        pipeline = SimpleNamespace(config=settings, appearance=usual)
+        assert bool(ScoringPipeline.reason_to_look(pipeline, other)) == said  # type: ignore[arg-type]
+
+
+def test_models_of_before_knew_one_distance() -> None:
+    rng = np.random.default_rng(0)
+    tensors = AppearanceModel.of([_whole(mean) for mean in _product(rng, 20)]).tensors()
+    del tensors["variance"], tensors["farthest"]
+    before = AppearanceModel.from_tensors(tensors | {"seen_distance": np.array(0.4)}, 20)
+    assert before.deviation(_whole(before.mean + 0.75)) == ""
+    assert "another product" in before.deviation(_whole(before.mean + 0.9))
+
+
+def test_distances_are_those_to_the_others() -> None:
+    rng = np.random.default_rng(0)
+    means = _product(rng, 30)
+    usual = AppearanceModel.of([_whole(mean) for mean in means])
+    away = []
+    for i, mean in enumerate(means):
+        others = np.delete(means, i, axis=0)
+        variance = others.var(axis=0, ddof=1)
+        scale = variance + 0.1 * variance.mean() + 1e-6
+        away.append(np.sqrt(np.mean(np.square(mean - others.mean(axis=0)) / scale)))
+    assert usual.seen_distance == pytest.approx(max(away), rel=1e-9)
+    np.testing.assert_allclose(usual.farthest, means[np.argsort(-np.array(away))[:16]])
+
+
+@pytest.mark.parametrize("few", [1, 3, 6, 7, 20, 39])
 def test_a_merged_model_is_that_of_all_images(few: int) -> None:
-    # On a line, and the farthest at its end: the most that its distance can be is what it is.
-    places = np.array([0.0, 0.1, 0.3, 2.0, 2.1, 2.2, 2.4, 9.0])
+    rng = np.random.default_rng(few)
     looks = [
-        Appearance(1024, 500 + p, 250 + p, 9, 64, np.full(16, 64 * p), 1024 * (p**2 + 1 + p), 0, 1)
-        for p in places
+        replace(_whole(mean), light=500 + mean[0], light_squared=250 + mean[0])
+        for mean in _product(rng, 40)
     ]
     first, second = AppearanceModel.of(looks[:few]), AppearanceModel.of(looks[few:])
     whole = AppearanceModel.of(looks)
-    away, spread = np.abs(places - places.mean()).max(), np.sqrt(1 + places.mean())
     for merged in (first.merged(second), second.merged(first)):
-        assert (merged.seen, merged.ranges, merged.images) == (whole.seen, whole.ranges, 8)
-        np.testing.assert_allclose(merged.mean, places.mean(), rtol=1e-12)
-        assert merged.spread == pytest.approx(spread, rel=1e-9)
-        assert merged.seen_distance == pytest.approx(8 / 7 * away / spread, rel=1e-9)
+        assert (merged.seen, merged.ranges, merged.images) == (whole.seen, whole.ranges, 40)
+        np.testing.assert_allclose(merged.mean, whole.mean, rtol=1e-9)
+        np.testing.assert_allclose(merged.variance, whole.variance, rtol=1e-9)
+        assert merged.spread == pytest.approx(whole.spread, rel=1e-9)
+        assert merged.seen_distance == pytest.approx(whole.seen_distance, rel=1e-9)
+    one_by_one = reduce(AppearanceModel.merged, [AppearanceModel.of([one]) for one in looks])
+    assert one_by_one.seen_distance == pytest.approx(whole.seen_distance, rel=1e-9)
 
 
 def test_odd_ones_out_are_those_that_the_others_would_not_accept() -> None:
@@ -155,11 +231,10 @@ def test_mean_embeddings_of_many_images_are_not_held_twice() -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 14e6  # 256 at once, three times; all of them take 16 MB in float64
+    assert peak < 14e6  # all of them take 16 MB in float64
     means = sums.astype(np.float64) / 64
-    away = np.sqrt(np.square(means - means.mean(0)).mean(1)).max()
     np.testing.assert_allclose(usual.mean, means.mean(0), rtol=1e-12)
-    assert usual.seen_distance == pytest.approx(1000 / 999 * away / usual.spread, rel=1e-9)
+    np.testing.assert_allclose(usual.variance, means.var(0, ddof=1), rtol=1e-9)
 
 
 def test_odd_images_are_for_review(
