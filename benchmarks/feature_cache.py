@@ -20,29 +20,48 @@ from torch import Tensor
 from anomaly.config.parsing import parse_config
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample, ground_truth, open_dataset
-from anomaly.features.backbones import normalisation
+from anomaly.features.backbones import build, default_layers, normalisation
 from anomaly.features.embedder import Embedder
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import UnusableImage, by_shape
 from anomaly.model.build import backbone
 from anomaly.model.settings import loading_of
+from anomaly.runtime.threads import cores
 from anomaly.scorers.patchcore.aligner import patchcore_concat
 
-LAYERS = ("layer1[-1]", "layer2[-1]", "layer3[-1]")
+
+@dataclass(frozen=True)
+class Network:
+    """A network and the layers whose maps are kept.
+
+    Attributes:
+        name: as `backbone.name`.
+        weights: as `backbone.weights`.
+        layers: as `backbone.layers`; none for the defaults at strides 4, 8 and 16.
+    """
+
+    name: str
+    weights: str
+    layers: tuple[str, ...] = ()
+
+    @property
+    def hooked(self) -> tuple[str, ...]:
+        """The layers by their paths, the finest first."""
+        return self.layers or default_layers(self.name, build(self.name), 3)
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """One image of a data set, as the network saw it.
+class ImageMaps:
+    """One image of a data set, as the network sees it.
 
     Attributes:
         name: its path below the data set's root.
         defect: its type of defect; `good` without one.
         size: (H, W) of the network's input.
-        maps: (C_i, h_i, w_i) float16 of each of `LAYERS`.
+        maps: (C_i, h_i, w_i) float16 of each hooked layer.
         mask: (H, W) bool at the smaller of the image's own and the network's size; None for a
-            training image.
+            training image, and for a defect that nobody has marked.
     """
 
     name: str
@@ -53,74 +72,88 @@ class Seen:
 
 
 @dataclass(frozen=True, eq=False)
-class SeenSet:
+class SetMaps:
     """A data set's training and test images."""
 
     name: str
-    train: list[Seen]
-    test: list[Seen]
+    train: list[ImageMaps]
+    test: list[ImageMaps]
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether all test images can be compared pixel by pixel."""
+        return all(image.mask is not None for image in self.test)
 
 
-def seen(
-    data: Path, weights: str, network: str, cache: Path, settings: str = "area=256"
-) -> SeenSet:
+def feature_maps(
+    data: Path, network: Network, cache: Path, device: torch.device, settings: str = "area=256"
+) -> SetMaps:
     """A data set's feature maps, from the cache where they are there.
 
     Args:
         data: a folder in MVTec AD layout.
-        weights: as `backbone.weights`.
-        network: as `backbone.name`.
+        network: whose maps.
         cache: folder of the cache.
+        device: where the network runs.
         settings: one of the config's section `image`, `area=256` or `resize=256`.
     """
-    file = cache / f"{data.name}-{network}-{settings.replace('=', '')}.pt"
-    if not file.exists():
+    layers = "".join(f"-{layer}" for layer in network.layers)
+    name = f"{data.name}-{network.name}{layers}-{settings}.pt".replace("/", "-").replace("=", "")
+    if not (file := cache / name).exists():
         cache.mkdir(parents=True, exist_ok=True)
         key, value = settings.split("=")
         config = parse_config(
             {
                 "image": {key: int(value)},
-                "backbone": {"name": network, "weights": weights, "layers": LAYERS},
+                "backbone": {
+                    "name": network.name,
+                    "weights": network.weights,
+                    "layers": network.hooked,
+                },
                 "precision": "fp32",
             },
             "benchmark",
         )
         dataset = open_dataset("mvtec", data)
         parts = [
-            list(_computed(config, samples, test))
+            list(_computed(config, samples, device, test))
             for samples, test in ((dataset.train, False), (dataset.test, True))
         ]
         torch.save(parts, partial := file.with_suffix(".part"))
         partial.rename(file)
     train, test = torch.load(file, weights_only=False, mmap=True)
-    return SeenSet(data.name, train, test)
+    return SetMaps(data.name, train, test)
 
 
-def _computed(config: Config, samples: Sequence[Sample], test: bool) -> Iterator[Seen]:
-    extractor, _ = backbone(config, torch.device("cpu"))
-    embed = Embedder(
-        extractor, normalisation(config.backbone.name), patchcore_concat, torch.device("cpu")
-    )
+def _computed(
+    config: Config, samples: Sequence[Sample], device: torch.device, test: bool
+) -> Iterator[ImageMaps]:
+    extractor, _ = backbone(config, device)
+    embed = Embedder(extractor, normalisation(config.backbone.name), patchcore_concat, device)
     loading = loading_of(config, extractor.coarsest_stride, None, None)
-    found: dict[int, Seen] = {}
-    with Decoders(2, Task(loading)) as decoders, torch.inference_mode():
+    done: dict[int, ImageMaps] = {}
+    with Decoders(cores(), Task(loading)) as decoders, torch.inference_mode():
         loaded = decoders.load_all((i, s.path) for i, s in enumerate(samples))
         for batch in by_shape(loaded, 8):
             if isinstance(batch, UnusableImage):
                 sys.exit(batch.reason)
-            maps = [m.half() for m in embed.maps(batch)]
+            maps = [m.half().cpu() for m in embed.maps(batch)]
             for row, item in enumerate(batch):
                 sample = samples[item.index]
                 size = item.view.size
                 mask = _mask(sample, item.view.source, size) if test else None
                 defect = sample.defect_type if sample.is_defect else "good"
                 own = tuple(m[row].clone() for m in maps)
-                found[item.index] = Seen(str(sample.path), defect, size, own, mask)
-            print(f"\r{config.backbone.name} {len(found)}/{len(samples)}", end="", file=sys.stderr)
-    yield from (found[i] for i in sorted(found))
+                done[item.index] = ImageMaps(str(sample.path), defect, size, own, mask)
+            print(f"\r{config.backbone.name} {len(done)}/{len(samples)}", end="", file=sys.stderr)
+    yield from (done[i] for i in sorted(done))
 
 
-def _mask(sample: Sample, source: tuple[int, int], size: tuple[int, int]) -> NDArray[np.bool_]:
+def _mask(
+    sample: Sample, source: tuple[int, int], size: tuple[int, int]
+) -> NDArray[np.bool_] | None:
+    if sample.is_defect and sample.mask_path is None:
+        return None
     mask = ground_truth(sample, source)
     if source[0] * source[1] <= size[0] * size[1]:
         return mask

@@ -179,7 +179,7 @@ class ModelConfig(_Section):
 
     0 for none. The image score is that of the map before.
     """
-    border_damping: Annotated[float, Field(ge=0, le=1)] = 0.35
+    border_damping: Annotated[float, Field(ge=0, le=1)] = 0.2
     """How much a patch at the image's border counts less for the image score, from 0 to 1.
 
     It fades over 24 network pixels: what a network makes of the border comes in part from its
@@ -205,6 +205,12 @@ class ModelConfig(_Section):
     embedding: Literal["sharp", "concat", "adaptive"] = "sharp"
     """PatchCore: layers averaged over 3 × 3 positions side by side, the finest with more weight on
     the centre (sharp) or as published (concat); or the reference's pooling to 1024 (adaptive)."""
+    spacing_neighbours: Annotated[int, Field(ge=0, le=1000)] = 9
+    """PatchCore: patches of kinds that are rare among good ones count less for the image score.
+
+    A distance is divided by the mean distance of its nearest bank vector to so many others, over
+    the bank's mean, where that is above 1. 0 for plain distances, which maps always have.
+    """
     neighbours: Annotated[int, Field(ge=2, le=1000)] = 3
     """PatchCore: b of the `reweighted` image score."""
     search: Literal["exact", "faiss", "ivf"] = "exact"

@@ -204,7 +204,8 @@ class ScoringPipeline:
         model, xp = self.config.model, module_of(embeddings)
         how = self.config.image_score_in_force
         patches = self.scorer.score(embeddings)
-        shown, broken, values = patches, ~xp.isfinite(patches.scores), patches.scores
+        shown, broken = patches, ~xp.isfinite(patches.scores)
+        values = self.scorer.weighted(patches)
         if layout.whole:  # the borders of tiles lie amid the image
             values = with_border_damped(values, layout.size, model.border_damping)
         if inside is not None:

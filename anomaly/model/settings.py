@@ -162,7 +162,7 @@ def as_of_today(values: Any) -> Any:
     if not isinstance(model, dict):
         return values
     # What there wasn't yet, or could be left open, meant this.
-    model = {"halo_damping": 0.0, "border_damping": 0.0, **model}
+    model = {"halo_damping": 0.0, "border_damping": 0.0, "spacing_neighbours": 0, **model}
     if model.get("image_score", "") is None:
         model["image_score"] = "map_max"
     return {**values, "model": model}

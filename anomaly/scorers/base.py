@@ -56,6 +56,10 @@ class ArrayScorer(Protocol):
         """Score patch embeddings (B, h, w, D)."""
         ...
 
+    def weighted(self, scores: PatchScores) -> Array:
+        """Patch scores (B, h, w) as image scores count them; maps have those of `score`."""
+        return scores.scores
+
     def image_scores(self, embeddings: Array, scores: PatchScores) -> Array:
         """The method's own image score, where a config names one that it alone has.
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.runtime.once import made_once
-from anomaly.scorers.patchcore.bank import Bank, check_bank
+from anomaly.scorers.patchcore.bank import Bank, check_bank, spacing_for
 from anomaly.scorers.patchcore.search.array_index import ArrayIndex
 
 
@@ -26,7 +26,11 @@ def scorer(tensors: dict[str, NDArray[Any]], settings: Mapping[str, Any]) -> Arr
     """
     check_bank(tensors)
     return ArrayBank(
-        tensors["vectors"], tensors["origins"], settings["embedding"], settings["neighbours"]
+        tensors["vectors"],
+        tensors["origins"],
+        settings["embedding"],
+        settings["neighbours"],
+        spacing_for(tensors, settings),
     )
 
 
@@ -38,6 +42,7 @@ class ArrayBank(Bank):
     origins: NDArray[np.int32]
     embedding: str
     reweighting: int
+    spacing: NDArray[np.float32] | None = None
 
     @made_once
     def _index(self) -> ArrayIndex:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from anomaly.arrays import Array, module_of
 from anomaly.errors import ConfigError, DataError, ModelError
+from anomaly.runtime.once import made_once
 from anomaly.scorers.base import ArrayScorer, PatchScores
 from anomaly.scorers.saved_tensors import check_fits, check_tensors, leading
 
@@ -21,10 +23,13 @@ class Bank(ArrayScorer):
             turned copies, see `anomaly.imaging.turning`.
         embedding: how feature maps became embeddings: `sharp`, `concat` or `adaptive`.
         reweighting: b, bank vectors that the re-weighted image score looks at.
+        spacing: (M,) float32, the mean distance of each vector to its nearest neighbours in the
+            bank; None where image scores count all distances alike.
     """
 
     vectors: Array
     origins: Array
+    spacing: Array | None
     embedding: str
     reweighting: int
     unit = "distance"
@@ -65,6 +70,32 @@ class Bank(ArrayScorer):
             )
         distances, found = self.neighbours(embeddings.reshape(-1, channels), 1)
         return PatchScores(distances.reshape(grid), found.reshape(grid))
+
+    def weighted(self, scores: PatchScores) -> Array:
+        """Patch scores as the image score counts them: less where good patches are rare.
+
+        Around a vector of a rare kind the bank's vectors lie far apart, and so good patches of that
+        kind have large distances, too. A distance is divided by how far apart they lie around its
+        nearest vector, where that is more than the bank's mean. Anomaly maps have plain distances:
+        there a division blurs where a defect ends.
+
+        Args:
+            scores: what `score` said.
+
+        Returns:
+            (B, h, w) float32.
+        """
+        if self.spacing is None or scores.nearest is None:
+            return scores.scores
+        return scores.scores / self._sparsity[scores.nearest]
+
+    @made_once
+    def _sparsity(self) -> Array:
+        """(M,) float32, from 1 up: what distances to each vector are divided by."""
+        if self.spacing is None:
+            raise ValueError("the bank doesn't know its spacing")
+        mean = self.spacing.mean()
+        return self.spacing.clip(mean) / mean if mean > 0 else self.spacing + 1
 
     def image_scores(self, embeddings: Array, scores: PatchScores) -> Array:
         """The paper's image score (PatchCore, eq. 6 and 7).
@@ -126,12 +157,35 @@ def check_bank(tensors: Mapping[str, Array]) -> None:
     Raises:
         ModelError: they aren't.
     """
+    count = leading(tensors, "origins")
+    spacing = {"spacing": ("float32", (count,))} if "spacing" in tensors else {}
     check_tensors(
         tensors,
         {
             "origins": ("int32", (-1, 3)),
-            "vectors": ("float32", (leading(tensors, "origins"), -1)),
+            "vectors": ("float32", (count, -1)),
             "covering_radius": ("float64", ()),
             "exact": ("bool", ()),
+            **spacing,
         },
     )
+
+
+def spacing_for(tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> Array | None:
+    """The bank's spacing, if the settings want it.
+
+    Args:
+        tensors: of a memory bank, as it was saved.
+        settings: the config's section `model`, by key.
+
+    Raises:
+        ModelError: it is missing.
+    """
+    if not settings["spacing_neighbours"] or len(tensors["vectors"]) < 2:
+        return None
+    if "spacing" not in tensors:
+        raise ModelError(
+            "its memory bank doesn't hold its vectors' spacing (model.spacing_neighbours); "
+            "train again"
+        )
+    return tensors["spacing"]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anomaly.errors import DataError
 from anomaly.scorers.base import Align, Fitter, Fold, Progress
+from anomaly.scorers.patchcore.bank import spacing_for
 from anomaly.scorers.patchcore.coreset import coreset_size, covering_radius, random_projection
 from anomaly.scorers.patchcore.extension import (
     extended,
@@ -41,6 +42,7 @@ def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> Memo
         memory_limit=memory_limit,
         embedding=settings["embedding"],
         reweighting=settings["neighbours"],
+        spacing_neighbours=settings["spacing_neighbours"],
     )
 
 
@@ -67,6 +69,8 @@ def scorer(
         cache=cache if search == "ivf" else None,
         embedding=settings["embedding"],
         reweighting=settings["neighbours"],
+        spacing_neighbours=settings["spacing_neighbours"],
+        spacing=spacing_for(tensors, settings),
     ).to(device)
 
 
@@ -83,6 +87,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
             as good, see `select_streamed`, and reads their points twice more.
         embedding: how feature maps become embeddings, see `MemoryBank`.
         reweighting: of the bank's image scores, see `MemoryBank`.
+        spacing_neighbours: of the bank's image scores, see `MemoryBank`.
         base: the bank that `fit` adds to; None where it makes one.
     """
 
@@ -93,6 +98,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
     memory_limit: int = 256 * 1024**2
     embedding: str = "sharp"
     reweighting: int = 3
+    spacing_neighbours: int = 0
     base: MemoryBank | None = None
 
     @property
@@ -124,7 +130,8 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         if self.base is not None:
             projection = self._projection_of(self.base)
             limit = self.memory_limit
-            return extended(self.base, batches, projection=projection, memory_limit=limit)
+            more = extended(self.base, batches, projection=projection, memory_limit=limit)
+            return more.spaced()
         generator = torch.Generator().manual_seed(self.seed)
         # Batches that are made in inference mode switch it on between them, but not at the end;
         # what is written to all along has to live in one mode.
@@ -138,14 +145,16 @@ class MemoryBankFitter(Fitter[MemoryBank]):
                 progress=progress,
             )
             vectors, origins = gather(batches, points.places(chosen.picks))
-        return MemoryBank(
-            vectors,
-            origins,
-            chosen.covering_radius,
-            chosen.exact,
-            embedding=self.embedding,
-            reweighting=self.reweighting,
-        )
+            bank = MemoryBank(
+                vectors,
+                origins,
+                chosen.covering_radius,
+                chosen.exact,
+                embedding=self.embedding,
+                reweighting=self.reweighting,
+                spacing_neighbours=self.spacing_neighbours,
+            )
+            return bank.spaced()
 
     def held_out(
         self, scorer: MemoryBank, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
@@ -169,7 +178,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         """The same patches of the same images in the bank, embedded by another network."""
         with torch.inference_mode():
             new = replace(scorer, vectors=gather_origins(patches, scorer.origins))
-            return replace(new, covering_radius=self._farthest(new, patches))
+            return replace(new, covering_radius=self._farthest(new, patches)).spaced()
 
     def continuing(self, scorer: MemoryBank, learned: int) -> MemoryBankFitter:
         """A fitter whose `fit` adds vectors to a bank, see `MemoryBankFitter.base`."""
@@ -179,7 +188,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         self, scorers: Sequence[MemoryBank], numbers: Sequence[Mapping[int, int]]
     ) -> MemoryBank:
         """All vectors of several banks; a patch that more than one has kept, once."""
-        return joined(scorers, numbers)
+        return joined(scorers, numbers).spaced()
 
     def _farthest(self, bank: MemoryBank, patches: PatchSet) -> float:
         """The covering radius of patches, among projected embeddings."""

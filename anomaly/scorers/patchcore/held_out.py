@@ -109,7 +109,11 @@ def repaired(
     whole = with_more(bank, patches, torch.cat(list(picks)))
     for k in range(len(picks)):
         among = torch.cat([owners != k, stand_ins.to(owners.device) == k])
-        yield whole.only(among.nonzero()[:, 0])
+        kept = int((owners != k).sum())
+        without = whole.only(among.nonzero()[:, 0])
+        # Those that stay keep the spacing they have in the whole bank: finding all anew would take
+        # as long as a tenth of the scores.
+        yield without.spaced(torch.arange(kept, len(without.vectors), device=owners.device))
 
 
 def with_more(bank: MemoryBank, patches: PatchSet, chosen: Tensor) -> MemoryBank:
@@ -118,7 +122,16 @@ def with_more(bank: MemoryBank, patches: PatchSet, chosen: Tensor) -> MemoryBank
     if len(chosen):
         more = gather(patches, chosen)
         vectors, origins = [*vectors, more[0]], [*origins, more[1]]
-    return replace(bank, vectors=torch.cat(vectors), origins=torch.cat(origins), exact=False)
+    spacing = bank.spacing
+    if spacing is not None:  # of the new ones it is found where it is known what lies around them
+        spacing = torch.cat([spacing, spacing.new_zeros(len(chosen))])
+    return replace(
+        bank,
+        vectors=torch.cat(vectors),
+        origins=torch.cat(origins),
+        spacing=spacing,
+        exact=False,
+    )
 
 
 def orphans(

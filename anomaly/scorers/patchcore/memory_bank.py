@@ -48,6 +48,9 @@ class MemoryBank(Bank, Scorer):
         embedding: how feature maps become embeddings: `sharp`, `concat` or `adaptive`, see
             `anomaly.scorers.patchcore.aligner`.
         reweighting: b, bank vectors that the re-weighted image score looks at.
+        spacing_neighbours: how many neighbours of each vector `spacing` is the mean distance to; 0
+            for none.
+        spacing: (M,) float32, see `Bank`; None before `spaced`, or without neighbours.
     """
 
     vectors: Tensor
@@ -58,6 +61,8 @@ class MemoryBank(Bank, Scorer):
     cache: Path | None = None
     embedding: str = "sharp"
     reweighting: int = 3
+    spacing_neighbours: int = 0
+    spacing: Tensor | None = None
 
     @property
     def align(self) -> Align:
@@ -70,12 +75,38 @@ class MemoryBank(Bank, Scorer):
 
     def only(self, rows: Tensor) -> MemoryBank:
         """The bank of some of its vectors (m,) int64; their index comes from this one's."""
-        some = replace(self, vectors=self.vectors[rows], origins=self.origins[rows], exact=False)
+        spacing = None if self.spacing is None else self.spacing[rows]
+        some = replace(
+            self,
+            vectors=self.vectors[rows],
+            origins=self.origins[rows],
+            spacing=spacing,
+            exact=False,
+        )
         if self.search in ("auto", "screened"):
             within = self._neighbours, rows
             # As if the property had made it, which `replace` forgets.
             vars(some)["_neighbours"] = NearestNeighbors(some.vectors, self.search, within=within)
         return some
+
+    def spaced(self, rows: Tensor | None = None) -> MemoryBank:
+        """The same bank, which knows its `spacing`.
+
+        Args:
+            rows: (m,) int64, vectors whose spacing is found anew; None for all.
+        """
+        count = min(self.spacing_neighbours, len(self.vectors) - 1)
+        if count < 1:
+            return replace(self, spacing=None)
+        if rows is None or self.spacing is None:
+            rows = torch.arange(len(self.vectors), device=self.vectors.device)
+        distances, _ = self.neighbours(self.vectors[rows], count + 1)
+        apart = distances[:, 1:].mean(1)  # the first is the vector itself
+        if self.spacing is not None:
+            apart = self.spacing.index_copy(0, rows, apart)
+        same = replace(self, spacing=apart)
+        vars(same)["_neighbours"] = self._neighbours
+        return same
 
     def neighbours(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The bank vectors nearest to patches.
@@ -109,11 +140,13 @@ class MemoryBank(Bank, Scorer):
     def to(self, target: torch.device | str) -> MemoryBank:
         """The same bank on another device."""
         vectors, origins = self.vectors.to(target), self.origins.to(target)
-        return replace(self, vectors=vectors, origins=origins)
+        spacing = None if self.spacing is None else self.spacing.to(target)
+        return replace(self, vectors=vectors, origins=origins, spacing=spacing)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that has to be saved, by name."""
-        return {
+        spacing = {} if self.spacing is None else {"spacing": self.spacing}
+        return spacing | {
             "vectors": self.vectors,
             "origins": self.origins,
             "covering_radius": torch.tensor(self.covering_radius, dtype=torch.float64),
@@ -129,7 +162,8 @@ class MemoryBank(Bank, Scorer):
         """
         check_bank(tensors)
         radius = float(tensors["covering_radius"])
-        return cls(tensors["vectors"], tensors["origins"], radius, bool(tensors["exact"]))
+        bank = cls(tensors["vectors"], tensors["origins"], radius, bool(tensors["exact"]))
+        return replace(bank, spacing=tensors.get("spacing"))
 
 
 def gather(patches: PatchSet, places: Tensor) -> tuple[Tensor, Tensor]:

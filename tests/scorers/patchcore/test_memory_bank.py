@@ -280,7 +280,8 @@ def test_any_grids(grids: list[tuple[int, int]], ratio: float, seed: int) -> Non
 def test_a_config_names_the_search(search: str, tmp_path: Path) -> None:
     maps = images(grids=[(30, 40)] * 2)
     bank = bank_of(maps, ratio=0.7)  # large enough for `exact` to screen
-    settings = parse_config({"model": {"search": search}}, "a test").model.model_dump()
+    chosen = {"search": search, "spacing_neighbours": 0}
+    settings = parse_config({"model": chosen}, "a test").model.model_dump()
     loaded = scorer(bank.tensors(), settings, device=torch.device("cpu"), cache=tmp_path)
     assert loaded.search == {"exact": "auto"}.get(search, search)
     queries = torch.stack(images(grids=[(30, 40)] * 2, seed=1))
@@ -290,3 +291,59 @@ def test_a_config_names_the_search(search: str, tmp_path: Path) -> None:
         assert bool((found.scores >= expected.scores).all())
     else:
         assert torch.equal(found.scores, expected.scores)
+
+
+def spacing_of(vectors: torch.Tensor, count: int) -> np.ndarray:
+    """Each vector's mean distance to its nearest others, by scipy."""
+    apart = np.sort(cdist(vectors.double(), vectors.double()), axis=1)
+    return apart[:, 1 : count + 1].mean(1)
+
+
+@pytest.fixture
+def spaced() -> MemoryBank:
+    return MemoryBankFitter(0.4, spacing_neighbours=5).fit(Batches(images(), list(range(7))))
+
+
+def test_spacing_is_the_mean_distance_to_the_nearest_others(spaced: MemoryBank) -> None:
+    assert spaced.spacing is not None
+    np.testing.assert_allclose(spaced.spacing, spacing_of(spaced.vectors, 5), rtol=1e-4)
+
+
+def test_image_scores_count_rare_kinds_less_and_maps_all_alike(spaced: MemoryBank) -> None:
+    patches = spaced.score(images(seed=3)[0][None])
+    apart = spacing_of(spaced.vectors, 5)
+    by = np.maximum(1, apart / apart.mean())[patches.nearest]
+    assert by.max() > 1
+    np.testing.assert_allclose(spaced.weighted(patches), patches.scores / by, rtol=1e-4)
+    plain = replace(spaced, spacing=None)
+    assert torch.equal(plain.weighted(patches), patches.scores)
+
+
+def test_spacing_comes_back_from_the_tensors_and_is_asked_for(spaced: MemoryBank) -> None:
+    settings = parse_config({"model": {"spacing_neighbours": 5}}, "a test").model.model_dump()
+    where = {"device": torch.device("cpu"), "cache": Path()}
+    loaded = scorer(spaced.tensors(), settings, **where)
+    assert torch.equal(loaded.spacing, spaced.spacing)
+    without = {k: v for k, v in spaced.tensors().items() if k != "spacing"}
+    with pytest.raises(ModelError, match="train again"):
+        scorer(without, settings, **where)
+
+
+def test_held_out_banks_know_the_spacing_of_what_stands_in(spaced: MemoryBank) -> None:
+    fitter = MemoryBankFitter(0.4, spacing_neighbours=5)
+    folds = [(0, 1, 2), (3, 4), (5, 6)]
+    batches = Batches(images(), list(range(7)))
+    for _, bank in fitter.held_out(spaced, batches, folds, grouped=False):
+        known = {tuple(place) for place in spaced.origins.tolist()}
+        new = torch.tensor([tuple(place) not in known for place in bank.origins.tolist()])
+        expected = torch.from_numpy(spacing_of(bank.vectors, 5)).float()
+        torch.testing.assert_close(bank.spacing[new], expected[new], rtol=1e-4, atol=1e-4)
+        assert bool((bank.spacing > 0).all())
+
+
+@pytest.mark.parametrize("vectors", [torch.ones(1, 4), torch.ones(6, 4)])
+def test_vectors_that_lie_together_have_finite_scores(vectors: torch.Tensor) -> None:
+    origins = torch.zeros(len(vectors), 3, dtype=torch.int32)
+    bank = MemoryBank(vectors, origins, 0.0, spacing_neighbours=9).spaced()
+    scores = bank.weighted(bank.score(torch.zeros(1, 2, 2, 4)))
+    assert scores.tolist() == [[[2, 2], [2, 2]]]
