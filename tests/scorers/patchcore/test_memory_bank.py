@@ -314,7 +314,7 @@ def test_image_scores_count_rare_kinds_less_and_maps_all_alike(spaced: MemoryBan
     apart = spacing_of(spaced.vectors, 5)
     by = np.maximum(1, apart / apart.mean())[patches.nearest]
     assert by.max() > 1
-    np.testing.assert_allclose(spaced.weighted(patches), patches.scores / by, rtol=1e-4)
+    np.testing.assert_allclose(spaced.weighted(patches), patches.scores.numpy() / by, rtol=1e-4)
     plain = replace(spaced, spacing=None)
     assert torch.equal(plain.weighted(patches), patches.scores)
 
@@ -332,7 +332,7 @@ def test_spacing_comes_back_from_the_tensors_and_is_asked_for(spaced: MemoryBank
 def test_held_out_banks_know_the_spacing_of_what_stands_in(spaced: MemoryBank) -> None:
     fitter = MemoryBankFitter(0.4, spacing_neighbours=5)
     folds = [(0, 1, 2), (3, 4), (5, 6)]
-    batches = Batches(images(), list(range(7)))
+    batches = PatchList(PatchBatch(m[None], (i,)) for i, m in enumerate(images()))
     for _, bank in fitter.held_out(spaced, batches, folds, grouped=False):
         known = {tuple(place) for place in spaced.origins.tolist()}
         new = torch.tensor([tuple(place) not in known for place in bank.origins.tolist()])
