@@ -19,7 +19,7 @@ from benchmarks.feature_cache import ImageMaps, SetMaps
 
 @dataclass(frozen=True)
 class Variant:
-    """One way from feature maps to scores; the defaults are those of `ModelConfig`.
+    """One way from feature maps to scores; the defaults are those of configs/folder.yaml.
 
     Attributes:
         layers: digits of the hooked layers that are joined, 1 for the finest.

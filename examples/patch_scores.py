@@ -14,6 +14,7 @@ cv2.imwrite("part.ppm", small)
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 import onnxruntime
 
 # The defaults of `model` in config.yaml; a model that has others there needs those.
-BORDER_DAMPING, SMOOTHING, TOP = 0.35, 4.0, 0.01
+BORDER_DAMPING, SMOOTHING, TOP = 0.2, 4.0, 0.01
 
 
 def read_ppm(file: Path) -> np.ndarray:
@@ -38,6 +39,22 @@ def read_ppm(file: Path) -> np.ndarray:
     pixels = np.frombuffer(content, np.uint8, 3 * width * height, header.end())
     picture = pixels.reshape(1, height, width, 3).transpose(0, 3, 1, 2)
     return picture.astype(np.float32) / np.float32(255)
+
+
+def spacing_of(model: Path) -> np.ndarray:
+    """How far each bank vector is from its neighbours, (M,), from the model's scorer.safetensors.
+
+    That format: the header's length in 8 bytes, the header in JSON, and then the numbers.
+    """
+    content = (model / "scorer.safetensors").read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    first, last = json.loads(content[8:end])["spacing"]["data_offsets"]
+    return np.frombuffer(content[end + first : end + last], "<f4")
+
+
+def weighted(scores: np.ndarray, nearest: np.ndarray, spacing: np.ndarray) -> np.ndarray:
+    """Patch scores (h, w) as the image score counts them: less where good patches are rare."""
+    return scores / np.maximum(1, spacing / spacing.mean())[nearest]
 
 
 def image_score(scores: np.ndarray, size: tuple[int, int]) -> float:
@@ -71,11 +88,12 @@ def main(graph: Path, image: Path) -> None:
     """Print the patch scores row by row, the highest, and the image score."""
     session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
     images = read_ppm(image)
-    scores = session.run(["patch_scores"], {"images": images})[0][0]
+    scores, nearest = (found[0] for found in session.run(None, {"images": images}))
     for row in scores:
         print(*(f"{score:.6g}" for score in row))
     print(f"highest: {scores.max():.6g}")
-    print(f"image score: {image_score(scores, images.shape[2:]):.6g}")
+    counted = weighted(scores, nearest, spacing_of(graph.parent))
+    print(f"image score: {image_score(counted, images.shape[2:]):.6g}")
 
 
 if __name__ == "__main__":

@@ -2,45 +2,48 @@
 
 import pytest
 import torch
+from conftest import REPOSITORY
 from patch_lists import PatchList
 
-from anomaly.config.schema import Config
+from anomaly.config.files import load_config
 from anomaly.scorers.patchcore.fitter import fitter as fitter_of
 from anomaly.scorers.patches import PatchBatch
-from benchmarks.accuracy import parse
-from benchmarks.feature_cache import Seen, SeenSet
-from benchmarks.variants import Variant, forget, patch_scores
+from benchmarks.feature_cache import ImageMaps, SetMaps
+from benchmarks.variants import Variant, patch_scores
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def images():
     generator = torch.Generator().manual_seed(0)
 
-    def one(name, defect):
+    def image(name, defect):
         shapes = ((4, 16), (8, 8), (16, 4))
         maps = (torch.rand(c, side, side, generator=generator).half() for c, side in shapes)
-        return Seen(name, defect, (64, 64), tuple(maps), None)
+        return ImageMaps(name, defect, (64, 64), tuple(maps), None)
 
-    train = [one(f"train {i}", "good") for i in range(5)]
-    yield SeenSet("drawn", train, [one("good", "good"), one("bad", "scratch")])
-    forget()
+    train = [image(f"train {i}", "good") for i in range(5)]
+    return SetMaps("drawn", train, [image("good", "good"), image("bad", "scratch")])
 
 
-def test_the_default_is_todays(images):
-    config = Config.model_validate({})
+def test_the_default_is_that_of_the_config_for_folders(images):
+    config = load_config(REPOSITORY / "configs" / "folder.yaml", ["data.root=anywhere"])
     fitter = fitter_of(config.model.model_dump(), seed=2, memory_limit=2**20)
 
-    def embedded(one):
-        return fitter.align([m[None].float() for m in one.maps[1:]])
+    def embedded(image):
+        return fitter.align([m[None].float() for m in image.maps[1:]])
 
     train = PatchList(PatchBatch(embedded(one), (i,)) for i, one in enumerate(images.train))
     scorer = fitter.fit(train)
-    found, _ = patch_scores(images, Variant(), 2)
-    for scores, one in zip(found, images.test, strict=True):
-        assert torch.equal(scores, scorer.score(embedded(one)).scores[0])
-    model, usual = config.model, Variant()
-    assert usual.score.replace("maptop1", "map_top_percent") == config.image_score_in_force
-    assert (usual.smoothing, usual.halo, usual.border) == (
+    found, _ = patch_scores(images, Variant(), 2, CPU)
+    for (scores, weighted), image in zip(found, images.test, strict=True):
+        expected = scorer.score(embedded(image))
+        assert torch.equal(scores, expected.scores[0])
+        assert torch.equal(weighted, scorer.weighted(expected)[0])
+    model, default = config.model, Variant()
+    assert default.score.replace("maptop1", "map_top_percent") == config.image_score_in_force
+    assert (default.smoothing, default.halo, default.border) == (
         model.smoothing,
         model.halo_damping,
         model.border_damping,
@@ -55,20 +58,21 @@ def test_the_default_is_todays(images):
         "ratio:0.2,score:max",
         "layers:3",
         "layers:123",
-        "layers:2|3",
-        "layers:2+23",
-        "dims:4,power:0.5",
         "neighbours:3",
-        "weight:2",
-        "finest:2",
+        "spacing:0",
         "compress:sqrt",
-        "dims:4,embedding:concat",
-        "kind:subspace",
+        "compress:unit,embedding:concat",
     ],
 )
 def test_each_variant_scores_every_patch(images, changed):
-    _, variant = parse(f"some={changed}")
-    found, _ = patch_scores(images, variant, 0)
-    side = 16 if "1" in variant.layers and not variant.finest else 4 if variant.layers == "3" else 8
-    assert [one.shape for one in found] == [(side, side)] * 2
-    assert all(bool(one.isfinite().all()) for one in found)
+    variant = Variant.parsed(changed)
+    found, _ = patch_scores(images, variant, 0, CPU)
+    side = 16 if "1" in variant.layers else 4 if variant.layers == "3" else 8
+    for scores in (one for both in found for one in both):
+        assert scores.shape == (side, side)
+        assert bool(scores.isfinite().all())
+
+
+def test_an_unknown_key_is_named():
+    with pytest.raises(ValueError, match="unknown bank; there are layers"):
+        Variant.parsed("bank:2")

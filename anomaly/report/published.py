@@ -121,7 +121,9 @@ def published(settings: Mapping[str, Any], layers: list[str]) -> Published | Non
         return None
     if data.get("format") != "mvtec" or image.get("region") or image.get("ignore"):
         return None
-    if model.get("kind") == "patchcore" and model.get("embedding") == "sharp":
+    if model.get("kind") == "patchcore" and (
+        model.get("embedding") == "sharp" or model.get("spacing_neighbours", 0)
+    ):
         return None
     for figures, network, hooked, wanted in _PUBLISHED_FOR:
         as_published = all(model.get(key) == value for key, value in wanted.items())

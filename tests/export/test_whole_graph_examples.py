@@ -52,7 +52,7 @@ def test_in_python(bank_export: Path, run_folder: Path, picture: Path) -> None:
     said, _, score = done.stdout.partition("image score: ")
     check(said, run_folder, picture)
     detector = load(run_folder, "cpu", "fp32")
-    assert detector.config.model.border_damping == 0.35
+    assert detector.config.model.border_damping == 0.2
     image = cv2.cvtColor(np.asarray(cv2.imread(str(picture))), cv2.COLOR_BGR2RGB)
     assert float(score) == pytest.approx(detector.predict(image).score, rel=1e-4)
 
