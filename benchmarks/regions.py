@@ -81,10 +81,8 @@ def measure(data: Path, settings: list[str]) -> None:
             width, height = np.percentile(matched[:, :2], [50, 25, 75], axis=0).T
             cells = [f"{m:.2f} ({low:.2f} to {high:.2f})" for m, low, high in (width, height)]
             cells += [f"{share:.0%}" for share in matched[:, 2:].mean(0)]
-        counts = [len(defects), len(matched), len(every) - len(matched)]
-        print(
-            f"| {data.name} | {rule} | " + " | ".join(map(str, counts + cells)) + " |", flush=True
-        )
+        counts = map(str, (len(defects), len(matched), len(every) - len(matched)))
+        print(f"| {data.name} | {rule} | " + " | ".join([*counts, *cells]) + " |", flush=True)
 
 
 def main() -> None:

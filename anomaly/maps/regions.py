@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import cv2
@@ -65,22 +65,40 @@ def predicted_mask(found: SourceMap, threshold: float) -> NDArray[np.uint8]:
     Returns:
         (H0, W0): 255 where marked, else 0.
     """
-    size = found.view.source
-    if not any((found(strip) > threshold).any() for strip in strips(size)):
-        return np.zeros(size, np.uint8)
-    level = found.level(threshold)
-    above = np.empty(size, np.uint8)
-    for strip in strips(size):
-        values = found(strip)
-        above[strip] = np.where(values > level(strip), 1 + (values > threshold), 0)
-    left, top, width, height = cv2.boundingRect(above)
-    box = slice(top, top + height), slice(left, left + width)
-    count, labels = cv2.connectedComponents(above[box], connectivity=8)
-    has_peak = np.zeros(count, np.uint8)
-    has_peak[labels[above[box] == 2]] = 255
-    mask = np.zeros(size, np.uint8)
-    mask[box] = has_peak[labels]
+    if highest(found) <= threshold:
+        return np.zeros(found.view.source, np.uint8)
+    (mask,) = _masks(found, [threshold])
     return mask
+
+
+def highest(found: SourceMap) -> float:
+    """A map's highest value; 0 where nothing is higher."""
+    rows = strips(found.view.source)
+    return max(float(np.fmax.reduce(found(s), axis=None, initial=0)) for s in rows)
+
+
+def _masks(found: SourceMap, thresholds: Sequence[float]) -> list[NDArray[np.uint8]]:
+    """The predicted mask of each threshold, from one pass over the map."""
+    levels = [found.level(threshold) for threshold in thresholds]
+    masks = [np.zeros(found.view.source, np.uint8) for _ in thresholds]
+    for strip in strips(found.view.source):
+        values = found(strip)
+        for mask, level, threshold in zip(masks, levels, thresholds, strict=True):
+            if (values > level.scores.min()).any():  # else the strip's level needn't be made
+                mask[strip] = np.where(values > level(strip), 1 + (values > threshold), 0)
+    for mask in masks:
+        _keep_with_peaks(mask)
+    return masks
+
+
+def _keep_with_peaks(mask: NDArray[np.uint8]) -> None:
+    """Turn a mask of 1, and 2 above the threshold, into 255 in the parts that hold a 2, else 0."""
+    left, top, width, height = cv2.boundingRect(mask)
+    box = mask[top : top + height, left : left + width]
+    count, labels = cv2.connectedComponents(box, connectivity=8)
+    has_peak = np.zeros(count, np.uint8)
+    has_peak[labels[box == 2]] = 255
+    box[...] = has_peak[labels]
 
 
 def outlined_areas(
@@ -99,14 +117,15 @@ def outlined_areas(
         (H0, W0): `MARKED` as in the predicted mask, else `FAINT` where the fainter line runs
         around, else 0.
     """
-    lowest = threshold if review is None else min(review, threshold)
-    if rejected:
-        rows = strips(found.view.source)
-        highest = max(float(np.fmax.reduce(found(s), axis=None, initial=0)) for s in rows)
-        lowest = lowest if highest > lowest else _NEAR_HIGHEST * highest
-    areas = predicted_mask(found, max(threshold, _LEAST)) & np.uint8(MARKED)
-    if lowest < threshold:
-        areas |= predicted_mask(found, max(lowest, _LEAST)) & np.uint8(FAINT)
+    threshold = max(threshold, _LEAST)
+    peak, lowest = highest(found), threshold if review is None else min(review, threshold)
+    if rejected and peak <= lowest:
+        lowest = _NEAR_HIGHEST * peak
+    both = dict.fromkeys((threshold, max(lowest, _LEAST)))
+    limits = [limit for limit in both if limit < peak]
+    areas = np.zeros(found.view.source, np.uint8)
+    for limit, mask in zip(limits, _masks(found, limits) if limits else (), strict=True):
+        areas |= mask & np.uint8(MARKED if limit == threshold else FAINT)
     return areas
 
 
