@@ -37,7 +37,8 @@ from anomaly.imaging.given import Given, ImageLike
 from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import Loaded, UnusableImage
 from anomaly.imaging.shared_decoders import load_shared
-from anomaly.maps.heatmap import display, encode_png, overlay
+from anomaly.maps.heatmap import display, encode_png, heatmap
+from anomaly.maps.regions import outlined_areas
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
 
@@ -163,26 +164,27 @@ def explain_score(
         picture=picture_of(worst),
     )
 
-    heatmap = _heatmap(prediction, item)
+    seen_map = _heatmap(prediction, item)
     good = GoodImages(detector, detector.manifest, there, read)
     title = "most unusual patch"
     if flaws:
         title = "worst patch of each flaw that is marked"
     elif detector.thresholds is not None:
         title += "; nothing is marked"
-    evidence, facts = _evidence_picture(good, item, prediction, patches, heatmap, title)
+    evidence, facts = _evidence_picture(good, item, prediction, patches, seen_map, title)
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
-    pictures["score_gradient"] = _gradient(detector, prediction, worst, heatmap)
+    pictures["score_gradient"] = _gradient(detector, prediction, worst, seen_map)
     pictures["evidence"] = evidence
     notes = _notes(detector.method, prediction, good)
     return Explanation(prediction, detector.model_id, pictures, facts, notes)
 
 
 def _heatmap(prediction: Prediction, item: Loaded) -> RgbImage:
-    limits, anomaly_map = prediction.thresholds, prediction.anomaly_map
+    limits, found = prediction.thresholds, prediction.source_map.held()
     review = None if limits is None else limits.review_pixel
-    strong = float(np.nanmax(anomaly_map)) if limits is None else limits.pixel
-    return marked(overlay(display(item.decoded), anomaly_map, strong, review=review), [])
+    strong = float(np.nanmax(found())) if limits is None else limits.pixel
+    areas = outlined_areas(found, strong, review)
+    return marked(heatmap(item.decoded, found, strong, areas), [])
 
 
 def _gradient(

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anomaly.files.own_outputs import HEATMAPS, MAPS, MASKS
 from anomaly.files.writing import write
@@ -16,10 +17,8 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.colour_bar import with_colour_bar
 from anomaly.maps.heatmap import RgbImage, display, encode_png, heatmap
 from anomaly.maps.map_files import encode_float32, encode_uint16
-from anomaly.maps.regions import AnomalyMap, MarkedRegion, marked_regions, predicted_mask
+from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_areas
 from anomaly.maps.thumbnails import Thumbnail, thumbnail
-
-_HELD_PIXELS = 8_000_000
 
 
 @dataclass(frozen=True)
@@ -98,36 +97,42 @@ class Pictures:
         """
         if not (shown.heatmap or self.masks or self.regions or self.maps):
             return Drawn()
-        anomaly_map = _held(found, image.size)
+        found = found.held()
         limit = float(np.nanmax(found.scores)) if shown.limit is None else shown.limit
-        # In a method of its own: of a large image the picture is gone before the map is encoded.
-        small = self._write_heatmap(image, anomaly_map, limit, name, shown)
         if self.maps == "uint16":
-            write(self.output / MAPS / name, encode_uint16(anomaly_map, image.size, limit))
+            write(self.output / MAPS / name, encode_uint16(found, image.size, limit))
         elif self.maps == "float32":
             file = self.output / MAPS / PurePosixPath(name).with_suffix(".tiff")
-            write(file, encode_float32(anomaly_map, image.size))
+            write(file, encode_float32(found, image.size))
+        if not (shown.heatmap or self.masks or self.regions):
+            return Drawn()
+        rejected = shown.verdict == "reject"
+        areas = outlined_areas(found, limit, shown.review, rejected=rejected)
+        # In a method of its own: of a large image the picture is gone before the mask is encoded.
+        small = self._write_heatmap(image, found, limit, areas, name, shown)
         if not (self.masks or self.regions):
             return Drawn(small=small)
-        mask = predicted_mask(anomaly_map, image.size, limit)
+        mask = np.where(areas == MARKED, areas, np.uint8(0))
         if self.masks:
             write(self.output / MASKS / name, encode_png(mask))
-        return Drawn(marked_regions(mask, anomaly_map) if self.regions else (), small)
+        return Drawn(marked_regions(mask, found) if self.regions else (), small)
 
     def _write_heatmap(
-        self, image: Image, anomaly_map: AnomalyMap, limit: float, name: str, shown: Shown
+        self,
+        image: Image,
+        found: SourceMap,
+        limit: float,
+        areas: NDArray[np.uint8],
+        name: str,
+        shown: Shown,
     ) -> Thumbnail | None:
         if not shown.heatmap:
             return None
-        picture = self._heatmap(image, anomaly_map, limit, shown)
+        picture = self._captioned(image, heatmap(image, found, limit, areas), limit, shown)
         write(self.output / HEATMAPS / name, encode_png(picture))
         return thumbnail(picture, shown.small) if shown.small else None
 
-    def _heatmap(
-        self, image: Image, anomaly_map: AnomalyMap, limit: float, shown: Shown
-    ) -> RgbImage:
-        rejected = shown.verdict == "reject"
-        picture = heatmap(image, anomaly_map, limit, shown.review, rejected=rejected)
+    def _captioned(self, image: Image, picture: RgbImage, limit: float, shown: Shown) -> RgbImage:
         if self.beside is None:
             return picture
         caption = f"score {shown.score:.4g}"
@@ -143,11 +148,3 @@ def picture_exists(output: Path, name: str) -> bool:
     map_name = PurePosixPath(name).with_suffix(".tiff")
     files = (HEATMAPS, name), (MASKS, name), (MAPS, name), (MAPS, map_name)
     return any((output / folder / file).exists() for folder, file in files)
-
-
-def _held(found: SourceMap, size: tuple[int, int]) -> AnomalyMap:
-    """A map that is read several times, made once unless it is very large."""
-    if size[0] * size[1] > _HELD_PIXELS:
-        return found
-    values = found()
-    return lambda strip: values[strip]

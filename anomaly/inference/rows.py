@@ -131,9 +131,13 @@ class RegionRow:
         peak_score: the anomaly map's highest value in it.
         peak_x: where that is.
         peak_y: where that is.
+        width_uncertainty: a patch's width in original pixels: the width is about as uncertain.
+        height_uncertainty: likewise.
         width_mm: of the bounding box; None where the model doesn't know `image.mm_per_pixel`.
         height_mm: of the bounding box, or None.
         area_mm2: of what is marked, or None.
+        width_uncertainty_mm: as `width_uncertainty`, or None.
+        height_uncertainty_mm: as `height_uncertainty`, or None.
     """
 
     path: str
@@ -146,24 +150,33 @@ class RegionRow:
     peak_score: float
     peak_x: int
     peak_y: int
+    width_uncertainty: float
+    height_uncertainty: float
     width_mm: float | None
     height_mm: float | None
     area_mm2: float | None
+    width_uncertainty_mm: float | None
+    height_uncertainty_mm: float | None
 
 
 def region_rows(
     path: str, regions: Iterable[MarkedRegion], mm_per_pixel: float | None
 ) -> list[RegionRow]:
     """The lines of one image."""
-    mm = mm_per_pixel
+
+    def scaled(length: float, power: int = 1) -> float | None:
+        return None if mm_per_pixel is None else round(length * mm_per_pixel**power, 6)
+
     return [
         RegionRow(
             path,
             number,
             **asdict(region),
-            width_mm=None if mm is None else round(region.width * mm, 6),
-            height_mm=None if mm is None else round(region.height * mm, 6),
-            area_mm2=None if mm is None else round(region.area * mm * mm, 6),
+            width_mm=scaled(region.width),
+            height_mm=scaled(region.height),
+            area_mm2=scaled(region.area, 2),
+            width_uncertainty_mm=scaled(region.width_uncertainty),
+            height_uncertainty_mm=scaled(region.height_uncertainty),
         )
         for number, region in enumerate(regions, 1)
     ]

@@ -12,25 +12,32 @@ has the pieces' matrices side by side, each fading out where the next one takes 
 
 Patches that don't count (NaN) take no part: what is left is averaged over those that do, so that
 nothing bleeds in from outside a region and its rim isn't dimmed.
+
+How far a defect reaches follows from the map itself, whatever the threshold: `SourceMap.level`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.arrays import Array, module_of
-from anomaly.imaging.geometry import AnyView, Axis
+from anomaly.imaging.geometry import AnyView, Axis, AxisView, Tiling
 from anomaly.imaging.region import Region
 from anomaly.runtime.blas import one_blas_thread
 
 # Farther than the blur reaches from every patch that counts, there is nothing to show.
 _LEAST_WEIGHT = 1e-4
+# A defect reaches down to this share of the way from the image's usual value to the highest value
+# within so many patches; chosen by `benchmarks.regions`.
+_EXTENT = 0.6
+_REACH = 2
+_HELD_PIXELS = 8_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +50,7 @@ class SourceMap:
         smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
         halo_damping: how much a patch beside a higher one is lowered, see `without_halo`.
         region: what of the image counts; None for all of it.
+        values: (H0, W0), the whole map, where it is held; None makes rows each time.
     """
 
     scores: NDArray[np.float32]
@@ -50,6 +58,7 @@ class SourceMap:
     smoothing: float
     halo_damping: float
     region: Region | None
+    values: NDArray[np.float32] | None = None
 
     def __call__(self, strip: slice | None = None) -> NDArray[np.float32]:
         """The map, or some rows of it: a large image's whole map may not fit into memory.
@@ -58,16 +67,59 @@ class SourceMap:
             (H0, W0) float32; NaN where a crop hid the image from the network and outside the
             region to look at.
         """
+        if self.values is not None:
+            return self.values if strip is None else self.values[strip]
         found = source_map(self._shown, self.view, self.smoothing, strip)
         if self.region is not None:
             found[~self.region.inside(self.view.source, strip or slice(None))] = np.nan
         return found
 
+    def held(self) -> SourceMap:
+        """The same map, made once for being read several times, unless it is very large."""
+        height, width = self.view.source
+        if self.values is not None or height * width > _HELD_PIXELS:
+            return self
+        return replace(self, values=self())
+
+    @property
+    def patch_size(self) -> tuple[float, float]:
+        """(height, width) of a patch in original pixels."""
+        height, width = (
+            len(pieces) * pieces[0].size / count * pieces[0].source / pieces[0].resized
+            for pieces, count in zip(self.view.axes, self.scores.shape, strict=True)
+        )
+        return height, width
+
+    def level(self, threshold: float) -> SourceMap:
+        """How high the map has to be at each pixel for that pixel to belong to a defect.
+
+        A sharp defect is blurred on its way to the map, so it is measured as any blurred peak is:
+        where the map has come down a given part of the way from the peak to what is usual in the
+        image. Both are the map's values at the patches' centres: the highest of 5 × 5 patches,
+        but the threshold at least, and the median, but the threshold at most.
+
+        Args:
+            threshold: that a defect's peak is above.
+
+        Returns:
+            The level as a map of its own.
+        """
+        at_centres = source_map(
+            self._shown, _one_pixel_a_patch(self.view, self.scores.shape), self.smoothing
+        )
+        usual = min(float(np.nanmedian(at_centres)), threshold)
+        peak = np.fmax(_highest_around(at_centres, self._tiles, _REACH), threshold)
+        level = (usual + _EXTENT * (peak - usual)).astype(np.float32)
+        return SourceMap(level, self.view, self.smoothing, 0.0, None)
+
+    @property
+    def _tiles(self) -> tuple[int, int]:
+        rows, columns = self.view.axes
+        return len(rows), len(columns)
+
     @cached_property
     def _shown(self) -> NDArray[np.float32]:
-        rows, columns = self.view.axes
-        shown: NDArray[np.float32]
-        shown = without_halo(self.scores, self.halo_damping, (len(rows), len(columns)))
+        shown: NDArray[np.float32] = without_halo(self.scores, self.halo_damping, self._tiles)
         return shown
 
 
@@ -87,12 +139,19 @@ def without_halo(scores: Array, damping: float, tiles: tuple[int, int] = (1, 1))
     """
     if damping == 0:
         return scores
+    highest = _highest_around(scores, tiles).clip(np.finfo(np.float32).tiny)
+    damped: Array = scores * (scores / highest) ** damping
+    return damped
+
+
+def _highest_around(scores: Array, tiles: tuple[int, int], reach: int = 1) -> Array:
+    """The highest patch (…, h, w) within so many rows and columns, of the same tile."""
     *lead, height, width = scores.shape
     rows, columns = tiles
     each = scores.reshape(*lead, rows, height // rows, columns, width // columns)
-    highest = _highest_beside(_highest_beside(each, -3), -1)
-    damped: Array = each * (each / highest.clip(np.finfo(np.float32).tiny)) ** damping
-    return damped.reshape(scores.shape)
+    for _ in range(reach):
+        each = _highest_beside(_highest_beside(each, -3), -1)
+    return each.reshape(scores.shape)
 
 
 def _highest_beside(scores: Array, axis: int) -> Array:
@@ -102,6 +161,15 @@ def _highest_beside(scores: Array, axis: int) -> Array:
     highest[1:] = fmax(highest[1:], along[:-1])
     highest[:-1] = fmax(highest[:-1], along[1:])
     return highest.swapaxes(0, axis)
+
+
+def _one_pixel_a_patch(view: AnyView, grid: tuple[int, ...]) -> Tiling:
+    """The view of an image whose pixels are the patches' centres, tile by tile."""
+    rows, columns = (
+        tuple(AxisView(n, piece.size, 0, piece.size, i * n) for i, piece in enumerate(pieces))
+        for pieces, n in ((p, count // len(p)) for p, count in zip(view.axes, grid, strict=True))
+    )
+    return Tiling(rows, columns)
 
 
 def source_map(

@@ -2,14 +2,14 @@
 
 Colours have one meaning for all images of a model: nothing below three quarters of the threshold,
 full colour from 5/4 on, brightest at twice the threshold. They are those of inferno, in which
-equal steps of the score look equal, also in grey and to the colour-blind. A line follows the
-threshold, and a fainter one the threshold of review.
+equal steps of the score look equal, also in grey and to the colour-blind. A line runs around each
+marked region, and a fainter one around what is for review.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 
@@ -19,12 +19,12 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from anomaly.imaging.image import Image
+from anomaly.maps.regions import FAINT, MARKED, AnomalyMap
 
 RgbImage = NDArray[np.uint8]
 
 OPACITY = 0.65
 _FAINT = 0.5
-_NEAR_HIGHEST = 0.9  # of the highest place of a rejected image that reaches no line
 # Levels 0 to 255 reach up to twice the threshold.
 _AT_THRESHOLD = 127.5
 _SHOWN_FROM = 0.75  # of the threshold; what is lower isn't coloured
@@ -45,12 +45,7 @@ def display(image: Image, rows: slice = slice(None)) -> RgbImage:
 
 
 def heatmap(
-    image: Image,
-    anomaly_map: Callable[[slice], NDArray[np.float32]],
-    threshold: float,
-    review: float | None = None,
-    *,
-    rejected: bool = False,
+    image: Image, anomaly_map: AnomalyMap, threshold: float, areas: NDArray[np.uint8]
 ) -> RgbImage:
     """Lay an anomaly map over its image, a strip at a time: large maps needn't fit into memory.
 
@@ -58,9 +53,7 @@ def heatmap(
         image: the decoded file.
         anomaly_map: gives some rows of the map, (rows, W0).
         threshold: the map's value where marking starts, above 0.
-        review: a lower value, which a fainter line follows; None for none.
-        rejected: whether the image is rejected, which hangs on all of its highest places together.
-            Where none of them reaches a line, the fainter one runs around the highest.
+        areas: (H0, W0), what is outlined; see `outlined_areas`.
 
     Returns:
         (H0, W0, 3) RGB.
@@ -69,18 +62,12 @@ def heatmap(
     line = _line_width(image.size)
     margin = 2 * line + 2
     rows = max(_STRIP_PIXELS // width, 2 * margin)
-    if rejected:
-        tops = range(0, height, rows)
-        strips = (anomaly_map(slice(top, min(top + rows, height))) for top in tops)
-        highest = max(float(np.fmax.reduce(strip, axis=None, initial=0)) for strip in strips)
-        lowest = threshold if review is None else min(review, threshold)
-        review = review if highest > lowest else _NEAR_HIGHEST * highest
     result = np.empty((height, width, 3), np.uint8)
     for top in range(0, height, rows):
         bottom = min(top + rows, height)
         # Lines along the cut itself fall into the margin and go with it.
         wide = slice(max(0, top - margin), min(height, bottom + margin))
-        strip = overlay(display(image, wide), anomaly_map(wide), threshold, line, review)
+        strip = overlay(display(image, wide), anomaly_map(wide), threshold, areas[wide], line)
         result[top:bottom] = strip[top - wide.start : bottom - wide.start]
     return result
 
@@ -89,8 +76,8 @@ def overlay(
     picture: RgbImage,
     anomaly_map: NDArray[np.float32],
     threshold: float,
+    areas: NDArray[np.uint8] | None = None,
     line: int | None = None,
-    review: float | None = None,
 ) -> RgbImage:
     """Lay a heatmap over a picture.
 
@@ -98,8 +85,8 @@ def overlay(
         picture: (H0, W0, 3) RGB.
         anomaly_map: (H0, W0) in score units; NaN where the network didn't look, shown darkened.
         threshold: the map's value where marking starts, above 0.
+        areas: (H0, W0), what is outlined; see `outlined_areas`. None for nothing.
         line: width in pixels; by the picture's size unless given.
-        review: a lower value, which a fainter line follows; None for none.
 
     Returns:
         (H0, W0, 3) RGB.
@@ -109,10 +96,11 @@ def overlay(
     hidden = np.isnan(anomaly_map)
     if hidden.any():
         result[hidden] //= 2
-    width = line or _line_width(picture.shape[:2])
-    if review is not None and review < threshold:
-        _outline(result, anomaly_map > max(review, 1e-12), width, _FAINT)
-    _outline(result, anomaly_map > max(threshold, 1e-12), width)
+    if areas is not None:
+        width = line or _line_width(picture.shape[:2])
+        if (areas == FAINT).any():
+            _outline(result, areas > 0, width, _FAINT)
+        _outline(result, areas == MARKED, width)
     return result
 
 

@@ -1,15 +1,20 @@
-"""Where an anomaly map is above its threshold: predicted mask, regions. Imports no torch."""
+"""Defects on an anomaly map: predicted mask, outlines, regions. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from anomaly.maps.anomaly_map import SourceMap
+
+MARKED, FAINT = 255, 1
 _STRIP_PIXELS = 8_000_000
+_NEAR_HIGHEST = 0.9  # of the highest place of a rejected image that reaches no line
+_LEAST = 1e-12  # a map of zeros is never marked
 
 AnomalyMap = Callable[[slice], NDArray[np.float32]]
 
@@ -27,6 +32,8 @@ class MarkedRegion:
         peak_score: the highest value of the anomaly map in it.
         peak_x: where that is.
         peak_y: where that is.
+        width_uncertainty: a patch's width in original pixels: the width is about as uncertain.
+        height_uncertainty: likewise.
     """
 
     x: int
@@ -37,6 +44,8 @@ class MarkedRegion:
     peak_score: float
     peak_x: int
     peak_y: int
+    width_uncertainty: float
+    height_uncertainty: float
 
 
 def strips(size: tuple[int, int]) -> Iterator[slice]:
@@ -46,41 +55,108 @@ def strips(size: tuple[int, int]) -> Iterator[slice]:
         yield slice(top, min(top + rows, size[0]))
 
 
-def predicted_mask(
-    anomaly_map: AnomalyMap, size: tuple[int, int], threshold: float
-) -> NDArray[np.uint8]:
-    """Mark the pixels above a threshold.
+def predicted_mask(found: SourceMap, threshold: float) -> NDArray[np.uint8]:
+    """Mark the defects: each reaches from its peak down to `SourceMap.level`.
 
     Args:
-        anomaly_map: gives some rows of the map, (rows, W0); NaN isn't marked.
-        size: (H0, W0) of the image.
-        threshold: in score units.
+        found: the anomaly map; NaN isn't marked.
+        threshold: that a defect's peak is above, in score units.
 
     Returns:
         (H0, W0): 255 where marked, else 0.
     """
-    mask = np.empty(size, np.uint8)
-    for strip in strips(size):
-        mask[strip] = np.where(anomaly_map(strip) > threshold, 255, 0)
+    if highest(found) <= threshold:
+        return np.zeros(found.view.source, np.uint8)
+    (mask,) = _masks(found, [threshold])
     return mask
 
 
-def marked_regions(mask: NDArray[np.uint8], anomaly_map: AnomalyMap) -> tuple[MarkedRegion, ...]:
+def highest(found: SourceMap) -> float:
+    """A map's highest value; 0 where nothing is higher."""
+    rows = strips(found.view.source)
+    return max(float(np.fmax.reduce(found(s), axis=None, initial=0)) for s in rows)
+
+
+def _masks(found: SourceMap, thresholds: Sequence[float]) -> list[NDArray[np.uint8]]:
+    """The predicted mask of each threshold, from one pass over the map."""
+    levels = [found.level(threshold) for threshold in thresholds]
+    masks = [np.zeros(found.view.source, np.uint8) for _ in thresholds]
+    for strip in strips(found.view.source):
+        values = found(strip)
+        for mask, level, threshold in zip(masks, levels, thresholds, strict=True):
+            if (values > level.scores.min()).any():  # else the strip's level needn't be made
+                mask[strip] = np.where(values > level(strip), 1 + (values > threshold), 0)
+    for mask in masks:
+        _keep_with_peaks(mask)
+    return masks
+
+
+def _keep_with_peaks(mask: NDArray[np.uint8]) -> None:
+    """Turn a mask of 1, and 2 above the threshold, into 255 in the parts that hold a 2, else 0."""
+    left, top, width, height = cv2.boundingRect(mask)
+    box = mask[top : top + height, left : left + width]
+    count, labels = cv2.connectedComponents(box, connectivity=8)
+    has_peak = np.zeros(count, np.uint8)
+    has_peak[labels[box == 2]] = 255
+    box[...] = has_peak[labels]
+
+
+def outlined_areas(
+    found: SourceMap, threshold: float, review: float | None = None, *, rejected: bool = False
+) -> NDArray[np.uint8]:
+    """What a heatmap outlines.
+
+    Args:
+        found: the anomaly map.
+        threshold: that a marked defect's peak is above.
+        review: a lower value, that a fainter outline's is above; None for none.
+        rejected: whether the image is rejected, which hangs on all of its highest places together.
+            Where none of them is outlined, the fainter line runs around the highest.
+
+    Returns:
+        (H0, W0): `MARKED` as in the predicted mask, else `FAINT` where the fainter line runs
+        around, else 0.
+    """
+    threshold = max(threshold, _LEAST)
+    peak, lowest = highest(found), threshold if review is None else min(review, threshold)
+    if rejected and peak <= lowest:
+        lowest = _NEAR_HIGHEST * peak
+    both = dict.fromkeys((threshold, max(lowest, _LEAST)))
+    limits = [limit for limit in both if limit < peak]
+    areas = np.zeros(found.view.source, np.uint8)
+    for limit, mask in zip(limits, _masks(found, limits) if limits else (), strict=True):
+        areas |= mask & np.uint8(MARKED if limit == threshold else FAINT)
+    return areas
+
+
+def marked_regions(mask: NDArray[np.uint8], found: SourceMap) -> tuple[MarkedRegion, ...]:
     """The 8-connected regions of a predicted mask, the one with the highest peak first.
 
     Args:
         mask: (H0, W0) uint8, 0 where nothing is marked.
-        anomaly_map: gives some rows of the map that was marked, (rows, W0), in score units.
+        found: the map that was marked, in score units.
     """
     rows = np.flatnonzero(mask.any(axis=1))
     if not len(rows):
         return ()
     top, bottom = int(rows[0]), int(rows[-1]) + 1
-    count, found, boxes, _ = cv2.connectedComponentsWithStats(mask[top:bottom], connectivity=8)
-    labels = np.asarray(found, np.int32)
-    peaks, places = _peaks(labels, top, anomaly_map, mask.shape, count)
+    count, labelled, boxes, _ = cv2.connectedComponentsWithStats(mask[top:bottom], connectivity=8)
+    labels = np.asarray(labelled, np.int32)
+    peaks, places = _peaks(labels, top, found, mask.shape, count)
+    patch_height, patch_width = (round(side, 2) for side in found.patch_size)
     regions = [
-        MarkedRegion(x, top + y, width, height, area, float(peak), int(column), int(row))
+        MarkedRegion(
+            x,
+            top + y,
+            width,
+            height,
+            area,
+            float(peak),
+            int(column),
+            int(row),
+            width_uncertainty=patch_width,
+            height_uncertainty=patch_height,
+        )
         for (x, y, width, height, area), peak, (row, column) in zip(
             boxes.tolist()[1:], peaks[1:], places[1:], strict=True
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage
 from anomaly.imaging.shared_decoders import load_shared
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
-from anomaly.maps.regions import MarkedRegion, marked_regions
+from anomaly.maps.regions import MarkedRegion, marked_regions, outlined_areas, predicted_mask
 from anomaly.model.appearance import Appearance
 
 _NOTEBOOK_PIXELS = 600_000
@@ -105,12 +105,12 @@ class Prediction:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """(H0, W0), True where the anomaly map is above the pixel threshold.
+        """(H0, W0), True where a defect is: around each peak above the pixel threshold.
 
         Raises:
             ModelError: the model has no thresholds.
         """
-        return np.asarray(self.anomaly_map > self._limits().pixel)
+        return predicted_mask(self._held_map, self._limits().pixel) > 0
 
     @property
     def regions(self) -> tuple[MarkedRegion, ...]:
@@ -119,8 +119,7 @@ class Prediction:
         Raises:
             ModelError: the model has no thresholds.
         """
-        marked = self.mask.astype(np.uint8) * np.uint8(255)
-        return marked_regions(marked, lambda strip: self.anomaly_map[strip])
+        return marked_regions(self.mask.view(np.uint8), self._held_map)
 
     def heatmap(self) -> RgbImage:
         """The image under its anomaly map, (H0, W0, 3) uint8 RGB, as `infer` draws it.
@@ -135,7 +134,9 @@ class Prediction:
         limit = float(np.nanmax(self.patch_scores)) if limits is None else limits.pixel
         review = None if limits is None else limits.review_pixel
         rejected = self.verdict == "reject"
-        return heatmap(self._decoded(), self.source_map, limit, review, rejected=rejected)
+        found = self.source_map.held()
+        areas = outlined_areas(found, limit, review, rejected=rejected)
+        return heatmap(self._decoded(), found, limit, areas)
 
     def _repr_png_(self) -> bytes | None:
         """What a notebook shows: the heatmap, made smaller where it is large."""
@@ -149,6 +150,10 @@ class Prediction:
             size = max(1, round(width * scale)), max(1, round(height * scale))
             picture = np.asarray(cv2.resize(picture, size, interpolation=cv2.INTER_AREA), np.uint8)
         return encode_png(picture)
+
+    @property
+    def _held_map(self) -> SourceMap:
+        return replace(self.source_map, values=self.anomaly_map)
 
     def _limits(self) -> Thresholds:
         if self.thresholds is None:

@@ -28,6 +28,7 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
+from anomaly.maps.regions import outlined_areas
 from anomaly.model.folder import appearing, check_run_folder
 from anomaly.model.golden import Said, write_record
 from anomaly.model.settings import as_of_today, differences, flat, portable
@@ -280,11 +281,12 @@ def _draw_suspects(
                 model.smoothing,
                 model.halo_damping,
                 detector.region,
-            )
+            ).held()
             limit = suspect.score if thresholds is None else thresholds.pixel
             review = None if thresholds is None else thresholds.review_pixel
             picture = f"suspects/{rank}_{short_name(sample.path.stem)}.png"
-            write(output / picture, encode_png(heatmap(loaded.decoded, seen, limit, review)))
+            areas = outlined_areas(seen, limit, review)
+            write(output / picture, encode_png(heatmap(loaded.decoded, seen, limit, areas)))
             listed.append({"name": sample.name, "score": suspect.score, "heatmap": picture})
     return listed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cv2
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from anomaly.evaluation.evaluate import Map, Mask
 from anomaly.maps.heatmap import display, layer, outlines
+from anomaly.maps.regions import predicted_mask
 from anomaly.maps.thumbnails import encoded, jpeg, pixels_for
 from anomaly.model.prediction import Prediction
 
@@ -30,7 +31,7 @@ class Tile:
         size: (width, height) of the photo; the outlines' coordinates.
         source: (width, height) of the original image.
         truth: outline of the ground-truth mask, as an SVG path.
-        marked: the threshold's contour on the anomaly map, as an SVG path.
+        marked: outline of the predicted mask, as an SVG path.
         partly: whether the network didn't look at some of the image.
     """
 
@@ -75,12 +76,14 @@ class Tiles:
         threshold = self._threshold
         if threshold is None:
             threshold = float(np.nanmax(anomaly_map))
-        photo, small, outline = _reduced(
-            display(prediction.image), anomaly_map, mask, self._pixels
+        found = replace(prediction.source_map, values=anomaly_map)
+        masks = mask, predicted_mask(found, threshold) > 0
+        photo, small, areas = _reduced(
+            display(prediction.image), anomaly_map, masks, self._pixels
         )  # now, so that the full image isn't kept waiting in the queue
         height, width = anomaly_map.shape
         self._tiles[prediction.index] = self._pool.submit(
-            _encoded, photo, small, outline, threshold, (width, height)
+            _encoded, photo, small, areas, threshold, (width, height)
         )
 
     def finished(self) -> dict[int, Tile]:
@@ -95,37 +98,41 @@ def fitting(size: tuple[int, int], pixels: int) -> tuple[int, int]:
 
 
 def _reduced(
-    picture: NDArray[np.uint8], anomaly_map: Map, mask: Mask | None, pixels: int
-) -> tuple[NDArray[np.uint8], Map, Mask | None]:
-    """Picture, map and mask of about so many pixels, or as they are."""
+    picture: NDArray[np.uint8], anomaly_map: Map, masks: tuple[Mask | None, Mask], pixels: int
+) -> tuple[NDArray[np.uint8], Map, tuple[Mask | None, Mask]]:
+    """Picture, map, ground-truth and predicted mask of about so many pixels, or as they are."""
     height, width = anomaly_map.shape
     size = fitting((width, height), pixels)
     if size == (width, height):
-        return picture.copy(), anomaly_map, mask
+        return picture.copy(), anomaly_map, masks
     photo = np.asarray(cv2.resize(picture, size, interpolation=cv2.INTER_AREA), np.uint8)
     small = np.asarray(cv2.resize(anomaly_map, size, interpolation=cv2.INTER_AREA), np.float32)
-    if mask is None:
-        return photo, small, None
-    # A defect of a single pixel must still show.
+    truth, marked = masks
+    return photo, small, (None if truth is None else _covered(truth, size), _covered(marked, size))
+
+
+def _covered(mask: Mask, size: tuple[int, int]) -> Mask:
+    """A mask made smaller: a defect of a single pixel must still show."""
     covered = cv2.resize(mask.astype(np.float32), size, interpolation=cv2.INTER_AREA) > 0
-    return photo, small, np.asarray(covered, bool)
+    return np.asarray(covered, bool)
 
 
 def _encoded(
     photo: NDArray[np.uint8],
     anomaly_map: Map,
-    mask: Mask | None,
+    masks: tuple[Mask | None, Mask],
     threshold: float,
     source: tuple[int, int],
 ) -> Tile:
     height, width = anomaly_map.shape
+    truth, marked = masks
     return Tile(
         photo=jpeg(photo[..., ::-1]),
         heat=_heat(anomaly_map, threshold),
         size=(width, height),
         source=source,
-        truth="" if mask is None else svg_path(outlines(mask)),
-        marked=svg_path(outlines(anomaly_map > threshold)),
+        truth="" if truth is None else svg_path(outlines(truth)),
+        marked=svg_path(outlines(marked)),
         partly=bool(np.isnan(anomaly_map).any()),
     )
 

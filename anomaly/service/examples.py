@@ -73,9 +73,13 @@ _REGION = {
     "peak_score": 3.41,
     "peak_x": 330,
     "peak_y": 417,
+    "width_uncertainty": 15.63,
+    "height_uncertainty": 15.63,
     "width_mm": None,
     "height_mm": None,
     "area_mm2": None,
+    "width_uncertainty_mm": None,
+    "height_uncertainty_mm": None,
 }
 SCORED = _json("A row of results.jsonl, and what was asked for", {**_ROW, "regions": [_REGION]})
 REFUSED = _json("The image can't be used: status and reason say why", {**_ROW, **_NO_SCORE})

@@ -9,7 +9,7 @@ import numpy as np
 from anomaly.imaging.image import Image
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
-from anomaly.maps.regions import MarkedRegion, marked_regions, predicted_mask
+from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_areas
 from anomaly.maps.thumbnails import thumbnail
 
 SMALL_PIXELS = 480_000
@@ -64,11 +64,13 @@ class LinePictures:
             rejected: whether its verdict is that.
         """
         limit = float(np.nanmax(found.scores)) if self.limit is None else self.limit
-        picture = heatmap(image, found, limit, self.review, rejected=rejected)
+        found = found.held()
+        areas = outlined_areas(found, limit, self.review, rejected=rejected)
+        picture = heatmap(image, found, limit, areas)
         small = thumbnail(picture, SMALL_PIXELS).photo
         whole = encode_png(picture) if wanted.heatmap else b""
         if self.limit is None or not (wanted.mask or wanted.regions):
             return Drawn(small, whole)
-        mask = predicted_mask(found, image.size, limit)
+        mask = np.where(areas == MARKED, areas, np.uint8(0))
         regions = marked_regions(mask, found) if wanted.regions else None
         return Drawn(small, whole, encode_png(mask) if wanted.mask else b"", regions)

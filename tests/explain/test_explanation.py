@@ -16,6 +16,7 @@ from conftest import Command, train_arguments, write_part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from pixel_map import pixel_map
 from scipy import ndimage
 
 from anomaly.datasets.samples import listed
@@ -64,8 +65,8 @@ CENTRES = 10 * np.arange(7) + 5.0, 10 * np.arange(9) + 5.0
 @given(arrays(np.float32, (7, 9), elements=st.floats(0, 9, width=16)), st.floats(0, 10))
 def test_worst_patches_are_those_of_what_is_marked(scores: np.ndarray, limit: float) -> None:
     """Patches of ten pixels, and a map of which each pixel is its patch."""
-    mask = (scores.repeat(10, 0).repeat(10, 1) > limit).astype(np.uint8)
-    flaws = marked_regions(mask, lambda strip: scores.repeat(10, 0).repeat(10, 1)[strip])
+    pixels = scores.repeat(10, 0).repeat(10, 1)
+    flaws = marked_regions((pixels > limit).astype(np.uint8), pixel_map(pixels))
     found = worst_patches(scores, flaws, CENTRES)
     labels = ndimage.label(scores > limit, np.ones((3, 3)))[0]
     peaks = sorted((scores[labels == i].max() for i in range(1, labels.max() + 1)), reverse=True)
@@ -74,17 +75,21 @@ def test_worst_patches_are_those_of_what_is_marked(scores: np.ndarray, limit: fl
     assert all(scores[patch] > limit for patch in found) or not peaks
 
 
+def _flaw(**place: int) -> MarkedRegion:
+    return MarkedRegion(**place, area=4, peak_score=3, width_uncertainty=10, height_uncertainty=10)
+
+
 def test_a_flaw_between_two_patches_has_the_nearer_one() -> None:
     scores = np.zeros((7, 9), np.float32)
     scores[0, 0] = 5
-    flaw = MarkedRegion(x=61, y=32, width=2, height=2, area=4, peak_score=3, peak_x=61, peak_y=33)
+    flaw = _flaw(x=61, y=32, width=2, height=2, peak_x=61, peak_y=33)
     assert worst_patches(scores, (flaw,), CENTRES) == [(3, 6)]
     assert worst_patches(scores, (), CENTRES) == [(0, 0)]
 
 
 def test_patches_that_do_not_count_are_never_the_worst() -> None:
     scores = np.array([[np.nan, 1, 2], [np.nan, 5, np.nan]], np.float32)
-    flaw = MarkedRegion(x=0, y=0, width=30, height=10, area=9, peak_score=3, peak_x=1, peak_y=1)
+    flaw = _flaw(x=0, y=0, width=30, height=10, peak_x=1, peak_y=1)
     centres = np.array([5.0, 15.0]), np.array([5.0, 15.0, 25.0])
     assert worst_patches(scores, (), centres) == [(1, 1)]
     assert worst_patches(scores, (flaw,), centres) == [(0, 2)]

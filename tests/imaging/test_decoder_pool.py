@@ -23,6 +23,7 @@ from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage, load
 from anomaly.inference.artifacts import Drawn, Pictures, Shown
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
+from anomaly.maps.regions import outlined_areas
 
 # A file whose name says so ends its process, or makes a bug of it.
 _DEADLY = """
@@ -94,7 +95,8 @@ def test_the_same_as_here_in_order(folder: Path) -> None:
             shown = Shown(limit=1.0)
             done = decoders.finish(i, paths[i], _map(here), f"sub/{i}.png", shown).result()
             assert done == Drawn()
-            drawn = encode_png(heatmap(here.decoded, _map(here), 1.0))
+            areas = outlined_areas(_map(here), 1.0)
+            drawn = encode_png(heatmap(here.decoded, _map(here), 1.0, areas))
             assert (folder / "out" / "heatmaps" / "sub" / f"{i}.png").read_bytes() == drawn
             with pytest.raises(ValueError, match="another process"):
                 _ = item.decoded

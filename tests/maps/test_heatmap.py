@@ -3,6 +3,7 @@
 import cv2
 import numpy as np
 import pytest
+from pixel_map import pixel_map
 
 from anomaly.imaging.image import Image
 from anomaly.maps import heatmap as heatmap_module
@@ -15,15 +16,23 @@ from anomaly.maps.heatmap import (
     layer,
     overlay,
 )
+from anomaly.maps.regions import outlined_areas
 
 
 def _grey(height: int, width: int) -> np.ndarray:
     return np.full((height, width, 3), 128, dtype=np.uint8)
 
 
+def _drawn(
+    picture: np.ndarray, scores: np.ndarray, threshold: float, review: float | None = None
+) -> np.ndarray:
+    areas = outlined_areas(pixel_map(scores), threshold, review)
+    return overlay(picture, scores, threshold, areas)
+
+
 def test_well_below_the_threshold_nothing_changes() -> None:
     picture = _grey(40, 60)
-    shown = overlay(picture, np.full((40, 60), 0.74, dtype=np.float32), threshold=1.0)
+    shown = _drawn(picture, np.full((40, 60), 0.74, dtype=np.float32), 1.0)
     np.testing.assert_array_equal(shown, picture)
 
 
@@ -31,7 +40,7 @@ def test_above_the_threshold_is_coloured_and_outlined() -> None:
     picture = _grey(100, 120)
     anomaly_map = np.zeros((100, 120), dtype=np.float32)
     anomaly_map[30:60, 40:80] = 1.5
-    shown = overlay(picture, anomaly_map, threshold=1.0)
+    shown = _drawn(picture, anomaly_map, 1.0)
     changed = (shown != picture).any(-1)
     assert changed[30:60, 40:80].all()
     assert not changed[:28].any()
@@ -46,14 +55,14 @@ def test_what_is_for_review_is_outlined_fainter() -> None:
     scores = np.zeros((120, 120), np.float32)
     scores[20:60, 20:60] = 9.0
     scores[80:100, 80:100] = 12.0
-    plain, seen = overlay(picture, scores, 10.0), overlay(picture, scores, 10.0, review=8.0)
+    plain, seen = _drawn(picture, scores, 10.0), _drawn(picture, scores, 10.0, 8.0)
     changed = (plain != seen).any(axis=2)
     assert changed[20, 20:60].all()
     assert not changed[26:54, 26:54].any()
     assert (seen[20, 40] > plain[20, 40]).all()
     assert (seen[20, 40] < 255).all()
     assert (seen[80, 90] > 200).all()  # the own line of the threshold
-    np.testing.assert_array_equal(overlay(picture, scores, 10.0, review=10.0), plain)
+    np.testing.assert_array_equal(_drawn(picture, scores, 10.0, 10.0), plain)
 
 
 @pytest.mark.parametrize("strip_pixels", [8_000_000, 40 * 100])
@@ -68,7 +77,9 @@ def test_a_rejected_image_without_a_mark_has_a_line_around_its_highest_place(
     scores[:5] = np.nan
 
     def drawn(scale: float, rejected: bool) -> np.ndarray:
-        return heatmap(image, lambda s: scale * scores[s], 10.0, 8.0, rejected=rejected)[5:]
+        found = pixel_map(scale * scores)
+        areas = outlined_areas(found, 10.0, 8.0, rejected=rejected)
+        return heatmap(image, found, 10.0, areas)[5:]
 
     plain = drawn(1, False)
     assert (plain == 128).all()
@@ -86,10 +97,10 @@ def test_lines_show_on_any_ground(side: int, ground: int) -> None:
     picture = np.full((side, side, 3), ground, np.uint8)
     scores = np.zeros((side, side), np.float32)
     scores[side // 4 : side // 2, side // 4 : side // 2] = 7.4  # as yet without a colour
-    plain, seen = overlay(picture, scores, 10.0), overlay(picture, scores, 10.0, review=7.0)
+    plain, seen = _drawn(picture, scores, 10.0), _drawn(picture, scores, 10.0, 7.0)
     np.testing.assert_array_equal(plain, picture)
     assert np.ptp(seen.astype(int)) > 60
-    assert np.ptp(overlay(picture, scores / 7 * 10, 10.0).astype(int)) > 150
+    assert np.ptp(_drawn(picture, scores / 7 * 10, 10.0).astype(int)) > 150
 
 
 def test_equal_scores_look_equal_whatever_else_is_in_the_image() -> None:
@@ -99,7 +110,7 @@ def test_equal_scores_look_equal_whatever_else_is_in_the_image() -> None:
     two = one.copy()
     two[30:40, 30:40] = 5.0
     np.testing.assert_array_equal(
-        overlay(picture, one, 1.0)[:25, :25], overlay(picture, two, 1.0)[:25, :25]
+        _drawn(picture, one, 1.0)[:25, :25], _drawn(picture, two, 1.0)[:25, :25]
     )
 
 

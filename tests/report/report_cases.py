@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import cv2
 import numpy as np
+from pixel_map import pixel_map
 
 from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand
 from anomaly.datasets import Sample
@@ -41,7 +42,7 @@ def picture(index: int, score: float, defect: bool, size: int = 96) -> Tile:
     anomaly_map = cv2.GaussianBlur(anomaly_map, (0, 0), 4)
     image = Image(pixels, 255.0, "rgb8", "png", "")
     with Tiles(100, LIMIT, 1) as tiles:
-        prediction = SimpleNamespace(index=0, image=image)
+        prediction = SimpleNamespace(index=0, image=image, source_map=pixel_map(anomaly_map))
         tiles.add(prediction, anomaly_map, mask)  # type: ignore[arg-type]
         return tiles.finished()[0]
 

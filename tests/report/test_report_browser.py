@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import Browser, running_browser
+from pixel_map import pixel_map
 from report_cases import HOSTILE, LIMIT, case, limits, picture, with_odd
 
 from anomaly.datasets import Sample
@@ -316,9 +317,11 @@ def test_full_size_shows_every_pixel_of_a_tall_image(browser: Browser, tmp_path:
 
 def _tall_tile() -> Tile:
     pixels = np.random.default_rng(0).integers(90, 160, (1254, 500, 3), dtype=np.uint8)
-    image = SimpleNamespace(index=0, image=Image(pixels, 255.0, "rgb8", "png", ""))
+    image = Image(pixels, 255.0, "rgb8", "png", "")
+    flat = pixel_map(np.full((1254, 500), 2.0))
     with Tiles(190, LIMIT, 1) as tiles:
-        tiles.add(image, np.full((1254, 500), 2.0, np.float32), None)  # type: ignore[arg-type]
+        prediction = SimpleNamespace(index=0, image=image, source_map=flat)
+        tiles.add(prediction, flat(), None)  # type: ignore[arg-type]
         return tiles.finished()[0]
 
 

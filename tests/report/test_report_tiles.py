@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import cv2
 import numpy as np
 import pytest
+from pixel_map import pixel_map
 
 from anomaly.imaging.image import Image
 from anomaly.maps.heatmap import outlines
@@ -18,7 +19,8 @@ def _tile(size: tuple[int, int], mask: np.ndarray | None, count: int = 1500) -> 
     anomaly_map = np.zeros(size, np.float32)
     anomaly_map[: size[0] // 2] = 2.0
     with Tiles(count, 1.0, 1) as tiles:
-        prediction = SimpleNamespace(index=3, image=Image(pixels, 255.0, "rgb8", "png", ""))
+        image = Image(pixels, 255.0, "rgb8", "png", "")
+        prediction = SimpleNamespace(index=3, image=image, source_map=pixel_map(anomaly_map))
         tiles.add(prediction, anomaly_map, mask)  # type: ignore[arg-type]
         return tiles.finished()[3]
 
