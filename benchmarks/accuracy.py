@@ -42,35 +42,46 @@ _RANKED = (*_IMAGE, "pixel_ap", "aupro_30", "aupro_05")
 _RIM_PIXELS = 16  # a defect within so many network pixels of the border lies at the rim
 
 Figures = dict[str, float]
+Scores = tuple[Tensor, Tensor]
+"""An image's patch scores (h, w), for the map and for the image score."""
 Table = dict[str, dict[str, Figures]]
 """Figures by variant and set."""
 
 
-def figures(images: SetMaps, scores: Sequence[tuple[Tensor, Tensor]], variant: Variant) -> Figures:
-    """What a variant is worth on one set; figures that its masks can't give are NaN.
+def image_figures(images: SetMaps, scores: Sequence[Scores], variant: Variant) -> Figures:
+    """What image scores are worth on one set.
 
     Args:
         images: the set.
-        scores: each test image's patch scores (h, w), for the map and for the image score.
+        scores: of each test image.
         variant: what is made of them.
     """
-    values, labels = [], [image.defect != "good" for image in images.test]
-    accumulator = PixelAccumulator()
-    for image, (patches, weighted) in zip(images.test, scores, strict=True):
-        values.append(_image_score(image, weighted, variant))
-        if images.has_masks and image.mask is not None:
-            damped = without_halo(patches[None], variant.halo)
-            shown = network_map(damped, image.size, variant.smoothing)[0].numpy()
-            if shown.shape != image.mask.shape:
-                size = image.mask.shape[::-1]
-                shown = cv2.resize(shown, size, interpolation=cv2.INTER_AREA)
-            accumulator.update(shown, image.mask)
+    labels = [image.defect != "good" for image in images.test]
+    pairs = zip(images.test, scores, strict=True)
+    values = [_image_score(image, weighted, variant) for image, (_, weighted) in pairs]
     metrics = image_metrics(values, labels) | recall_at_false_reject_rates(values, labels)
-    if images.has_masks:
-        metrics |= accumulator.result()
-    known = {key: value for key, value in metrics.values.items() if value is not None}
-    known[_RIM] = _rim_recall(images, values, labels)
-    return {key: known.get(key, np.nan) for key in FIGURES}
+    known = {key: metrics.values.get(key) for key in _IMAGE}
+    return _numbers(known | {_RIM: _rim_recall(images, values, labels)})
+
+
+def pixel_figures(images: SetMaps, scores: Sequence[Scores], variant: Variant) -> Figures:
+    """What anomaly maps are worth on one set; NaN without masks. Arguments as before."""
+    accumulator = PixelAccumulator()
+    for image, (patches, _) in zip(images.test, scores, strict=True):
+        if image.mask is None:
+            return dict.fromkeys(_PIXEL, np.nan)
+        damped = without_halo(patches[None], variant.halo)
+        shown = network_map(damped, image.size, variant.smoothing)[0].numpy()
+        if shown.shape != image.mask.shape:
+            size = image.mask.shape[::-1]
+            shown = cv2.resize(shown, size, interpolation=cv2.INTER_AREA)
+        accumulator.update(shown, image.mask)
+    values = accumulator.result().values
+    return _numbers({key: values.get(key) for key in _PIXEL})
+
+
+def _numbers(values: Mapping[str, float | None]) -> Figures:
+    return {key: np.nan if value is None else value for key, value in values.items()}
 
 
 def _image_score(image: ImageMaps, patches: Tensor, variant: Variant) -> float:
@@ -83,7 +94,7 @@ def _image_score(image: ImageMaps, patches: Tensor, variant: Variant) -> float:
     return float(values.flatten().topk(count).values.mean())
 
 
-def _rim_recall(images: SetMaps, values: Sequence[float], labels: Sequence[bool]) -> float:
+def _rim_recall(images: SetMaps, values: list[float], labels: list[bool]) -> float:
     """Recall at 5 % false rejects of the defects that touch the rim; NaN where there are none."""
     rim = [defect and _at_rim(image) for image, defect in zip(images.test, labels, strict=True)]
     if not any(rim):
@@ -116,12 +127,16 @@ def compared(
         images = feature_maps(folder, network, args.cache, device, f"area={args.area}")
         runs: dict[str, list[Figures]] = {name: [] for name in variants}
         for seed in args.seeds:
-            known: dict[Variant, tuple[list[tuple[Tensor, Tensor]], float]] = {}
+            known: dict[Variant, tuple[list[Scores], float]] = {}
+            drawn: dict[Variant, Figures] = {}
             for name, variant in variants.items():
                 if variant.distances not in known:
                     known[variant.distances] = patch_scores(images, variant, seed, device)
                 scores, seconds = known[variant.distances]
-                runs[name].append({**figures(images, scores, variant), "seconds": seconds})
+                if variant.maps not in drawn:
+                    drawn[variant.maps] = pixel_figures(images, scores, variant)
+                row = image_figures(images, scores, variant) | drawn[variant.maps]
+                runs[name].append({**row, "seconds": seconds})
         for name, rows in runs.items():
             table[name][folder.name] = {
                 key: statistics.fmean(row[key] for row in rows) for key in rows[0]

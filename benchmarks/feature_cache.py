@@ -79,11 +79,6 @@ class SetMaps:
     train: list[ImageMaps]
     test: list[ImageMaps]
 
-    @property
-    def has_masks(self) -> bool:
-        """Whether all test images can be compared pixel by pixel."""
-        return all(image.mask is not None for image in self.test)
-
 
 def feature_maps(
     data: Path, network: Network, cache: Path, device: torch.device, settings: str = "area=256"

@@ -55,6 +55,12 @@ class Variant:
         made_of_scores = ("score", "smoothing", "halo", "border")
         return replace(self, **{key: getattr(plain, key) for key in made_of_scores})
 
+    @property
+    def maps(self) -> Variant:
+        """What anomaly maps depend on."""
+        plain = Variant()
+        return replace(self, score=plain.score, border=plain.border)
+
     @classmethod
     def parsed(cls, text: str) -> Variant:
         """From `key:value,key:value`.
