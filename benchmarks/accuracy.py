@@ -58,7 +58,10 @@ def image_figures(images: SetMaps, scores: Sequence[Scores], variant: Variant) -
     """
     labels = [image.defect != "good" for image in images.test]
     pairs = zip(images.test, scores, strict=True)
-    values = [_image_score(image, weighted, variant) for image, (_, weighted) in pairs]
+    values = [
+        _image_score(image, weighted if variant.spacing else plain, variant)
+        for image, (plain, weighted) in pairs
+    ]
     metrics = image_metrics(values, labels) | recall_at_false_reject_rates(values, labels)
     known = {key: metrics.values.get(key) for key in _IMAGE}
     return _numbers(known | {_RIM: _rim_recall(images, values, labels)})
@@ -131,7 +134,7 @@ def compared(
             drawn: dict[Variant, Figures] = {}
             for name, variant in variants.items():
                 if variant.distances not in known:
-                    known[variant.distances] = patch_scores(images, variant, seed, device)
+                    known[variant.distances] = patch_scores(images, variant.distances, seed, device)
                 scores, seconds = known[variant.distances]
                 if variant.maps not in drawn:
                     drawn[variant.maps] = pixel_figures(images, scores, variant)

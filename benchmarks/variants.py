@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -51,15 +52,21 @@ class Variant:
     @property
     def distances(self) -> Variant:
         """What patch scores depend on; the rest is what is made of them."""
-        plain = Variant()
+        default = Variant()
         made_of_scores = ("score", "smoothing", "halo", "border")
-        return replace(self, **{key: getattr(plain, key) for key in made_of_scores})
+        same = replace(self, **{key: getattr(default, key) for key in made_of_scores})
+        return same if self.spacing else replace(same, spacing=default.spacing)
+
+    @property
+    def embedding_alone(self) -> Variant:
+        """What embeddings depend on."""
+        return Variant(layers=self.layers, embedding=self.embedding, compress=self.compress)
 
     @property
     def maps(self) -> Variant:
         """What anomaly maps depend on."""
-        plain = Variant()
-        return replace(self, score=plain.score, border=plain.border)
+        default = Variant()
+        return replace(self, score=default.score, border=default.border, spacing=default.spacing)
 
     @classmethod
     def parsed(cls, text: str) -> Variant:
@@ -77,19 +84,29 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class _Patches(PatchSet):
-    """The training patches, image by image; re-iterable."""
+    """Patch embeddings (h, w, D) of the training images; re-iterable."""
 
-    images: Sequence[ImageMaps]
-    variant: Variant
-    device: torch.device
+    embeddings: Sequence[Tensor]
 
     @property
     def count(self) -> int:
-        return sum(image.maps[0][0].numel() for image in self.images)
+        return sum(one[..., 0].numel() for one in self.embeddings)
 
     def __iter__(self) -> Iterator[PatchBatch]:
-        for i, image in enumerate(self.images):
-            yield PatchBatch(embeddings(image, self.variant, self.device)[None], (i,))
+        for i, embedded in enumerate(self.embeddings):
+            yield PatchBatch(embedded[None], (i,))
+
+
+@lru_cache(maxsize=1)
+def _embedded(
+    images: SetMaps, variant: Variant, device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Patch embeddings of the training and the test images, kept for the next variant."""
+    train, test = (
+        [embeddings(image, variant, device) for image in part]
+        for part in (images.train, images.test)
+    )
+    return train, test
 
 
 def embeddings(image: ImageMaps, variant: Variant, device: torch.device) -> Tensor:
@@ -108,10 +125,9 @@ def patch_scores(
 
     The seconds are those that selecting the bank and searching it took.
     """
-    train = images.train
+    train, test = _embedded(images, variant.embedding_alone, device)
     if variant.shots:
         train = random.Random(seed).sample(train, min(variant.shots, len(train)))
-    patches = _Patches(train, variant, device)
     fitter = MemoryBankFitter(
         variant.ratio,
         seed=seed,
@@ -119,11 +135,10 @@ def patch_scores(
         spacing_neighbours=variant.spacing,
     )
     start = time.perf_counter()
-    bank = fitter.fit(patches)
+    bank = fitter.fit(_Patches(train))
     with torch.inference_mode():
         scores = []
-        for image in images.test:
-            queries = embeddings(image, variant, device)
+        for queries in test:
             if variant.neighbours == 1:
                 patches = bank.score(queries[None])
                 scores.append((patches.scores[0].cpu(), bank.weighted(patches)[0].cpu()))
