@@ -109,8 +109,8 @@ class _Padded(nn.Module):
 def _padded_alike(network: nn.Module, images: Tensor) -> nn.Module:
     """A network whose convolutions pad all images as they pad these; in place.
 
-    timm's of TensorFlow pad by the size of what they get, which a trace can't simplify in hours.
-    Sides of images are multiples of the coarsest stride, so that it is the same for every size.
+    timm's of TensorFlow pad by the size of what they get, which takes a trace minutes. As sides of
+    images are multiples of the coarsest stride, it comes out the same for every size.
     """
     same = [n for n, m in network.named_modules() if type(m).__name__ == "Conv2dSame"]
     if not same:
