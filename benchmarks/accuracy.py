@@ -28,7 +28,7 @@ from anomaly.evaluation.metrics import (
     recall_at_false_reject_rates,
 )
 from anomaly.maps.anomaly_map import without_halo
-from anomaly.model.image_score import network_map, with_border_damped
+from anomaly.model.image_score import image_scores, network_map, with_border_damped
 from benchmarks.feature_cache import ImageMaps, Network, SetMaps, feature_maps
 from benchmarks.generated_sets import NAMES, write
 from benchmarks.inputs import machine
@@ -89,6 +89,9 @@ def _numbers(values: Mapping[str, float | None]) -> Figures:
 
 def _image_score(image: ImageMaps, patches: Tensor, variant: Variant) -> float:
     counted = with_border_damped(patches[None], image.size, variant.border)
+    if variant.score == "relative":
+        maps = network_map(counted, image.size, variant.smoothing)
+        return float(image_scores(counted, maps, "map_top_relative")[0])
     values = counted[0]
     if variant.score.startswith("map"):
         values = network_map(counted, image.size, variant.smoothing)[0]

@@ -31,7 +31,8 @@ class Variant:
         spacing: as `model.spacing_neighbours`.
         shots: training images, drawn by the seed; 0 for all.
         score: image score: `max`, `map` (maximum of the blurred map), `topP` (mean of the highest
-            P % of the patch scores) or `maptopP` (likewise of the blurred map).
+            P % of the patch scores), `maptopP` (likewise of the blurred map) or `relative` (as
+            `map_top_relative`).
         smoothing: σ in network pixels.
         halo: γ of the damped halo, of the map that pixel figures are of; 0 for none.
         border: δ of the damped border, of the patch scores that image scores are of; 0 for none.

@@ -164,12 +164,14 @@ class ModelConfig(_Section):
 
     kind: Annotated[str, AfterValidator(_known_method)] = "patchcore"
     """The method: `patchcore`, `padim` or `subspace`."""
-    image_score: Literal["map_top_percent", "map_max", "top_percent", "max", "reweighted"] = (
-        "map_top_percent"
-    )
+    image_score: Literal[
+        "map_top_percent", "map_max", "map_top_relative", "top_percent", "max", "reweighted"
+    ] = "map_top_percent"
     """What becomes the image score.
 
     `map_top_percent` is the mean of the blurred map's highest 1 %, `map_max` its maximum;
+    `map_top_relative` is the mean over the image's median patch score, for products whose good
+    images differ as a whole, in light or grain;
     `top_percent` and `max` are those of the patch scores (`max` is the PatchCore reference's, set
     in its configs); `reweighted` is the PatchCore paper's, with `model.neighbours`.
     """

@@ -84,11 +84,15 @@ def image_scores(scores: Array, maps: Array, how: str) -> Array:
         scores: patch scores (B, h, w); NaN doesn't count.
         maps: network maps (B, H, W); NaN doesn't count.
         how: `max` of the patch scores before any blur, `top_percent` for the mean of the highest
-            1 % of them (at least one); `map_max` and `map_top_percent` of the blurred map's values.
+            1 % of them (at least one); `map_max` and `map_top_percent` of the blurred map's values;
+            `map_top_relative` for the latter over the median of the patch scores.
 
     Returns:
         (B,) float32.
     """
+    if how == "map_top_relative":
+        best = image_scores(scores, maps, "map_top_percent")
+        return best / _medians(scores).clip(float(np.finfo(np.float32).tiny))
     xp, values = module_of(scores), maps if how.startswith("map_") else scores
     flat = values.reshape(len(values), -1)
     flat = xp.where(xp.isnan(flat), -math.inf, flat)
@@ -97,6 +101,16 @@ def image_scores(scores: Array, maps: Array, how: str) -> Array:
         best = [_highest(row, max(1, round(n / 100))) for row, n in zip(flat, counted, strict=True)]
         return xp.stack([b.mean() for b in best])
     return xp.amax(flat, 1)
+
+
+def _medians(scores: Array) -> Array:
+    """The median (B,) of patch scores (B, h, w), the lower of two; NaN doesn't count, 1 of none."""
+    xp, flat = module_of(scores), scores.reshape(len(scores), -1)
+    counts = (~xp.isnan(flat)).sum(1)
+    flat = xp.where(xp.isnan(flat), math.inf, flat)
+    ordered = flat.sort(1).values if xp is not np else np.sort(flat, 1)
+    middle = (counts - 1).clip(0) // 2
+    return xp.where(counts > 0, ordered[list(range(len(flat))), middle], 1.0)
 
 
 def _highest(values: Array, count: int) -> Array:

@@ -288,7 +288,9 @@ def test_scorers_are_torchs(folder: str, request: pytest.FixtureRequest) -> None
         array_scorer.check_origin(3, 1)
 
 
-@pytest.mark.parametrize("how", ["max", "top_percent", "map_max", "map_top_percent"])
+@pytest.mark.parametrize(
+    "how", ["max", "top_percent", "map_max", "map_top_percent", "map_top_relative"]
+)
 def test_maps_and_image_scores_are_torchs(how: str) -> None:
     rng = np.random.default_rng(0)
     scores = rng.random((3, 14, 9)).astype(np.float32)

@@ -154,6 +154,21 @@ def test_the_highest_percent_is_of_what_counts() -> None:
         assert image_scores(s, m, "map_top_percent")[0] == pytest.approx(float(best))
 
 
+def test_a_relative_score_is_over_the_median_of_what_counts() -> None:
+    scores = torch.rand(3, 9, 9, generator=torch.Generator().manual_seed(0))
+    counts = torch.rand(3, 9, 9, generator=torch.Generator().manual_seed(1)) < 0.6
+    counts[2] = False
+    maps = network_map(scores, (72, 72), 4.0, counts)
+    counted = torch.where(counts, scores, torch.nan)
+    for s, m in _twice(counted, maps):
+        best = image_scores(s, m, "map_top_percent")
+        found = image_scores(s, m, "map_top_relative")
+        for i in range(2):
+            kept = np.sort(scores[i][counts[i]].numpy())
+            assert float(found[i]) == pytest.approx(float(best[i]) / kept[(len(kept) - 1) // 2])
+        assert float(found[2]) == -np.inf
+
+
 def _twice(scores: torch.Tensor, maps: torch.Tensor) -> list[tuple[Any, Any]]:
     return [(scores, maps), (scores.numpy(), maps.numpy())]
 

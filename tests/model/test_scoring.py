@@ -12,7 +12,9 @@ from anomaly.model.scoring import ScoringPipeline
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 
-@pytest.mark.parametrize("how", ["max", "map_max", "map_top_percent", "reweighted"])
+@pytest.mark.parametrize(
+    "how", ["max", "map_max", "map_top_percent", "map_top_relative", "reweighted"]
+)
 def test_a_broken_patch_counts_where_it_lies_inside_the_region(how: str) -> None:
     config = parse_config({"model": {"kind": "patchcore", "image_score": how}}, "a test")
     bank = MemoryBank(torch.zeros(4, 8), torch.zeros(4, 3, dtype=torch.int32), 0.0)
