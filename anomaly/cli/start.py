@@ -75,6 +75,8 @@ def _start(options: argparse.Namespace, name: str, output: Path) -> int:
         log.info(f"they are listed in {listing}")
         taken = type(taken)(taken.layout, listing, taken.reason)
     network, why = _network(options.overrides)
+    if network is not None:
+        log.info(f"the network is {network}: {why}")
     advised, tested, usable = _look(taken)
     given = dict(setting.replace(" ", "").partition("=")[::2] for setting in options.overrides)
     kind = given.get("model.kind", ModelConfig().kind)

@@ -15,7 +15,7 @@ from anomaly.features import timm_networks
 from anomaly.features.backbones import build, official_weights, other_on_disk, torchvision_name
 from anomaly.features.timm_networks import is_timm
 from anomaly.features.vision import torchvision
-from anomaly.features.weights import file_state, official_state, read_state
+from anomaly.features.weights import file_state, official_state
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,8 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[dict[str, Tensor],
     Args:
         name: the network.
         weights: `imagenet` for the official ones, `random`, or the path of a `.safetensors` or
-            `.pth` file. Official ones of timm are those in the user's Hugging Face cache.
+            `.pth` file. Official ones of timm are those of an installed package, else those in the
+            user's Hugging Face cache.
         seed: for random weights, which have no file.
 
     Raises:
@@ -36,7 +37,7 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[dict[str, Tensor],
         return _random_state(name, seed), None
     if is_timm(name):
         if weights == "imagenet":
-            state, sha256 = read_state(timm_networks.cached_file(name))
+            state, sha256 = timm_networks.official_state(name)
         else:
             state, sha256 = file_state(Path(weights))
         return timm_networks.renamed(state, build(name)), sha256
@@ -55,7 +56,8 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[dict[str, Tensor],
         if other is None:
             raise
         raise WeightsError(
-            f"{error}. The weights of {other} are on disk: --set backbone.name={other}"
+            f"{error}. Or take a network whose weights are here, which works offline at once: "
+            f"--set backbone.name={other}"
         ) from None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, WeightsError, nearest
 from anomaly.features import timm_networks
-from anomaly.features.timm_networks import is_timm
+from anomaly.features.timm_networks import INSTALLED, is_timm
 from anomaly.features.vision import torchvision, without_values
 from anomaly.features.weights import official_file
 
@@ -164,7 +164,7 @@ def licence(name: str) -> str | None:
 
 
 # For anomalies, the best first; the first is that of the papers.
-_BY_ACCURACY = ("wide_resnet50_2", "resnet50", "resnet18", "mobilenet_v2", "mobilenet_v3_large")
+_BEST = ("wide_resnet50_2", "resnet50")
 
 
 def official_weights(name: str) -> Any | None:
@@ -179,28 +179,40 @@ def official_weights(name: str) -> Any | None:
 
 
 def backbone_at_hand() -> tuple[str, str]:
-    """The best network whose official weights are on disk or can be downloaded, and why that one.
+    """The best network whose weights are on disk or can be downloaded, and why that one.
 
     Raises:
         WeightsError: none is; the message says what to do.
     """
-    best = _BY_ACCURACY[0]
+    best = _BEST[0]
+    files = [_file_name(name) for name in _BEST]
     try:
         official_file(official_weights(best).url)  # type: ignore[union-attr]
     except WeightsError as error:
+        log.debug("%s", error)
         name = other_on_disk(best)
         if name is None:
             raise
-        log.warning("%s is taken; %s would see more, but %s", name, best, error)
-        return name, f"its weights are on disk; {best}, which sees more, can't be had here"
+        origin = "came with the installation" if name == INSTALLED else "are on disk"
+        better = " or ".join(files[: _BEST.index(name)] if name in _BEST else files)
+        return name, (
+            f"its weights {origin}. A larger network finds more defects (see Networks in the "
+            f"documentation's Getting started): put {better} into weights/ or the folder that "
+            "ANOMALY_WEIGHTS names, and start again with --overwrite"
+        )
     return best, "the network of the papers"
+
+
+def _file_name(name: str) -> str:
+    """What the file of a network's official weights is called."""
+    return str(official_weights(name).url.rpartition("/")[2])  # type: ignore[union-attr]
 
 
 def other_on_disk(name: str) -> str | None:
     """The best network but this one whose official weights are on disk; None if there is none."""
-    for other in _BY_ACCURACY:
+    for other in _BEST:
         if other != name:
             with suppress(WeightsError):
                 official_file(official_weights(other).url, download=False)  # type: ignore[union-attr]
                 return other
-    return None
+    return INSTALLED if name != INSTALLED and timm_networks.packaged_file(INSTALLED) else None

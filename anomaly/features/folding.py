@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +15,11 @@ from anomaly.features.vision import Dispatch
 from anomaly.hooks import capture
 
 Pair = tuple[str, str]
+
+# By name, for timm isn't imported without need. Its `Conv2dSame` pads as TensorFlow does, its
+# `BatchNormAct2d` is a batch norm that applies an activation itself.
+_CONVOLUTIONS = ("Conv2d", "Conv2dSame")
+_NORMS = ("BatchNorm2d", "BatchNormAct2d")
 
 
 def foldable(network: nn.Module, layers: Sequence[str], image: Tensor) -> tuple[Pair, ...]:
@@ -39,9 +44,13 @@ def foldable(network: nn.Module, layers: Sequence[str], image: Tensor) -> tuple[
     def note(path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         calls[path] += 1
         alive.extend((inputs, output))
-        if type(module) is nn.Conv2d:
+        kind = type(module).__name__
+        if isinstance(module, nn.Conv2d) and kind in _CONVOLUTIONS:
             made[id(output)] = path
-        elif type(module) is nn.BatchNorm2d and module.running_mean is not None:
+        elif (
+            isinstance(module, nn.BatchNorm2d) and kind in _NORMS
+            and module.running_mean is not None
+        ):
             pairs.append((made.get(id(inputs[0]), ""), path))
         if path in layers:
             wanted.update(id(leaf) for leaf in torch.utils._pytree.tree_leaves(output))
@@ -102,7 +111,14 @@ def folded(network: nn.Module, pairs: Sequence[Pair], dtype: torch.dtype) -> nn.
         convolution, batch_norm = network.get_submodule(conv), network.get_submodule(norm)
         assert isinstance(convolution, nn.Conv2d)
         assert isinstance(batch_norm, nn.BatchNorm2d)
-        network.set_submodule(conv, fuse_conv_bn_eval(convolution, batch_norm))
-        network.set_submodule(norm, nn.Identity())
+        joined = fuse_conv_bn_eval(convolution, batch_norm)
+        activation = dict(batch_norm.named_children())  # none, but for one that is timm's
+        if activation:  # in a sequence behind its convolution, `fused` finds it
+            network.set_submodule(conv, nn.Identity())
+            sequence = OrderedDict(convolution=joined, **activation)
+            network.set_submodule(norm, nn.Sequential(sequence))
+        else:
+            network.set_submodule(conv, joined)
+            network.set_submodule(norm, nn.Identity())
     network.requires_grad_(False)
     return network.to(dtype).to(memory_format=torch.channels_last)

