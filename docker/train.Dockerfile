@@ -4,8 +4,9 @@
 #   docker run --rm -v "$PWD/my_part:/data/my_part:ro" -v "$PWD/weights:/weights:ro" \
 #       -v "$PWD/runs:/home/anomaly/runs" anomaly-train start /data/my_part
 #
-# runs/ has to belong to user 1000, or build with --build-arg UID=$(id -u). Without a network at
-# run time, weights/ has to hold a network's file; otherwise it is downloaded.
+# runs/ has to belong to user 1000, or build with --build-arg UID=$(id -u). weights/ is for the files
+# of larger networks, see docs/getting-started.md; without them or a network connection at run time,
+# the network that is installed with its weights serves.
 
 FROM python:3.12-slim AS build
 

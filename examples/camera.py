@@ -51,7 +51,7 @@ def trial(folder: Path) -> tuple[anomaly.AnomalyDetector, str]:
     """A model of generated plates, and a video of good ones and scratched ones."""
     write_sample_data(folder, products=["brushed_plate"], n_train=12, n_good=4, n_defect=5)
     plates = folder / "brushed_plate"
-    settings = {"backbone": {"name": "mobilenet_v2"}, "image": {"area": 128}}
+    settings = {"backbone": {"name": "timm/tf_efficientnet_lite2"}, "image": {"area": 128}}
     detector = anomaly.fit(plates / "train" / "good", settings)
     video = folder / "line.avi"
     frames = [*sorted((plates / "test" / "good").iterdir()),

@@ -12,7 +12,7 @@ from pathlib import Path
 import anomaly
 from anomaly.sample_data import write_sample_data
 
-SETTINGS = {"backbone": {"name": "mobilenet_v2"}, "image": {"area": 128}}
+SETTINGS = {"backbone": {"name": "timm/tf_efficientnet_lite2"}, "image": {"area": 128}}
 
 
 def learn_all(folder: Path, layout: str, output: Path) -> dict[str, float]:

@@ -60,7 +60,7 @@ def test_every_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     write_product(tmp_path / "disc", n_train=1)
     snippets = SNIPPET.findall(PAGE.read_text())
     assert len(snippets) == 11
-    network = '"mobilenet_v2"'
+    network = '"timm/tf_efficientnet_lite2"'
     names: dict[str, object] = {}
     for snippet in snippets:  # no test waits for weights
         code = snippet.replace(network, f'{network}, "weights": "random"')

@@ -144,7 +144,8 @@ class BackboneConfig(_Section):
     """`imagenet`, a `.safetensors` or `.pth` file, or `random`.
 
     `imagenet` is torchvision's official file: on disk in `$ANOMALY_WEIGHTS`, `weights/` or torch's
-    cache, else downloaded; its hash is checked. Of timm it is the file in the Hugging Face cache.
+    cache, else downloaded; its hash is checked. Of timm it is the file of an installed package
+    (`timm/tf_efficientnet_lite2` has one), else that in the Hugging Face cache.
     """
     layers: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Paths as PyTorch prints them, or `layer1[-1]`; by family and kind unless set."""

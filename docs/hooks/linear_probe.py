@@ -16,9 +16,9 @@ if not fabric.is_dir():
     write_sample_data(Path("sample"), products=["woven_fabric"], n_train=1, n_good=1)
     fabric = Path("sample/woven_fabric")
 
-# Save the features once: `anomaly features --backbone mobilenet_v2 …`.
+# Save the features once: `anomaly features --backbone timm/tf_efficientnet_lite2 …`.
 folders = [str(fabric / "test" / kind) for kind in ("hole", "oil_stain")]
-network = ["--backbone", "mobilenet_v2", "--layers", "features[13]"]
+network = ["--backbone", "timm/tf_efficientnet_lite2", "--layers", "blocks[4]"]
 done = main(["features", *network, "--input", *folders, "--output", "features", "--overwrite"])
 assert done == 0
 
@@ -26,6 +26,6 @@ assert done == 0
 saved = read_features(Path("features"))
 kinds = [Path(path).parent.name for path in saved.paths]
 probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
-rightly = cross_val_score(probe, saved.values["features.13"], kinds, cv=LeaveOneOut())
+rightly = cross_val_score(probe, saved.values["blocks.4"], kinds, cv=LeaveOneOut())
 print(f"{rightly.sum():.0f} of {len(kinds)} defects named rightly")
 assert rightly.sum() >= 10
