@@ -19,4 +19,5 @@ FAMILIES = [
     "shufflenet_v2_x1_0",
     "vgg11",
     "vgg16_bn",
+    "timm/tf_efficientnet_lite2",
 ]

@@ -13,12 +13,9 @@ import pytest
 import torch
 
 from anomaly.config.schema import Config
-from anomaly.features.weights import search_folders
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPTS = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.glob("*/*.py"))
-WITH_WEIGHTS = {"hooks/linear_probe.py"}
-MOBILENET = "mobilenet_v2-b0353104.pth"
 SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\(([\w/]+\.py)\)")
 
@@ -35,10 +32,6 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_runs(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if script in WITH_WEIGHTS:
-        monkeypatch.setenv("ANOMALY_WEIGHTS", str(DOCS.parent / "weights"))
-        if not any((folder / MOBILENET).is_file() for folder in search_folders()):
-            pytest.skip(f"needs torchvision's {MOBILENET}; `make test` gets it")
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(DOCS / script), run_name="__main__")
 

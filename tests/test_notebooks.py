@@ -24,11 +24,8 @@ import pytest
 from conftest import REPOSITORY
 from PIL import Image
 
-from anomaly.features.weights import search_folders
-
 NOTEBOOKS = sorted((REPOSITORY / "examples" / "notebooks").glob("*.ipynb"))
-WEIGHTLESS = ("feature_regularisation", "gradients")  # and quick
-MOBILENET = "mobilenet_v2-b0353104.pth"
+QUICK = ("feature_regularisation", "gradients")
 WIDEST = 640  # of a recorded picture, in pixels
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
@@ -76,17 +73,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param(file, id=file.stem, marks=[] if file.stem in WEIGHTLESS else pytest.mark.slow)
+        pytest.param(file, id=file.stem, marks=[] if file.stem in QUICK else pytest.mark.slow)
         for file in NOTEBOOKS
     ],
 )
 def test_a_notebook_says_and_shows_what_it_did(
     file: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ANOMALY_WEIGHTS", str(REPOSITORY / "weights"))
-    weights = any((folder / MOBILENET).is_file() for folder in search_folders())
-    if file.stem not in WEIGHTLESS and not weights:
-        pytest.skip(f"needs torchvision's {MOBILENET}; `make test` gets it")
     monkeypatch.chdir(place)
     notebook = json.loads(file.read_text("utf-8"))
     recorded = [cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -131,7 +124,6 @@ def test_notebooks_are_committed_whole_small_and_without_traces() -> None:
 
 
 def _record(names: list[str]) -> None:
-    os.environ.setdefault("ANOMALY_WEIGHTS", str(REPOSITORY / "weights"))
     with TemporaryDirectory() as folder:
         os.chdir(folder)
         for file in NOTEBOOKS:

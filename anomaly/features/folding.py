@@ -48,7 +48,8 @@ def foldable(network: nn.Module, layers: Sequence[str], image: Tensor) -> tuple[
         if isinstance(module, nn.Conv2d) and kind in _CONVOLUTIONS:
             made[id(output)] = path
         elif (
-            isinstance(module, nn.BatchNorm2d) and kind in _NORMS
+            isinstance(module, nn.BatchNorm2d)
+            and kind in _NORMS
             and module.running_mean is not None
         ):
             pairs.append((made.get(id(inputs[0]), ""), path))

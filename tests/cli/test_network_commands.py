@@ -30,6 +30,7 @@ from anomaly.scorers.patchcore.memory_bank_pair import MemoryBankPair
 OTHERS = ["alexnet", "inception_v3", "maxvit_t", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t"]
 OTHERS += ["vit_b_32"]
 QUICK = {"resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1"}
+QUICK |= {"timm/tf_efficientnet_lite2"}
 NETWORKS = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in [*FAMILIES, *OTHERS]

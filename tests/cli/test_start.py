@@ -1,6 +1,7 @@
 """From a folder to a page without another word."""
 
 import os
+import urllib.error
 from pathlib import Path
 
 import cv2
@@ -10,6 +11,10 @@ import yaml
 from conftest import FAST, Command, write_part
 
 from anomaly.config.files import load_config
+from anomaly.errors import WeightsError
+from anomaly.features import backbones, timm_networks
+from anomaly.features.timm_networks import INSTALLED
+from anomaly.model.checkpoint import load
 
 SETTINGS = [part for setting in FAST for part in ("--set", setting)]
 
@@ -131,24 +136,56 @@ def test_a_name_that_no_folder_can_have(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_without_a_network_what_is_on_disk_is_taken(
-    on_disk: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Without a network connection, and with one folder for weights, which is empty."""
+    from anomaly.features import weights
+
+    def unreachable(url: str) -> None:
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setattr(weights, "_opened", unreachable)
+    monkeypatch.setattr(weights, "search_folders", lambda: [tmp_path / "weights"])
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    (tmp_path / "weights").mkdir()
+    return tmp_path / "weights"
+
+
+def test_without_a_network_connection_the_best_network_at_hand_is_taken(
+    offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anomaly.errors import WeightsError
-    from anomaly.features import backbones, weights
-
-    def unreachable(url: str, name: str, prefix: str) -> Path:
-        raise WeightsError(f"the weights {name} are missing and there is no network")
-
-    monkeypatch.setattr(weights, "_download", unreachable)
-    monkeypatch.setattr(weights, "search_folders", lambda: [tmp_path])
-    if not on_disk:
-        with pytest.raises(WeightsError, match="no network"):
-            backbones.backbone_at_hand()
-        return
-    (tmp_path / "mobilenet_v2-b0353104.pth").write_bytes(b"")
     name, why = backbones.backbone_at_hand()
-    assert name == "mobilenet_v2"
-    assert "its weights are on disk" in why
-    assert "wide_resnet50_2" in caplog.text
+    assert name == INSTALLED
+    assert "came with the installation" in why
+    assert "put wide_resnet50_2-95faca4d.pth or resnet50-0676ba61.pth into weights/" in why
+    (offline / "resnet50-0676ba61.pth").write_bytes(b"")
+    name, why = backbones.backbone_at_hand()
+    assert name == "resnet50"
+    assert "are on disk" in why
+    assert "put wide_resnet50_2-95faca4d.pth into" in why
+    (offline / "wide_resnet50_2-95faca4d.pth").write_bytes(b"")
+    assert backbones.backbone_at_hand()[0] == "wide_resnet50_2"
+
+    for file in offline.iterdir():
+        file.unlink()
+    monkeypatch.setattr(timm_networks, "_PACKAGES", {})
+    with pytest.raises(WeightsError, match="no network to get them from"):
+        backbones.backbone_at_hand()
+
+
+def test_a_folder_ends_in_a_page_without_a_network_connection(
+    offline: Path, product: Path, command: Command, tmp_path: Path
+) -> None:
+    settings = ["--set", "image.area=64"]
+    code, out, err = command("start", [product, "--output", tmp_path / "run", *settings])
+    assert code == 0, err
+    assert out.count("the network is timm/tf_efficientnet_lite2: its weights came with") == 1
+    assert "no network to get" not in out + err
+    assert (tmp_path / "run" / "evaluation" / "index.html").is_file()
+    backbone = load(tmp_path / "run").manifest["backbone"]
+    assert backbone["name"] == INSTALLED
+    assert backbone["weights_sha256"].startswith("9656183e")
+    assert backbone["weights_licence"] == "apache-2.0"
+    assert (backbone["strides"], backbone["mean"]) == ([8, 16], [0.5, 0.5, 0.5])
+    config = (tmp_path / "run" / "disc.yaml").read_text()
+    assert f"name: {INSTALLED}" in config

@@ -15,7 +15,6 @@ from anomaly.features import backbone_weights, backbones, timm_networks
 from anomaly.features.truncation import truncate
 from anomaly.model.checkpoint import load
 
-pytest.importorskip("timm")
 DINO = "timm/vit_small_patch14_dinov2.lvd142m"
 
 
@@ -193,7 +192,7 @@ def test_names_and_sides_that_do_not_fit_are_answered(
     with pytest.raises(WeightsError, match="doesn't exist"):
         backbone_weights.read_weights(DINO, str(tmp_path / "absent.safetensors"), 0)
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
-    with pytest.raises(ConfigError, match=r"pip install 'anomaly\[timm\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'anomaly\[train\]'"):
         timm_networks.build(DINO)
 
 

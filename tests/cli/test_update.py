@@ -10,15 +10,13 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from conftest import REPOSITORY, Command, write_part
+from conftest import Command, write_part
 
 import anomaly
 from anomaly.errors import AnomalyError
 from anomaly.files.writing import sha256_of
 from anomaly.model.checkpoint import load
 from anomaly.sample_data import write_sample_data
-
-MOBILENET = REPOSITORY / "weights" / "mobilenet_v2-b0353104.pth"
 
 
 def relit(
@@ -265,12 +263,12 @@ def test_golden_parts_of_the_run_that_is_replaced_go(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MOBILENET.is_file(), reason=f"needs {MOBILENET.name}; `make test` gets it")
 def test_thirty_confirmed_parts_bring_false_rejects_below_the_promise(tmp_path: Path) -> None:
     """The sample set's plate under another lamp; no defect that was caught passes."""
     write_sample_data(tmp_path, products=["brushed_plate"], n_train=80, n_good=80, n_defect=30)
     plate = tmp_path / "brushed_plate"
-    detector = anomaly.fit(plate / "train" / "good", {"backbone": {"name": "mobilenet_v2"}})
+    settings = {"backbone": {"name": "timm/tf_efficientnet_lite2"}}
+    detector = anomaly.fit(plate / "train" / "good", settings)
     lit = [
         relit(f, tmp_path / "lamp" / f.parent.name / f.name, (0.75, 0.95, 1.0), 0.25)
         for f in plate.glob("test/*/*.png")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import sklearn.datasets
 import torch
-import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,11 +18,11 @@ from anomaly.errors import AnomalyError, LayerError
 from anomaly.explain.feature_maps import feature_map_pictures
 from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
 from anomaly.explain.saliency import guided_backpropagation, image_gradient
+from anomaly.features.backbone_weights import full_network
+from anomaly.features.timm_networks import INSTALLED
 from anomaly.hooks import live_hooks
 
 Array = np.ndarray
-OFFICIAL = "mobilenet_v2-b0353104.pth"
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CRASH_HELMET, EGYPTIAN_CAT, PALACE, DAISY, ESPRESSO = 518, 285, 698, 985, 967
 
 
@@ -138,14 +137,8 @@ def test_what_grad_cam_cannot_explain_is_said() -> None:
 
 
 @pytest.fixture(scope="module")
-def mobilenet() -> nn.Module:
-    folders = [Path(torch.hub.get_dir()) / "checkpoints", Path(__file__).parents[2] / "weights"]
-    found = [folder / OFFICIAL for folder in folders if (folder / OFFICIAL).is_file()]
-    if not found:
-        pytest.skip(f"needs torchvision's {OFFICIAL} in one of {', '.join(map(str, folders))}")
-    network = torchvision.models.mobilenet_v2(weights=None)
-    network.load_state_dict(torch.load(found[0], weights_only=True))
-    return network.eval()
+def trained() -> nn.Module:
+    return full_network(INSTALLED, "imagenet").eval()
 
 
 def picture(name: str) -> Array:
@@ -163,7 +156,7 @@ def picture(name: str) -> Array:
 
 
 def normalised(image: Array) -> Tensor:
-    return torch.from_numpy(((image / 255 - MEAN) / STD).astype(np.float32)).permute(2, 0, 1)
+    return torch.from_numpy((image / 127.5 - 1).astype(np.float32)).permute(2, 0, 1)
 
 
 # Boxes drawn by hand around the object: top, bottom, left, right as shares of the picture.
@@ -176,7 +169,7 @@ def normalised(image: Array) -> Tensor:
     ],
 )
 def test_the_energy_lies_in_the_box_of_the_object(
-    mobilenet: nn.Module,
+    trained: nn.Module,
     name: str,
     target: int | None,
     box: tuple[float, float, float, float],
@@ -188,12 +181,12 @@ def test_the_energy_lies_in_the_box_of_the_object(
     top, bottom, left, right = box
     rows = slice(round(top * height), round(bottom * height))
     inside[rows, round(left * width) : round(right * width)] = True
-    cam = grad_cam(mobilenet, normalised(image), "features[-1]", target)
+    cam = grad_cam(trained, normalised(image), "bn2", target)
     energy = cam[inside].sum() / cam.sum()
     assert energy >= least
     assert energy >= 1.8 * inside.mean()  # what a map without any idea would have
     assert inside[np.unravel_index(cam.argmax(), cam.shape)]
-    assert live_hooks(mobilenet) == 0
+    assert live_hooks(trained) == 0
 
 
 @pytest.mark.parametrize("explain", [grad_cam, guided_grad_cam])
@@ -207,7 +200,7 @@ def test_the_energy_lies_in_the_box_of_the_object(
     ids=["flower and palace", "cat and espresso"],
 )
 def test_of_two_objects_it_finds_the_one_asked_for(
-    mobilenet: nn.Module,
+    trained: nn.Module,
     pair: tuple[tuple[str, int], tuple[str, int]],
     swapped: bool,
     explain: Callable[..., Array],
@@ -215,7 +208,7 @@ def test_of_two_objects_it_finds_the_one_asked_for(
     order = pair[::-1] if swapped else pair
     image = np.hstack([cv2.resize(picture(name), (224, 224)) for name, _ in order])
     for half, (_, target) in enumerate(order):
-        values = np.abs(explain(mobilenet, normalised(image), "features[-1]", target))
+        values = np.abs(explain(trained, normalised(image), "bn2", target))
         columns = slice(half * 224, (half + 1) * 224)
         assert values[:, columns].sum() / values.sum() > 0.85
 

@@ -324,7 +324,7 @@ def test_a_bank_again_has_its_patches_and_a_true_covering_radius() -> None:
         ("model.turned_copies=quarter_turns",),
         ("model.embedding=adaptive",),
         ("precision=bf16",),
-        ("backbone.name=mobilenet_v2",),
+        ("backbone.name=timm/tf_efficientnet_lite2",),
         ("backbone.name=efficientnet_b0",),
         ("image.region={polygons: [[[0.1, 0.1], [0.9, 0.1], [0.9, 0.9], [0.1, 0.9]]], "
          "unit: relative}",),

@@ -16,6 +16,7 @@ FOLDED = {
     "wide_resnet50_2": (43, 43),
     "mobilenet_v2": (39, 39),
     "efficientnet_b0": (33, 33),
+    "timm/tf_efficientnet_lite2": (45, 45),  # which apply their activations themselves
     "densenet121": (87, 43),  # the others come before a convolution
     "vgg16_bn": (13, 13),
     "convnext_tiny": (0, 0),

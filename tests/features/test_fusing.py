@@ -20,6 +20,7 @@ NETWORKS = {
     "resnet50": (["relu", "layer1", "layer2.1.bn2", "layer3"], 3),
     "resnext50_32x4d": (["conv1", "layer2"], 1),
     "mobilenet_v2": (["features.3.conv.0.0", "features.4", "features.7.conv.1"], 1),
+    "timm/tf_efficientnet_lite2": (["blocks.0.0.bn1", "blocks.1.0.bn1.drop", "blocks.2"], 4),
     "vgg16_bn": (["features.5", "features.23"], 0),
 }
 

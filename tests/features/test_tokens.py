@@ -11,8 +11,6 @@ from anomaly.features.extractor import FeatureExtractor
 from anomaly.features.tokens import Layout, check_side, layout_of, token_stride
 from anomaly.features.truncation import truncate
 
-pytest.importorskip("timm")
-
 
 def extractor(name: str, layers: list[str]) -> FeatureExtractor:
     truncated = truncate(build(name), layers)

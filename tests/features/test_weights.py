@@ -1,9 +1,10 @@
 """Backbone weights: found, checked, and each way of not having them told apart."""
 
 import hashlib
+import socket
+import time
 import urllib.error
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def _official(folder: Path, state: dict[str, Tensor] = STATE) -> tuple[str, Path
     return f"https://example.invalid/models/{name}", draft.rename(folder / name)
 
 
-def _no_network(*_: Any, **__: Any) -> None:
+def _no_network(url: str) -> None:
     raise urllib.error.URLError("Name or service not known")
 
 
@@ -49,7 +50,7 @@ def test_an_official_file_on_disk_is_used(
     }[place]
     if place == "env":
         monkeypatch.setenv("ANOMALY_WEIGHTS", str(folder))
-    monkeypatch.setattr(torch.hub, "download_url_to_file", _no_network)
+    monkeypatch.setattr(weights, "_opened", _no_network)
     url, file = _official(folder)
     state, sha256 = weights.official_state(url)
     assert sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
@@ -72,11 +73,11 @@ def test_a_download_with_a_wrong_hash_is_refused_and_not_kept(tmp_path: Path) ->
     wrong = source.rename(source.with_name("tiny-00000000.pth"))
     with pytest.raises(WeightsError, match="wrong hash"):
         weights.official_state(wrong.as_uri())
-    assert not list((tmp_path / "torch").rglob("*.pth"))
+    assert not any(path.is_file() for path in (tmp_path / "torch").rglob("*"))
 
 
 def test_no_network_names_the_file_and_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.hub, "download_url_to_file", _no_network)
+    monkeypatch.setattr(weights, "_opened", _no_network)
     with pytest.raises(WeightsError) as caught:
         weights.official_state("https://example.invalid/models/wide_resnet50_2-95faca4d.pth")
     message = str(caught.value)
@@ -86,22 +87,35 @@ def test_no_network_names_the_file_and_its_places(monkeypatch: pytest.MonkeyPatc
     assert "checkpoints" in message
 
 
-def test_a_network_that_is_on_disk_is_offered_instead(
+def test_a_network_that_works_at_once_is_offered_instead(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(torch.hub, "download_url_to_file", _no_network)
+    monkeypatch.setattr(weights, "_opened", _no_network)
     monkeypatch.setenv("ANOMALY_WEIGHTS", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mobilenet_v2-b0353104.pth").write_bytes(b"")
-    with pytest.raises(WeightsError, match="mobilenet_v2 are on disk: --set backbone"):
+    with pytest.raises(WeightsError, match=r"at once: --set backbone.name=timm/tf_efficientnet_l"):
+        read_weights("wide_resnet50_2", "imagenet", 0)
+    (tmp_path / "resnet50-0676ba61.pth").write_bytes(b"")
+    with pytest.raises(WeightsError, match=r"at once: --set backbone.name=resnet50$"):
         read_weights("wide_resnet50_2", "imagenet", 0)
 
 
+def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_PATIENCE", 0.2)
+    begun = time.perf_counter()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(WeightsError, match=r"no network .* \(no answer within 0.2 s\)"),
+    ):
+        weights.official_state(f"http://127.0.0.1:{silent.getsockname()[1]}/tiny-00000000.pth")
+    assert time.perf_counter() - begun < 5
+
+
 def test_a_refusing_server_is_told_apart_from_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(url: str, *_: Any, **__: Any) -> None:
+    def forbidden(url: str) -> None:
         raise urllib.error.HTTPError(url, 403, "Forbidden", None, None)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(torch.hub, "download_url_to_file", forbidden)
+    monkeypatch.setattr(weights, "_opened", forbidden)
     with pytest.raises(WeightsError, match="answered 403 Forbidden"):
         weights.official_state("https://example.invalid/models/tiny-00000000.pth")
 

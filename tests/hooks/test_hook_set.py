@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
+from anomaly.features import timm_networks
+from anomaly.features.timm_networks import is_timm
 from anomaly.hooks import HookSet, capture, live_hooks, match
 from anomaly.hooks.backward import BackwardGates
 
@@ -114,6 +116,7 @@ def test_backward_hooks_see_the_gradients_of_autograd(blocks: list[tuple[str, bo
         "shufflenet_v2_x0_5",
         "squeezenet1_1",
         "mnasnet0_5",
+        "timm/tf_efficientnet_lite0",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
@@ -125,7 +128,8 @@ def test_backward_hooks_see_the_gradients_of_autograd(blocks: list[tuple[str, bo
 )
 def test_backward_hooks_on_every_layer_of_every_family_change_nothing(name: str) -> None:
     torch.manual_seed(0)
-    network = torchvision.models.get_model(name, weights=None, num_classes=4).eval()
+    make = timm_networks.build if is_timm(name) else torchvision.models.get_model
+    network = make(name, num_classes=4).eval()
     side = SIDES.get(name, 48)
     x = torch.randn(1, 3, side, side, requires_grad=True)
     probe = [x, *network.parameters()]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY, Command, train_arguments
+from conftest import Command, train_arguments
 from PIL import Image
 from sklearn.metrics import roc_auc_score
 
@@ -19,12 +19,10 @@ from anomaly.model.merging import merge
 from anomaly.model.threshold_files import change, replace_thresholds
 from anomaly.sample_data import write_sample_data
 
-_WEIGHTS = REPOSITORY / "weights" / "mobilenet_v2-b0353104.pth"
-
 
 def _config(kind: str, **more: object) -> dict[str, object]:
     return {
-        "backbone": {"name": "mobilenet_v2", "weights": str(_WEIGHTS)},
+        "backbone": {"name": "timm/tf_efficientnet_lite2"},
         "image": {"area": 192},
         "model": {"kind": kind, "dimensions": 30},
         **more,
@@ -39,7 +37,6 @@ def plates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "brushed_plate"
 
 
-@pytest.mark.skipif(not _WEIGHTS.exists(), reason="no weights: make demo brings them")
 @pytest.mark.parametrize("kind", ["patchcore", "padim", "subspace"])
 def test_models_of_two_halves_score_like_one_of_all(
     kind: str, plates: Path, tmp_path: Path, command: Command
