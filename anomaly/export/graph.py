@@ -18,7 +18,7 @@ from anomaly.features.backbone_weights import load_state
 from anomaly.features.backbones import build
 from anomaly.features.engine import ENGINES, installed
 from anomaly.features.folding import folded
-from anomaly.hooks import capture
+from anomaly.hooks import HookSet, capture
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.exported import graph_names
 
@@ -47,7 +47,7 @@ class _Network(nn.Module):
     def __init__(self, detector: AnomalyDetector) -> None:
         super().__init__()
         normalise = detector.normalise
-        self.network = _to_the_end(detector)
+        self.network = _padded_alike(_to_the_end(detector), _example(detector)[0])
         self.register_buffer("mean", torch.tensor(normalise.mean).view(3, 1, 1))
         self.register_buffer("std", torch.tensor(normalise.std).view(3, 1, 1))
         self._layers, self._align = detector.extractor.layers, detector.scorer.align
@@ -92,6 +92,45 @@ def _to_the_end(detector: AnomalyDetector) -> nn.Module:
             f"{height}×{width}; train with another backbone"
         )
     return whole
+
+
+class _Padded(nn.Module):
+    """A convolution that pads with a constant number of zeros."""
+
+    def __init__(self, convolution: nn.Conv2d, sides: Sequence[int]) -> None:
+        super().__init__()
+        self.convolution, self.sides = convolution, list(sides)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.convolution
+        x = nn.functional.pad(x, self.sides)
+        return nn.functional.conv2d(x, c.weight, c.bias, c.stride, 0, c.dilation, c.groups)
+
+
+def _padded_alike(network: nn.Module, images: Tensor) -> nn.Module:
+    """A network whose convolutions pad all images as they pad these; in place.
+
+    timm's of TensorFlow pad by the size of what they get, which takes a trace minutes. As sides of
+    images are multiples of the coarsest stride, it comes out the same for every size.
+    """
+    same = [n for n, m in network.named_modules() if type(m).__name__ == "Conv2dSame"]
+    if not same:
+        return network
+    from timm.layers.padding import pad_same_arg
+
+    with torch.inference_mode(), HookSet(network) as hooks:
+        seen: dict[str, tuple[int, ...]] = {}
+        for path in same:
+            hooks.forward_pre(
+                path, lambda _, inputs, path: seen.update({path: inputs[0].shape}), path
+            )
+        network(images)
+    for path, shape in seen.items():
+        c = network.get_submodule(path)
+        assert isinstance(c, nn.Conv2d)
+        sides = pad_same_arg(list(shape[2:]), list(c.kernel_size), list(c.stride), list(c.dilation))
+        network.set_submodule(path, _Padded(c, sides))
+    return network
 
 
 def _runs(network: nn.Module, images: Tensor) -> bool:
