@@ -118,8 +118,8 @@ def _steps(
     else:
         page = output / "results" / "results.html"
         log.info(
-            "There are no other images to test with, so these are scored, "
-            "and what it marks all the same is odd among them."
+            "There are no other images to test with, so the training images are scored: "
+            "anything marked is unusual even among them."
         )
         images = ["--input", str(taken.root)]
         last = ["infer", *model, *images, "--output", str(page.parent), *again, *computes]

@@ -44,17 +44,19 @@ def _bank(report: DataReport) -> Iterator[Advice]:
     if 0 < usable <= _HANDFUL:
         reason = (
             f"a handful of images to learn from ({usable}): all of their patches are kept; "
-            "thresholds can promise little before there are 50"
+            "thresholds can promise little with fewer than 50"
         )
         yield Advice("model.coreset_ratio", "1.0", reason)
     elif usable < _FEW:
         reason = (
-            f"few images to learn from ({usable}): a tenth of their patches is kept, so that "
-            "rare ones are; thresholds can promise little before there are 50"
+            f"few images to learn from ({usable}): 10 % of the patches are kept instead of 2 %, so "
+            "that rare details survive; thresholds can promise little with fewer than 50"
         )
         yield Advice("model.coreset_ratio", "0.1", reason)
     else:
-        reason = f"with {usable} images, one patch in fifty tells nearly as much as one in ten"
+        reason = (
+            f"{usable} images: keeping 2 % of the patches is nearly as accurate as 10 %, and faster"
+        )
         yield Advice("model.coreset_ratio", "0.02", reason)
 
 

@@ -189,7 +189,7 @@ def test_floats_of_16_bits_are_no_16_bit_images() -> None:
 @pytest.mark.parametrize(
     ("report", "settings", "word"),
     [
-        (_report("900×900"), {"model.coreset_ratio": "0.02"}, "one patch in fifty"),
+        (_report("900×900"), {"model.coreset_ratio": "0.02"}, "keeping 2 %"),
         (_report("900×900", images=4), {"model.coreset_ratio": "1.0"}, "a handful"),
         (_report("900×900", images=12), {"model.coreset_ratio": "0.1"}, "learn from (12)"),
         (_report("500×1254"), {"model.coreset_ratio": "0.02"}, "images are tall"),
