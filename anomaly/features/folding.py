@@ -88,10 +88,13 @@ class Reads(Dispatch):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count: Counter[int] = Counter()
+        self._alive: list[Tensor] = []  # so that no two tensors of the run share an id
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
-        self.count.update(id(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._alive += tensors
+        self.count.update(map(id, tensors))
         return func(*args, **(kwargs or {}))
 
 

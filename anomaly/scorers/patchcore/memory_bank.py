@@ -98,12 +98,12 @@ class MemoryBank(Bank, Scorer):
         count = min(self.spacing_neighbours, len(self.vectors) - 1)
         if count < 1:
             return replace(self, spacing=None)
-        if rows is None or self.spacing is None:
-            rows = torch.arange(len(self.vectors), device=self.vectors.device)
-        distances, _ = self.neighbours(self.vectors[rows], count + 1)
+        known = None if rows is None else self.spacing
+        some = self.vectors if rows is None or known is None else self.vectors[rows]
+        distances, _ = self.neighbours(some, count + 1)
         apart = distances[:, 1:].mean(1)  # the first is the vector itself
-        if self.spacing is not None:
-            apart = self.spacing.index_copy(0, rows, apart)
+        if rows is not None and known is not None:
+            apart = known.index_copy(0, rows, apart)
         same = replace(self, spacing=apart)
         vars(same)["_neighbours"] = self._neighbours
         return same
