@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from anomaly.errors import needs_training
+from anomaly.version import __version__ as __version__
 
 # Torch, which reads this once, then has the system lay out its large tensors in pages of 2 MiB:
 # fresh memory comes 512 times less often, and training and scoring take about a tenth less time.
@@ -21,41 +22,27 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
     from anomaly.config.files import load_config
     from anomaly.config.schema import Config
     from anomaly.datasets import open_dataset
+    from anomaly.detector import AnomalyDetector, load
     from anomaly.errors import AnomalyError, ImageError
-    from anomaly.evaluation.recalibration import recalibrated as recalibrated
-    from anomaly.evaluation.updating import updated as updated
-    from anomaly.explain.score import explained as explained
-    from anomaly.model.detector import AnomalyDetector
-    from anomaly.model.fitting import fit
+    from anomaly.evaluating import evaluate
+    from anomaly.fitting import fit
     from anomaly.model.prediction import Prediction
-    from anomaly.model.product_folder import load
-    from anomaly.report.category import evaluate
-    from anomaly.report.index import write_report as write_report
 
 _HOME = {
-    "AnomalyDetector": "model.detector",
+    "AnomalyDetector": "detector",
     "AnomalyError": "errors",
     "Config": "config.schema",
     "ImageError": "errors",
     "Prediction": "model.prediction",
-    "evaluate": "report.category",
-    "fit": "model.fitting",
-    "load": "model.product_folder",
+    "evaluate": "evaluating",
+    "fit": "fitting",
+    "load": "detector",
     "load_config": "config.files",
     "open_dataset": "datasets",
-}
-# What methods of public objects do on floors above their own.
-_ABOVE = {
-    "explained": "explain.score",
-    "recalibrated": "evaluation.recalibration",
-    "updated": "evaluation.updating",
-    "write_report": "report.index",
 }
 
 __all__ = [
@@ -73,7 +60,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name) or _ABOVE.get(name)
+    home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'anomaly' has no attribute {name!r}")
     try:

@@ -36,7 +36,7 @@ from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.preprocessing import UnusableImage, by_shape, tile_by_tile
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of, split
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.scoring import Model
 from anomaly.model.training import train
 from anomaly.scorers.base import Fitter
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
@@ -78,7 +78,7 @@ def _some(batch: PatchBatch, images: Container[int]) -> PatchBatch | None:
 class Bench:
     """Features of good images, and what is learned from some of them."""
 
-    detector: AnomalyDetector
+    detector: Model
     fitter: Fitter[Any]
     patches: Patches
     folds: int
@@ -87,15 +87,15 @@ class Bench:
     def images(self) -> list[int]:
         return sorted(self.patches.views)
 
-    def learn(self, images: Container[int]) -> AnomalyDetector:
+    def learn(self, images: Container[int]) -> Model:
         return replace(self.detector, scorer=self.fitter.fit(self.patches.only(images)))
 
-    def cross_fit(self, detector: AnomalyDetector, images: list[int]) -> GoodScores:
+    def cross_fit(self, detector: Model, images: list[int]) -> GoodScores:
         names = {i: str(i) for i in images}
         some = self.patches.only(frozenset(images))
         return cross_fit(detector, some, self.fitter, names, names, folds=self.folds, groups={})
 
-    def scores(self, detector: AnomalyDetector, images: Container[int]) -> np.ndarray:
+    def scores(self, detector: Model, images: Container[int]) -> np.ndarray:
         found = scores_of(detector, self.patches.only(images), self.patches.views)
         return np.array([score for score, _ in found.values()])
 

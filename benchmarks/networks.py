@@ -52,7 +52,7 @@ def sides(network: str, size: int, engines: list[str], folder: Path) -> dict[str
         "model": {"coreset_size": 10},
         "precision": "fp32",
     }
-    detector = anomaly.fit(images, settings, device=DEVICE, calibrate=False)
+    detector = anomaly.fit(images, settings, device=DEVICE, calibrate=False).model
     normalise, align = detector.normalise, detector.scorer.align
     layers = detector.extractor.layers
 

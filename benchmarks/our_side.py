@@ -21,7 +21,8 @@ from anomaly.datasets import open_dataset
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.saving import save
+from anomaly.model.scoring import Model
 from anomaly.model.training import train as learn
 
 
@@ -54,7 +55,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         workers=args.threads,
         calibrate=False,
     )
-    training.detector.save(args.checkpoint, overwrite=True)
+    save(training.detector, args.checkpoint, overwrite=True)
     scorer = training.detector.scorer
     return {
         "seconds": time.perf_counter() - start,
@@ -79,7 +80,7 @@ def infer(args: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": seconds, "images": len(files), **latency(detector, files[: args.singles])}
 
 
-def latency(detector: AnomalyDetector, files: list[Path]) -> dict[str, float]:
+def latency(detector: Model, files: list[Path]) -> dict[str, float]:
     """From file to score and map, an image at a time."""
     times = []
     with Decoders(1, Task(detector.loading)) as decoders:

@@ -20,11 +20,11 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from anomaly import fit
 from anomaly.config.files import load_config
 from anomaly.datasets import ground_truth, open_dataset
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.regions import marked_regions, predicted_mask
-from anomaly.model.fitting import fit
 from benchmarks.inputs import machine
 
 RULES = ("threshold", "extent")

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from types import ModuleType
 
-from anomaly import __version__
 from anomaly.cli import speech
 from anomaly.cli.stopping import Interrupted, Stopping
 from anomaly.errors import AnomalyError, nearest, needs_training
+from anomaly.version import __version__
 
 log = logging.getLogger(__name__)
 

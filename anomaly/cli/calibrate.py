@@ -15,7 +15,7 @@ from anomaly.errors import AnomalyError, DataError
 if TYPE_CHECKING:
     from anomaly.calibration import Choice, GoodScores, Thresholds
     from anomaly.evaluation.held_out import HeldOutScores
-    from anomaly.model.detector import AnomalyDetector
+    from anomaly.model.scoring import Model
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def _within(
 
 
 def _good(
-    options: argparse.Namespace, model: AnomalyDetector, scored: dict[str, HeldOutScores]
+    options: argparse.Namespace, model: Model, scored: dict[str, HeldOutScores]
 ) -> GoodScores:
     from anomaly.evaluation.recalibration import known_scores
 
@@ -182,7 +182,7 @@ def _good(
 
 def _choose(
     options: argparse.Namespace,
-    model: AnomalyDetector,
+    model: Model,
     good: GoodScores,
     defects: HeldOutScores | None,
 ) -> tuple[Thresholds, Choice | None]:

@@ -12,13 +12,13 @@ from anomaly.errors import AnomalyError, DataError, first_of
 
 if TYPE_CHECKING:
     from anomaly.evaluation.held_out import HeldOutScores
-    from anomaly.model.detector import AnomalyDetector
+    from anomaly.model.scoring import Model
 
 log = logging.getLogger(__name__)
 
 
 def scored_images(
-    options: argparse.Namespace, model: AnomalyDetector, threads: int
+    options: argparse.Namespace, model: Model, threads: int
 ) -> dict[str, HeldOutScores]:
     """The scores of the images that were given, by option.
 
@@ -63,7 +63,7 @@ def _twice(path: Path | str) -> DataError:
     return DataError(f"{path} is given as good and as a defect; give it once")
 
 
-def _tested(options: argparse.Namespace, model: AnomalyDetector) -> frozenset[str]:
+def _tested(options: argparse.Namespace, model: Model) -> frozenset[str]:
     """Hashes of the test split, where the run remembers its data set and it is still there."""
     from anomaly.evaluation.test_split import tested_hashes
 

@@ -26,9 +26,9 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from anomaly import __version__
 from anomaly.errors import OutputError, why
 from anomaly.files.writing import at_home
+from anomaly.version import __version__
 
 NOTE, RESULT, PROGRESS = 27, 25, 22
 for _level, _name in (

@@ -14,7 +14,7 @@ from anomaly.errors import AnomalyError, DataError, first_of
 
 if TYPE_CHECKING:
     from anomaly.datasets import Sample
-    from anomaly.model.detector import AnomalyDetector
+    from anomaly.model.scoring import Model
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
 
 
 def _images(
-    options: argparse.Namespace, model: AnomalyDetector, folder: Path, scratch: Path
+    options: argparse.Namespace, model: Model, folder: Path, scratch: Path
 ) -> tuple[list[Sample], dict[str, list[Sample]]]:
     """The good images, and what verdicts are compared on."""
     from anomaly.datasets import Sample, check_good_inputs

@@ -22,8 +22,8 @@ from anomaly.evaluation.metrics import (
 )
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.preprocessing import UnusableImage
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
+from anomaly.model.scoring import Model
 from anomaly.scorers.base import Progress
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Evaluation:
 
 
 def score_test_split(
-    detector: AnomalyDetector,
+    detector: Model,
     samples: Sequence[Sample],
     *,
     mask_above: int = 0,

@@ -15,8 +15,8 @@ from anomaly.errors import DataError, some
 from anomaly.imaging.image import Image, described
 from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.maps.regions import strips
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
+from anomaly.model.scoring import Model
 from anomaly.scorers.base import Progress
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class HeldOutScores:
 
 
 def score_held_out(
-    detector: AnomalyDetector,
+    detector: Model,
     images: Sequence[Path | Image],
     *,
     what: str,

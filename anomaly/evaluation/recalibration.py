@@ -16,14 +16,14 @@ from anomaly.evaluation.held_out import HeldOutScores, score_held_out
 from anomaly.evaluation.test_split import tested_hashes
 from anomaly.imaging.given import Given, ImageLike, is_one
 from anomaly.imaging.image import Image, described
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.scoring import Model
 from anomaly.model.threshold_files import change
 
 log = logging.getLogger(__name__)
 
 
 def recalibrated(
-    detector: AnomalyDetector,
+    detector: Model,
     good: str | Path | Iterable[ImageLike] | None,
     given: Given,
     *,
@@ -31,7 +31,7 @@ def recalibrated(
     review_rate: float | None,
     threshold: float | None,
     review_threshold: float | None,
-) -> AnomalyDetector:
+) -> Model:
     """A detector with other thresholds; see `AnomalyDetector.calibrate`."""
     asked = {
         "reject_rate": reject_rate,
@@ -84,7 +84,7 @@ def check_by_hand(reject: float, review: float | None) -> None:
         raise DataError(f"the review threshold {chosen:g} lies above the threshold {reject:g}")
 
 
-def known_scores(detector: AnomalyDetector, without: Sequence[str] = ()) -> GoodScores:
+def known_scores(detector: Model, without: Sequence[str] = ()) -> GoodScores:
     """The scores of good images that a detector came with; what was left out counts again.
 
     Args:
@@ -103,9 +103,7 @@ def known_scores(detector: AnomalyDetector, without: Sequence[str] = ()) -> Good
     return now
 
 
-def _scored(
-    detector: AnomalyDetector, good: str | Path | Iterable[ImageLike], given: Given
-) -> HeldOutScores:
+def _scored(detector: Model, good: str | Path | Iterable[ImageLike], given: Given) -> HeldOutScores:
     unseen = score_held_out(
         detector,
         sources(good, given),
@@ -147,7 +145,7 @@ def sources(
     return found
 
 
-def tested_of(detector: AnomalyDetector) -> frozenset[str]:
+def tested_of(detector: Model) -> frozenset[str]:
     """Hashes of the test split, where the run remembers its data set and it is still there."""
     if detector.folder is None:
         return frozenset()

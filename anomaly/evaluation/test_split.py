@@ -10,14 +10,14 @@ from pathlib import Path
 from anomaly.datasets import TEST_IMAGES, Dataset, Sample, open_dataset, open_test_images
 from anomaly.errors import DataError, some
 from anomaly.files.writing import sha256_of
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.run_folder import trained_on
+from anomaly.model.scoring import Model
 
 log = logging.getLogger(__name__)
 
 
 def images_to_test(
-    model: AnomalyDetector,
+    model: Model,
     folder: Path,
     *,
     data_root: Path | None = None,
@@ -54,7 +54,7 @@ def images_to_test(
     )
 
 
-def tested_hashes(model: AnomalyDetector, folder: Path, data_root: Path | None) -> frozenset[str]:
+def tested_hashes(model: Model, folder: Path, data_root: Path | None) -> frozenset[str]:
     """sha256 of the test images of the data set that a model was trained on.
 
     What can't be read is left out: it can't be evaluated on either.
@@ -69,7 +69,7 @@ def tested_hashes(model: AnomalyDetector, folder: Path, data_root: Path | None) 
     return frozenset(hashes)
 
 
-def dataset_of(model: AnomalyDetector, folder: Path, data_root: Path | None) -> Dataset:
+def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:
     """The data set that a model was trained on: where it was, or in another root folder.
 
     Raises:
@@ -81,7 +81,7 @@ def dataset_of(model: AnomalyDetector, folder: Path, data_root: Path | None) -> 
     return open_dataset(data.format, data_root, data.category)
 
 
-def not_learned(model: AnomalyDetector, name: object, named: Sequence[Sample]) -> list[Sample]:
+def not_learned(model: Model, name: object, named: Sequence[Sample]) -> list[Sample]:
     """The images that the model hasn't learned from; those that can't be read stay, to be told.
 
     What is among the good ones and among the defects is told in a warning.

@@ -10,10 +10,10 @@ from pathlib import Path, PurePosixPath
 from anomaly.datasets import Sample
 from anomaly.evaluation.test_split import dataset_of
 from anomaly.files.writing import sha256_of
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.scoring import Model
 
 
-def dataset_images(model: AnomalyDetector, folder: Path, data_root: Path | None) -> list[Sample]:
+def dataset_images(model: Model, folder: Path, data_root: Path | None) -> list[Sample]:
     """All images of the data set that a model was trained on, whichever split they are in.
 
     A split that was drawn may have been drawn anew since.

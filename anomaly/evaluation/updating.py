@@ -20,10 +20,10 @@ from anomaly.evaluation.verdict_changes import Compared, verdict_changes
 from anomaly.files.writing import sha256_of
 from anomaly.imaging.given import Given, ImageLike
 from anomaly.imaging.image import Image, described
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import find_model
 from anomaly.model.golden import golden_of
 from anomaly.model.run_folder import keep_run
+from anomaly.model.scoring import Model
 from anomaly.model.threshold_files import change
 from anomaly.model.training import StageProgress
 from anomaly.model.updating import Learned, learn
@@ -46,7 +46,7 @@ class Update:
         compared: what both detectors say, by what the images are: `confirmed defects`, say.
     """
 
-    detector: AnomalyDetector
+    detector: Model
     learned: Learned
     known: int
     before: Thresholds
@@ -129,7 +129,7 @@ DEFECTS, GOLDEN_PARTS = "confirmed defects", "golden parts"
 
 
 def update(
-    detector: AnomalyDetector,
+    detector: Model,
     good: Sequence[Sample],
     *,
     compare: Mapping[str, Sequence[Sample]],
@@ -195,7 +195,7 @@ def update(
 
 
 def _fresh(
-    detector: AnomalyDetector,
+    detector: Model,
     good: Sequence[Sample],
     defects: Sequence[Sample],
     tested: Collection[str],
@@ -248,14 +248,14 @@ def _verdicts(thresholds: Thresholds, scores: Sequence[float]) -> str:
 
 
 def updated(
-    detector: AnomalyDetector,
+    detector: Model,
     good: str | Path | Iterable[ImageLike],
     given: Given,
     *,
     defects: str | Path | Iterable[ImageLike] | None,
     include_suspects: bool,
     force: bool,
-) -> AnomalyDetector:
+) -> Model:
     """A detector that has learned more; see `AnomalyDetector.update`."""
     bad = {} if defects is None else {DEFECTS: _samples(sources(defects, given, "defects"))}
     made = update(

@@ -13,8 +13,8 @@ from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.model.cross_fitting import scores_of
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import verdict
+from anomaly.model.scoring import Model
 from anomaly.model.training_patches import TrainingPatches
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Compared:
 
 
 def verdict_changes(
-    both: tuple[AnomalyDetector, AnomalyDetector],
+    both: tuple[Model, Model],
     samples: Sequence[Sample],
     scratch: Path,
     workers: int,

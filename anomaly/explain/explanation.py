@@ -24,7 +24,7 @@ from anomaly.imaging.geometry import Tiling, View
 from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage
 from anomaly.imaging.turning import turn_of, upright
 from anomaly.maps.heatmap import display
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.scoring import Model
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def tile_of(item: Loaded, grid: tuple[int, int], patch: tuple[int, int]) -> Load
     return replace(item, view=view, pixels=pixels, tile=(row, column), whole=item.view)
 
 
-def score_gradient(detector: AnomalyDetector, item: Loaded) -> Tensor:
+def score_gradient(detector: Model, item: Loaded) -> Tensor:
     """The gradient of an image's anomaly score with respect to its pixels.
 
     Args:
@@ -156,7 +156,7 @@ class GoodImages:
 
     def __init__(
         self,
-        detector: AnomalyDetector,
+        detector: Model,
         manifest: Mapping[str, Any],
         there: TrainingImages,
         read: Callable[[Path], Loaded | UnusableImage],

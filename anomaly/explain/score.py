@@ -39,8 +39,8 @@ from anomaly.imaging.preprocessing import Loaded, UnusableImage
 from anomaly.imaging.shared_decoders import load_shared
 from anomaly.maps.heatmap import display, encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
+from anomaly.model.scoring import Model
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -95,7 +95,7 @@ class Explanation:
 
 
 def explained(
-    detector: AnomalyDetector, image: ImageLike, given: Given, good: str | Path | None
+    detector: Model, image: ImageLike, given: Given, good: str | Path | None
 ) -> Explanation:
     """Why an image has its score; see `AnomalyDetector.explain`."""
 
@@ -110,7 +110,7 @@ def explained(
     return explain_score(detector, item, there, read)
 
 
-def good_images(detector: AnomalyDetector, *named: str | Path) -> TrainingImages:
+def good_images(detector: Model, *named: str | Path) -> TrainingImages:
     """The training images, looked for in folders and where the data set was at training.
 
     An update learns from elsewhere, so that one place alone needn't hold all of them.
@@ -131,7 +131,7 @@ def good_images(detector: AnomalyDetector, *named: str | Path) -> TrainingImages
 
 
 def explain_score(
-    detector: AnomalyDetector,
+    detector: Model,
     item: Loaded,
     there: TrainingImages,
     read: Callable[[Path], Loaded | UnusableImage],
@@ -188,7 +188,7 @@ def _heatmap(prediction: Prediction, item: Loaded) -> RgbImage:
 
 
 def _gradient(
-    detector: AnomalyDetector, prediction: Prediction, worst: Loaded, heatmap: RgbImage
+    detector: Model, prediction: Prediction, worst: Loaded, heatmap: RgbImage
 ) -> RgbImage:
     saliency = saliency_map(score_gradient(detector, worst))
     seen = marked(picture_of(worst), [])

@@ -20,8 +20,8 @@ from anomaly.features.engine import Graph
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape, tile_by_tile
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
+from anomaly.model.scoring import Model
 
 COUNT = 16  # golden images that are taken of the training images
 # How far scores may be apart, as a share. bf16 rounds to 8 bits wherever an engine likes: up to a
@@ -48,7 +48,7 @@ class Largest:
 
 
 def golden_images(
-    detector: AnomalyDetector, folder: Path, golden: Path | None, known: Sequence[Path] = ()
+    detector: Model, folder: Path, golden: Path | None, known: Sequence[Path] = ()
 ) -> list[Path]:
     """The images to compare with: those of a folder, or some training images, drawn by the seed.
 
@@ -84,9 +84,9 @@ def golden_images(
 
 
 def compare(
-    reference: AnomalyDetector,
-    own: AnomalyDetector,
-    exported: AnomalyDetector,
+    reference: Model,
+    own: Model,
+    exported: Model,
     paths: Sequence[Path],
     *,
     workers: int,
@@ -132,7 +132,7 @@ def compare(
 
 
 def differences(
-    parent: AnomalyDetector, detector: AnomalyDetector, paths: Sequence[Path], *, workers: int
+    parent: Model, detector: Model, paths: Sequence[Path], *, workers: int
 ) -> dict[str, Any]:
     """What another model says of images.
 
@@ -174,7 +174,7 @@ def differences(
 
 
 def compare_patches(
-    reference: AnomalyDetector, graph: Graph, paths: Sequence[Path], *, workers: int
+    reference: Model, graph: Graph, paths: Sequence[Path], *, workers: int
 ) -> float:
     """See that a graph from images to patch scores gives the patch scores of a detector.
 
@@ -208,9 +208,7 @@ def compare_patches(
     return largest
 
 
-def _patch_differences(
-    reference: AnomalyDetector, graph: Graph, batch: Sequence[Loaded]
-) -> list[float]:
+def _patch_differences(reference: Model, graph: Graph, batch: Sequence[Loaded]) -> list[float]:
     pixels = np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2)
     found = graph(pixels)[0]
     with reference.embedder.quietly():
@@ -221,12 +219,12 @@ def _patch_differences(
 
 
 def _scored(
-    detector: AnomalyDetector, paths: Sequence[Path], workers: int
+    detector: Model, paths: Sequence[Path], workers: int
 ) -> dict[int, Prediction | UnusableImage]:
     return {one.index: one for one in detector.score_all(paths, workers=workers)}
 
 
-def _scale(detector: AnomalyDetector) -> float:
+def _scale(detector: Model) -> float:
     """Differences are shares of this at least: an image the model knows by heart may score 0."""
     return 1e-12 if detector.thresholds is None else max(detector.thresholds.review, 1e-12)
 

@@ -19,8 +19,8 @@ from anomaly.features.backbones import build
 from anomaly.features.engine import ENGINES, installed
 from anomaly.features.folding import folded
 from anomaly.hooks import HookSet, capture
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.exported import graph_names
+from anomaly.model.scoring import Model
 
 OPSET = 18
 _LARGEST = 1 << 16  # of batch, height and width in multiples; no limit in fact
@@ -43,7 +43,7 @@ class _Network(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, detector: AnomalyDetector) -> None:
+    def __init__(self, detector: Model) -> None:
         super().__init__()
         normalise = detector.normalise
         self.network = _padded_alike(_to_the_end(detector), _example(detector)[0])
@@ -61,7 +61,7 @@ class _Network(nn.Module):
         return (self._align(maps),)
 
 
-def _to_the_end(detector: AnomalyDetector) -> nn.Module:
+def _to_the_end(detector: Model) -> nn.Module:
     """The detector's network, folded, which can run to its end.
 
     What lies behind the last wanted layer was cut away and hands on what it gets. Inside a block
@@ -144,7 +144,7 @@ def _runs(network: nn.Module, images: Tensor) -> bool:
 class _Whole(nn.Module):
     """Images -> patch scores (B, h, w), and nearest bank vectors where there is a bank."""
 
-    def __init__(self, detector: AnomalyDetector) -> None:
+    def __init__(self, detector: Model) -> None:
         super().__init__()
         self.embed, self.score = _Network(detector), detector.scorer.graph()
 
@@ -154,7 +154,7 @@ class _Whole(nn.Module):
 
 
 def write_graph(
-    detector: AnomalyDetector,
+    detector: Model,
     folder: Path,
     engine: str,
     *,
@@ -198,7 +198,7 @@ def write_graph(
     return {"file": name, "inputs": inputs, "outputs": outputs}
 
 
-def _example(detector: AnomalyDetector) -> tuple[Tensor, dict[int, Any]]:
+def _example(detector: Model) -> tuple[Tensor, dict[int, Any]]:
     """Images to trace with, and the axes whose length may be another one."""
     sizing = detector.loading.sizing
     batch = torch.export.Dim("batch", min=1, max=_LARGEST)
@@ -250,7 +250,7 @@ def quiet() -> Iterator[None]:
 
 
 def _tidied(
-    file: Path, names: list[str], shapes: list[list[int]], detector: AnomalyDetector
+    file: Path, names: list[str], shapes: list[list[int]], detector: Model
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Take places and source lines of this machine out of a graph, and name its axes.
 

@@ -11,13 +11,13 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from anomaly import __version__
 from anomaly.errors import OutputError
 from anomaly.imaging.given import ImageLike, is_one
 from anomaly.inference.rows import Row, row_of
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import EXPORT, find_model
+from anomaly.model.scoring import Model
+from anomaly.version import __version__
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,7 +71,7 @@ def register(folder: Path, name: str | None = None, store: str | None = None) ->
     return f"models:/{name}/{logged.registered_model_version}"
 
 
-def _told(model: AnomalyDetector) -> dict[str, Any]:
+def _told(model: Model) -> dict[str, Any]:
     """What MLflow's list of runs shows of a model."""
     limits = model.thresholds
     return {
@@ -95,7 +95,7 @@ def _load_pyfunc(folder: str) -> ScoringModel:
 class ScoringModel:
     """What `mlflow.pyfunc.load_model` wraps."""
 
-    def __init__(self, model: AnomalyDetector) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
 
     def predict(self, images: Any, params: dict[str, Any] | None = None) -> pd.DataFrame:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from anomaly import __version__
 from anomaly.export.arguments import check_arguments
 from anomaly.export.equality import (
     TOLERANCE,
@@ -25,12 +24,13 @@ from anomaly.export.quantised import quantised, training_images
 from anomaly.features.engine import Graph
 from anomaly.files.writing import as_json, remove_draft_folders, write
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.exported import exported_stages, open_network, write_export
 from anomaly.model.folder import BACKBONE, HISTORY, appearing, file_entry, model_id
 from anomaly.model.manifest import MANIFEST
 from anomaly.model.run_folder import made_of, training_record
+from anomaly.model.scoring import Model
 from anomaly.model.training import StageProgress
+from anomaly.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -137,8 +137,8 @@ def _graph_files(draft: Path) -> dict[str, Any]:
 
 
 def _equality(
-    both: tuple[AnomalyDetector, AnomalyDetector],
-    exported: AnomalyDetector,
+    both: tuple[Model, Model],
+    exported: Model,
     draft: Path,
     values: Mapping[str, Any],
     paths: Sequence[Path],
@@ -174,7 +174,7 @@ def _equality(
     }
 
 
-def _copy_rest(folder: Path, model: AnomalyDetector, draft: Path) -> None:
+def _copy_rest(folder: Path, model: Model, draft: Path) -> None:
     """Copy the files of a model folder but the network."""
     for name in (MANIFEST, *model.manifest["files"].keys() - {BACKBONE}):
         shutil.copyfile(folder / name, draft / name)

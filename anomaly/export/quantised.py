@@ -38,9 +38,9 @@ from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape, tile_
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import BACKBONE
 from anomaly.model.saving import save_rest
+from anomaly.model.scoring import Model
 from anomaly.model.threshold_files import change
 from anomaly.model.training import StageProgress
 from anomaly.model.training_patches import TrainingPatches
@@ -56,7 +56,7 @@ _FARTHEST = 1.0
 
 
 def training_images(
-    detector: AnomalyDetector, folder: Path, data_root: Path | None, further: Sequence[Path]
+    detector: Model, folder: Path, data_root: Path | None, further: Sequence[Path]
 ) -> dict[int, Sample]:
     """The images that a model was learned from, as they were, by their numbers.
 
@@ -97,14 +97,14 @@ def training_images(
 
 
 def quantised(
-    parent: AnomalyDetector,
+    parent: Model,
     samples: Mapping[int, Sample],
     draft: Path,
     engine: str,
     *,
     workers: int,
     progress: StageProgress,
-) -> tuple[AnomalyDetector, dict[str, Any], int]:
+) -> tuple[Model, dict[str, Any], int]:
     """Write the quantised network, and the rest of the model that it makes.
 
     Args:
@@ -167,9 +167,7 @@ class _Embedding(ExportedNetwork):
         return torch.inference_mode()
 
 
-def _check_embeddings(
-    parent: AnomalyDetector, graph: Graph, inputs: Iterable[NDArray[np.float32]]
-) -> None:
+def _check_embeddings(parent: Model, graph: Graph, inputs: Iterable[NDArray[np.float32]]) -> None:
     """See that a quantised network's patch embeddings are near those of the network it was.
 
     Raises:
@@ -197,7 +195,7 @@ def _check_embeddings(
 
 
 def _inputs(
-    detector: AnomalyDetector, samples: Mapping[int, Sample], count: int, workers: int
+    detector: Model, samples: Mapping[int, Sample], count: int, workers: int
 ) -> Iterator[NDArray[np.float32]]:
     """Network inputs (1, 3, H, W) of so many training images at most, drawn by the seed."""
     numbers = sorted(samples)
@@ -211,12 +209,12 @@ def _inputs(
 
 
 def _learned_again(
-    detector: AnomalyDetector,
+    detector: Model,
     samples: Mapping[int, Sample],
     draft: Path,
     workers: int,
     progress: StageProgress,
-) -> AnomalyDetector:
+) -> Model:
     """The same model of another network: the same images, patches, settings and rates."""
     network = detector.extractor
     fitter = fitter_of(detector.config).prepared(sum(network.channels), detector.device)
@@ -253,7 +251,7 @@ def _learned_again(
 
 
 def _thresholds(
-    detector: AnomalyDetector,
+    detector: Model,
     fitter: Fitter[Any],
     samples: Mapping[int, Sample],
     patches: TrainingPatches,

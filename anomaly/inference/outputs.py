@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from anomaly import __version__
 from anomaly.datasets.inputs import Found, picture_names
 from anomaly.errors import OutputError
 from anomaly.files import storage
@@ -31,6 +30,7 @@ from anomaly.inference.rows import (
 from anomaly.maps.colour_bar import colour_bar
 from anomaly.maps.heatmap import encode_png
 from anomaly.maps.thumbnails import Thumbnails
+from anomaly.version import __version__
 
 if TYPE_CHECKING:
     from anomaly.model.products import AnyModel

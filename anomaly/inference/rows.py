@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from anomaly import __version__
 from anomaly.files.csv_files import csv_text
 from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.maps.regions import MarkedRegion
+from anomaly.version import __version__
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

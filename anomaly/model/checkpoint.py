@@ -25,7 +25,6 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from anomaly import __version__
 from anomaly.config.parsing import parse_config
 from anomaly.config.schema import Config
 from anomaly.errors import AnomalyError, ModelError, needs_training
@@ -34,7 +33,6 @@ from anomaly.imaging.shared_decoders import read_mask
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import scorer_of
 from anomaly.model.consistency import agree, check_together
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.exported import exported_stages, files_of, open_network, read_export
 from anomaly.model.folder import (
     BACKBONE,
@@ -46,9 +44,11 @@ from anomaly.model.folder import (
     model_id,
 )
 from anomaly.model.manifest import AGAIN, read_manifest
+from anomaly.model.scoring import Model
 from anomaly.model.settings import as_of_today, has_two_banks, region_of
 from anomaly.model.threshold_files import read_history, read_thresholds
 from anomaly.runtime.devices import CPU, device_of, has_bf16
+from anomaly.version import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +63,8 @@ def load(
     device: str | torch.device = "auto",
     precision: str | None = None,
     *,
-    like: AnomalyDetector | None = None,
-) -> AnomalyDetector:
+    like: Model | None = None,
+) -> Model:
     """Read a model folder, checking every file against the manifest.
 
     Args:
@@ -107,7 +107,7 @@ def load(
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, manifest, error) from None
     check_together(folder, manifest, stages["scorer"], appearance)
-    return AnomalyDetector(
+    return Model(
         config=config,
         **stages,
         thresholds=thresholds,
@@ -145,7 +145,7 @@ def _exported(
     manifest: dict[str, Any],
     export: dict[str, Any],
     precision: str | None,
-    like: AnomalyDetector | None,
+    like: Model | None,
 ) -> ExportedNetwork:
     """The exported network, asked for nothing but what it was compared in."""
     if precision not in (None, export["precision"]):
@@ -164,7 +164,7 @@ def _computed_stages(
     config: Config,
     device: torch.device,
     precision: str | None,
-    like: AnomalyDetector | None,
+    like: Model | None,
 ) -> dict[str, Any]:
     """A detector's stages in torch: the truncated network with its weights, and the scorer."""
     from safetensors.torch import load_file

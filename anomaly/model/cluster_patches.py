@@ -24,8 +24,8 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import UnusableImage
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.part import Part
+from anomaly.model.scoring import Model
 from anomaly.model.shard_worker import ShardJob, ShardWorker
 from anomaly.model.suspects import Suspects
 from anomaly.model.training_patches import TrainingPatches
@@ -119,7 +119,7 @@ class ClusterPatches(TrainingPatches):
 
     def score(
         self,
-        detector: AnomalyDetector,
+        detector: Model,
         part: Part,
         views: Mapping[int, AnyView],
         *,

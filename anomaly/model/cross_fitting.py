@@ -12,9 +12,9 @@ from anomaly.errors import DataError
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.turning import turn_of
 from anomaly.maps.anomaly_map import without_halo
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.image_score import image_scores, network_map
 from anomaly.model.part import Part
+from anomaly.model.scoring import Model
 from anomaly.model.suspects import Suspects
 from anomaly.model.training_patches import TrainingPatches
 from anomaly.scorers.base import Fitter, Fold, Progress
@@ -27,7 +27,7 @@ Scoring: TypeAlias = Callable[..., dict[int, tuple[float, float]]]
 
 
 def cross_fit(
-    detector: AnomalyDetector,
+    detector: Model,
     patches: TrainingPatches | Part,
     fitter: Fitter[Any],
     names: Mapping[int, str],
@@ -93,7 +93,7 @@ def cross_fit(
 
 
 def scores_of(
-    detector: AnomalyDetector,
+    detector: Model,
     batches: Iterable[PatchBatch],
     views: Mapping[int, AnyView],
     *,

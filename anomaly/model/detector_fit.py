@@ -10,8 +10,8 @@ from typing import Any
 from anomaly.calibration import GoodScores, thresholds_from
 from anomaly.datasets import Sample
 from anomaly.model.cross_fitting import Scoring, cross_fit
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.part import Part
+from anomaly.model.scoring import Model
 from anomaly.model.suspects import Suspect, Suspects, standing_out
 from anomaly.model.training_patches import TrainingPatches
 from anomaly.scorers.base import Fitter, Progress, Scorer
@@ -30,14 +30,14 @@ class DetectorFit:
         stand_out: scores of those that stand out, by name, the worst first; all copies of one.
     """
 
-    detector: AnomalyDetector
+    detector: Model
     images: tuple[int, ...]
     suspects: tuple[Suspect, ...]
     stand_out: dict[str, float]
 
 
 def fit_detector(
-    detector_of: Callable[[Scorer], AnomalyDetector],
+    detector_of: Callable[[Scorer], Model],
     patches: TrainingPatches,
     fitter: Fitter[Any],
     samples: Sequence[Sample],

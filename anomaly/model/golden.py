@@ -13,8 +13,8 @@ from anomaly.files.writing import as_json, write
 from anomaly.imaging.preprocessing import UnusableImage
 
 if TYPE_CHECKING:
-    from anomaly.model.detector import AnomalyDetector
     from anomaly.model.prediction import Prediction
+    from anomaly.model.scoring import Model
 
 Said: TypeAlias = dict[str, dict[str, Any]]
 
@@ -26,7 +26,7 @@ def golden_of(model: Path) -> Path | None:
 
 
 def score_golden(
-    model: AnomalyDetector,
+    model: Model,
     paths: Sequence[Path],
     folder: Path,
     workers: int,

@@ -14,7 +14,7 @@ from anomaly.errors import ModelError
 from anomaly.features.exported import ExportedNetwork
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.scoring import Model
 from anomaly.model.settings import MASKS, flat, portable
 from anomaly.model.threshold_files import change
 from anomaly.model.updating import unique_names
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _FREE = ("name", "data.", "batch_size", "memory_limit", "calibration.")
 
 
-def merge(detectors: Sequence[AnomalyDetector], names: Sequence[str]) -> AnomalyDetector:
+def merge(detectors: Sequence[Model], names: Sequence[str]) -> Model:
     """Join what detectors have learned apart.
 
     The thresholds come from the scores that each of them knows, by detectors that knew less than
@@ -70,7 +70,7 @@ def merge(detectors: Sequence[AnomalyDetector], names: Sequence[str]) -> Anomaly
     )
 
 
-def _check_same(one: AnomalyDetector, other: AnomalyDetector, names: str) -> None:
+def _check_same(one: Model, other: Model, names: str) -> None:
     """See that two detectors make the same embeddings, and scores of them.
 
     Raises:
@@ -89,7 +89,7 @@ def _check_same(one: AnomalyDetector, other: AnomalyDetector, names: str) -> Non
         )
 
 
-def _settings(detector: AnomalyDetector) -> dict[str, Any]:
+def _settings(detector: Model) -> dict[str, Any]:
     """What has to be equal, by key."""
     manifest = detector.manifest
     files = {
@@ -122,7 +122,7 @@ def _numbered(
     return numbers, training
 
 
-def _thresholds(detectors: Sequence[AnomalyDetector], names: Sequence[str]) -> Thresholds | None:
+def _thresholds(detectors: Sequence[Model], names: Sequence[str]) -> Thresholds | None:
     """Those of the scores that each detector knows; None where one has no thresholds.
 
     An image that somebody has left out of one is left out. Each image counts once.
@@ -165,7 +165,7 @@ def _hashed(good: GoodScores, images: Mapping[str, str]) -> GoodScores:
     return replace(good.with_rows(rows), left_out=tuple(out))
 
 
-def _say_what_is_lost(detectors: Sequence[AnomalyDetector], names: Sequence[str]) -> None:
+def _say_what_is_lost(detectors: Sequence[Model], names: Sequence[str]) -> None:
     """Warn of thresholds that were set otherwise than the new ones will be."""
     wanted = detectors[0].rates()
     for detector, name in zip(detectors, names, strict=True):
@@ -186,7 +186,7 @@ def _say_what_is_lost(detectors: Sequence[AnomalyDetector], names: Sequence[str]
             )
 
 
-def _appearance(detectors: Sequence[AnomalyDetector], images: int) -> AppearanceModel | None:
+def _appearance(detectors: Sequence[Model], images: int) -> AppearanceModel | None:
     """What the images of all look like; None where it isn't known of one of them.
 
     Args:

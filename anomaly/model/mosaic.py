@@ -10,8 +10,7 @@ import numpy as np
 
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.model.appearance import Appearance
-from anomaly.model.prediction import Prediction
-from anomaly.model.scoring import Patches
+from anomaly.model.prediction import Patches, Prediction
 from anomaly.runtime.parallel import in_parallel
 
 if TYPE_CHECKING:

@@ -24,6 +24,14 @@ from anomaly.model.appearance import Appearance
 _NOTEBOOK_PIXELS = 600_000
 
 
+@dataclass(frozen=True, eq=False)
+class Patches:
+    """Scores and nearest bank vectors of an image's patches, (h, w) each."""
+
+    scores: NDArray[np.float32]
+    nearest: NDArray[np.int64] | None
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
     """What a detector makes of one image.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, overload
@@ -30,7 +30,7 @@ from anomaly.runtime.parallel import in_parallel
 from anomaly.runtime.threads import take_threads
 
 if TYPE_CHECKING:
-    from anomaly.model.detector import AnomalyDetector
+    from anomaly.model.scoring import Model
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Predictor:
     """
 
     @property
-    def models(self) -> Mapping[str, AnomalyDetector]:
+    def models(self) -> Mapping[str, Model]:
         """The models that may score an image, by product; a single one by an empty name."""
         raise NotImplementedError
 
@@ -61,7 +61,7 @@ class Predictor:
         raise NotImplementedError
 
     @property
-    def lead(self) -> AnomalyDetector:
+    def lead(self) -> Model:
         """One of the models, for what all of them share: backbone, image settings, device."""
         return next(iter(self.models.values()))
 
@@ -75,105 +75,39 @@ class Predictor:
         """The product of every image; empty for a single model, and where images are told."""
         return next(iter(self.models)) if len(self.models) == 1 else ""
 
-    @overload
-    def predict(  # type: ignore[overload-overlap]  # a str is a collection, too
+    def array_format(
         self,
-        images: ImageLike,
-        *,
         channels: Channels = "rgb",
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
+    ) -> Given:
+        """How arrays are to be taken as images; what they don't say comes from the config."""
+        image = self.lead.config.image
+        return Given(channels, full_scale, layout, image.bit_depth, image.max_pixels)
+
+    @overload
+    def predict(  # type: ignore[overload-overlap]  # a str is a collection, too
+        self, images: ImageLike, given: Given | None = None
     ) -> Prediction: ...
 
     @overload
     def predict(
-        self,
-        images: Iterable[ImageLike],
-        *,
-        channels: Channels = "rgb",
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
+        self, images: Iterable[ImageLike], given: Given | None = None
     ) -> list[Prediction]: ...
 
     def predict(
-        self,
-        images: ImageLike | Iterable[ImageLike],
-        *,
-        channels: Channels = "rgb",
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
+        self, images: ImageLike | Iterable[ImageLike], given: Given | None = None
     ) -> Prediction | list[Prediction]:
-        """Score one image, or several.
-
-        An image is a path, an array (H, W) or (H, W, 3) of uint8, uint16 or floats, a PIL image, or
-        a torch tensor. The pixels of an array and a lossless file of the same score the same.
-
-        Args:
-            images: one image, or a list of images.
-            channels: order of an array's colours: `rgb`, or `bgr` as OpenCV gives them.
-            full_scale: an array's value that means white; floats have to state it. By default 255
-                for uint8 and 65535, or what the model's `image.bit_depth` says, for uint16.
-            layout: an array's axes, `HW`, `HWC` or `CHW`; tensors have to state them.
-
-        Returns:
-            One prediction for one image; for several a list in their order.
+        """Score one image, or several; see `anomaly.AnomalyDetector.predict`.
 
         Raises:
-            ImageError: an image can't be used; says which and why. `stream` goes on instead.
-            DataError: `channels`, `full_scale` or `layout` isn't a legal value.
+            ImageError: an image can't be used; says which and why.
         """
-        given = self._given(channels, full_scale, layout)
         if is_one(images):
             (result,) = map(_scored, self.results([images], given))
             return result
         every = map(_scored, self.results(cast(Iterable[ImageLike], images), given))
         return sorted(every, key=lambda one: one.index)
-
-    def stream(
-        self,
-        images: Iterable[ImageLike],
-        *,
-        on_error: Callable[[ImageLike, ImageError], object] | None = None,
-        channels: Channels = "rgb",
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
-    ) -> Iterator[Prediction]:
-        """Score many images, one after the other, and go on where one can't be used.
-
-        Args:
-            images: as for `predict`, one or many; read only a few batches ahead of what is
-                yielded.
-            on_error: called with each image that can't be used, and the ImageError that says why.
-                By default that is logged as a warning.
-            channels: order of an array's colours, as for `predict`.
-            full_scale: an array's value that means white, as for `predict`.
-            layout: an array's axes, as for `predict`.
-
-        Yields:
-            A prediction for each image that can be used. Images of several shapes may come in
-            another order; `index` is the place among `images`.
-        """
-        waiting: dict[int, ImageLike] = {}
-
-        def noted() -> Iterator[ImageLike]:
-            for index, image in enumerate([images] if is_one(images) else images):
-                waiting[index] = image
-                yield image
-
-        for result in self.results(noted(), self._given(channels, full_scale, layout)):
-            image = waiting.pop(result.index)
-            if isinstance(result, Prediction):
-                yield result
-            elif on_error is not None:
-                on_error(image, ImageError(result.reason, result.status))
-            else:
-                log.warning("skipped: %s", result.reason)
-
-    def _given(
-        self, channels: Channels, full_scale: float | None, layout: AxisOrder | None
-    ) -> Given:
-        image = self.lead.config.image
-        return Given(channels, full_scale, layout, image.bit_depth, image.max_pixels)
 
     def results(
         self, images: Iterable[ImageLike], given: Given | None = None
@@ -181,14 +115,15 @@ class Predictor:
         """Score images; one that can't be used has a result, too.
 
         Args:
-            images: as for `predict`; read only a few batches ahead of what is yielded.
-            given: what arrays among them are; by default as `predict` takes them.
+            images: files, arrays, PIL images or tensors; read only a few batches ahead of what
+                is yielded.
+            given: what arrays among them are; by default RGB of the dtype's full scale.
 
         Yields:
             One result for each image, `UnusableImage` for those that can't be used; in another
             order than the images', as `index` tells.
         """
-        given = given or self._given("rgb", None, None)
+        given = given or self.array_format()
         loaded = self.fitting(load_shared(sources(images, given), self.lead.loading))
         return self.predict_batches(by_shape(loaded, self.batch_size))
 

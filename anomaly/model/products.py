@@ -11,8 +11,8 @@ from typing import TypeAlias
 from anomaly.errors import ModelError
 from anomaly.model.appearance import Appearance
 from anomaly.model.appearance_model import nearest
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.predictor import Predictor
+from anomaly.model.scoring import Model
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class ProductSet(Predictor):
         folder: that they were loaded from; None where there is none.
     """
 
-    products: Mapping[str, AnomalyDetector]
+    products: Mapping[str, Model]
     product: str = ""
     folder: Path | None = None
 
@@ -38,7 +38,7 @@ class ProductSet(Predictor):
         return f"<ProductSet of {', '.join(self.products)}{said}>"
 
     @property
-    def models(self) -> Mapping[str, AnomalyDetector]:
+    def models(self) -> Mapping[str, Model]:
         """The models that may score an image, by product; the given one alone, if one is."""
         return {self.product: self.products[self.product]} if self.product else self.products
 
@@ -99,7 +99,7 @@ class ProductSet(Predictor):
 
 
 # What makes predictions: one model, or those of several products.
-AnyModel: TypeAlias = AnomalyDetector | ProductSet
+AnyModel: TypeAlias = Model | ProductSet
 
 
 def check_product(folder: object, products: Mapping[str, object], product: str) -> None:

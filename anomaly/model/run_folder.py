@@ -31,13 +31,14 @@ from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
 from anomaly.model.folder import appearing, check_run_folder
 from anomaly.model.golden import Said, write_record
+from anomaly.model.saving import save
 from anomaly.model.settings import as_of_today, differences, flat, portable
 from anomaly.runtime.memory import peak_memory
 
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.model.detector import AnomalyDetector
+    from anomaly.model.scoring import Model
     from anomaly.model.training import StageProgress, Training
     from anomaly.runtime.actors import Cluster
 
@@ -92,7 +93,7 @@ def train_run(
         progress=progress,
     )
     before = time.perf_counter()
-    model_id = training.detector.save(output / "model", overwrite=overwrite)
+    model_id = save(training.detector, output / "model", overwrite=overwrite)
     training.seconds["save"] = time.perf_counter() - before
     summary = _summary(training, output / "model", model_id)
     clear(output, ("suspects",))
@@ -105,7 +106,7 @@ def train_run(
 
 
 def keep_run(
-    detector: AnomalyDetector,
+    detector: Model,
     output: Path,
     sources: Sequence[Path],
     *,
@@ -129,7 +130,7 @@ def keep_run(
         OutputError: an earlier run is there, or there is no room.
     """
     claim(output, RUN, overwrite=overwrite)
-    model_id = detector.save(output / "model", overwrite=overwrite)
+    model_id = save(detector, output / "model", overwrite=overwrite)
     clear(output, ("golden", "suspects"))
     if golden is not None:
         parts, said = golden
@@ -140,7 +141,7 @@ def keep_run(
     return model_id
 
 
-def made_of(sources: Sequence[Path], detector: AnomalyDetector, model_id: str) -> dict[str, Any]:
+def made_of(sources: Sequence[Path], detector: Model, model_id: str) -> dict[str, Any]:
     """What train.json says of a model that wasn't trained, but made of others.
 
     Args:

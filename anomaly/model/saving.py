@@ -13,7 +13,6 @@ import numpy as np
 import yaml
 from safetensors.numpy import save_file as save_numpy
 
-from anomaly import __version__
 from anomaly.files.writing import share
 from anomaly.imaging.region import DrawnMask, Region
 from anomaly.model.folder import (
@@ -29,14 +28,15 @@ from anomaly.model.manifest import write_manifest
 from anomaly.model.settings import MASKS, portable
 from anomaly.model.threshold_files import write_history, write_thresholds
 from anomaly.runtime.threads import get_threads
+from anomaly.version import __version__
 
 if TYPE_CHECKING:
-    from anomaly.model.detector import AnomalyDetector
+    from anomaly.model.scoring import Model
 
 _RECORDED = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless", "safetensors")
 
 
-def save(detector: AnomalyDetector, folder: Path, *, overwrite: bool = False) -> str:
+def save(detector: Model, folder: Path, *, overwrite: bool = False) -> str:
     """Write a model folder; it appears under its name complete, or not at all.
 
     Args:
@@ -58,7 +58,7 @@ def save(detector: AnomalyDetector, folder: Path, *, overwrite: bool = False) ->
         return save_rest(detector, draft, file_entry(draft / BACKBONE))
 
 
-def save_rest(detector: AnomalyDetector, draft: Path, backbone: Mapping[str, Any]) -> str:
+def save_rest(detector: Model, draft: Path, backbone: Mapping[str, Any]) -> str:
     """Write what a model folder holds besides the network.
 
     Args:
@@ -96,7 +96,7 @@ def _save_tensors(tensors: Mapping[str, Any], file: Path) -> None:
 
 
 def manifest_of(
-    detector: AnomalyDetector,
+    detector: Model,
     weights_sha256: str | None,
     training_images: Mapping[str, str],
     refused_images: Mapping[str, int],

@@ -1,20 +1,19 @@
-"""ScoringPipeline: the stages from network inputs to predictions, wired to one another."""
+"""Model: the stages from network inputs to predictions, and how they were made."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
-from numpy.typing import NDArray
 
 from anomaly.arrays import Array, as_numpy, module_of
 from anomaly.calibration import Thresholds
 from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
+from anomaly.errors import DataError
 from anomaly.features.exported import ExportedNetwork
 from anomaly.features.inside import inside_of
 from anomaly.imaging.geometry import AnyView
@@ -23,7 +22,8 @@ from anomaly.imaging.region import Region
 from anomaly.model.appearance import Appearance, appearances_of
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.image_score import image_scores, network_map, with_border_damped
-from anomaly.model.prediction import Prediction
+from anomaly.model.prediction import Patches, Prediction
+from anomaly.model.predictor import Predictor
 from anomaly.model.settings import loading_of
 from anomaly.scorers.base import PatchScores
 
@@ -60,16 +60,8 @@ class Embedded:
 
 
 @dataclass(frozen=True, eq=False)
-class Patches:
-    """Scores and nearest bank vectors of an image's patches, (h, w) each."""
-
-    scores: NDArray[np.float32]
-    nearest: NDArray[np.int64] | None
-
-
-@dataclass(frozen=True, eq=False)
-class ScoringPipeline:
-    """A model's stages: backbone, alignment, patch scores, image scores, predictions.
+class Model(Predictor):
+    """A trained model: backbone, alignment, patch scores, image scores, predictions.
 
     Nothing in it changes while it runs, so threads may share it. Embeddings and patch scores are
     tensors; numpy arrays where an `ExportedNetwork` and an `ArrayScorer` stand in for extractor and
@@ -85,6 +77,12 @@ class ScoringPipeline:
         region: what of each image counts; None for all of it.
         aspect: H/W that images have to have; None for any.
         appearance: what images look like as a whole; None where there were too few to tell.
+        manifest: what the model folder says, or will say, of how the model was made.
+        model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
+            for one that hasn't been saved.
+        folder: the model folder that it was loaded from; None where there is none.
+        history: earlier changes of thresholds, in lines of JSON: that folder's history.jsonl.
+        changes: of thresholds since; saving adds them to the history.
     """
 
     config: Config
@@ -96,6 +94,82 @@ class ScoringPipeline:
     region: Region | None = None
     aspect: float | None = None
     appearance: AppearanceModel | None = None
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    model_id: str = ""
+    folder: Path | None = None
+    history: bytes = b""
+    changes: tuple[Mapping[str, Any], ...] = ()
+
+    def __repr__(self) -> str:
+        network, count = self.config.backbone.name, len(self.manifest.get("training_images", ()))
+        said = f"{self.method} on {network}, {count} good images, {self.device.type}"
+        return f"<Model {self.config.name}: {said}>"
+
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """The models that may score an image, by product: this one alone, by an empty name."""
+        return {"": self}
+
+    def product_of(self, look: Appearance) -> tuple[str, str]:
+        """The product that an image shows: a single model has one, which needs no name.
+
+        Args:
+            look: the image as a whole.
+
+        Returns:
+            An empty name; and why a person has to look at the image, whatever its score, empty
+            where there is no reason.
+        """
+        return "", self.reason_to_look(look)
+
+    @property
+    def name(self) -> str:
+        """The model's name in its config."""
+        return self.config.name
+
+    @property
+    def method(self) -> str:
+        """The method's name in the literature."""
+        return METHODS[self.config.model.kind].title
+
+    @property
+    def unit(self) -> str:
+        """What the scores are, for people."""
+        return self.scorer.unit
+
+    def rates(
+        self, review_rate: float | None = None, reject_rate: float | None = None
+    ) -> tuple[float, float]:
+        """Shares of good parts for review and for rejection, to find thresholds for.
+
+        Args:
+            review_rate: that may not be called good; by default that of the present thresholds,
+                else the config's.
+            reject_rate: that may be rejected; by default as well.
+
+        Returns:
+            Both; a rejected part isn't called good either, so the second is at most the first.
+
+        Raises:
+            DataError: both are given and contradict each other, or one isn't between 0 and 1.
+        """
+        for name, value in (("review", review_rate), ("false-reject", reject_rate)):
+            if value is not None and not 0 < value < 1:
+                raise DataError(
+                    f"the {name} rate is {value:g}; it must be between 0 and 1 (0.01: 1 %)"
+                )
+        config, now = self.config.calibration, self.thresholds
+        review = review_rate or (now and now.calibration.review.target) or config.review_rate
+        reject = reject_rate or (now and now.calibration.reject.target) or config.reject_rate
+        if reject <= review:
+            return review, reject
+        if review_rate is not None and reject_rate is not None:
+            raise DataError(
+                f"the false-reject rate {reject:g} is above the review rate {review:g}; what is "
+                "rejected is never called good"
+            )
+        # One of them gives way: the one that wasn't given, or the rate of rejection.
+        return (reject, reject) if reject_rate is not None else (review, review)
 
     @cached_property
     def loading(self) -> Loading:

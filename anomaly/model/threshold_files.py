@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from anomaly import __version__
 from anomaly.calibration import GoodScores, Threshold, Thresholds
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
@@ -24,6 +23,7 @@ from anomaly.model.manifest import (
     read_manifest,
     write_manifest,
 )
+from anomaly.version import __version__
 
 _FILES = ("thresholds.json", "calibration.json")
 

@@ -19,10 +19,10 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.model.appearance_model import AppearanceModel, odd_among
 from anomaly.model.cluster_patches import ClusterPatches
 from anomaly.model.cross_fitting import split
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.detector_fit import DetectorFit, fit_detector
 from anomaly.model.preparation import prepare
 from anomaly.model.saving import manifest_of
+from anomaly.model.scoring import Model
 from anomaly.model.suspects import Suspect
 from anomaly.model.training_patches import TrainingPatches
 from anomaly.runtime.actors import Cluster
@@ -52,7 +52,7 @@ class Training:
             learned from them.
     """
 
-    detector: AnomalyDetector
+    detector: Model
     learned: int
     refused: dict[str, str]
     patches: int

@@ -38,7 +38,7 @@ from anomaly.scorers.base import Progress
 from anomaly.scorers.patches import MatrixOf, PatchBatch, PatchSet, Result
 
 if TYPE_CHECKING:
-    from anomaly.model.detector import AnomalyDetector
+    from anomaly.model.scoring import Model
     from anomaly.model.untrained import Untrained
 
 # Images after which memory that is free but still held goes back to the system.
@@ -83,7 +83,7 @@ class TrainingPatches(PatchSet):
         self,
         images: Mapping[int, Path | Image],
         decoders: Decoders,
-        model: Untrained | AnomalyDetector,
+        model: Untrained | Model,
         scratch: Path,
         *,
         aligned: bool | None = None,

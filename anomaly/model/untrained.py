@@ -12,7 +12,7 @@ from anomaly.features.backbones import Normalisation
 from anomaly.features.embedder import Embedder
 from anomaly.features.extractor import FeatureExtractor
 from anomaly.imaging.region import Region
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.scoring import Model
 from anomaly.scorers.base import Fitter, Scorer
 
 
@@ -43,9 +43,9 @@ class Untrained:
         """How network inputs become patch embeddings."""
         return Embedder(self.extractor, self.normalise, self.fitter.align, self.device)
 
-    def detector(self, scorer: Scorer) -> AnomalyDetector:
+    def detector(self, scorer: Scorer) -> Model:
         """What a scorer that was fitted makes a detector of."""
-        return AnomalyDetector(
+        return Model(
             self.config,
             self.extractor,
             self.normalise,

@@ -25,7 +25,7 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.scoring import Model
 from anomaly.model.training import StageProgress
 from anomaly.model.training_patches import TrainingPatches
 
@@ -46,7 +46,7 @@ class Learned:
         refused: why an image couldn't be used, by name.
     """
 
-    detector: AnomalyDetector
+    detector: Model
     good: GoodScores
     before: tuple[float, ...]
     hashes: dict[str, str]
@@ -55,7 +55,7 @@ class Learned:
 
 
 def learn(
-    detector: AnomalyDetector,
+    detector: Model,
     samples: Sequence[Sample],
     *,
     scratch: Path,
@@ -128,7 +128,7 @@ def learn(
 
 
 def _manifest(
-    detector: AnomalyDetector, hashes: Mapping[str, str], left_out: Mapping[str, int]
+    detector: Model, hashes: Mapping[str, str], left_out: Mapping[str, int]
 ) -> dict[str, Any]:
     """A detector's manifest with the images that it has learned, and those that it hasn't."""
     known = detector.manifest
@@ -143,7 +143,7 @@ def _manifest(
 
 @contextmanager
 def _reading(
-    detector: AnomalyDetector,
+    detector: Model,
     samples: Sequence[Sample],
     scratch: Path,
     workers: int,
@@ -170,14 +170,14 @@ def _reading(
 class _Trial:
     """A detector that has learned some of the images, and scores by detectors without each."""
 
-    detector: AnomalyDetector
+    detector: Model
     good: GoodScores
     numbers: tuple[int, ...]
 
     @classmethod
     def of(
         cls,
-        detector: AnomalyDetector,
+        detector: Model,
         patches: TrainingPatches,
         names: dict[int, str],
         wanted: Collection[int],
@@ -226,7 +226,7 @@ def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
     return {new.names[i]: new.image[i] for i in order[:count]}
 
 
-def _thresholds(detector: AnomalyDetector, new: GoodScores) -> Thresholds:
+def _thresholds(detector: Model, new: GoodScores) -> Thresholds:
     assert detector.thresholds is not None
     good = detector.thresholds.good.joined(new, "")
     source = (
@@ -236,7 +236,7 @@ def _thresholds(detector: AnomalyDetector, new: GoodScores) -> Thresholds:
     return thresholds_from(replace(good, source=source), *detector.rates(), newest=new.image)
 
 
-def lineage(detector: AnomalyDetector) -> frozenset[str]:
+def lineage(detector: Model) -> frozenset[str]:
     """The ids of the models that a detector comes from, its own included."""
     ids: list[str] = []
     for line in detector.history.splitlines():

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.calibration import Thresholds
-from anomaly.datasets import Dataset, Sample
-from anomaly.errors import AnomalyError, DataError
+from anomaly.datasets import Sample
+from anomaly.errors import AnomalyError
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, Scored, score_test_split
 from anomaly.evaluation.metrics import Confusion, confusion
-from anomaly.evaluation.test_split import images_to_test, not_learned
 from anomaly.model.appearance import Appearance
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import find_model
 from anomaly.model.prediction import Prediction
-from anomaly.model.products import ProductSet
 from anomaly.model.run_folder import training_record
-from anomaly.model.settings import images_meant, portable
+from anomaly.model.scoring import Model
+from anomaly.model.settings import portable
 from anomaly.model.threshold_files import thresholds_alone_differ
 from anomaly.report.page import utc_now
 from anomaly.report.tiles import Tile, Tiles
 from anomaly.scorers.base import Progress
 
 if TYPE_CHECKING:
-    from anomaly.config.schema import Config
+    pass
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,19 +92,6 @@ class Category:
         """Every test image and its score."""
         return self.evaluation.scored
 
-    def report(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """Write `index.html`, and the report of this model in a folder beside it.
-
-        Returns:
-            The report's HTML file.
-
-        Raises:
-            OutputError: there is one already, or it can't be written.
-        """
-        from anomaly import write_report
-
-        return write_report(self, Path(folder), overwrite=overwrite)
-
     @property
     def verdicts(self) -> Confusion | None:
         """What the model's own thresholds did; None where it has none."""
@@ -121,61 +106,8 @@ class Category:
         return confusion([v for v, _, _ in rows], [d for _, d, _ in rows], [t for _, _, t in rows])
 
 
-def evaluate(
-    detector: AnomalyDetector | ProductSet,
-    data: Dataset | Config | Iterable[Sample] | None = None,
-    *,
-    workers: int = 2,
-    progress: Progress = lambda done, total: None,
-) -> Category:
-    """Score test images and compare with what they show.
-
-    Nothing is tuned here: the detector and its thresholds stay as they are.
-
-    Args:
-        detector: trained, of one product.
-        data: what to test with: a data set's test split (`anomaly.open_dataset`), that of the data
-            set which a config's `data` names, samples of your own, or None for the data set that
-            the detector was trained on, where its run remembers that. Images that it has learned
-            from are left out.
-        workers: decoding processes, besides one for masks.
-        progress: called with (done, total).
-
-    Returns:
-        Figures (`metrics`), every image's score (`scored`), what the thresholds did (`verdicts`),
-        and `report(folder)`.
-
-    Raises:
-        DataError: it isn't one product's detector, there are no images, or a mask doesn't fit its
-            image.
-    """
-    if isinstance(detector, ProductSet):
-        raise DataError(
-            "one product's detector is evaluated at a time; of a set of products give "
-            "products.products[name]"
-        )
-    mask_above = detector.config.data.mask_above
-    if data is None:
-        if detector.folder is None:
-            raise DataError("nothing says what to test with; give a data set, or samples")
-        data, place = images_to_test(detector, detector.folder)
-        samples = list(data)
-    else:
-        samples, place, mask_above = images_meant(data, mask_above)
-    samples = not_learned(detector, detector.config.name, samples)
-    return evaluated(
-        detector,
-        samples,
-        place,
-        mask_above=mask_above,
-        own_split=bool(place),  # samples have none
-        workers=workers,
-        progress=progress,
-    )
-
-
 def evaluated(
-    detector: AnomalyDetector,
+    detector: Model,
     samples: Sequence[Sample],
     data_folder: str,
     *,

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly import __version__
 from anomaly.calibration import Thresholds
 from anomaly.datasets import GOOD
 from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.model.settings import flat
 from anomaly.report.glossary import GLOSSARY
 from anomaly.report.page import asset, page
+from anomaly.version import __version__
 
 if TYPE_CHECKING:
     from anomaly.evaluation.evaluate import Scored

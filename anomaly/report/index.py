@@ -7,7 +7,6 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from anomaly import __version__
 from anomaly.files.writing import claim, clear, write
 from anomaly.report.category import Category, Failure, folder_name
 from anomaly.report.document import report_html
@@ -15,6 +14,7 @@ from anomaly.report.glossary import GLOSSARY, term
 from anomaly.report.page import page
 from anomaly.report.published import CATEGORIES, Published, published
 from anomaly.report.tables import COLUMNS, mean, metrics_json, on_shared_images, scores_csv
+from anomaly.version import __version__
 
 INDEX_FILES = ("index.html", "metrics.json", "scores.csv")
 CATEGORY_FILES = ("report.html", "metrics.json", "scores.csv")

@@ -17,7 +17,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from anomaly import __version__
 from anomaly.errors import AnomalyError, DataError, nearest
 from anomaly.inference.rows import region_rows
 from anomaly.service.bodies import shown_name
@@ -28,6 +27,7 @@ from anomaly.service.line import Line
 from anomaly.service.pictures import Wanted
 from anomaly.service.served import Served
 from anomaly.service.times import in_utc
+from anomaly.version import __version__
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "

@@ -23,8 +23,8 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape
 from anomaly.inference.rows import row_of
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
+from anomaly.model.scoring import Model
 from anomaly.runtime.threads import get_threads
 from anomaly.service.pictures import Drawn, LinePictures, Wanted
 from anomaly.service.record import Answer
@@ -90,7 +90,7 @@ class Engine:
     def __init__(
         self,
         name: str,
-        model: AnomalyDetector,
+        model: Model,
         recorder: Recorder,
         *,
         workers: int,

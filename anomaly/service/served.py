@@ -12,7 +12,7 @@ from typing import Any
 
 from anomaly.calibration.drift import Drift, levels_of
 from anomaly.inference.rows import Row
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.scoring import Model
 from anomaly.model.settings import portable
 from anomaly.service.engine import BusyError, Engine, Scored
 from anomaly.service.pictures import Wanted
@@ -41,7 +41,7 @@ class Version:
     drift: Drift | None
 
     @classmethod
-    def of(cls, model: AnomalyDetector, checked: str) -> Version:
+    def of(cls, model: Model, checked: str) -> Version:
         """The version that a model is."""
         limits = model.thresholds
         short = {"model_id": model.model_id, "model_name": model.config.name}

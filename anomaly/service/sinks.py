@@ -17,8 +17,8 @@ from contextlib import suppress
 from typing import Any, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from anomaly import __version__
 from anomaly.errors import AnomalyError, why
+from anomaly.version import __version__
 
 _SECONDS = 5.0  # that connecting may take, and each answer
 _SHORT_BYTES = 65_536  # of an answer's body, which nobody reads

@@ -21,10 +21,10 @@ from anomaly.files.output_lock import locked
 from anomaly.files.writing import draft_of
 from anomaly.imaging.image import Image
 from anomaly.imaging.listing import list_images
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import EXPORT, check_run_folder, model_id
 from anomaly.model.golden import golden_of, moved_since, read_record, score_golden
 from anomaly.model.manifest import MANIFEST
+from anomaly.model.scoring import Model
 
 _TOLERANCE = 0.01  # by which a golden part's score may have moved, as in `selfcheck`
 _EARLIER, _WITHDRAWN = "earlier", "withdrawn"
@@ -33,7 +33,7 @@ _BESIDE = ("train.json", "suspects", "golden")
 _PARTS = (*_BESIDE, "model")
 
 
-def check(model: AnomalyDetector, folder: Path, workers: int) -> str:
+def check(model: Model, folder: Path, workers: int) -> str:
     """Score the golden parts beside a model, if there are any; `load` has compared its files.
 
     Args:

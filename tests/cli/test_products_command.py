@@ -15,6 +15,7 @@ from conftest import Command, result_files, train_products_arguments
 import anomaly
 from anomaly.features.extractor import FeatureExtractor
 from anomaly.model.folder import find_products
+from anomaly.model.saving import save
 
 PRODUCTS = ("disc", "stripes")
 
@@ -263,9 +264,9 @@ def test_each_product_is_checked_and_evaluated(
     assert list(figures) == list(PRODUCTS)
     arguments = ["--model", product_runs, "--output", tmp_path / "again"]
     assert command("evaluate", arguments)[0] == 0
-    few = anomaly.load(tmp_path / "runs" / "both" / "disc", "cpu")
-    replace(few, appearance=None).save(
-        tmp_path / "runs" / "both" / "disc" / "model", overwrite=True
+    few = anomaly.load(tmp_path / "runs" / "both" / "disc", "cpu").model
+    save(
+        replace(few, appearance=None), tmp_path / "runs" / "both" / "disc" / "model", overwrite=True
     )
     arguments = ["--model", tmp_path / "runs" / "both", "--output", tmp_path / "few"]
     code, out, err = command("evaluate", arguments)

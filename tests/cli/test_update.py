@@ -115,8 +115,8 @@ def test_what_is_usual_is_learned_once_there_are_images_enough(
     few = sorted((product / "train" / "good").iterdir())[:6]
     settings = {"backbone": {"name": "mobilenet_v2", "weights": "random"}, "image": {"area": 64}}
     detector = anomaly.fit(few, settings, device="cpu")
-    assert detector.appearance is not None
-    assert not detector.appearance.tells
+    assert detector.model.appearance is not None
+    assert not detector.model.appearance.tells
     detector.save(tmp_path / "run" / "model")
     for i in range(12):
         write_part(tmp_path / "good" / f"{i}.png", seed=700 + i)
@@ -154,7 +154,7 @@ def test_an_update_that_lets_a_defect_pass_is_refused(
     assert "of 4 verdicts change" in copies
     assert copies.splitlines()[-1].startswith(f"{passing} confirmed defects that were caught")
     with pytest.raises(AnomalyError, match="would pass"):
-        load(run_folder, "cpu").update(
+        anomaly.load(run_folder, "cpu").update(
             tmp_path / "good", defects=tmp_path / "defects", include_suspects=True
         )
     code, out, _, new = update(run_folder, *given, "--force")
@@ -211,7 +211,7 @@ def test_a_folder_of_defects_is_told_by_the_threshold_that_rises(
     rise = f"the reject threshold rises from {before.image:.4g} to {after.image:.4g}"
     assert rise in caplog.text
     caplog.clear()
-    load(run_folder, "cpu").update(tmp_path / "new")
+    anomaly.load(run_folder, "cpu").update(tmp_path / "new")
     assert rise in caplog.text
 
 

@@ -34,21 +34,21 @@ from anomaly.hooks import live_hooks
 from anomaly.imaging.preprocessing import Loaded, load
 from anomaly.maps.regions import MarkedRegion, marked_regions
 from anomaly.model.checkpoint import load as load_model
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.scoring import Model
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
 
 
-def opened(folder: Path) -> AnomalyDetector:
+def opened(folder: Path) -> Model:
     return load_model(folder, torch.device("cpu"))
 
 
-def loaded(detector: AnomalyDetector, path: Path) -> Loaded:
+def loaded(detector: Model, path: Path) -> Loaded:
     item = load(0, path, detector.loading)
     assert isinstance(item, Loaded)
     return item
 
 
-def _good(model: AnomalyDetector, *folders: Path) -> GoodImages:
+def _good(model: Model, *folders: Path) -> GoodImages:
     files = [sample for folder in folders for sample in listed(folder, folder)]
     there = TrainingImages(model.manifest["training_images"], files)
     return GoodImages(model, model.manifest, there, partial(load, 0, loading=model.loading))

@@ -20,6 +20,7 @@ from patch_lists import PatchList
 
 from anomaly.cli import main
 from anomaly.datasets import Sample
+from anomaly.detector import AnomalyDetector
 from anomaly.errors import DataError
 from anomaly.export import arguments as export_arguments
 from anomaly.export import quantised
@@ -29,7 +30,7 @@ from anomaly.imaging.preprocessing import Loaded
 from anomaly.imaging.preprocessing import load as load_image
 from anomaly.imaging.turning import turned_corner
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.scoring import Model
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from anomaly.scorers.patches import PatchBatch
 
@@ -152,7 +153,7 @@ def graph_at_hand(int8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The quantised graph is there already, which saves most of an export's time."""
     said = json.loads((int8 / "model" / "export.json").read_text())["network"]
 
-    def copied(detector: AnomalyDetector, folder: Path, *_: Any, **__: Any) -> dict[str, Any]:
+    def copied(detector: Model, folder: Path, *_: Any, **__: Any) -> dict[str, Any]:
         shutil.copy(int8 / "model" / said["file"], folder)
         return dict(said)
 
@@ -163,7 +164,7 @@ def graph_at_hand(int8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_says_something_else_than_what_was_learned_is_not_there(
     run_folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def save_another(detector: AnomalyDetector, *rest: Any) -> str:
+    def save_another(detector: Model, *rest: Any) -> str:
         vectors: Any = detector.scorer
         other = replace(vectors, vectors=vectors.vectors + 0.01)
         return save_rest(replace(detector, scorer=other), *rest)
@@ -201,7 +202,7 @@ def test_verdicts_that_differ_from_the_parents_are_told(
     run_folder: Path, product: Path, tmp_path: Path, command: Command
 ) -> None:
     """Here the parent calls everything good."""
-    parent = load(run_folder, "cpu").calibrate(threshold=1e6)
+    parent = AnomalyDetector(load(run_folder, "cpu")).calibrate(threshold=1e6)
     parent.save(tmp_path / "lax" / "model")
     shutil.copy(run_folder / "train.json", tmp_path / "lax")
     spots = product / "test" / "spot"

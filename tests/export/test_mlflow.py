@@ -74,7 +74,7 @@ def test_each_refused_image_has_its_own_reason(
     def refuse(*_: object) -> list[Prediction]:
         raise DataError("it has another grid")
 
-    model = anomaly.load(run_folder, device="cpu")
+    model = anomaly.load(run_folder, device="cpu").model
     monkeypatch.setattr(type(model), "score", refuse)
     whole = product / "test" / "good" / "000.png"
     damaged = tmp_path / "damaged.png"

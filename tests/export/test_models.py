@@ -25,6 +25,7 @@ from conftest import SHARED, Command, train_arguments, write_part
 from families import FAMILIES
 
 from anomaly.cli import machine, main
+from anomaly.detector import AnomalyDetector
 from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
 from anomaly.export import models
@@ -39,9 +40,10 @@ from anomaly.files.writing import as_json, sha256_of
 from anomaly.imaging.preprocessing import Loaded
 from anomaly.imaging.preprocessing import load as load_image
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.manifest import read_manifest, sealed, write_manifest
 from anomaly.model.prediction import Prediction
+from anomaly.model.saving import save
+from anomaly.model.scoring import Model
 
 ENGINES = ("onnx", "openvino")
 
@@ -72,7 +74,7 @@ def copied(bank_export: Path, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def predictions(detector: AnomalyDetector, paths: Sequence[Path], batch: int) -> list[Prediction]:
+def predictions(detector: Model, paths: Sequence[Path], batch: int) -> list[Prediction]:
     found = list(detector.score_all(paths, batch_size=batch))
     scored = [one for one in found if isinstance(one, Prediction)]
     assert len(scored) == len(paths)
@@ -210,7 +212,7 @@ def test_what_needs_a_network_is_refused_and_names_the_source(
         assert "export" in err
         assert "Traceback" not in err
     with pytest.raises(ModelError, match="exported model"):
-        load(bank_export).save(tmp_path / "saved")
+        save(load(bank_export), tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 
@@ -220,7 +222,7 @@ def test_an_export_that_says_something_else_is_not_there(
 ) -> None:  # fmt: skip
     said = json.loads((bank_export / "model" / "export.json").read_text())["network"]
 
-    def write_another(detector: AnomalyDetector, folder: Path, engine: str) -> dict[str, Any]:
+    def write_another(detector: Model, folder: Path, engine: str) -> dict[str, Any]:
         """The graph with a thousandth more of one weight."""
         graph = onnx.load(bank_export / "model" / said["file"])
         weights = max(graph.graph.initializer, key=lambda one: len(one.raw_data))
@@ -267,7 +269,7 @@ def test_a_verdict_that_changes_is_refused_however_little_scores_differ(
     assert detector.thresholds is not None
     paths = sorted((product / "test").rglob("*.png"))
     assert compare(detector, detector, detector, paths, workers=2).share == 0
-    strict = detector.calibrate(threshold=1e-3)
+    strict = AnomalyDetector(detector).calibrate(threshold=1e-3).model
     with pytest.raises(ModelError, match=r"000\.png has score .*verdict was reject"):
         compare(detector, strict, detector, paths, workers=2)
 
@@ -359,7 +361,7 @@ def test_files_of_two_models_are_not_mixed(
     copied: Path, run_folder: Path, tmp_path: Path, command: Command, product: Path
 ) -> None:
     """Each file is whole, and export.json vouches for the network."""
-    other = load(run_folder, "cpu", "fp32").calibrate(threshold=1)
+    other = AnomalyDetector(load(run_folder, "cpu", "fp32")).calibrate(threshold=1)
     other.save(tmp_path / "other" / "model")
     exported = export(tmp_path / "other", "onnx", tmp_path / "e", "--golden", product / "train")
     for file in (exported / "model").glob("network.*"):

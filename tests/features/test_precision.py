@@ -15,6 +15,7 @@ from anomaly.features.extractor import FeatureExtractor
 from anomaly.features.truncation import truncate
 from anomaly.model import checkpoint
 from anomaly.model.checkpoint import load
+from anomaly.model.saving import save
 from anomaly.model.training import train
 from anomaly.sample_data import write_sample_data
 
@@ -82,7 +83,7 @@ def test_precision_is_saved_and_a_change_is_pointed_out(
     )
     samples = open_dataset("mvtec", tmp_path / "data", "brushed_plate").train
     training = train(config, samples, device=CPU, scratch=tmp_path)
-    training.detector.save(tmp_path / "model")
+    save(training.detector, tmp_path / "model")
     caplog.clear()
     monkeypatch.setattr(checkpoint, "has_bf16", lambda device: True)
     model = load(tmp_path / "model", CPU)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from anomaly.imaging.geometry import Sizing, Tiling
 from anomaly.maps.anomaly_map import source_map
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
+from anomaly.model.scoring import Model
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(64, 1500), st.integers(0, 100))
@@ -78,7 +78,7 @@ def _texture(size: int, seed: int, spot: tuple[int, int] | None = None) -> np.nd
     return cv2.merge([grey, grey, grey])
 
 
-def _train(folder: Path, command: Command, size: int, *settings: str) -> AnomalyDetector:
+def _train(folder: Path, command: Command, size: int, *settings: str) -> Model:
     good = folder / "data" / "part" / "train" / "good"
     if not good.exists():
         good.mkdir(parents=True)
@@ -91,7 +91,7 @@ def _train(folder: Path, command: Command, size: int, *settings: str) -> Anomaly
     return load(run, torch.device("cpu"))
 
 
-def _separation(detector: AnomalyDetector, folder: Path, size: int) -> tuple[float, bool]:
+def _separation(detector: Model, folder: Path, size: int) -> tuple[float, bool]:
     """Score of the worst of four spots over the highest of four good images; spots in place."""
     spots = [(size // 2 + 3, size // 3), (7, 9), (size - 30, size - 22), (size // 4, size // 5)]
     files = []

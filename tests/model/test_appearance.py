@@ -15,7 +15,7 @@ from conftest import Command, train_arguments, write_part, write_product
 
 from anomaly.model.appearance import Appearance, look
 from anomaly.model.appearance_model import LEAST_IMAGES, AppearanceModel, odd_among
-from anomaly.model.scoring import ScoringPipeline
+from anomaly.model.scoring import Model
 
 
 def _look(
@@ -159,7 +159,7 @@ def test_where_parts_may_lie_any_way_light_alone_is_compared() -> None:
     for turned_copies, said in (("none", True), ("quarter_turns", False)):
         settings = SimpleNamespace(model=SimpleNamespace(turned_copies=turned_copies))
         pipeline = SimpleNamespace(config=settings, appearance=usual)
-        assert bool(ScoringPipeline.reason_to_look(pipeline, other)) == said  # type: ignore[arg-type]
+        assert bool(Model.reason_to_look(pipeline, other)) == said  # type: ignore[arg-type]
 
 
 def test_models_of_before_knew_one_distance() -> None:

@@ -18,6 +18,7 @@ from anomaly.config.files import load_config
 from anomaly.datasets import open_dataset
 from anomaly.model.checkpoint import load
 from anomaly.model.prediction import Prediction
+from anomaly.model.saving import save
 from anomaly.model.training import train
 
 
@@ -65,7 +66,7 @@ def test_saved_and_loaded_models_score_to_the_bit(
     dataset = open_dataset("mvtec", product, None)
     cpu = torch.device("cpu")
     training = train(config, dataset.train, device=cpu, scratch=tmp_path, progress=lambda *_: None)
-    training.detector.save(tmp_path / "model")
+    save(training.detector, tmp_path / "model")
     loaded = load(tmp_path / "model", cpu)
     paths = [s.path for s in dataset.test]
     for before, after in zip(training.detector.predict(paths), loaded.predict(paths), strict=True):

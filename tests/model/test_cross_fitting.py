@@ -14,8 +14,8 @@ from anomaly.config.parsing import parse_config
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import Sizing
 from anomaly.model.cross_fitting import cross_fit, split
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.image_score import network_map
+from anomaly.model.scoring import Model
 from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from anomaly.scorers.patches import PatchBatch, PatchSet
@@ -66,7 +66,7 @@ def _patches(images: int = 11, dim: int = 8) -> _Patches:
     return _Patches(base + 0.4 * torch.randn(images, *GRID, dim, generator=g))
 
 
-def _fitted(kind: str, patches: _Patches) -> tuple[AnomalyDetector, Any]:
+def _fitted(kind: str, patches: _Patches) -> tuple[Model, Any]:
     score = "max" if kind == "patchcore" else "map_max"
     model = {"kind": kind, "smoothing": 0, "halo_damping": 0, "border_damping": 0}
     model["image_score"] = score
@@ -78,7 +78,7 @@ def _fitted(kind: str, patches: _Patches) -> tuple[AnomalyDetector, Any]:
         fitter = GaussianFitter(dimensions=8)
         scorer = fitter.prepared(8, CPU).fit(patches)
     nothing = cast(Any, None)
-    return AnomalyDetector(config, nothing, nothing, scorer, None, CPU), fitter
+    return Model(config, nothing, nothing, scorer, None, CPU), fitter
 
 
 def _apart(names: dict[int, str]) -> dict[int, str]:

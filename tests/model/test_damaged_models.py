@@ -26,10 +26,10 @@ from anomaly.files.writing import as_json
 from anomaly.imaging.preprocessing import UnusableImage
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.checkpoint import load
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.folder import file_entry, model_id
 from anomaly.model.manifest import read_manifest
 from anomaly.model.prediction import Prediction
+from anomaly.model.scoring import Model
 from anomaly.model.threshold_files import read_thresholds, replace_thresholds
 
 DELETED = object()
@@ -117,7 +117,7 @@ def check_message(error: ModelError, folder: Path) -> None:
     assert not any(word in message for word in ("pydantic", "Error", "Traceback", "Input should"))
 
 
-def attempt(folder: Path) -> AnomalyDetector | None:
+def attempt(folder: Path) -> Model | None:
     """The detector of a folder; None where it is refused."""
     try:
         return load(folder)
@@ -126,7 +126,7 @@ def attempt(folder: Path) -> AnomalyDetector | None:
         return None
 
 
-def agree(one: AnomalyDetector, other: AnomalyDetector, image: Path) -> bool:
+def agree(one: Model, other: Model, image: Path) -> bool:
     """Whether two detectors say the same about an image, or the second one nothing."""
     (before,), (after,) = one.predict([image]), other.predict([image])
     assert isinstance(before, Prediction)
@@ -305,7 +305,7 @@ def test_one_broken_patch_is_enough(model: Path, product: Path) -> None:
     assert scores.isfinite().tolist() == [True, False]
 
 
-def _channels(detector: AnomalyDetector) -> int:
+def _channels(detector: Model) -> int:
     tensors = detector.scorer.tensors()
     return int(tensors["channels"]) if "channels" in tensors else detector.scorer.dimensions
 

@@ -7,16 +7,16 @@ import pytest
 from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand, thresholds_from
 from anomaly.config.parsing import parse_config
 from anomaly.errors import DataError
-from anomaly.model.detector import AnomalyDetector
+from anomaly.model.scoring import Model
 
 _GOOD = GoodScores(("a", "b", "c"), (1.0, 2.0, 3.0), (1.0, 2.0, 3.0), "some images")
 
 
-def _detector(thresholds: Thresholds | None = None) -> AnomalyDetector:
+def _detector(thresholds: Thresholds | None = None) -> Model:
     rates = {"review_rate": 0.05, "reject_rate": 0.01}
     config = parse_config({"calibration": rates}, "a test")
     nothing = cast(Any, None)
-    return AnomalyDetector(config, nothing, nothing, nothing, thresholds, nothing)
+    return Model(config, nothing, nothing, nothing, thresholds, nothing)
 
 
 @pytest.mark.parametrize(

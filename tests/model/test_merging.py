@@ -14,6 +14,7 @@ from sklearn.metrics import roc_auc_score
 
 import anomaly
 from anomaly.calibration import thresholds_from
+from anomaly.detector import AnomalyDetector
 from anomaly.model.checkpoint import load
 from anomaly.model.merging import merge
 from anomaly.model.threshold_files import change, replace_thresholds
@@ -103,7 +104,7 @@ def test_images_that_both_were_calibrated_with_count_once(run_folder: Path, prod
     assert first.thresholds is not None
     files = sorted((product / "train" / "good").glob("*.png"))
     pictures = [np.asarray(Image.open(file).convert("RGB"))[::-1] for file in files[:6]]
-    others = first.calibrate(pictures)
+    others = AnomalyDetector(first).calibrate(pictures).model
     assert others.thresholds is not None
     count = len(others.thresholds.good.names)
     both = merge([others, others], ["a", "b"])
@@ -138,7 +139,9 @@ def test_thresholds_that_a_merge_does_not_keep_are_told(
     run_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = load(run_folder, "cpu")
-    by_hand, other = first.calibrate(threshold=9.0), first.calibrate(reject_rate=0.1)
+    detector = AnomalyDetector(first)
+    by_hand = detector.calibrate(threshold=9.0).model
+    other = detector.calibrate(reject_rate=0.1).model
     merge([first, by_hand, other], ["a", "b", "c"])
     assert "b: its thresholds were found by hand; those of the merged model are" in caplog.text
     says = "c: its thresholds are for 10 % of good parts not called good and 10 % rejected"

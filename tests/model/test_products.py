@@ -14,12 +14,13 @@ from conftest import train_products_arguments
 
 import anomaly
 from anomaly.cli import main
+from anomaly.detector import ProductSet
 from anomaly.errors import DataError, ModelError
 from anomaly.features.extractor import FeatureExtractor
 from anomaly.imaging.region import DrawnMask, Region
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
-from anomaly.model.products import ProductSet
+from anomaly.model.saving import save
+from anomaly.model.scoring import Model
 
 PRODUCTS = ("disc", "stripes")
 
@@ -56,7 +57,7 @@ def test_products_are_told_apart_and_scored_as_by_their_own_models(
     assert "disc, stripes" in repr(both)
     for product in PRODUCTS:
         alone = anomaly.load(folder / product, "cpu")
-        assert isinstance(alone, AnomalyDetector)
+        assert isinstance(alone, anomaly.AnomalyDetector)
         paths = images(two_products, product)
         found = both.predict(paths)
         assert [one.product for one in found] == [product] * len(paths)
@@ -71,7 +72,7 @@ def test_the_network_runs_once_for_a_batch_of_both(
 ) -> None:
     both = opened(product_runs)
     first, second = both.products.values()
-    assert first.extractor is second.extractor
+    assert first.model.extractor is second.model.extractor
     passes: list[int] = []
     run = FeatureExtractor.__call__
 
@@ -84,7 +85,7 @@ def test_the_network_runs_once_for_a_batch_of_both(
     paths = [path for pair in every for path in pair]
     found = both.predict(paths)
     assert sum(passes) == len(paths)
-    assert len(passes) == -(-len(paths) // both.batch_size)
+    assert len(passes) == -(-len(paths) // both.model.batch_size)
     assert [one.path for one in found] == paths
     assert [one.product for one in found] == list(PRODUCTS) * (len(paths) // 2)
     alone = {product: opened(product_runs).products[product] for product in PRODUCTS}
@@ -142,31 +143,31 @@ def test_ids_follow_from_the_models(product_runs: Path, tmp_path: Path) -> None:
     assert opened(tmp_path / "both").products["disc"].thresholds.image == 100
 
 
-Change = Callable[[AnomalyDetector], AnomalyDetector]
+Change = Callable[[Model], Model]
 
 
 def _with(section: str, **values: object) -> Change:
-    def change(one: AnomalyDetector) -> AnomalyDetector:
+    def change(one: Model) -> Model:
         part = getattr(one.config, section).model_copy(update=values)
         return replace(one, config=one.config.model_copy(update={section: part}))
 
     return change
 
 
-def _other_precision(one: AnomalyDetector) -> AnomalyDetector:
+def _other_precision(one: Model) -> Model:
     other = "bf16" if one.config.precision == "fp32" else "fp32"
     made = {**one.manifest["made_with"], "precision": other}
     config = one.config.model_copy(update={"precision": other})
     return replace(one, config=config, manifest={**one.manifest, "made_with": made})
 
 
-def _other_weights(one: AnomalyDetector) -> AnomalyDetector:
+def _other_weights(one: Model) -> Model:
     first = next(one.extractor.network.parameters())
     first.data += 1
     return one
 
 
-def _with_a_region(one: AnomalyDetector) -> AnomalyDetector:
+def _with_a_region(one: Model) -> Model:
     return replace(one, region=Region(None, DrawnMask(np.eye(96, 120, dtype=bool))))
 
 
@@ -185,10 +186,10 @@ def test_models_that_cannot_share_a_pass_are_refused(
     product_runs: Path, tmp_path: Path, change: Change, said: str
 ) -> None:
     shutil.copytree(product_runs / "disc", tmp_path / "both" / "disc")
-    one = anomaly.load(product_runs / "stripes", "cpu")
+    one = anomaly.load(product_runs / "stripes", "cpu").model
     if change is _other_precision and one.config.precision != "fp32":
         said = said.replace("fp32", "x").replace("bf16", "fp32").replace("x", "bf16")
-    change(one).save(tmp_path / "both" / "stripes")
+    save(change(one), tmp_path / "both" / "stripes")
     with pytest.raises(ModelError, match="can't share one pass") as told:
         opened(tmp_path / "both")
     assert said in str(told.value)
@@ -204,10 +205,10 @@ def test_models_of_two_methods_or_aspects_are_refused(
     shutil.copytree(padim_folder, tmp_path / "mixed" / "disc")
     with pytest.raises(ModelError, match=r"model\.kind is 'padim' in disc and 'patchcore'"):
         opened(tmp_path / "mixed")
-    one = anomaly.load(padim_folder, "cpu")
+    one = anomaly.load(padim_folder, "cpu").model
     shutil.copytree(padim_folder, tmp_path / "aspects" / "disc")
     wide = replace(one, aspect=2.0, manifest={**one.manifest, "aspect": 2.0})
-    wide.save(tmp_path / "aspects" / "wide")
+    save(wide, tmp_path / "aspects" / "wide")
     with pytest.raises(ModelError, match=r"the images' aspect is 0\.8 in disc and 2\.0 in wide"):
         opened(tmp_path / "aspects")
 
@@ -216,8 +217,8 @@ def test_products_learned_from_a_few_images_have_to_be_named(
     product_runs: Path, two_products: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(product_runs / "disc", tmp_path / "both" / "disc")
-    few = replace(anomaly.load(product_runs / "stripes", "cpu"), appearance=None)
-    few.save(tmp_path / "both" / "stripes")
+    few = replace(anomaly.load(product_runs / "stripes", "cpu").model, appearance=None)
+    save(few, tmp_path / "both" / "stripes")
     with pytest.raises(ModelError, match="stripes learned from too few images"):
         opened(tmp_path / "both")
     path = images(two_products, "stripes")[0]

@@ -84,8 +84,8 @@ def test_copies_belong_to_their_image() -> None:
     # Other images' copies can only bring a bank nearer, and an own copy would bring scores to 0.
     for mine, theirs in zip(more.thresholds.good.image, plain.thresholds.good.image, strict=True):
         assert 0.3 * theirs < mine <= theirs * 1.001
-    vectors = plain.scorer.tensors()["vectors"]
-    assert len(more.scorer.tensors()["vectors"]) == 4 * len(vectors)
+    vectors = plain.model.scorer.tensors()["vectors"]
+    assert len(more.model.scorer.tensors()["vectors"]) == 4 * len(vectors)
 
 
 def _learned_further(first: list[np.ndarray], then: list[np.ndarray]) -> anomaly.AnomalyDetector:
@@ -94,7 +94,8 @@ def _learned_further(first: list[np.ndarray], then: list[np.ndarray]) -> anomaly
 
 def _merged(first: list[np.ndarray], then: list[np.ndarray]) -> anomaly.AnomalyDetector:
     settings = _settings("quarter_turns")
-    return merge([anomaly.fit(some, settings, device="cpu") for some in (first, then)], ["a", "b"])
+    models = [anomaly.fit(some, settings, device="cpu").model for some in (first, then)]
+    return anomaly.AnomalyDetector(merge(models, ["a", "b"]))
 
 
 @pytest.mark.parametrize("both", [_learned_further, _merged])
@@ -108,12 +109,12 @@ def test_copies_of_images_that_are_learned_apart(both: Any) -> None:
     assert max(scores[1:]) <= scores[0] * 1.2 + 1e-2
     only = anomaly.fit(_parts(6), _settings("quarter_turns"), device="cpu")
     assert only.predict(marked[0]).score > 2 * scores[0] + 1e-2
-    origins = detector.scorer.tensors()["origins"].tolist()
+    origins = detector.model.scorer.tensors()["origins"].tolist()
     assert {(image, turn_of(row)[0]) for image, row, _ in origins} >= {(6, t) for t in range(4)}
 
 
 def test_every_vector_has_an_origin_of_its_own() -> None:
-    origins = _trained("quarter_turns_and_mirrors").scorer.tensors()["origins"]
+    origins = _trained("quarter_turns_and_mirrors").model.scorer.tensors()["origins"]
     assert len(torch.unique(origins, dim=0)) == len(origins)
     assert {turn_of(row)[0] for row in origins[:, 1].tolist()} == set(range(8))
 
@@ -127,7 +128,10 @@ def test_a_region_is_turned_with_its_image() -> None:
     }
     detector = anomaly.fit(_parts(6), config, device="cpu")
     whole = _trained("quarter_turns")
-    kept = len(detector.scorer.tensors()["vectors"]), len(whole.scorer.tensors()["vectors"])
+    kept = (
+        len(detector.model.scorer.tensors()["vectors"]),
+        len(whole.model.scorer.tensors()["vectors"]),
+    )
     assert kept[0] * 2 == kept[1]
 
 
@@ -141,22 +145,22 @@ def test_evidence_is_shown_where_it_was_photographed(tmp_path: Path) -> None:
         cv2.imwrite(str(tmp_path / f"{i}.png"), part[..., ::-1])
     model = {"turned_copies": "quarter_turns", "coreset_ratio": 1.0}
     detector = anomaly.fit(tmp_path, SETTINGS | {"model": model}, device="cpu")
-    with Decoders(1, Task(detector.loading, keep_image=True)) as decoders:
+    with Decoders(1, Task(detector.model.loading, keep_image=True)) as decoders:
 
         def read(path: Path) -> Loaded | UnusableImage:
             return decoders.load(path)
 
         files = TrainingImages(detector.manifest["training_images"], listed(tmp_path, tmp_path))
-        good = GoodImages(detector, detector.manifest, files, read)
+        good = GoodImages(detector.model, detector.manifest, files, read)
         item = read(tmp_path / "2.png")
         assert isinstance(item, Loaded)
         for turn in (1, 2):
             seen = replace(item, pixels=np.ascontiguousarray(turned(item.pixels, turn)))
-            embeddings = detector.embedder([seen])[0]
+            embeddings = detector.model.embedder([seen])[0]
             height, width = embeddings.shape[:2]
             upright = (width, height) if turn % 2 else (height, width)
             places = turned(np.arange(height * width).reshape(upright), turn)
-            _, origins = detector.scorer.evidence(embeddings.flatten(0, 1), 1)
+            _, origins = detector.model.scorer.evidence(embeddings.flatten(0, 1), 1)
             for (image, row, column), place in zip(
                 origins[:, 0].tolist(), places.flatten().tolist(), strict=True
             ):

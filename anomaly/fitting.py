@@ -15,10 +15,10 @@ from anomaly.config.parsing import parse_config
 from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample, check_good_inputs
 from anomaly.datasets.inputs import find_inputs
+from anomaly.detector import AnomalyDetector
 from anomaly.errors import ConfigError, DataError, ImageError
 from anomaly.imaging.given import AxisOrder, Channels, Given, ImageLike, is_one
 from anomaly.imaging.image import described
-from anomaly.model.detector import AnomalyDetector
 from anomaly.model.training import StageProgress, train
 from anomaly.runtime.devices import device_of
 
@@ -82,7 +82,7 @@ def fit(
         )
     for reason in training.refused.values():
         log.warning("skipped: %s", reason)
-    return training.detector
+    return AnomalyDetector(training.detector)
 
 
 def _settings(config: Config | Mapping[str, Any] | None) -> Config:

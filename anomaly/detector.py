@@ -1,0 +1,392 @@
+"""AnomalyDetector: a trained model as people use it from Python; `anomaly.fit` makes one.
+
+The top floor of the core: it joins what scores, learns, explains, stores and finds thresholds, and
+nothing of these imports it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from anomaly.calibration import Thresholds
+from anomaly.config.schema import Config
+from anomaly.errors import ImageError
+from anomaly.evaluation.recalibration import recalibrated
+from anomaly.imaging.given import AxisOrder, Channels, ImageLike, is_one
+from anomaly.model import product_folder, products
+from anomaly.model.prediction import Prediction
+from anomaly.model.products import AnyModel
+from anomaly.model.saving import save
+from anomaly.model.scoring import Model
+
+if TYPE_CHECKING:
+    import torch
+
+    from anomaly.explain.score import Explanation
+
+log = logging.getLogger(__name__)
+
+
+class _Scoring:
+    """Scores images by a model, or by a set of them."""
+
+    model: AnyModel
+
+    @overload
+    def predict(  # type: ignore[overload-overlap]  # a str is a collection, too
+        self,
+        images: ImageLike,
+        *,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: AxisOrder | None = None,
+    ) -> Prediction: ...
+
+    @overload
+    def predict(
+        self,
+        images: Iterable[ImageLike],
+        *,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: AxisOrder | None = None,
+    ) -> list[Prediction]: ...
+
+    def predict(
+        self,
+        images: ImageLike | Iterable[ImageLike],
+        *,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: AxisOrder | None = None,
+    ) -> Prediction | list[Prediction]:
+        """Score one image, or several.
+
+        An image is a path, an array (H, W) or (H, W, 3) of uint8, uint16 or floats, a PIL image, or
+        a torch tensor. The pixels of an array and a lossless file of the same score the same.
+
+        Args:
+            images: one image, or a list of images.
+            channels: order of an array's colours: `rgb`, or `bgr` as OpenCV gives them.
+            full_scale: an array's value that means white; floats have to state it. By default 255
+                for uint8 and 65535, or what the model's `image.bit_depth` says, for uint16.
+            layout: an array's axes, `HW`, `HWC` or `CHW`; tensors have to state them.
+
+        Returns:
+            One prediction for one image; for several a list in their order.
+
+        Raises:
+            ImageError: an image can't be used; says which and why. `stream` goes on instead.
+            DataError: `channels`, `full_scale` or `layout` isn't a legal value.
+        """
+        given = self.model.array_format(channels, full_scale, layout)
+        return self.model.predict(images, given)
+
+    def stream(
+        self,
+        images: Iterable[ImageLike],
+        *,
+        on_error: Callable[[ImageLike, ImageError], object] | None = None,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: AxisOrder | None = None,
+    ) -> Iterator[Prediction]:
+        """Score many images, one after the other, and go on where one can't be used.
+
+        Args:
+            images: as for `predict`, one or many; read only a few batches ahead of what is
+                yielded.
+            on_error: called with each image that can't be used, and the ImageError that says why.
+                By default that is logged as a warning.
+            channels: order of an array's colours, as for `predict`.
+            full_scale: an array's value that means white, as for `predict`.
+            layout: an array's axes, as for `predict`.
+
+        Yields:
+            A prediction for each image that can be used. Images of several shapes may come in
+            another order; `index` is the place among `images`.
+        """
+        given = self.model.array_format(channels, full_scale, layout)
+        waiting: dict[int, ImageLike] = {}
+
+        def noted() -> Iterator[ImageLike]:
+            for index, image in enumerate([images] if is_one(images) else images):
+                waiting[index] = image
+                yield image
+
+        for result in self.model.results(noted(), given):
+            image = waiting.pop(result.index)
+            if isinstance(result, Prediction):
+                yield result
+            elif on_error is not None:
+                on_error(image, ImageError(result.reason, result.status))
+            else:
+                log.warning("skipped: %s", result.reason)
+
+
+@dataclass(frozen=True, eq=False)
+class AnomalyDetector(_Scoring):
+    """A trained detector, made by `anomaly.fit` or `anomaly.load`. Threads may share it.
+
+    Nothing in it changes: `calibrate` and `update` return another one.
+
+    Attributes:
+        model: its stages, and how they were made.
+    """
+
+    model: Model
+
+    def __repr__(self) -> str:
+        config, manifest = self.model.config, self.model.manifest
+        images = f"{len(manifest.get('training_images', ()))} good images"
+        said = f"{self.method} on {config.backbone.name}, {images}, {self.model.device.type}"
+        return f"<AnomalyDetector {self.name}: {said}>"
+
+    @property
+    def name(self) -> str:
+        """The model's name in its config."""
+        return self.model.name
+
+    @property
+    def method(self) -> str:
+        """The method's name in the literature."""
+        return self.model.method
+
+    @property
+    def unit(self) -> str:
+        """What the scores are, for people."""
+        return self.model.unit
+
+    @property
+    def config(self) -> Config:
+        """All settings."""
+        return self.model.config
+
+    @property
+    def thresholds(self) -> Thresholds | None:
+        """Where good ends; None where there were no good images to find that with."""
+        return self.model.thresholds
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """What the model folder says, or will say, of how the model was made."""
+        return self.model.manifest
+
+    @property
+    def model_id(self) -> str:
+        """Names the model in a folder; empty for one that hasn't been saved."""
+        return self.model.model_id
+
+    @property
+    def folder(self) -> Path | None:
+        """The model folder that it was loaded from; None where there is none."""
+        return self.model.folder
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> str:
+        """Write the model folder; it appears under its name complete, or not at all.
+
+        Args:
+            folder: the model folder.
+            overwrite: replace an earlier model.
+
+        Returns:
+            The model's id.
+
+        Raises:
+            OutputError: the folder exists already, or holds something else than a model, or can't
+                be written.
+        """
+        return save(self.model, Path(folder), overwrite=overwrite)
+
+    def calibrate(
+        self,
+        good_images: str | Path | Iterable[ImageLike] | None = None,
+        *,
+        reject_rate: float | None = None,
+        review_rate: float | None = None,
+        threshold: float | None = None,
+        review_threshold: float | None = None,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: AxisOrder | None = None,
+    ) -> AnomalyDetector:
+        """A detector with other thresholds; this one and its folder stay as they are.
+
+        The change is a line in the history of the folder that the new one is saved to.
+
+        Args:
+            good_images: a folder, or a list of images as for `predict`, that the detector hasn't
+                learned from and isn't evaluated on. None takes the scores that the thresholds have
+                been found with.
+            reject_rate: share of good parts that may be rejected; the present one by default.
+            review_rate: share of good parts that may not be called good; the present one by
+                default.
+            threshold: reject above this image score, instead of by rates.
+            review_threshold: review above this image score; without it there is no review.
+            channels: order of an array's colours, as for `predict`.
+            full_scale: an array's value that means white, as for `predict`.
+            layout: an array's axes, as for `predict`.
+
+        Raises:
+            DataError: no image can be used, one belongs to the test split, or rates or thresholds
+                contradict each other.
+            ImageError: an array can't be used as an image.
+        """
+        return AnomalyDetector(
+            recalibrated(
+                self.model,
+                good_images,
+                self.model.array_format(channels, full_scale, layout),
+                reject_rate=reject_rate,
+                review_rate=review_rate,
+                threshold=threshold,
+                review_threshold=review_threshold,
+            )
+        )
+
+    def update(
+        self,
+        good_images: str | Path | Iterable[ImageLike],
+        *,
+        defects: str | Path | Iterable[ImageLike] | None = None,
+        include_suspects: bool = False,
+        force: bool = False,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: AxisOrder | None = None,
+    ) -> AnomalyDetector:
+        """A detector that has learned further good images; this one and its folder stay.
+
+        Its thresholds are found anew, see `anomaly.model.updating.learn`.
+
+        Args:
+            good_images: a folder, or images as for `predict`, that people have confirmed.
+            defects: images of defects, of which none that is caught may pass.
+            include_suspects: learn from images that stand out, too, which may be defects taken for
+                good; a warning in the log names them.
+            force: take the update even where a defect that was caught would pass.
+            channels: order of an array's colours, as for `predict`.
+            full_scale: an array's value that means white, as for `predict`.
+            layout: an array's axes, as for `predict`.
+
+        Raises:
+            DataError: a defect that was caught would pass, no image can be learned from, or one
+                belongs to the test split.
+            ModelError: an exported model, or a method that can't learn more.
+            ImageError: an array can't be used as an image.
+        """
+        from anomaly.evaluation.updating import updated  # needs torch, as above
+
+        return AnomalyDetector(
+            updated(
+                self.model,
+                good_images,
+                self.model.array_format(channels, full_scale, layout),
+                defects=defects,
+                include_suspects=include_suspects,
+                force=force,
+            )
+        )
+
+    def explain(
+        self,
+        image: ImageLike,
+        *,
+        good: str | Path | None = None,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: AxisOrder | None = None,
+    ) -> Explanation:
+        """Why an image has its score, in pictures: see `anomaly.explain.score.Explanation`.
+
+        Args:
+            image: as for `predict`.
+            good: the training images' folder, to show what was compared with; by default where a
+                run remembers that they were.
+            channels: order of an array's colours, as for `predict`.
+            full_scale: an array's value that means white, as for `predict`.
+            layout: an array's axes, as for `predict`.
+
+        Raises:
+            ImageError: it can't be used; says why.
+        """
+        from anomaly.explain.score import explained  # needs torch, which exports do without
+
+        given = self.model.array_format(channels, full_scale, layout)
+        return explained(self.model, image, given, good)
+
+
+@dataclass(frozen=True, eq=False)
+class ProductSet(_Scoring):
+    """Detectors of several products, as `anomaly.load` reads them. Threads may share it.
+
+    An image goes through the backbone once. It is recognised as one of the products by its mean
+    embedding, unless `given` names the product, and that product's model scores it.
+
+    Attributes:
+        model: the products' models.
+    """
+
+    model: products.ProductSet
+
+    def __repr__(self) -> str:
+        return repr(self.model)
+
+    @cached_property
+    def products(self) -> Mapping[str, AnomalyDetector]:
+        """The detectors by product."""
+        return {name: AnomalyDetector(one) for name, one in self.model.products.items()}
+
+    @property
+    def model_id(self) -> str:
+        """Names these very models: 16 digits that follow from their names and ids."""
+        return self.model.model_id
+
+    def given(self, product: str) -> ProductSet:
+        """The same detectors, for images that all show one product.
+
+        An image that looks like another of the products is for review.
+
+        Args:
+            product: a key of `products`.
+
+        Raises:
+            ModelError: there is no such product.
+        """
+        return replace(self, model=self.model.given(product))
+
+
+def load(
+    folder: str | Path,
+    device: str | torch.device = "auto",
+    precision: str | None = None,
+    product: str | None = None,
+) -> AnomalyDetector | ProductSet:
+    """Read a model folder, or a folder that holds a run for each of several products.
+
+    Every file is checked against its manifest.
+
+    Args:
+        folder: the model folder, the run that holds it as `model/`, or the folder of the runs.
+        device: where the network and the scorer go: `auto` (the GPU where there is one), `cpu`,
+            `cuda`, or a torch device.
+        precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
+        product: that all images show, one of several; None recognises each image's.
+
+    Returns:
+        An `AnomalyDetector` of one model; a `ProductSet` of several, with the same methods.
+
+    Raises:
+        AnomalyError: a GPU was asked for and isn't there; or the model isn't an exported one, and
+            torch isn't installed.
+        ModelError: no model there, made by something else, or a file is missing, changed or
+            doesn't belong; there is no such product; or the products' models can't share one
+            network, or nothing tells images of theirs apart.
+    """
+    found = product_folder.load(folder, device, precision, product)
+    return AnomalyDetector(found) if isinstance(found, Model) else ProductSet(found)

@@ -1,0 +1,88 @@
+"""Detector x test images -> figures and a report. The command is `anomaly evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from anomaly.config.schema import Config
+from anomaly.datasets import Dataset, Sample
+from anomaly.detector import AnomalyDetector, ProductSet
+from anomaly.errors import DataError
+from anomaly.evaluation.test_split import images_to_test, not_learned
+from anomaly.model.settings import images_meant
+from anomaly.report.category import Category, evaluated
+from anomaly.report.index import write_report
+from anomaly.scorers.base import Progress
+
+
+@dataclass(frozen=True, repr=False)
+class EvaluationResult(Category):
+    """What `anomaly.evaluate` returns: figures, every image's score, and a report."""
+
+    def report(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Write `index.html`, and the report of this model in a folder beside it.
+
+        Returns:
+            The report's HTML file.
+
+        Raises:
+            OutputError: there is one already, or it can't be written.
+        """
+        return write_report(self, Path(folder), overwrite=overwrite)
+
+
+def evaluate(
+    detector: AnomalyDetector | ProductSet,
+    data: Dataset | Config | Iterable[Sample] | None = None,
+    *,
+    workers: int = 2,
+    progress: Progress = lambda done, total: None,
+) -> EvaluationResult:
+    """Score test images and compare with what they show.
+
+    Nothing is tuned here: the detector and its thresholds stay as they are.
+
+    Args:
+        detector: trained, of one product.
+        data: what to test with: a data set's test split (`anomaly.open_dataset`), that of the data
+            set which a config's `data` names, samples of your own, or None for the data set that
+            the detector was trained on, where its run remembers that. Images that it has learned
+            from are left out.
+        workers: decoding processes, besides one for masks.
+        progress: called with (done, total).
+
+    Returns:
+        Figures (`metrics`), every image's score (`scored`), what the thresholds did (`verdicts`),
+        and `report(folder)`.
+
+    Raises:
+        DataError: it isn't one product's detector, there are no images, or a mask doesn't fit its
+            image.
+    """
+    if isinstance(detector, ProductSet):
+        raise DataError(
+            "one product's detector is evaluated at a time; of a set of products give "
+            "products.products[name]"
+        )
+    model = detector.model
+    mask_above = model.config.data.mask_above
+    if data is None:
+        if model.folder is None:
+            raise DataError("nothing says what to test with; give a data set, or samples")
+        data, place = images_to_test(model, model.folder)
+        samples = list(data)
+    else:
+        samples, place, mask_above = images_meant(data, mask_above)
+    samples = not_learned(model, model.config.name, samples)
+    category = evaluated(
+        model,
+        samples,
+        place,
+        mask_above=mask_above,
+        own_split=bool(place),  # samples have none
+        workers=workers,
+        progress=progress,
+    )
+    return EvaluationResult(**{one.name: getattr(category, one.name) for one in fields(category)})
