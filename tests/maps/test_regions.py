@@ -114,8 +114,9 @@ def test_a_defect_is_measured_to_within_a_patch(
     found = _map_of(x, y, width, height, strength)
     (region,) = marked_regions(predicted_mask(found, threshold), found)
     assert (region.width_uncertainty, region.height_uncertainty) == (_PITCH, _PITCH)
-    assert region.width == pytest.approx(width, abs=_PITCH + 1)
-    assert region.height == pytest.approx(height, abs=_PITCH + 1)
+    # Within a patch; each of the two ends lies on a whole pixel, which adds up to one.
+    assert region.width == pytest.approx(width, abs=_PITCH + 2)
+    assert region.height == pytest.approx(height, abs=_PITCH + 2)
     assert region.x + region.width / 2 == pytest.approx(x + width / 2, abs=_PITCH / 2)
     assert region.y + region.height / 2 == pytest.approx(y + height / 2, abs=_PITCH / 2)
 
