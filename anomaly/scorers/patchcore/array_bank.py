@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from anomaly.runtime.once import made_once
 from anomaly.scorers.patchcore.bank import Bank, check_bank, spacing_for
-from anomaly.scorers.patchcore.search.array_index import ArrayIndex
+from anomaly.scorers.patchcore.search import NearestNeighbors
 
 
 def scorer(tensors: dict[str, NDArray[Any]], settings: Mapping[str, Any]) -> ArrayBank:
@@ -45,8 +45,8 @@ class ArrayBank(Bank):
     spacing: NDArray[np.float32] | None = None
 
     @made_once
-    def _index(self) -> ArrayIndex:
-        return ArrayIndex(self.vectors)
+    def _index(self) -> NearestNeighbors:
+        return NearestNeighbors(self.vectors)
 
     def neighbours(
         self, patches: NDArray[np.float32], count: int

@@ -65,7 +65,7 @@ def scorer(
     search = settings["search"] if device.type == "cpu" else "exact"
     return replace(
         bank,
-        search="auto" if search == "exact" else search,
+        search=search,
         cache=cache if search == "ivf" else None,
         embedding=settings["embedding"],
         reweighting=settings["neighbours"],

@@ -19,7 +19,7 @@ from anomaly.scorers.patchcore.aligner import (
     patchcore_sharp,
 )
 from anomaly.scorers.patchcore.bank import Bank, check_bank
-from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
+from anomaly.scorers.patchcore.search import NearestNeighbors
 from anomaly.scorers.patches import PatchBatch, PatchSet
 
 # By `model.embedding`.
@@ -57,7 +57,7 @@ class MemoryBank(Bank, Scorer):
     origins: Tensor
     covering_radius: float
     exact: bool = True
-    search: str = "auto"
+    search: str = "exact"
     cache: Path | None = None
     embedding: str = "sharp"
     reweighting: int = 3
@@ -83,10 +83,8 @@ class MemoryBank(Bank, Scorer):
             spacing=spacing,
             exact=False,
         )
-        if self.search in ("auto", "screened"):
-            within = self._neighbours, rows
-            # As if the property had made it, which `replace` forgets.
-            vars(some)["_neighbours"] = NearestNeighbors(some.vectors, self.search, within=within)
+        # As if the property had made it, which `replace` forgets.
+        vars(some)["_neighbours"] = self._neighbours.only(some.vectors, rows)
         return some
 
     def spaced(self, rows: Tensor | None = None) -> MemoryBank:

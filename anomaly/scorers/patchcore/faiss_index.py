@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anomaly.scorers.patchcore.search.product_index import SLACK, ProductIndex
+from anomaly.scorers.patchcore.distances import ROUNDING
+from anomaly.scorers.patchcore.search import ExactIndex
 
 Rows = np.ndarray[Any, Any]
 
@@ -34,7 +35,7 @@ class FaissIndex:
         # Relative to the mean: faiss multiplies distances out, and large norms would cancel.
         self._mean = bank.mean(0)
         vectors = np.ascontiguousarray((bank - self._mean).numpy())
-        self._product = None if inverted else ProductIndex(bank)
+        self._exact = None if inverted else ExactIndex(bank, None)
         self._farthest = float(np.square(vectors).sum(1).max())
         self._index: Any
         if inverted:
@@ -46,9 +47,9 @@ class FaissIndex:
     def candidates(self, queries: Tensor, k: int) -> Tensor:
         """The k nearest (Q, k) int64 of queries (Q, D); any of a query that is NaN."""
         faiss.omp_set_num_threads(torch.get_num_threads())
-        rows = np.ascontiguousarray((queries - self._mean).numpy())
-        if self._product is not None:
-            return self._flat(self._product, queries, rows, k)
+        rows = np.ascontiguousarray((queries - self._mean).numpy(force=True))
+        if self._exact is not None:
+            return self._flat(self._exact, queries, rows, k)
         found = self._index.search(rows, k)[1]
         # The probed lists may hold fewer than k vectors; then all of them are searched.
         short = (found < 0).any(1)
@@ -57,15 +58,15 @@ class FaissIndex:
             found[short] = self._index.search(rows[short], k, params=every)[1]
         return torch.from_numpy(found).clamp_(min=0)
 
-    def _flat(self, product: ProductIndex, queries: Tensor, rows: Rows, k: int) -> Tensor:
-        """The k nearest by faiss, but by float64 where its float32 products can't tell."""
+    def _flat(self, exact: ExactIndex, queries: Tensor, rows: Rows, k: int) -> Tensor:
+        """The k nearest by faiss; measured where its float32 products can't tell."""
         scores, found = self._index.search(rows, min(k + 1, self._index.ntotal))
         nearest = torch.from_numpy(found[:, :k].copy())
         if found.shape[1] > k:
-            slack = SLACK * (np.square(rows).sum(1) + self._farthest)
+            slack = ROUNDING * (np.square(rows).sum(1) + self._farthest)
             close = torch.from_numpy(scores[:, k] - scores[:, k - 1] <= slack)
             if bool(close.any()):
-                nearest[close] = product.exactly(queries[close], k)
+                nearest[close] = exact.candidates(queries[close], k)
         return nearest.clamp_(min=0)
 
 

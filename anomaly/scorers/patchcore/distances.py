@@ -1,0 +1,195 @@
+"""Euclidean distances of embeddings: measured directly, by matrix products, and from below.
+
+Torch tensors and numpy arrays alike; `Screen` takes arrays. Imports torch for bfloat16 alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.arrays import Array, module_of
+
+Floats = NDArray[np.float32]
+Dtype = Literal["float32", "bfloat16"]
+
+# More than float32's rounding of squared distances by products, relative to the squared norms.
+ROUNDING = 1e-5
+# More than float32's rounding of squared norms, relative to themselves.
+_NORM_ROUNDING = 2.0**-18
+# Pairs measured at once in `distances_to`: 24 MiB at 1536 dimensions.
+_MEASURED = 4096
+# Numbers of the pairs measured at once in `squared_distances`: 512 KiB stay in cache.
+_GATHERED = 1 << 17
+# Bank vectors centred at once.
+_CENTRED = 2048
+# Principal axes. Twice as many cost bfloat16 no more time than float32.
+AXES: dict[Dtype, int] = {"float32": 185, "bfloat16": 377}
+# Numbers of 24 and of 8 binary digits that hold a squared norm.
+_PARTS: dict[Dtype, int] = {"float32": 1, "bfloat16": 3}
+# Vectors that the axes are fitted to, and steps of the iteration.
+_FITTED = 2048
+_ITERATIONS = 2
+
+
+def squared_norms(vectors: Array) -> Array:
+    """Squared norms (n,) of vectors (n, D)."""
+    return (vectors * vectors).sum(1)
+
+
+def distances_to(bank: Array, queries: Array, candidates: Array) -> Array:
+    """Euclidean distances (Q, k) float32 of queries to candidates, differentiable in the queries.
+
+    Args:
+        bank: (M, D) float32.
+        queries: (Q, D) float32.
+        candidates: (Q, k) int64, rows of the bank; k is 1 or more.
+    """
+    xp, step = module_of(bank), max(1, _MEASURED // candidates.shape[1])
+    blocks = [slice(start, start + step) for start in range(0, len(queries), step)]
+    return xp.concatenate(
+        [xp.linalg.norm(bank[candidates[b]] - queries[b, None], None, 2) for b in blocks]
+    )
+
+
+def squared_distances(queries: Array, bank: Array, rows: Array, columns: Array) -> Array:
+    """Squared distances (n,) of the pairs queries[rows], bank[columns], measured directly."""
+    step = max(1, _GATHERED // queries.shape[1])
+    blocks = [slice(start, start + step) for start in range(0, max(1, len(rows)), step)]
+    return module_of(bank).concatenate(
+        [squared_norms(bank[columns[b]] - queries[rows[b]]) for b in blocks]
+    )
+
+
+def half_squared_distances(centred: Array, bank: Array, mean: Array) -> Array:
+    """Half the squared distances (Q, M) of queries to a bank, by matrix products.
+
+    Relative to the mean, so that large norms don't cancel. The bank is centred block by block: a
+    few percent of the product's time, and no copy is kept.
+
+    Args:
+        centred: (Q, D) queries less the mean.
+        bank: (M, D).
+        mean: (D,).
+    """
+    halves, parts = squared_norms(centred)[:, None] / 2, []
+    for start in range(0, len(bank), _CENTRED):
+        block = bank[start : start + _CENTRED] - mean
+        parts.append(squared_norms(block) / 2 + halves - centred @ block.T)
+    return module_of(bank).concatenate(parts, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Screen:
+    """Lower bounds of the distances to a bank, by one product of few numbers a vector.
+
+    With orthonormal P and residuals r(x) = x − PPᵀx, ‖Pᵀx − Pᵀy‖² + (‖r(x)‖ − ‖r(y)‖)² never
+    exceeds ‖x − y‖². These d + 1 numbers are rounded to `dtype`, and the norms are those of the
+    rounded ones. Rounding moves a vector by a known length, so that distances of rounded vectors
+    exceed those of the vectors by these lengths at most (triangle inequality).
+
+    Attributes:
+        axes: P (D, d), about the bank's leading principal axes.
+        dtype: of the product, float32 or bfloat16.
+        rows: (M, K), the bank's vectors as rows of the product, in `dtype`.
+        moved: the length by which rounding moves a bank vector at most.
+    """
+
+    axes: Floats
+    dtype: Dtype
+    rows: Array
+    moved: float
+
+    @classmethod
+    def of(cls, bank: Floats, mean: Floats, dtype: Dtype) -> Screen:
+        """The screen of a bank (M, D) with this mean (D,)."""
+        axes = _principal_axes(bank[:: max(1, len(bank) // _FITTED)] - mean, AXES[dtype])
+        screen = cls(axes, dtype, None, 0.0)
+        parts = [
+            screen._rows(bank[start : start + _CENTRED] - mean, of_bank=True)
+            for start in range(0, len(bank), _CENTRED)
+        ]
+        rows = _in_dtype(np.concatenate([rows for rows, _ in parts]), dtype)
+        return replace(screen, rows=rows, moved=max(float(moved.max()) for _, moved in parts))
+
+    def bounds(self, centred: Floats) -> tuple[Array, Floats]:
+        """Half the squared distances of rounded vectors, and lengths.
+
+        Args:
+            centred: (Q, D) queries less the bank's mean.
+
+        Returns:
+            (Q, M), to be compared with `limits`, and the lengths (Q,) by which rounding moves a
+            query and a bank vector together.
+        """
+        rows, moved = self._rows(centred, of_bank=False)
+        bounds = _in_dtype(rows, self.dtype) @ self.rows.T
+        return self._comparable(bounds), moved + np.float32(self.moved)
+
+    def limits(self, halves: Floats) -> Array:
+        """Half squared distances (Q,) as `bounds` has them."""
+        return self._comparable(_in_dtype(halves, self.dtype))
+
+    def only(self, rows: Array) -> Screen:
+        """The screen of some of the bank's vectors (m,) int64."""
+        return replace(self, rows=self.rows[rows])
+
+    def _comparable(self, values: Array) -> Array:
+        """An array in the values' order: bfloat16 numbers from 0 up are in that of their bits."""
+        if self.dtype == "float32":
+            return values
+        import torch
+
+        return values.view(torch.int16).numpy()
+
+    def _rows(self, centred: Floats, *, of_bank: bool) -> tuple[Floats, Floats]:
+        """Vectors (n, D) as rows (n, K) of the product, and the lengths (n,) they are moved by.
+
+        A query's row times a bank vector's is half their squared distance: half the squared norms
+        are numbers of their own, each as a sum of numbers in `dtype`.
+        """
+        leading, squares = centred @ self.axes, squared_norms(centred)
+        rest = np.sqrt(np.maximum(squares - squared_norms(leading), 0))
+        # The less is left, the more the root makes of what the squares are off by.
+        off = np.float32(_NORM_ROUNDING) * squares
+        moved = off / np.maximum(np.maximum(rest, np.sqrt(off)), np.finfo(np.float32).tiny)
+        coordinates = np.column_stack([leading, rest])
+        rounded = _rounded(coordinates, self.dtype)
+        moved += np.sqrt(squared_norms(rounded - coordinates))
+        half, parts = squared_norms(rounded) / 2, []
+        for _ in range(_PARTS[self.dtype]):
+            parts.append(_rounded(half, self.dtype))
+            half = half - parts[-1]
+        norms, ones = np.stack(parts, 1), np.ones((len(centred), len(parts)), np.float32)
+        columns = (-rounded, norms, ones) if of_bank else (rounded, ones, norms)
+        return np.concatenate(columns, 1), moved
+
+
+def _principal_axes(centred: Floats, count: int) -> Floats:
+    """About the leading principal axes (D, count) of centred vectors (n, D), orthonormal.
+
+    By subspace iteration (Halko et al. 2011): how close they come decides the screen's speed,
+    never its result.
+    """
+    shape = centred.shape[1], min(count, *centred.shape)
+    axes = np.random.default_rng(0).standard_normal(shape, np.float32)
+    for _ in range(_ITERATIONS):
+        axes = np.linalg.qr(centred.T @ (centred @ axes))[0]
+    return axes
+
+
+def _in_dtype(values: Floats, dtype: Dtype) -> Array:
+    """An array as it is, or a tensor in bfloat16."""
+    if dtype == "float32":
+        return values
+    import torch
+
+    return torch.from_numpy(values).bfloat16()
+
+
+def _rounded(values: Floats, dtype: Dtype) -> Floats:
+    """Numbers rounded to a dtype, in float32."""
+    return values if dtype == "float32" else _in_dtype(values, dtype).float().numpy()
