@@ -13,7 +13,7 @@ from anomaly.errors import ModelError
 from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.patchcore.coreset import pick_beyond
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
-from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
+from anomaly.scorers.patchcore.distances import distances_to_nearest
 from anomaly.scorers.patches import PatchBatch
 from anomaly.scorers.subspace.fitter import SubspaceFitter
 

@@ -8,8 +8,7 @@ laziness, all exact, because a distance that wasn't brought up to date is an upp
   below that leave the pool.
 - *Blocks.* All picks of one pool then meet all N points in blocked matrix products.
 - *End.* The picks of the last pool needn't: what is left of it holds the farthest of all points.
-- *Cells* and *rest.* Most points needn't meet most picks, see `anomaly.scorers.patchcore.cover`: on
-  real embeddings this leaves a tenth to a third of the products.
+- *Cells.* Most points needn't meet most picks, see `MinDistances`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from torch import Tensor
 from anomaly.errors import ConfigError
 from anomaly.runtime.parallel import spreading
 from anomaly.scorers.base import Progress
-from anomaly.scorers.patchcore.cover import Cover
-from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
+from anomaly.scorers.patchcore.distances import MinDistances, distances_to_nearest
 
 # A pool is 1 MiB at 128 numbers a point, and a pick reads it once; with a larger one, picks cost
 # more than the rounds that are saved.
@@ -82,25 +80,25 @@ def greedy_k_center(
     if not 1 <= size <= n:
         raise ConfigError(f"coreset size {size} is outside 1 to {n}, the number of patches")
     with spreading(points.device) as spread:
-        cover = Cover(points, spread, size)
+        nearest = MinDistances(points, spread, size)
         if size == n:
             return Selection(torch.arange(n, device=points.device), 0.0)
         if bounds is not None:
-            cover.bounds.copy_(bounds)
-            new, rest = _pick_from_pool(points, cover, size)
+            nearest.squared.copy_(bounds)
+            new, rest = _pick_from_pool(points, nearest, size)
         else:
             first = torch.randint(n, (1,), generator=generator, device=generator.device)
             new, rest = first.to(points.device), first[:0]
         picks = new
         while len(picks) < size:
-            cover.pick(new)
+            nearest.add_centres(new)
             if progress is not None:
                 progress(len(picks), size)
-            new, rest = _pick_from_pool(points, cover, size - len(picks))
+            new, rest = _pick_from_pool(points, nearest, size - len(picks))
             picks = torch.cat([picks, new])
         if len(rest) < _FARTHEST:  # too few to be sure in spite of rounding
-            cover.pick(new)
-            rest = _farthest(cover.bounds)
+            nearest.add_centres(new)
+            rest = _farthest(nearest.squared)
         if progress is not None:
             progress(size, size)
         before = None if bounds is None else bounds[rest]
@@ -127,33 +125,32 @@ def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None 
     if not wanted:
         return picks
     with spreading(points.device) as spread:
-        cover = Cover(points, spread, wanted)
-        cover.bounds.copy_(bounds)
-        while len(new := _pick_from_pool(points, cover, wanted - len(picks), radius**2)[0]):
+        nearest = MinDistances(points, spread, wanted)
+        nearest.squared.copy_(bounds)
+        while len(new := _pick_from_pool(points, nearest, wanted - len(picks), radius**2)[0]):
             picks = torch.cat([picks, new])
-            cover.pick(new)
+            nearest.add_centres(new)
     return picks
 
 
 def _pick_from_pool(
-    points: Tensor, cover: Cover, wanted: int, covered: float = -1.0
+    points: Tensor, nearest: MinDistances, wanted: int, covered: float = -1.0
 ) -> tuple[Tensor, Tensor]:
     """The next picks: as many as are certain without looking outside the pool.
 
     Args:
         points: (N, d).
-        cover: how far they are from the picks.
+        nearest: how far they are from the picks.
         wanted: the most picks to return.
         covered: a point up to this squared distance isn't picked.
 
     Returns:
         The picks, and the few farthest points that are left: none nearer than one outside the pool.
     """
-    values, members = cover.bounds.topk(min(_POOL + 1, len(points)))
-    # Picks have -1, so that an exhausted pool ends the loop as well.
-    floor = max(float(values[_POOL]), cover.level) if len(values) > _POOL else cover.level
-    known = values[:_POOL] >= cover.level
-    values, members = values[:_POOL][known], members[:_POOL][known]
+    values, members = nearest.squared.topk(min(_POOL + 1, len(points)))
+    floor = max(0.0, float(values[_POOL])) if len(values) > _POOL else 0.0
+    left = values[:_POOL] >= 0  # picks have -1
+    values, members = values[:_POOL][left], members[:_POOL][left]
     pool = points.index_select(0, members).float()
     pool -= pool.mean(0)
     found = _loop(pool.cpu(), values.cpu(), wanted, floor, covered)

@@ -19,7 +19,7 @@ from anomaly.scorers.patchcore.held_out import (
     with_more,
 )
 from anomaly.scorers.patchcore.memory_bank import MemoryBank
-from anomaly.scorers.patchcore.nearest_centres import squared_to_nearest
+from anomaly.scorers.patchcore.distances import squared_to_nearest
 from anomaly.scorers.patchcore.projected import in_chunks
 from anomaly.scorers.patches import PatchSet
 

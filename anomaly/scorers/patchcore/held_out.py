@@ -13,7 +13,7 @@ from torch import Tensor
 from anomaly.scorers.base import Fold
 from anomaly.scorers.patchcore.coreset import pick_beyond
 from anomaly.scorers.patchcore.memory_bank import MemoryBank, gather
-from anomaly.scorers.patchcore.nearest_centres import squared_to_two_owners
+from anomaly.scorers.patchcore.distances import squared_to_two_owners
 from anomaly.scorers.patchcore.projected import in_chunks
 from anomaly.scorers.patches import PatchSet
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anomaly.errors import DataError
 from anomaly.runtime.once import made_once
 from anomaly.scorers.base import Align, Scorer
-from anomaly.scorers.patchcore.aligner import (
+from anomaly.scorers.patchcore.embedding import (
     patchcore_adaptive,
     patchcore_concat,
     patchcore_sharp,
@@ -46,7 +46,7 @@ class MemoryBank(Bank, Scorer):
         search: how neighbours are found, see `NearestNeighbors`.
         cache: folder for what an approximate search has to train first; it can be deleted.
         embedding: how feature maps become embeddings: `sharp`, `concat` or `adaptive`, see
-            `anomaly.scorers.patchcore.aligner`.
+            `anomaly.scorers.patchcore.embedding`.
         reweighting: b, bank vectors that the re-weighted image score looks at.
         spacing_neighbours: how many neighbours of each vector `spacing` is the mean distance to; 0
             for none.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from anomaly.scorers.patchcore.coreset import random_projection
-from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
+from anomaly.scorers.patchcore.distances import distances_to_nearest
 from anomaly.scorers.patches import PatchSet
 
-# Points that meet centres at once, at least: enough to be grouped, see `nearest_centres`.
+# Points that meet centres at once, at least: enough to be grouped, see `distances`.
 _CHUNK = 1 << 17
 
 

@@ -13,7 +13,7 @@ from scipy.spatial.distance import cdist
 
 from anomaly.errors import ConfigError
 from anomaly.scorers.patchcore.coreset import coreset_size, greedy_k_center
-from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
+from anomaly.scorers.patchcore.distances import distances_to_nearest
 from anomaly.scorers.patchcore.streamed_coreset import StreamedSelection, select_streamed
 
 DIM = 12

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from anomaly.scorers.patchcore import nearest_centres
+from anomaly.scorers.patchcore import distances
 from anomaly.scorers.patchcore.coreset import greedy_k_center
-from anomaly.scorers.patchcore.nearest_centres import (
+from anomaly.scorers.patchcore.distances import (
     distances_to_nearest,
     squared_to_nearest,
     squared_to_two_owners,
@@ -106,7 +106,7 @@ def test_threads_and_cells_change_nothing_but_rounding(
     torch.set_num_threads(threads)
     try:
         many = distances_to_nearest(points, centres)
-        monkeypatch.setattr(nearest_centres, "_CELLS", {"cpu": 1})
+        monkeypatch.setattr(distances, "_CELLS", {"cpu": 1})
         one = distances_to_nearest(points, centres)
     finally:
         torch.set_num_threads(before)
@@ -125,12 +125,12 @@ def test_without_centres_nothing_is_near_and_without_points_there_is_nothing() -
     assert others.tolist() == [torch.inf] * 3
 
 
-@pytest.mark.parametrize("columns", [nearest_centres._COLUMNS["cpu"], 20])
+@pytest.mark.parametrize("columns", [distances._COLUMNS["cpu"], 20])
 def test_points_that_are_nan_are_nan_and_harm_no_other(
     columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many products a cell takes, between which those that are done are left behind."""
-    monkeypatch.setattr(nearest_centres, "_COLUMNS", {"cpu": columns})
+    monkeypatch.setattr(distances, "_COLUMNS", {"cpu": columns})
     g = torch.Generator().manual_seed(5)
     points, centres = torch.randn(3000, 8, generator=g), torch.randn(200, 8, generator=g)
     points[1000:] = centres[:20].repeat(100, 1)  # at a distance of 0 from the first product on
