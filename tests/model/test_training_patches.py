@@ -12,8 +12,8 @@ import torch
 
 import anomaly
 from anomaly.errors import OutputError
+from anomaly.scorers.patchcore.embedding import ALIGNERS
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
-from anomaly.scorers.patchcore.memory_bank import ALIGNERS
 from anomaly.scorers.patches import PatchSet
 
 SETTINGS = {

@@ -12,8 +12,8 @@ from patch_lists import PatchList
 from anomaly.errors import ModelError
 from anomaly.scorers.padim.fitter import GaussianFitter
 from anomaly.scorers.patchcore.coreset import pick_beyond
-from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from anomaly.scorers.patchcore.distances import distances_to_nearest
+from anomaly.scorers.patchcore.fitter import MemoryBankFitter
 from anomaly.scorers.patches import PatchBatch
 from anomaly.scorers.subspace.fitter import SubspaceFitter
 

@@ -13,21 +13,11 @@ from torch import Tensor, nn
 from anomaly.errors import DataError
 from anomaly.runtime.once import made_once
 from anomaly.scorers.base import Align, Scorer
-from anomaly.scorers.patchcore.embedding import (
-    patchcore_adaptive,
-    patchcore_concat,
-    patchcore_sharp,
-)
 from anomaly.scorers.patchcore.bank import Bank, check_bank
+from anomaly.scorers.patchcore.embedding import ALIGNERS
 from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 from anomaly.scorers.patches import PatchBatch, PatchSet
 
-# By `model.embedding`.
-ALIGNERS = {
-    "sharp": patchcore_sharp,
-    "concat": patchcore_concat,
-    "adaptive": patchcore_adaptive,
-}
 # Bank vectors that a graph compares patches with at once: 16 MiB for an image of 1024 patches.
 _BLOCK = 4096
 
