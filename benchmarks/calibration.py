@@ -46,7 +46,7 @@ from benchmarks.inputs import machine
 
 @dataclass(frozen=True)
 class Patches(PatchSet):
-    """The patch embeddings of images, in memory; a stand-in for `TrainingPatches`."""
+    """The patch embeddings of images, in memory; a stand-in for `CachedFeatures`."""
 
     batches: list[PatchBatch]
     views: dict[int, AnyView]

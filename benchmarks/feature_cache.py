@@ -28,7 +28,7 @@ from anomaly.imaging.preprocessing import UnusableImage, by_shape
 from anomaly.model.build import backbone
 from anomaly.model.settings import loading_of
 from anomaly.runtime.threads import cores
-from anomaly.scorers.patchcore.aligner import patchcore_concat
+from anomaly.scorers.patchcore.embedding import patchcore_concat
 
 
 @dataclass(frozen=True)

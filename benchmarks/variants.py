@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from anomaly.scorers.patchcore.embedding import ALIGNERS
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
-from anomaly.scorers.patchcore.memory_bank import ALIGNERS
 from anomaly.scorers.patches import PatchBatch, PatchSet
 from benchmarks.feature_cache import ImageMaps, SetMaps
 

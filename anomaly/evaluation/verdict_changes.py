@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from anomaly.datasets import Sample
-from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
+from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import scores_of
+from anomaly.model.feature_cache import FeatureCache
 from anomaly.model.prediction import verdict
 from anomaly.model.scoring import Model
-from anomaly.model.training_patches import TrainingPatches
 
 log = logging.getLogger(__name__)
 
@@ -71,31 +72,18 @@ def verdict_changes(
     with Decoders(min(workers, len(samples)), Task(before.loading)) as decoders:
         for start in range(0, len(samples), _AT_ONCE):
             some = samples[start : start + _AT_ONCE]
-            patches = TrainingPatches(
-                {i: sample.source for i, sample in enumerate(some)},
-                decoders,
-                before,
-                scratch,
-                turned=False,
-            )
-            found: tuple[dict[int, float], ...] = {}, {}
-            try:
-                for batch in patches:
-                    for detector, scores in zip(both, found, strict=True):
-                        for i, (score, _) in scores_of(detector, [batch], patches.views).items():
-                            scores[i] = max(score, scores.get(i, score))
-            except DataError:
-                if patches.hashes:
-                    raise
-            finally:
-                patches.close()
+            images = {i: sample.source for i, sample in enumerate(some)}
+            cache = FeatureCache(before, fitter_of(before.config), decoders, scratch)
+            with closing(cache):
+                features = cache.build(images, turned=False)
+                found = [scores_of(detector, features, features.views) for detector in both]
             for i in sorted(found[0]):
-                pair = found[0][i], found[1][i]
+                pair = found[0][i][0], found[1][i][0]
                 first, second = (
-                    verdict(score, detector.thresholds, detector.reason_to_look(patches.looks[i]))
+                    verdict(score, detector.thresholds, detector.reason_to_look(features.looks[i]))
                     for detector, score in zip(both, pair, strict=True)
                 )
                 yield Compared(some[i].name, first, second, pair)
-            for refused in patches.refused:
+            for refused in features.refused:
                 log.warning("skipped: %s", refused.reason)
             progress(start + len(some), len(samples))

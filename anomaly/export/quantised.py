@@ -38,12 +38,12 @@ from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape, tile_
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit
+from anomaly.model.feature_cache import CachedFeatures, FeatureCache
 from anomaly.model.folder import BACKBONE
 from anomaly.model.saving import save_rest
 from anomaly.model.scoring import Model
 from anomaly.model.threshold_files import change
 from anomaly.model.training import StageProgress
-from anomaly.model.training_patches import TrainingPatches
 from anomaly.runtime.threads import get_threads
 from anomaly.scorers.base import Fitter
 
@@ -222,16 +222,17 @@ def _learned_again(
         tempfile.TemporaryDirectory(prefix=".patches-", dir=draft) as scratch,
         Decoders(min(workers, len(samples)), Task(detector.loading)) as decoders,
         closing(
-            TrainingPatches(
-                {i: sample.source for i, sample in samples.items()},
-                decoders,
+            FeatureCache(
                 detector,
+                fitter,
+                decoders,
                 Path(scratch),
-                aligned=True,
-                progress=lambda done, total: progress("features", done, total),
+                lambda done, total: progress("features", done, total),
             )
-        ) as patches,
+        ) as cache,
     ):
+        images = {i: sample.source for i, sample in samples.items()}
+        patches = cache.build(images).checked()
         scorer = fitter.again(detector.scorer, patches)
         if patches.refused:
             why = patches.refused[0].reason
@@ -254,7 +255,7 @@ def _thresholds(
     detector: Model,
     fitter: Fitter[Any],
     samples: Mapping[int, Sample],
-    patches: TrainingPatches,
+    patches: CachedFeatures,
     progress: StageProgress,
 ) -> Thresholds | None:
     if detector.thresholds is None:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeAlias
+
+import torch
 
 from anomaly.calibration import GoodScores
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.turning import turn_of
 from anomaly.maps.anomaly_map import without_halo
+from anomaly.model.build import fitter_of
+from anomaly.model.feature_cache import CachedFeatures
 from anomaly.model.image_score import image_scores, network_map
-from anomaly.model.part import Part
 from anomaly.model.scoring import Model
 from anomaly.model.suspects import Suspects
-from anomaly.model.training_patches import TrainingPatches
 from anomaly.scorers.base import Fitter, Fold, Progress
 from anomaly.scorers.patches import PatchBatch
 
 log = logging.getLogger(__name__)
+
+# Of batches that are joined: more images are hardly quicker, and take memory.
+_MOST_IMAGES, _MOST_BYTES = 16, 32 * 1024**2
 
 Scoring: TypeAlias = Callable[..., dict[int, tuple[float, float]]]
 """Called as `scores_of`, with the patches of whole images."""
@@ -28,7 +34,7 @@ Scoring: TypeAlias = Callable[..., dict[int, tuple[float, float]]]
 
 def cross_fit(
     detector: Model,
-    patches: TrainingPatches | Part,
+    patches: CachedFeatures,
     fitter: Fitter[Any],
     names: Mapping[int, str],
     pictures: Mapping[int, str],
@@ -113,9 +119,10 @@ def scores_of(
     """
     found: dict[int, tuple[float, float]] = {}
     model = detector.config.model
+    batches = (batch for batch in batches if not _is_turned(batch))
+    if fitter_of(detector.config).compact:  # and scores of a batch take longer than its embeddings
+        batches = joined(batches, views)
     for batch in batches:
-        if batch.corners is not None and turn_of(batch.corners[0][0])[0]:
-            continue
         layout = views[batch.images[0]]
         patches, scores = detector.score_patches(batch.embeddings, layout, batch.inside)
         if suspects is not None:
@@ -128,6 +135,57 @@ def scores_of(
             found[image] = (max(score, pair[0]), max(peak, pair[1]))
         progress(len(found))
     return found
+
+
+def _is_turned(batch: PatchBatch) -> bool:
+    return batch.corners is not None and turn_of(batch.corners[0][0])[0] != 0
+
+
+def joined(batches: Iterable[PatchBatch], views: Mapping[int, AnyView]) -> Iterator[PatchBatch]:
+    """Batches of more images, in the same order.
+
+    A position's Gaussian meets 16 images in the time that it takes for 6.
+
+    Args:
+        batches: each of images of one size.
+        views: how each image became the network's input, by its number.
+    """
+    held: list[PatchBatch] = []
+    for batch in batches:
+        images = sum(len(other.images) for other in [*held, batch])
+        if held and (images > _most(batch) or _kind(held[0], views) != _kind(batch, views)):
+            yield _in_one(held)
+            held = []
+        held.append(batch)
+    if held:
+        yield _in_one(held)
+
+
+def _most(batch: PatchBatch) -> int:
+    """How many images of a batch's size are joined at most."""
+    most = _MOST_IMAGES
+    while most > 1 and most * batch.embeddings.nbytes > _MOST_BYTES * len(batch.images):
+        most //= 2
+    return most
+
+
+def _kind(batch: PatchBatch, views: Mapping[int, AnyView]) -> tuple[object, ...]:
+    """What images have in common that share a batch."""
+    view = views[batch.images[0]]
+    return batch.embeddings.shape[1:], view.size, view.whole, batch.inside is None
+
+
+def _in_one(batches: Sequence[PatchBatch]) -> PatchBatch:
+    if len(batches) == 1:
+        return batches[0]
+    corners = [batch.corners or ((0, 0),) * len(batch.images) for batch in batches]
+    masks = [batch.inside for batch in batches if batch.inside is not None]
+    return PatchBatch(
+        torch.cat([batch.embeddings for batch in batches]),
+        tuple(image for batch in batches for image in batch.images),
+        tuple(chain.from_iterable(corners)),
+        torch.cat(masks) if masks else None,
+    )
 
 
 def split(images: Sequence[int], groups: Mapping[int, str | int], folds: int) -> list[Fold]:

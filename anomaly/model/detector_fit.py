@@ -10,10 +10,9 @@ from typing import Any
 from anomaly.calibration import GoodScores, thresholds_from
 from anomaly.datasets import Sample
 from anomaly.model.cross_fitting import Scoring, cross_fit
-from anomaly.model.part import Part
+from anomaly.model.feature_cache import CachedFeatures
 from anomaly.model.scoring import Model
 from anomaly.model.suspects import Suspect, Suspects, standing_out
-from anomaly.model.training_patches import TrainingPatches
 from anomaly.scorers.base import Fitter, Progress, Scorer
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class DetectorFit:
 
 def fit_detector(
     detector_of: Callable[[Scorer], Model],
-    patches: TrainingPatches,
+    patches: CachedFeatures,
     fitter: Fitter[Any],
     samples: Sequence[Sample],
     *,
@@ -74,7 +73,7 @@ def fit_detector(
         return DetectorFit(detector, images, (), {})
 
     def scored(
-        some: TrainingPatches | Part, used: Collection[int], suspects: Suspects | None
+        some: CachedFeatures, used: Collection[int], suspects: Suspects | None
     ) -> GoodScores:
         return cross_fit(
             detector,

@@ -7,26 +7,25 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.features.backbones import Normalisation, normalisation
-from anomaly.features.embedder import network_input
+from anomaly.features.embedder import Embedder, network_input
 from anomaly.features.extractor import FeatureExtractor
 from anomaly.features.precision import choose_precision
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, size_of
+from anomaly.imaging.region import Region
 from anomaly.imaging.shared_decoders import read_mask
 from anomaly.model.build import backbone, fitter_of
-from anomaly.model.cluster_patches import ClusterPatches
+from anomaly.model.scoring import Model
 from anomaly.model.settings import loading_of, region_of
-from anomaly.model.training_patches import TrainingPatches
-from anomaly.model.untrained import Untrained
-from anomaly.runtime.actors import Cluster
-from anomaly.scorers.base import Progress
+from anomaly.scorers.base import Fitter, Scorer
 
 log = logging.getLogger(__name__)
 
@@ -34,33 +33,51 @@ _TRIAL_IMAGES = 4  # that show whether bf16 is safe
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared(Untrained):
-    """A model before it has learned, whose precision is chosen.
+class TrainingSetup:
+    """All stages of a model but the scorer, and what fits one.
 
     Attributes:
+        config: all settings, the precision chosen.
+        extractor: the backbone on its device, in that precision.
+        normalise: what the backbone expects of its input.
+        fitter: of the method, prepared.
+        region: what of each image counts; None for all of it.
+        aspect: H/W that images have to have; None for any.
+        device: where the network and the scorer run.
         weights_sha256: of the weights file; None for random ones.
     """
 
+    config: Config
+    extractor: FeatureExtractor
+    normalise: Normalisation
+    fitter: Fitter[Any]
+    region: Region | None
+    aspect: float | None
+    device: torch.device
     weights_sha256: str | None
 
-    def patches(
-        self,
-        samples: Sequence[Sample],
-        decoders: Decoders,
-        scratch: Path,
-        cluster: Cluster | None,
-        progress: Progress,
-    ) -> TrainingPatches:
-        """The training images' patches, computed by a cluster's workers where there is one."""
-        images = {i: sample.source for i, sample in enumerate(samples)}
-        if cluster is None:
-            return TrainingPatches(images, decoders, self, scratch, progress=progress)
-        return ClusterPatches(cluster, images, decoders, self, scratch, progress=progress)
+    @property
+    def embedder(self) -> Embedder:
+        """How network inputs become patch embeddings."""
+        return Embedder(self.extractor, self.normalise, self.fitter.align, self.device)
+
+    def detector(self, scorer: Scorer) -> Model:
+        """What a scorer that was fitted makes a detector of."""
+        return Model(
+            self.config,
+            self.extractor,
+            self.normalise,
+            scorer,
+            None,
+            self.device,
+            self.region,
+            self.aspect,
+        )
 
 
 def prepare(
     config: Config, samples: Sequence[Sample], decoders: Decoders, device: torch.device
-) -> Prepared:
+) -> TrainingSetup:
     """Load the backbone, tell the decoders what to do, and choose the precision.
 
     Args:
@@ -87,7 +104,9 @@ def prepare(
         extractor.strides,
         extractor.precision,
     )
-    return Prepared(config, extractor, normalise, fitter, region, aspect, device, weights_sha256)
+    return TrainingSetup(
+        config, extractor, normalise, fitter, region, aspect, device, weights_sha256
+    )
 
 
 def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> float | None:

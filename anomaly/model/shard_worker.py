@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,10 @@ from typing import Any
 from anomaly.errors import DataError
 from anomaly.imaging.image import Image
 from anomaly.model.cross_fitting import scores_of
-from anomaly.model.first_reading import FirstReading
-from anomaly.model.part import Part
+from anomaly.model.feature_cache import CachedFeatures, FeatureCache
+from anomaly.model.preparation import TrainingSetup
 from anomaly.model.settings import loading_of
 from anomaly.model.suspects import Suspect, Suspects
-from anomaly.model.training_patches import TrainingPatches
-from anomaly.model.untrained import Untrained
 from anomaly.scorers.base import Scorer
 from anomaly.scorers.patches import PatchSet, Result
 
@@ -36,7 +34,7 @@ class ShardJob:
         folder: the working folder, where relative paths begin.
     """
 
-    model: Untrained
+    model: TrainingSetup
     images: Mapping[int, Path | Image]
     shard: int
     threads: int
@@ -56,7 +54,7 @@ class ShardWorker:
         self._job = job
         self._decoders: Any = None
 
-    def learn(self, chunk: int, lost: Mapping[int, str]) -> FirstReading:
+    def learn(self, chunk: int, lost: Mapping[int, str]) -> CachedFeatures:
         """Compute and keep a shard's features, and what a bank is selected from.
 
         Args:
@@ -66,15 +64,12 @@ class ShardWorker:
         Raises:
             DataError: none of the images is there.
         """
+        self._begin()
         mine = self._job.shards()[chunk]
+        self._check_there(mine)
         # The first shard stands for all of them where it is asked whether the disk has room.
         expected = len(self._job.images) if chunk == 0 else None
-        patches = self._patches([i for place, i in enumerate(mine) if place not in lost], expected)
-        self._check_there(mine)
-        patches.read_first(self._job.model.fitter.projected_by)
-        found = patches.found()
-        patches.close()
-        return found
+        return self._build([i for place, i in enumerate(mine) if place not in lost], expected)
 
     def _check_there(self, mine: Sequence[int]) -> None:
         """See that this machine has the images' disk."""
@@ -87,40 +82,36 @@ class ShardWorker:
 
     def try_images(self, chunk: int, places: Sequence[int]) -> None:
         """Compute features of some of a shard's images, and keep nothing."""
+        self._begin()
         mine = self._job.shards()[chunk]
-        for _ in self._patches([mine[place] for place in places]):
-            pass
+        self._build([mine[place] for place in places])
 
     def score(
-        self, found: FirstReading, images: Container[int], scorer: Scorer
+        self, features: CachedFeatures, images: Container[int], scorer: Scorer
     ) -> tuple[dict[int, tuple[float, float]], tuple[Suspect, ...]]:
         """Scores of some images by a scorer that hasn't seen them; see `scores_of`."""
-        some = self._read(found, images)
+        self._begin()
         detector = self._model.detector(scorer.to(self._model.device))
-        suspects = Suspects(found.views)
-        return scores_of(detector, some, found.views, suspects=suspects), suspects.worst()
+        suspects = Suspects(features.views)
+        scores = scores_of(detector, features.only(images), features.views, suspects=suspects)
+        return scores, suspects.worst()
 
     def apply(
-        self, found: FirstReading, images: Container[int], function: Callable[[PatchSet], Result]
+        self,
+        features: CachedFeatures,
+        images: Container[int],
+        function: Callable[[PatchSet], Result],
     ) -> Result:
         """What a function makes of some images."""
-        return function(self._read(found, images))
-
-    def _read(self, found: FirstReading, images: Container[int]) -> Part:
-        patches = self._patches(())
-        patches.take([found])
-        return patches.only(images)
-
-    def _patches(self, images: Sequence[int], expected: int | None = None) -> TrainingPatches:
         self._begin()
-        return TrainingPatches(
-            {i: self._job.images[i] for i in images},
-            self._decoders,
-            self._model,
-            self._job.scratch,
-            shared=True,
-            expected=expected,
-        )
+        return function(features.only(images))
+
+    def _build(self, images: Sequence[int], expected: int | None = None) -> CachedFeatures:
+        model, job = self._model, self._job
+        chosen = {i: job.images[i] for i in images}
+        cache = FeatureCache(model, model.fitter, self._decoders, job.scratch)
+        with closing(cache):
+            return cache.build(chosen, among=expected or len(images))
 
     def _begin(self) -> None:
         if self._decoders is not None:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,14 +18,14 @@ from anomaly.datasets import Sample
 from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.model.appearance_model import AppearanceModel, odd_among
-from anomaly.model.cluster_patches import ClusterPatches
+from anomaly.model.cluster_cache import ClusterCache
 from anomaly.model.cross_fitting import split
 from anomaly.model.detector_fit import DetectorFit, fit_detector
+from anomaly.model.feature_cache import CachedFeatures, FeatureCache
 from anomaly.model.preparation import prepare
 from anomaly.model.saving import manifest_of
 from anomaly.model.scoring import Model
 from anomaly.model.suspects import Suspect
-from anomaly.model.training_patches import TrainingPatches
 from anomaly.runtime.actors import Cluster
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ def _train(
     progress: StageProgress,
 ) -> Training:
     clock = _Clock()
-    prepared = prepare(config, samples, decoders, device)
+    setup = prepare(config, samples, decoders, device)
     clock.lap("backbone")
 
     def computed(done: int, total: int) -> None:
@@ -122,40 +123,39 @@ def _train(
         if done == total:
             decoders.rest()
 
-    patches = prepared.patches(samples, decoders, scratch, cluster, computed)
-
-    def fitted() -> None:
-        clock.lap("scorer")
-        clock.move("scorer", "features", patches.seconds)
-
-    shared = patches if isinstance(patches, ClusterPatches) else None
-    try:
-        if shared is not None:
-            shared.compute()
+    images = {i: sample.source for i, sample in enumerate(samples)}
+    shared: ClusterCache | None = None
+    with ExitStack() as opened:
+        if cluster is None:
+            cache = FeatureCache(setup, setup.fitter, decoders, scratch, computed)
+            features = opened.enter_context(closing(cache)).build(images)
+        else:
+            shared = ClusterCache(setup, images, cluster, scratch, computed)
+            features = opened.enter_context(closing(shared)).build()
+        features.checked()
+        clock.lap("features")
         fit = fit_detector(
-            prepared.detector,
-            patches,
-            prepared.fitter,
+            setup.detector,
+            features,
+            setup.fitter,
             samples,
             calibrate=calibrate,
             score=None if shared is None else shared.score,
-            fitted=fitted,
+            fitted=lambda: clock.lap("scorer"),
             selecting=lambda done, total: progress("scorer", done, total),
             calibrating=lambda done, total: progress("calibration", done, total),
         )
         if fit.suspects:
             clock.lap("calibration")
-    finally:
-        patches.close()
     spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in clock.seconds.items())
     log.debug("time: %s", spent)
     shard = None if shared is None else shared.shard
-    return _training(fit, patches, samples, prepared.weights_sha256, shard, clock.seconds)
+    return _training(fit, features, samples, setup.weights_sha256, shard, clock.seconds)
 
 
 def _training(
     fit: DetectorFit,
-    patches: TrainingPatches,
+    features: CachedFeatures,
     samples: Sequence[Sample],
     weights_sha256: str | None,
     shard: int | None,
@@ -163,8 +163,8 @@ def _training(
 ) -> Training:
     """What came of a fit, with what is known of the images; `shard` of them went together."""
     used, detector = fit.images, fit.detector
-    looks = [patches.looks[i] for i in used]
-    hashes = {samples[i].name: patches.hashes[i] for i in used}
+    looks = [features.looks[i] for i in used]
+    hashes = {samples[i].name: features.hashes[i] for i in used}
     unused = {samples[i].name: i for i in sorted({*range(len(samples))} - {*used})}
     manifest = manifest_of(detector, weights_sha256, hashes, unused)
     if shard is not None:
@@ -172,19 +172,19 @@ def _training(
     return Training(
         detector=replace(detector, appearance=AppearanceModel.of(looks), manifest=manifest),
         learned=len(used),
-        refused={samples[r.index].name: r.reason for r in patches.refused},
-        patches=patches.count_of(frozenset(used)),
+        refused={samples[r.index].name: r.reason for r in features.refused},
+        patches=features.only(frozenset(used)).count,
         seconds=seconds,
-        patch_pixels=_patch_pixels(patches, min(detector.extractor.strides)),
+        patch_pixels=_patch_pixels(features, min(detector.extractor.strides)),
         odd=tuple(samples[used[place]].name for place in odd_among(looks)),
         suspects=fit.suspects,
         stand_out=fit.stand_out,
     )
 
 
-def _patch_pixels(patches: TrainingPatches, stride: int) -> tuple[float, float]:
+def _patch_pixels(features: CachedFeatures, stride: int) -> tuple[float, float]:
     """Original pixels that one patch is high and wide."""
-    axes = [[pieces[0] for pieces in view.axes] for view in patches.views.values()]
+    axes = [[pieces[0] for pieces in view.axes] for view in features.views.values()]
     height, width = (
         statistics.median(stride * axis.source / axis.resized for axis in one)
         for one in zip(*axes, strict=True)
@@ -203,7 +203,3 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[stage] = now - self._last
         self._last = now
-
-    def move(self, source: str, target: str, seconds: float) -> None:
-        self.seconds[source] -= seconds
-        self.seconds[target] = seconds

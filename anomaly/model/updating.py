@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of
+from anomaly.model.feature_cache import CachedFeatures, FeatureCache
 from anomaly.model.scoring import Model
 from anomaly.model.training import StageProgress
-from anomaly.model.training_patches import TrainingPatches
 
 # A suspect scores so many times the threshold that the other images would give.
 _ODD = 1.1
@@ -148,22 +148,21 @@ def _reading(
     scratch: Path,
     workers: int,
     progress: StageProgress,
-) -> Iterator[tuple[TrainingPatches, dict[int, str]]]:
+) -> Iterator[tuple[CachedFeatures, dict[int, str]]]:
     """The images' patches, and their names by number: those after the known images' numbers."""
     known = [*detector.manifest["training_images"], *detector.manifest["refused_images"]]
     names = dict(enumerate(unique_names([s.name for s in samples], known), len(known)))
     with Decoders(min(workers, len(samples)), Task(detector.loading)) as decoders:
-        patches = TrainingPatches(
-            {len(known) + i: sample.source for i, sample in enumerate(samples)},
-            decoders,
+        cache = FeatureCache(
             detector,
+            fitter_of(detector.config),
+            decoders,
             scratch,
-            progress=lambda done, total: progress("features", done, total),
+            lambda done, total: progress("features", done, total),
         )
-        try:
-            yield patches, names
-        finally:
-            patches.close()
+        with closing(cache):
+            images = {len(known) + i: sample.source for i, sample in enumerate(samples)}
+            yield cache.build(images).checked(), names
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +177,7 @@ class _Trial:
     def of(
         cls,
         detector: Model,
-        patches: TrainingPatches,
+        patches: CachedFeatures,
         names: dict[int, str],
         wanted: Collection[int],
         progress: StageProgress,

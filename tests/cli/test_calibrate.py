@@ -12,7 +12,7 @@ import pytest
 from conftest import Command, train_arguments, with_note, write_part, write_product
 
 import anomaly
-from anomaly.model.training_patches import TrainingPatches
+from anomaly.model.feature_cache import CachedFeatures
 
 SAME = ("backbone.safetensors", "scorer.safetensors", "config.yaml")
 
@@ -416,7 +416,7 @@ def test_good_scores_of_0_allow_a_threshold_by_hand(
     product: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each image is like what the others taught: copies, where training doesn't notice that."""
-    monkeypatch.setattr(TrainingPatches, "pictures", lambda patches: patches.hashes)
+    monkeypatch.setattr(CachedFeatures, "pictures", lambda features: features.hashes)
     source = product / "train" / "good" / "000.png"
     for i in range(4):
         with_note(source, tmp_path / "same" / product.name / f"{i}.png", i)

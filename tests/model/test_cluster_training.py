@@ -24,7 +24,6 @@ from anomaly.model.run_folder import train_run
 from anomaly.model.training import Training
 from anomaly.runtime.dispatch import WorkerDied
 from anomaly.scorers.patchcore import fitter as patchcore
-from anomaly.scorers.patchcore import projected
 
 _CPU = torch.device("cpu")
 _Dies = Callable[[str, tuple[Any, ...]], bool]
@@ -156,13 +155,13 @@ def test_more_patches_than_memory_are_measured_by_workers(
     product: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[int] = []
-    there = projected.distances_to_nearest
+    there = patchcore.distances_to_nearest
 
     def watched(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
         measured.append(len(points))
         return there(points, centres)
 
-    monkeypatch.setattr(projected, "distances_to_nearest", watched)
+    monkeypatch.setattr(patchcore, "distances_to_nearest", watched)
     select = patchcore.select_streamed
     monkeypatch.setattr(
         patchcore, "select_streamed", lambda *a, **how: select(*a, **{**how, "memory_limit": 1})
@@ -256,7 +255,7 @@ def test_too_small_a_disk_for_all_shards_is_refused_at_once(
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     how = ("precision=fp32", "backbone.layers=[layer2, layer3]")
-    images = 36 * 4 * (128 * 64 + 256 * 16 + 64 * 128)  # as in test_training_patches
+    images = 36 * 4 * (128 * 64 + 256 * 16 + 64 * 128)  # as in test_feature_cache
     size = images - 1
     with pytest.raises(OutputError, match=r"the features of 36 images take about .* are free"):
         _trained(product, tmp_path / "a", *how, cluster=_Threads(1), calibrate=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anomaly.errors import DataError
 from anomaly.scorers.base import Align, Fitter, PatchScores, Progress, Scorer
-from anomaly.scorers.patchcore.aligner import patchcore_concat
+from anomaly.scorers.patchcore.embedding import patchcore_concat
 from anomaly.scorers.patches import PatchBatch
 from anomaly.scorers.saved_tensors import check_fits, check_tensors
 

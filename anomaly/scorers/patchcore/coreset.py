@@ -8,14 +8,21 @@ laziness, all exact, because a distance that wasn't brought up to date is an upp
   below that leave the pool.
 - *Blocks.* All picks of one pool then meet all N points in blocked matrix products.
 - *End.* The picks of the last pool needn't: what is left of it holds the farthest of all points.
-- *Cells* and *rest.* Most points needn't meet most picks, see `anomaly.scorers.patchcore.cover`: on
-  real embeddings this leaves a tenth to a third of the products.
+- *Cells.* Most points needn't meet most picks, see `MinDistances`.
+
+`select_streamed` does it in a fixed amount of memory. While all points fit, the selection is exact.
+When they don't, the first half of the picks comes from a uniform sample; the stream is read again,
+keeping the points that those leave farthest away, and the other half is picked from these. Every
+other point is covered already, so the covering radius of all points is known, and comes within a
+few percent of the exact one: greedy reductions of shards, the usual way, measured 12 to 16 % above
+it, at several times the cost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,8 +32,7 @@ from torch import Tensor
 from anomaly.errors import ConfigError
 from anomaly.runtime.parallel import spreading
 from anomaly.scorers.base import Progress
-from anomaly.scorers.patchcore.cover import Cover
-from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
+from anomaly.scorers.patchcore.nearest_centres import MinDistances, distances_to_nearest
 
 # A pool is 1 MiB at 128 numbers a point, and a pick reads it once; with a larger one, picks cost
 # more than the rounds that are saved.
@@ -46,11 +52,13 @@ class Selection:
 
     Attributes:
         picks: (K,) int64, distinct indices in the order of the picks.
-        covering_radius: the largest distance of any point to its nearest pick.
+        covering_radius: no point is farther than this from its nearest pick.
+        exact: the picks are those of greedy k-center over all points.
     """
 
     picks: Tensor
     covering_radius: float
+    exact: bool = True
 
 
 def greedy_k_center(
@@ -82,25 +90,25 @@ def greedy_k_center(
     if not 1 <= size <= n:
         raise ConfigError(f"coreset size {size} is outside 1 to {n}, the number of patches")
     with spreading(points.device) as spread:
-        cover = Cover(points, spread, size)
+        nearest = MinDistances(points, spread, size)
         if size == n:
             return Selection(torch.arange(n, device=points.device), 0.0)
         if bounds is not None:
-            cover.bounds.copy_(bounds)
-            new, rest = _pick_from_pool(points, cover, size)
+            nearest.squared.copy_(bounds)
+            new, rest = _pick_from_pool(points, nearest, size)
         else:
             first = torch.randint(n, (1,), generator=generator, device=generator.device)
             new, rest = first.to(points.device), first[:0]
         picks = new
         while len(picks) < size:
-            cover.pick(new)
+            nearest.add_centres(new)
             if progress is not None:
                 progress(len(picks), size)
-            new, rest = _pick_from_pool(points, cover, size - len(picks))
+            new, rest = _pick_from_pool(points, nearest, size - len(picks))
             picks = torch.cat([picks, new])
         if len(rest) < _FARTHEST:  # too few to be sure in spite of rounding
-            cover.pick(new)
-            rest = _farthest(cover.bounds)
+            nearest.add_centres(new)
+            rest = _farthest(nearest.squared)
         if progress is not None:
             progress(size, size)
         before = None if bounds is None else bounds[rest]
@@ -127,33 +135,32 @@ def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None 
     if not wanted:
         return picks
     with spreading(points.device) as spread:
-        cover = Cover(points, spread, wanted)
-        cover.bounds.copy_(bounds)
-        while len(new := _pick_from_pool(points, cover, wanted - len(picks), radius**2)[0]):
+        nearest = MinDistances(points, spread, wanted)
+        nearest.squared.copy_(bounds)
+        while len(new := _pick_from_pool(points, nearest, wanted - len(picks), radius**2)[0]):
             picks = torch.cat([picks, new])
-            cover.pick(new)
+            nearest.add_centres(new)
     return picks
 
 
 def _pick_from_pool(
-    points: Tensor, cover: Cover, wanted: int, covered: float = -1.0
+    points: Tensor, nearest: MinDistances, wanted: int, covered: float = -1.0
 ) -> tuple[Tensor, Tensor]:
     """The next picks: as many as are certain without looking outside the pool.
 
     Args:
         points: (N, d).
-        cover: how far they are from the picks.
+        nearest: how far they are from the picks.
         wanted: the most picks to return.
         covered: a point up to this squared distance isn't picked.
 
     Returns:
         The picks, and the few farthest points that are left: none nearer than one outside the pool.
     """
-    values, members = cover.bounds.topk(min(_POOL + 1, len(points)))
-    # Picks have -1, so that an exhausted pool ends the loop as well.
-    floor = max(float(values[_POOL]), cover.level) if len(values) > _POOL else cover.level
-    known = values[:_POOL] >= cover.level
-    values, members = values[:_POOL][known], members[:_POOL][known]
+    values, members = nearest.squared.topk(min(_POOL + 1, len(points)))
+    floor = max(0.0, float(values[_POOL])) if len(values) > _POOL else 0.0
+    left = values[:_POOL] >= 0  # picks have -1
+    values, members = values[:_POOL][left], members[:_POOL][left]
     pool = points.index_select(0, members).float()
     pool -= pool.mean(0)
     found = _loop(pool.cpu(), values.cpu(), wanted, floor, covered)
@@ -225,6 +232,147 @@ def _radius(points: Tensor, centres: Tensor, before: Tensor | None = None) -> fl
     if before is not None:
         nearest = torch.minimum(nearest, before.clamp(min=0).sqrt())
     return float(nearest.max())
+
+
+class Stream(Protocol):
+    """Points that are read in portions, the same each time."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Points (n, d) float32, n of any size."""
+        ...
+
+    def distances(self, centres: Tensor) -> Iterator[Tensor]:
+        """The distance (n,) of each portion's points to the nearest of some centres (K, d)."""
+        ...
+
+
+def select_streamed(
+    stream: Stream,
+    wanted: Callable[[int], int],
+    *,
+    memory_limit: int,
+    generator: torch.Generator,
+    progress: Progress | None = None,
+) -> Selection:
+    """Greedy k-center over a stream.
+
+    Args:
+        stream: the points. Read once, or twice where they don't fit.
+        wanted: how many of N points to pick.
+        memory_limit: bytes of points held at once. It gives way to coresets of more than half of
+            what fits, whose full vectors take a multiple of that.
+        generator: on the CPU; draws the sample and the first pick.
+        progress: called with (picks done, all of them).
+
+    Raises:
+        ConfigError: `wanted` asks for an impossible number.
+        DataError: a point is NaN or infinite.
+    """
+    sample = _Reservoir(memory_limit, wanted)
+    for points in stream:
+        chances = torch.rand(len(points), generator=generator).to(points.device)
+        sample.add(points, chances)
+    size = wanted(sample.count)
+    if sample.complete:
+        return greedy_k_center(sample.points, size, generator=generator, progress=progress)
+
+    first = greedy_k_center(
+        sample.points, max(1, size // 2), generator=generator, progress=progress
+    )
+    places, centres = sample.places[first.picks], sample.points[first.picks]
+    del sample
+    if size == 1:
+        radius = max(covering_radius(points, centres) for points in stream if len(points))
+        return Selection(places, radius, exact=False)
+    rest = _Reservoir(memory_limit, wanted)
+    for points, distances in zip(stream, stream.distances(centres), strict=True):
+        rest.add(points, distances)
+    bounds = rest.priorities.square()
+    chosen = greedy_k_center(rest.points, size - len(places), generator=generator, bounds=bounds)
+    radius = max(chosen.covering_radius, rest.cut)
+    if progress is not None:
+        progress(size, size)
+    return Selection(torch.cat([places, rest.places[chosen.picks]]), radius, exact=False)
+
+
+class _Reservoir:
+    """Those points of a stream that have the highest priorities, as many as fit.
+
+    Attributes:
+        count: points offered so far.
+        cut: the highest priority of a point that was dropped; 0 if none was.
+        complete: none was dropped.
+    """
+
+    def __init__(self, memory_limit: int, wanted: Callable[[int], int]) -> None:
+        self._memory_limit = memory_limit
+        self._wanted = wanted
+        self._points = torch.empty(0, 0)
+        self._places = torch.empty(0, dtype=torch.int64)
+        self._priorities = torch.empty(0)
+        self._used = 0
+        self.count = 0
+        self.cut = 0.0
+        self.complete = True
+
+    @property
+    def points(self) -> Tensor:
+        """(n, d), those kept."""
+        return self._points[: self._used]
+
+    @property
+    def places(self) -> Tensor:
+        """(n,) int64, where in the stream each was."""
+        return self._places[: self._used]
+
+    @property
+    def priorities(self) -> Tensor:
+        """(n,) float32, of those kept."""
+        return self._priorities[: self._used]
+
+    def add(self, points: Tensor, priorities: Tensor) -> None:
+        """Offer points (n, d) with priorities (n,)."""
+        if not self.count:
+            self._allocate(max(1024, self._memory_limit // points[0].nbytes), points)
+        while self._used + len(points) > len(self._points):
+            self._make_room(len(points))
+        where = slice(self._used, self._used + len(points))
+        self._points[where] = points
+        self._places[where] = torch.arange(len(points), device=points.device) + self.count
+        self._priorities[where] = priorities
+        self._used += len(points)
+        self.count += len(points)
+
+    def _make_room(self, needed: int) -> None:
+        half = len(self._points) // 2
+        if self._used < 2 or self._is_wanted_more_than(half, needed) or needed > half:
+            self._allocate(2 * len(self._points), self._points)
+            return
+        order = self._priorities[: self._used].argsort(descending=True, stable=True)
+        self.cut = max(self.cut, float(self._priorities[order[half]]))
+        kept = order[:half].sort().values  # in the order of the stream
+        for held in (self._points, self._places, self._priorities):
+            held[:half] = held[kept]
+        self._used = half
+        self.complete = False
+
+    def _is_wanted_more_than(self, half: int, needed: int) -> bool:
+        try:
+            return self._wanted(self.count + needed) > half
+        except ConfigError:  # more than have come so far; whether others come is seen at the end
+            return True
+
+    def _allocate(self, rows: int, like: Tensor) -> None:
+        """Room for `rows` points; what isn't written to isn't taken from the machine."""
+        old = (self._points, self._places, self._priorities)
+        self._points = like.new_empty(rows, like.shape[1])
+        self._places = like.new_empty(rows, dtype=torch.int64)
+        self._priorities = like.new_empty(rows, dtype=torch.float32)
+        if self._used:
+            for new, before in zip(
+                (self._points, self._places, self._priorities), old, strict=True
+            ):
+                new[: self._used] = before[: self._used]
 
 
 def random_projection(dim: int, target: int, *, generator: torch.Generator) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,22 @@ from torch import Tensor
 from anomaly.errors import DataError
 from anomaly.scorers.base import Align, Fitter, Fold, Progress
 from anomaly.scorers.patchcore.bank import spacing_for
-from anomaly.scorers.patchcore.coreset import coreset_size, covering_radius, random_projection
-from anomaly.scorers.patchcore.extension import (
+from anomaly.scorers.patchcore.coreset import (
+    coreset_size,
+    covering_radius,
+    random_projection,
+    select_streamed,
+)
+from anomaly.scorers.patchcore.embedding import ALIGNERS
+from anomaly.scorers.patchcore.held_out import (
+    banks_without,
     extended,
     extended_without,
-    joined,
+    in_chunks,
+    merged,
 )
-from anomaly.scorers.patchcore.held_out import banks_without
-from anomaly.scorers.patchcore.memory_bank import ALIGNERS, MemoryBank, gather, gather_origins
-from anomaly.scorers.patchcore.projected import ProjectedPatches
-from anomaly.scorers.patchcore.streamed_coreset import select_streamed
+from anomaly.scorers.patchcore.memory_bank import MemoryBank, gather, gather_origins
+from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
 from anomaly.scorers.patches import MatrixOf, PatchSet
 
 
@@ -188,7 +196,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         self, scorers: Sequence[MemoryBank], numbers: Sequence[Mapping[int, int]]
     ) -> MemoryBank:
         """All vectors of several banks; a patch that more than one has kept, once."""
-        return joined(scorers, numbers).spaced()
+        return merged(scorers, numbers).spaced()
 
     def _farthest(self, bank: MemoryBank, patches: PatchSet) -> float:
         """The covering radius of patches, among projected embeddings."""
@@ -203,3 +211,72 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         if patches == 0:
             raise DataError("no training patches; check the training images")
         return coreset_size(patches, ratio=self.coreset_ratio, size=self.coreset_size)
+
+
+class ProjectedPatches:
+    """The points of all training patches, image by image; re-iterable.
+
+    Args:
+        patches: of the training images.
+        dimensions: d of the points.
+        generator: draws the projection.
+    """
+
+    def __init__(self, patches: PatchSet, dimensions: int, generator: torch.Generator) -> None:
+        self._patches = patches
+        self._dimensions = dimensions
+        self._generator = generator
+        self._matrix: Tensor | None = None
+        self._pieces: list[tuple[int, int]] = []
+
+    def __iter__(self) -> Iterator[Tensor]:
+        pieces = []
+        for image, points in self._patches.projected(self._matrix_of):
+            pieces.append((image, len(points)))
+            yield points
+        self._pieces = pieces
+
+    def distances(self, centres: Tensor) -> Iterator[Tensor]:
+        """Distances (n,) to the nearest of some centres (K, d), of what each step gives."""
+        assert self._matrix is not None, "points are measured once they have been read"
+        for found in self._patches.each(partial(_distances, self._matrix, centres)):
+            for some, lengths in found:
+                yield from torch.split(some, lengths)
+
+    def places(self, picks: Tensor) -> Tensor:
+        """Where points come from.
+
+        Args:
+            picks: (M,) int64, their numbers in the order in which they are read.
+
+        Returns:
+            (M, 2) int64: training image, and which of its patches that count.
+        """
+        lengths = [count for _, count in self._pieces]
+        ends = torch.tensor(list(accumulate(lengths)), device=picks.device)
+        before: dict[int, int] = {}  # of the same image
+        origins = []
+        for (image, count), end in zip(self._pieces, ends.tolist(), strict=True):
+            first = before.get(image, 0)
+            origins.append((image, end - count - first))
+            before[image] = first + count
+        piece = torch.searchsorted(ends, picks, right=True)
+        places = torch.tensor(origins, device=picks.device)[piece]
+        places[:, 1] = picks - places[:, 1]
+        return places
+
+    def _matrix_of(self, channels: int) -> Tensor:
+        if self._matrix is None:
+            self._matrix = random_projection(channels, self._dimensions, generator=self._generator)
+        return self._matrix
+
+
+def _distances(
+    matrix: Tensor, centres: Tensor, patches: PatchSet
+) -> list[tuple[Tensor, list[int]]]:
+    """Distances of some images' points to the nearest of some centres, and how many of each."""
+    with torch.inference_mode():
+        return [
+            (distances_to_nearest(points, centres), lengths)
+            for points, _, lengths in in_chunks(patches.projected(lambda _: matrix))
+        ]

@@ -13,21 +13,11 @@ from torch import Tensor, nn
 from anomaly.errors import DataError
 from anomaly.runtime.once import made_once
 from anomaly.scorers.base import Align, Scorer
-from anomaly.scorers.patchcore.aligner import (
-    patchcore_adaptive,
-    patchcore_concat,
-    patchcore_sharp,
-)
 from anomaly.scorers.patchcore.bank import Bank, check_bank
+from anomaly.scorers.patchcore.embedding import ALIGNERS
 from anomaly.scorers.patchcore.search import NearestNeighbors
 from anomaly.scorers.patches import PatchBatch, PatchSet
 
-# By `model.embedding`.
-ALIGNERS = {
-    "sharp": patchcore_sharp,
-    "concat": patchcore_concat,
-    "adaptive": patchcore_adaptive,
-}
 # Bank vectors that a graph compares patches with at once: 16 MiB for an image of 1024 patches.
 _BLOCK = 4096
 
@@ -46,7 +36,7 @@ class MemoryBank(Bank, Scorer):
         search: how neighbours are found, see `NearestNeighbors`.
         cache: folder for what an approximate search has to train first; it can be deleted.
         embedding: how feature maps become embeddings: `sharp`, `concat` or `adaptive`, see
-            `anomaly.scorers.patchcore.aligner`.
+            `anomaly.scorers.patchcore.embedding`.
         reweighting: b, bank vectors that the re-weighted image score looks at.
         spacing_neighbours: how many neighbours of each vector `spacing` is the mean distance to; 0
             for none.

@@ -1,6 +1,7 @@
-"""How far points are from the nearest of given centres, most of which needn't be looked at.
+"""How far points are from their nearest centres, most of which needn't be looked at.
 
-Points are grouped into cells around the first centres, and each cell meets all centres from the
+Centres that are added one after another are those of `MinDistances`. Where all are given, points
+are grouped into cells around the first centres, and each cell meets all centres from the
 nearest to its origin on. By the triangle inequality, a centre at a distance D from the origin is at
 least D − r from a member at a distance r from it, so that a cell is done as soon as that exceeds
 what each of its members has found. On real embeddings an eighth of the products is left with 21,401
@@ -10,12 +11,14 @@ them are small; centres in another order give the same distances, and take longe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from anomaly.runtime.parallel import spread
+from anomaly.errors import DataError
+from anomaly.runtime.parallel import Spread, spread
 
 # Of 128 to 1,024 cells, 256 measured best: few are wide, many make products too small to be quick.
 # A GPU multiplies faster than it could be told what to skip.
@@ -31,6 +34,17 @@ _ROWS, _COLUMNS = {"cpu": 1024, "cuda": 65536}, {"cpu": 1024, "cuda": 2048}
 _LEFT = 0.75
 # Centres are left out with a margin far above float32's rounding of the distances.
 _MARGIN = 1.0 + 1e-4
+
+# Cells where centres are added. Few are too wide to be skipped, many make products too small to be
+# quick and cost more to find. Of 64 to 384, 128 measured best, and twice as many for the most
+# centres.
+_GROUPS = 128
+# Centres from which on cells save more than finding them costs, and twice as many cells do.
+_MANY, _MOST = 6 * _GROUPS, 100 * _GROUPS
+# Points a block: rows of one product. A GPU wants few launches.
+_BLOCK = {"cpu": 4096, "cuda": 65536}
+# Centres a product, so that it never exceeds _CENTRES × _BLOCK numbers.
+_CENTRES = 2048
 
 
 def distances_to_nearest(points: Tensor, centres: Tensor) -> Tensor:
@@ -159,3 +173,126 @@ def _to_owners(
         torch.minimum(some, lower.add_(norms).clamp_(min=0), out=some)
     squared[:, members] = some
     return squared
+
+
+class MinDistances:
+    """The squared distance of every point to its nearest centre, as points become centres.
+
+    Where many centres come, points are grouped into cells around the first ones. By the triangle
+    inequality, a centre farther from a cell's origin than a member is, plus that member's distance
+    to its nearest centre, is no nearer to it.
+
+    Args:
+        points: (N, d), any floating dtype.
+        spread: hands out work, see `anomaly.runtime.parallel.spreading`.
+        expected: about how many centres will be added: cells are made where they are many.
+
+    Attributes:
+        squared: (N,) float32; centres have -1. The owner may set them before the first centre.
+
+    Raises:
+        DataError: a point is NaN or infinite.
+    """
+
+    def __init__(self, points: Tensor, spread: Spread, expected: int) -> None:
+        self._points = points
+        self._spread = spread
+        self._mean = points.mean(0, dtype=torch.float32)
+        if not bool(self._mean.isfinite().all()):
+            bad = int((~points.isfinite().all(1)).sum())
+            raise DataError(
+                f"{bad} of {len(points)} patch embeddings hold NaN or infinite values; "
+                "check the backbone's weights and the precision it runs in"
+            )
+        self._block = _BLOCK[points.device.type]
+        # Cells to be made; a GPU multiplies faster than it could be told what to skip.
+        self._wanted = 0
+        if points.device.type == "cpu" and len(points) >= 32 * _GROUPS and expected >= _MANY:
+            self._wanted = _GROUPS if expected < _MOST else 2 * _GROUPS
+        self.squared = torch.full((len(points),), float("inf"), device=points.device)
+        self._pivots = points.new_empty(0, points.shape[1], dtype=torch.float32)
+        everything = torch.arange(len(points), device=points.device)
+        blocks = [(m, self._mean) for m in torch.split(everything, self._block)]
+        self._cells = self._spread(self._cell, blocks)
+
+    def add_centres(self, members: Tensor) -> None:
+        """Make centres of some points (n,) int64."""
+        while len(members):
+            some = members[: self._wanted or _CENTRES]
+            members = members[len(some) :]
+            centres = self._points.index_select(0, some).float()
+            self._update(centres)
+            self.squared[some] = -1.0  # even where rounding leaves one above 0
+            if self._wanted:
+                self._pivots = torch.cat([self._pivots, centres])
+                if len(self._pivots) >= self._wanted:
+                    self._partition(self._pivots[: self._wanted])
+                    self._wanted = 0
+
+    def _update(self, centres: Tensor) -> None:
+        origins = torch.stack([cell.origin for cell in self._cells]) - self._mean
+        away = torch.cdist(origins, centres - self._mean)
+        reach = torch.tensor([cell.reach for cell in self._cells], device=away.device)
+        near = away < reach[:, None] * _MARGIN
+        work = [(c, hit) for c, hit in zip(self._cells, near, strict=True) if bool(hit.any())]
+        self._spread(lambda w: self._update_cell(w[0], centres[w[1]]), work)
+
+    def _update_cell(self, cell: _Cell, centres: Tensor) -> None:
+        offsets, centres = self._offsets(cell.members, cell.origin), centres - cell.origin
+        squared = torch.addmm(centres.square().sum(1, True), centres, offsets.T, alpha=-2)
+        nearest = squared.amin(0).add_(cell.norms).clamp_(min=0)
+        nearest = torch.minimum(nearest, self.squared.index_select(0, cell.members))
+        self.squared.index_copy_(0, cell.members, nearest)
+        if cell.reach < float("inf"):
+            cell.reach = _reach(cell.norms, nearest)
+
+    def _partition(self, pivots: Tensor) -> None:
+        """Make cells of the points around their nearest pivots (k, d)."""
+        members = torch.cat([cell.members for cell in self._cells])
+        owners = torch.cat(self._spread(lambda cell: self._nearest(cell, pivots), self._cells))
+        order = owners.argsort(stable=True)
+        sizes = torch.bincount(owners, minlength=len(pivots)).tolist()
+        blocks = [
+            (some, pivot)
+            for pivot, group in zip(pivots, torch.split(members[order], sizes), strict=True)
+            for some in torch.split(group, self._block)
+            if len(some)
+        ]
+        self._cells = self._spread(self._cell, blocks)
+        for cell in self._cells:
+            cell.reach = _reach(cell.norms, self.squared[cell.members])
+
+    def _cell(self, block: tuple[Tensor, Tensor]) -> _Cell:
+        members, origin = block
+        return _Cell(members, origin, self._offsets(members, origin).square_().sum(1))
+
+    def _nearest(self, cell: _Cell, pivots: Tensor) -> Tensor:
+        """Which pivot (n,) is nearest to each member."""
+        pivots = pivots - cell.origin
+        offsets = self._offsets(cell.members, cell.origin)
+        return torch.addmm(pivots.square().sum(1), offsets, pivots.T, alpha=-2).argmin(1)
+
+    def _offsets(self, members: Tensor, origin: Tensor) -> Tensor:
+        return self._points.index_select(0, members).float().sub_(origin)
+
+
+@dataclass
+class _Cell:
+    """Points that are updated together.
+
+    Attributes:
+        members: (n,) int64, their indices.
+        origin: (d,), a place among them: distances are multiplied out relative to it, so that
+            large norms don't cancel.
+        norms: (n,) squared distance of each to the origin.
+        reach: a centre at least this far from the origin is no member's nearest.
+    """
+
+    members: Tensor
+    origin: Tensor
+    norms: Tensor
+    reach: float = float("inf")
+
+
+def _reach(norms: Tensor, squared: Tensor) -> float:
+    return float((norms.sqrt() + squared.clamp(min=0).sqrt()).max())

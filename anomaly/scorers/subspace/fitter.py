@@ -15,7 +15,7 @@ from anomaly.errors import ConfigError, DataError
 from anomaly.runtime.parallel import spread
 from anomaly.scorers.base import Align, Fitter, Fold, Progress, Scorer
 from anomaly.scorers.merging import check_apart
-from anomaly.scorers.patchcore.aligner import patchcore_concat
+from anomaly.scorers.patchcore.embedding import patchcore_concat
 from anomaly.scorers.patches import PatchBatch, PatchSet
 from anomaly.scorers.subspace.residual import Subspace, check_subspace, residual_norms
 from anomaly.scorers.subspace.statistics import PatchStatistics

@@ -80,13 +80,13 @@ def test_the_others_are_covered_as_closely_by_no_more_vectors_than_it_takes(rati
         FOLDS, banks_without(bank, batches, FOLDS, projection=projection), strict=True
     ):
         gone = torch.isin(bank.origins[:, 0], torch.tensor(fold))
-        orphans = (gone[nearest] & ~torch.isin(images, torch.tensor(fold))).nonzero()[:, 0]
-        away = torch.cdist(every, vectors[~gone]).amin(1)[orphans]
+        uncovered = (gone[nearest] & ~torch.isin(images, torch.tensor(fold))).nonzero()[:, 0]
+        away = torch.cdist(every, vectors[~gone]).amin(1)[uncovered]
         expected: list[list[int]] = []
         while len(expected) < int(gone.sum()) and away.max() > 0.95 * bank.covering_radius:
-            pick = orphans[away.argmax()]
+            pick = uncovered[away.argmax()]
             expected.append(places[int(pick)])
-            away = torch.minimum(away, torch.cdist(every[orphans], every[pick][None])[:, 0])
+            away = torch.minimum(away, torch.cdist(every[uncovered], every[pick][None])[:, 0])
         kept = bank.origins[~gone].tolist()
         assert left.origins.tolist() == kept + expected
         added.append((len(expected), int(gone.sum())))
@@ -137,9 +137,8 @@ def test_how_images_are_parted_changes_nothing(share: float) -> None:
 def test_a_share_of_the_patches_is_drawn_evenly() -> None:
     images, ranks = torch.arange(300).repeat_interleave(200), torch.arange(200).repeat(300)
     places = torch.stack([images, ranks], 1)
-    nothing = torch.empty(0)
     for share in (0.0, 0.03, 0.5, 1.0):
-        drawn = _drawn(share, nothing, places).view(300, 200).double()
+        drawn = _drawn(places, share).view(300, 200).double()
         spread = (share * (1 - share)) ** 0.5
         assert float(drawn.mean()) == pytest.approx(share, abs=4 * spread / 60_000**0.5)
         for axis, count in ((0, 300), (1, 200)):  # of each image, and of each place in it

@@ -12,9 +12,13 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
 from anomaly.errors import ConfigError
-from anomaly.scorers.patchcore.coreset import coreset_size, greedy_k_center
+from anomaly.scorers.patchcore.coreset import (
+    Selection,
+    coreset_size,
+    greedy_k_center,
+    select_streamed,
+)
 from anomaly.scorers.patchcore.nearest_centres import distances_to_nearest
-from anomaly.scorers.patchcore.streamed_coreset import StreamedSelection, select_streamed
 
 DIM = 12
 
@@ -43,7 +47,7 @@ class _Stream:
         return (distances_to_nearest(points, centres) for points in self._portions)
 
 
-def streamed(stream: list[torch.Tensor], size: int, rows: int, seed: int = 0) -> StreamedSelection:
+def streamed(stream: list[torch.Tensor], size: int, rows: int, seed: int = 0) -> Selection:
     return select_streamed(
         _Stream(stream),
         partial(coreset_size, size=size),

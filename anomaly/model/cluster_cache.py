@@ -1,4 +1,4 @@
-"""Training patches on a cluster: workers compute and keep features, and go on with them.
+"""Features of training images on a cluster: workers compute and keep features, and go on with them.
 
 Images are cut into shards of a fixed number, whatever the workers. A worker leaves a shard's
 feature maps in the run's folder, which all machines see, so that it doesn't matter which one goes
@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from anomaly.errors import AnomalyError
-from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.image import Image
 from anomaly.imaging.preprocessing import UnusableImage
-from anomaly.model.part import Part
+from anomaly.model.feature_cache import CachedFeatures, joined_features
+from anomaly.model.preparation import TrainingSetup
 from anomaly.model.scoring import Model
 from anomaly.model.shard_worker import ShardJob, ShardWorker
 from anomaly.model.suspects import Suspects
-from anomaly.model.training_patches import TrainingPatches
-from anomaly.model.untrained import Untrained
 from anomaly.runtime.actors import Actor, Cluster, then
 from anomaly.runtime.dispatch import Worker, dispatch
 from anomaly.scorers.base import Progress
@@ -44,14 +42,13 @@ _SCORED = 16  # images at once
 _Ask = Callable[[Actor, int, Any], "Future[Any]"]
 
 
-class ClusterPatches(TrainingPatches):
-    """The patches of the training images, whose features are computed by workers.
+class ClusterCache:
+    """A `FeatureCache` whose features are computed by workers.
 
     Args:
-        cluster: where the workers are.
-        images: files, or pixels that are decoded already, by their numbers, ascending.
-        decoders: set to what the model's loading is.
         model: whose network and alignment make the embeddings, by its settings.
+        images: files, or pixels that are decoded already, by their numbers, ascending.
+        cluster: where the workers are.
         scratch: an existing folder that all machines see.
         progress: called with images done, and how many there are.
 
@@ -61,34 +58,33 @@ class ClusterPatches(TrainingPatches):
 
     def __init__(
         self,
-        cluster: Cluster,
+        model: TrainingSetup,
         images: Mapping[int, Path | Image],
-        decoders: Decoders,
-        model: Untrained,
+        cluster: Cluster,
         scratch: Path,
-        *,
         progress: Progress,
     ) -> None:
-        super().__init__(images, decoders, model, scratch, progress=progress)
-        wanted = min(_MOST, -(-len(images) // _LEAST_SHARDS))
-        self.shard = -(-wanted // self._batch_size) * self._batch_size
+        self._images = images
         self._cluster = cluster
+        self._progress = progress
+        batch = model.embedder.at_once(model.config.batch_size)
+        wanted = min(_MOST, -(-len(images) // _LEAST_SHARDS))
+        self.shard = -(-wanted // batch) * batch
         for left in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
             shutil.rmtree(left, ignore_errors=True)
         self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER, dir=scratch.absolute())
-        place = Path(self._folder.name)
-        job = ShardJob(model, images, self.shard, cluster.threads, place)
+        job = ShardJob(model, images, self.shard, cluster.threads, Path(self._folder.name))
         self._shards = job.shards()
-        self._sent = cluster.put(job)
+        self._job = cluster.put(job)
         self._idle: list[Actor] = []
-        self._found: list[Any] = []
+        self._used: list[list[int]] = []
+        self._features: list[Any] = []
 
-    def compute(self) -> None:
-        """Have all features computed; this comes before anything is read.
+    def build(self) -> CachedFeatures:
+        """Have all features computed.
 
         Raises:
             AnomalyError: a worker has met it, or workers die whatever they are given.
-            DataError: no image can be used.
         """
         killed: dict[int, Mapping[int, str]] = {}
 
@@ -99,28 +95,31 @@ class ClusterPatches(TrainingPatches):
         def attempt(actor: Actor, chunk: int, places: Sequence[int]) -> Future[Any]:
             return actor.ask("try_images", chunk, places)
 
-        started = time.perf_counter()
-        results = self._pass([len(shard) for shard in self._shards], ask, attempt, self._progress)
-        self.seconds = time.perf_counter() - started
+        built: list[CachedFeatures] = self._pass(
+            [len(shard) for shard in self._shards], ask, attempt, self._progress
+        )
+        self._features = [self._cluster.put(features) for features in built]
+        self._used = [sorted(features.hashes) for features in built]
+        joined = joined_features(built)
+        refused = list(joined.refused)
         for chunk, lost in killed.items():
             for place, reason in lost.items():
                 i = self._shards[chunk][place]
-                self.refused.append(UnusableImage(i, "failed", f"{self._images[i]}: {reason}"))
-        self._found = [self._cluster.put(found) for found in results]
-        self.take(results)
-        self.refused.sort(key=lambda one: one.index)
+                refused.append(UnusableImage(i, "failed", f"{self._images[i]}: {reason}"))
+        refused.sort(key=lambda item: item.index)
+        return replace(joined, refused=tuple(refused), run_each=self.run_each)
 
-    def each_of(
+    def run_each(
         self, images: Container[int], function: Callable[[PatchSet], Result]
     ) -> Iterator[Result]:
         """What a function makes of some of the images, a shard at a time, at the workers."""
-        units, sent = list(self._used(images)), self._cluster.put(function)
-        yield from self._on_images("apply", units, sent, lambda done, total: None)
+        sent = self._cluster.put(function)
+        yield from self._on_images("apply", self._units(images), sent, lambda done, total: None)
 
     def score(
         self,
         detector: Model,
-        part: Part,
+        features: CachedFeatures,
         views: Mapping[int, AnyView],
         *,
         suspects: Suspects | None = None,
@@ -129,7 +128,7 @@ class ClusterPatches(TrainingPatches):
         """Have all patches of some images scored; see `cross_fitting.scores_of`."""
         units = [
             some[i : i + _SCORED]
-            for some in self._used(part.images)
+            for some in self._units(features.images)
             for i in range(0, len(some), _SCORED)
         ]
         found: dict[int, tuple[float, float]] = {}
@@ -143,17 +142,14 @@ class ClusterPatches(TrainingPatches):
 
     def close(self) -> None:
         """End the workers and delete the features."""
-        super().close()
         while self._idle:
             self._idle.pop().stop()
         self._folder.cleanup()
 
-    def _used(self, images: Container[int]) -> Iterator[list[int]]:
+    def _units(self, images: Container[int]) -> list[list[int]]:
         """Those of some images that have patches, shard by shard."""
-        for shard in self._shards:
-            mine = [i for i in shard if i in images and i in self.hashes]
-            if mine:
-                yield mine
+        shards = ([i for i in used if i in images] for used in self._used)
+        return [shard for shard in shards if shard]
 
     def _on_images(
         self, method: str, units: Sequence[Sequence[int]], sent: Any, progress: Progress
@@ -171,8 +167,8 @@ class ClusterPatches(TrainingPatches):
             return on(actor, [units[unit][place] for place in places])
 
         def on(actor: Actor, images: Sequence[int]) -> Future[Any]:
-            found = self._found[images[0] // self.shard if images else 0]
-            return actor.ask(method, found, images, sent)
+            features = self._features[images[0] // self.shard if images else 0]
+            return actor.ask(method, features, images, sent)
 
         return self._pass([len(images) for images in units], ask, attempt, progress)
 
@@ -184,7 +180,7 @@ class ClusterPatches(TrainingPatches):
 
         def hire() -> Worker:
             start = self._cluster.start
-            actor = self._idle.pop() if self._idle else start(ShardWorker, self._sent)
+            actor = self._idle.pop() if self._idle else start(ShardWorker, self._job)
             return _ShardWorker(actor, ask, attempt, results, self._idle)
 
         units, room = range(len(sizes)), self._cluster.room

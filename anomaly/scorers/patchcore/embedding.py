@@ -125,3 +125,11 @@ def _bin_averages(channels: int, dimensions: int, inner: int) -> tuple[Tensor, i
         bins = bins.reshape(9 * block, -1, inner).mean(dim=-1)
         weight = bins.T.reshape(-1, block, 3, 3).repeat(groups, 1, 1, 1)
         return weight.float(), groups
+
+
+# By `model.embedding`.
+ALIGNERS = {
+    "sharp": patchcore_sharp,
+    "concat": patchcore_concat,
+    "adaptive": patchcore_adaptive,
+}

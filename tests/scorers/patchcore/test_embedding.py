@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anomaly.scorers.patchcore.aligner import (
+from anomaly.scorers.patchcore.embedding import (
     patchcore_adaptive,
     patchcore_concat,
     patchcore_sharp,

@@ -12,8 +12,8 @@ import torch
 
 import anomaly
 from anomaly.errors import OutputError
+from anomaly.scorers.patchcore.embedding import ALIGNERS
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter
-from anomaly.scorers.patchcore.memory_bank import ALIGNERS
 from anomaly.scorers.patches import PatchSet
 
 SETTINGS = {
@@ -78,14 +78,15 @@ def test_much_space_is_announced(
 @pytest.mark.parametrize("kept", [False, True])
 def test_points_come_in_the_order_of_the_parts(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
     """Batches of images of two sizes don't: what is measured by parts goes with what is read."""
-    monkeypatch.setattr("anomaly.model.training_patches._PART", 3)
+    monkeypatch.setattr("anomaly.model.feature_cache._PART", 3)
     fit, seen = MemoryBankFitter.fit, []
 
     def watched(self: MemoryBankFitter, batches: Any, progress: Any = None) -> Any:
-        if not kept:
-            seen.append([image for batch in batches for image in batch.images])
-        points = [list(batches.projected(self.projection)) for _ in range(2)]
-        parts = list(batches.each(lambda part: list(part.projected(self.projection))))
+        def matrix(channels: int) -> torch.Tensor:
+            return self.projection(channels) * (1 if kept else 2)
+
+        points = [list(batches.projected(matrix)) for _ in range(2)]
+        parts = list(batches.each(lambda part: list(part.projected(matrix))))
         assert [len(part) for part in parts] == [3, 3, 1]
         for other in (points[1], [piece for part in parts for piece in part]):
             assert [image for image, _ in points[0]] == [image for image, _ in other]
@@ -102,7 +103,7 @@ def test_points_come_in_the_order_of_the_parts(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("ignored", [None, [[0, 0], [0.6, 0], [0.6, 0.4], [0, 0.4]]])
 @pytest.mark.parametrize(("copies", "each"), [("none", 1), ("quarter_turns", 4)])
-def test_the_first_reading_keeps_projected_patches(
+def test_projected_patches_are_kept(
     monkeypatch: pytest.MonkeyPatch, copies: str, each: int, ignored: list[list[float]] | None
 ) -> None:
     """Of 5 images in batches of 2, each of which is aligned once."""
