@@ -13,15 +13,12 @@ from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
-from anomaly.imaging.image import MAX_PIXELS, Image, described, read_header, read_image
+from anomaly.imaging.image import Image, described, read_header, read_image
+from anomaly.imaging.process_limits import out_of_memory
 from anomaly.imaging.region import Region
 
 # What a large image has instead of pixels for the network: its tiles have them.
 NO_PIXELS: NDArray[np.float32] = np.empty((0, 0, 3), np.float32)
-
-# An image of up to so many pixels is read within the limits of every image; a larger one says so
-# first, and gets more time and memory in proportion.
-MODEST_PIXELS = 25_000_000
 
 # An incomplete batch waits for so many batches' worth of images.
 _SPAN = 4
@@ -127,45 +124,10 @@ def size_of(path: Path) -> tuple[int, int] | None:
         return None
 
 
-def nothing_said(pixels: int) -> None:
-    """Stands in where nobody limits what an image may take."""
-
-
-def read(
-    source: Path | bytes,
-    *,
-    max_pixels: int = MAX_PIXELS,
-    bit_depth: int | None = None,
-    say_pixels: Callable[[int], None] = nothing_said,
-) -> Image:
-    """Read one image, and say before it is decoded that it is a large one.
-
-    Args:
-        source: the file, or its bytes.
-        max_pixels: images of more pixels are refused before they are decoded.
-        bit_depth: significant bits of files that can't say so themselves; None for all.
-        say_pixels: called with the number of pixels of an image that has more than
-            `MODEST_PIXELS`. Such a file is opened twice.
-
-    Raises:
-        ImageError: `unreadable` or `unsupported`; the message names the file.
-    """
-    try:
-        return read_image(source, max_pixels=min(max_pixels, MODEST_PIXELS), bit_depth=bit_depth)
-    except ImageError as error:  # a larger image, or a longer file, than a modest one's?
-        if max_pixels <= MODEST_PIXELS or error.status != "unsupported":
-            raise
-        height, width = read_header(source, max_pixels=max_pixels).size
-    if MODEST_PIXELS < height * width <= max_pixels:
-        say_pixels(height * width)
-    return read_image(source, max_pixels=max_pixels, bit_depth=bit_depth)
-
-
 def load(
     index: int,
     source: Path | bytes | Image,
     loading: Loading,
-    say_pixels: Callable[[int], None] = nothing_said,
 ) -> Loaded | UnusableImage:
     """Decode and render one image. Whatever happens on the way, it is this image's alone.
 
@@ -173,11 +135,10 @@ def load(
         index: its place in the list of images.
         source: the file, its bytes, or pixels that needn't be decoded.
         loading: how.
-        say_pixels: as for `read`.
     """
     path = source if isinstance(source, Path) else None
     try:
-        return _load(index, source, loading, say_pixels)
+        return _load(index, source, loading)
     except Exception as error:  # a shift mustn't end because of one image
         return refusal(index, described(index, path), error)
 
@@ -188,23 +149,18 @@ def refusal(index: int, name: Path | str, error: Exception) -> UnusableImage:
         return UnusableImage(index, error.status, str(error))
     if isinstance(error, DataError):
         return UnusableImage(index, "unsupported", f"{name}: {error}")
+    if isinstance(error, MemoryError):
+        return UnusableImage(index, "unsupported", f"{name}: {out_of_memory()}")
     what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
     return UnusableImage(index, "failed", f"{name}: {what}")
 
 
-def _load(
-    index: int, source: Path | bytes | Image, loading: Loading, say_pixels: Callable[[int], None]
-) -> Loaded:
+def _load(index: int, source: Path | bytes | Image, loading: Loading) -> Loaded:
     path = source if isinstance(source, Path) else None
     if isinstance(source, Image):
         image = source
     else:
-        image = read(
-            source,
-            max_pixels=loading.max_pixels,
-            bit_depth=loading.bit_depth,
-            say_pixels=say_pixels,
-        )
+        image = read_image(source, max_pixels=loading.max_pixels, bit_depth=loading.bit_depth)
     view = loading.sizing.view(image.size)
     if loading.region is not None:
         loading.region.inside(image.size, slice(0, 1))

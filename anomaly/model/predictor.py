@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, overload
 
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_pool import Decoders, load_shared
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling
 from anomaly.imaging.given import AxisOrder, Channels, Given, ImageLike, is_one, sources
@@ -22,7 +22,6 @@ from anomaly.imaging.preprocessing import (
     refusal,
     refuse_missed,
 )
-from anomaly.imaging.shared_decoders import load_shared
 from anomaly.model.appearance import Appearance
 from anomaly.model.mosaic import score_tiles
 from anomaly.model.prediction import Prediction
