@@ -14,8 +14,8 @@ from anomaly.datasets.faults import DataReport, Fault, Severity, SplitSummary, h
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape
-from anomaly.imaging.image import MAX_PIXELS, Image, read_image
-from anomaly.imaging.preprocessing import UnusableImage, refusal
+from anomaly.imaging.loading import UnusableImage, refusal
+from anomaly.imaging.read import MAX_PIXELS, Image, read_image
 from anomaly.imaging.region import Region
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
@@ -24,7 +24,7 @@ _FEW_IMAGES = 20  # below that, one odd image sets both thresholds
 
 @dataclass(frozen=True)
 class Reading:
-    """How images are read, as in training; see `anomaly.imaging.image.read_image`.
+    """How images are read, as in training; see `anomaly.imaging.read.read_image`.
 
     Attributes:
         region: what of each image counts; None for all of it.

@@ -13,7 +13,7 @@ import numpy as np
 
 from anomaly import __version__
 from anomaly.errors import OutputError
-from anomaly.imaging.given import ImageLike, is_one
+from anomaly.imaging.array_input import ImageLike, is_one
 from anomaly.inference.rows import Row, row_of
 from anomaly.model.checkpoint import load
 from anomaly.model.detector import AnomalyDetector

@@ -25,13 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import ImageError
-from anomaly.imaging import image as images
-from anomaly.imaging import preprocessing, process_limits
+from anomaly.imaging import process_limits, read
 from anomaly.imaging.decoder_process import DecoderProcess, EndedError
 from anomaly.imaging.decoder_worker import Task, load_alone, name_of
 from anomaly.imaging.geometry import View
-from anomaly.imaging.image import Image
-from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage, paint
+from anomaly.imaging.loading import Loaded, Loading, UnusableImage, load, paint
+from anomaly.imaging.read import Image
 from anomaly.prefetch import StoppedError, ahead
 
 AHEAD = 4  # images that each process may be ahead of the network
@@ -116,7 +115,7 @@ class Decoders:
         """
         if isinstance(source, Image):
             assert self._task is not None
-            return _finished(preprocessing.load(index, source, self._task.loading))
+            return _finished(load(index, source, self._task.loading))
         process = self._of[index] = self._idlest()
         return process.submit(_load, process, index, source)
 
@@ -293,7 +292,7 @@ def load_shared(
         if isinstance(source, UnusableImage):
             return _finished(source)
         if isinstance(source, Image):
-            return _finished(preprocessing.load(index, source, loading))
+            return _finished(load(index, source, loading))
         return _shared_decoders().submit_alone(index, source, loading, keep_image)
 
     # An image that is worth tiling is too large to have many of it waiting.
@@ -307,4 +306,4 @@ def read_mask(path: Path) -> NDArray[np.bool_]:
         ImageError: it is damaged or of a kind that isn't accepted, or took too long or too much.
     """
     with Decoders(1) as decoders:
-        return np.asarray(decoders.call(images.read_mask, path, about=path), bool)
+        return np.asarray(decoders.call(read.read_mask, path, about=path), bool)

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from anomaly.errors import ImageError, OutputError
 from anomaly.imaging import process_limits
 from anomaly.imaging.geometry import Tiling, View
-from anomaly.imaging.image import Image, described
-from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage, load, paint, refusal
+from anomaly.imaging.loading import Loaded, Loading, UnusableImage, load, paint, refusal
+from anomaly.imaging.read import Image, described
 
 _KEPT_BYTES = 256 * 1024**2
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from anomaly import __version__
 from anomaly.files.csv_files import csv_text
-from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.imaging.loading import UnusableImage
 from anomaly.maps.regions import MarkedRegion
 
 if TYPE_CHECKING:

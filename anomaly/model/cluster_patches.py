@@ -22,8 +22,8 @@ from typing import Any
 from anomaly.errors import AnomalyError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.image import Image
-from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.imaging.loading import UnusableImage
+from anomaly.imaging.read import Image
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.part import Part
 from anomaly.model.shard_worker import ShardJob, ShardWorker

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from anomaly.calibration import GoodScores
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.turning import turn_of
+from anomaly.imaging.loading import turn_of
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.image_score import image_scores, network_map

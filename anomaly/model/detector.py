@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.config.methods import METHODS
 from anomaly.errors import DataError
-from anomaly.imaging.given import AxisOrder, Channels, ImageLike
+from anomaly.imaging.array_input import AxisOrder, Channels, ImageLike
 from anomaly.model.appearance import Appearance
 from anomaly.model.predictor import Predictor
 from anomaly.model.saving import save

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.imaging.loading import UnusableImage
 from anomaly.model.appearance import Appearance
 from anomaly.model.tensor_file import Piece, TensorFile
 from anomaly.scorers.patches import MatrixOf, PatchBatch

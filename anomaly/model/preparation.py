@@ -18,7 +18,7 @@ from anomaly.features.extractor import FeatureExtractor
 from anomaly.features.precision import choose_precision
 from anomaly.imaging.decoder_pool import Decoders, read_mask
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.preprocessing import Loaded, size_of
+from anomaly.imaging.loading import Loaded, size_of
 from anomaly.model.build import backbone, fitter_of
 from anomaly.model.cluster_patches import ClusterPatches
 from anomaly.model.settings import loading_of, region_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.errors import DataError
-from anomaly.imaging.image import Image
+from anomaly.imaging.read import Image
 from anomaly.model.cross_fitting import scores_of
 from anomaly.model.first_reading import FirstReading
 from anomaly.model.part import Part

@@ -13,13 +13,12 @@ import pytest
 from conftest import REPOSITORY
 
 from anomaly.errors import AnomalyError, ImageError, OutputError
-from anomaly.imaging import decoder_process
+from anomaly.imaging import decoder_process, loading
 from anomaly.imaging import decoder_worker as decoding_process
-from anomaly.imaging import preprocessing as loading
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing, Tiling
-from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage, load
+from anomaly.imaging.loading import Loaded, Loading, UnusableImage, load
 from anomaly.inference.artifacts import Drawn, Pictures, Shown
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap

@@ -22,18 +22,18 @@ from anomaly.imaging import decoder_process, process_limits
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.image import read_header, read_image
-from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage
+from anomaly.imaging.loading import Loaded, Loading, UnusableImage
 from anomaly.imaging.process_limits import MODEST_PIXELS
+from anomaly.imaging.read import read_header, read_image
 
 # A parser that a file's name makes do what no file should make it do.
 _PARSER = """
 import os, sys, time
 sys.path[:] = {path!r}
 import anomaly.datasets.check
-from anomaly.imaging import image, preprocessing, process_limits
+from anomaly.imaging import loading, process_limits, read
 process_limits.COMPUTING_SECONDS = {seconds}
-honest = image.read_image
+honest = read.read_image
 def read_image(path, **options):
     if "stuck" in path.name or "asleep" in path.name or "hog" in path.name:
         path.with_suffix(".tried").touch()
@@ -48,7 +48,7 @@ def read_image(path, **options):
         held.append(b"x" * 20_000_000)
         time.sleep(0.01)
     return honest(path, **options)
-for module in (image, preprocessing, anomaly.datasets.check):
+for module in (read, loading, anomaly.datasets.check):
     module.read_image = read_image
 from anomaly.imaging.decoder_worker import serve
 serve({parent}, {memory})
