@@ -17,7 +17,7 @@ from anomaly.calibration import Thresholds
 from anomaly.config.schema import Config
 from anomaly.errors import ImageError
 from anomaly.evaluation.recalibration import recalibrated
-from anomaly.imaging.given import AxisOrder, Channels, ImageLike, is_one
+from anomaly.imaging.array_input import AxisOrder, Channels, ImageLike, is_one
 from anomaly.model import product_folder, products
 from anomaly.model.prediction import Prediction
 from anomaly.model.products import AnyModel

@@ -17,8 +17,8 @@ from anomaly.datasets import Dataset, Sample, check_good_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import ConfigError, DataError, ImageError
-from anomaly.imaging.given import AxisOrder, Channels, Given, ImageLike, is_one
-from anomaly.imaging.image import described
+from anomaly.imaging.array_input import AxisOrder, Channels, Given, ImageLike, is_one
+from anomaly.imaging.read import described
 from anomaly.model.training import StageProgress, train
 from anomaly.runtime.devices import device_of
 

@@ -33,7 +33,7 @@ from anomaly.features.inside import inside_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.preprocessing import UnusableImage, by_shape, tile_by_tile
+from anomaly.imaging.loading import UnusableImage, by_shape, tile_by_tile
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit, scores_of, split
 from anomaly.model.scoring import Model

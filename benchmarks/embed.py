@@ -17,7 +17,7 @@ from anomaly.features.backbones import normalisation
 from anomaly.features.embedder import Embedder
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.preprocessing import by_shape
+from anomaly.imaging.loading import by_shape
 from anomaly.model.build import backbone, fitter_of
 from anomaly.model.settings import loading_of
 

@@ -24,7 +24,7 @@ from anomaly.features.backbones import build, default_layers, normalisation
 from anomaly.features.embedder import Embedder
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.preprocessing import UnusableImage, by_shape
+from anomaly.imaging.loading import UnusableImage, by_shape
 from anomaly.model.build import backbone
 from anomaly.model.settings import loading_of
 from anomaly.runtime.threads import cores

@@ -23,7 +23,7 @@ from anomaly.config.parsing import parse_config
 from anomaly.config.schema import Config
 from anomaly.datasets import open_dataset
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.preprocessing import UnusableImage, by_shape
+from anomaly.imaging.loading import UnusableImage, by_shape
 from anomaly.model.appearance import Appearance, appearances_of
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.preparation import prepare

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from anomaly.scorers.patchcore.coreset import greedy_k_center, random_projection
-from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
+from anomaly.scorers.patchcore.search import NearestNeighbors
 from benchmarks.inputs import PATCHES_AN_IMAGE, embeddings, generated, machine, whole_images
 
 # Seconds before each timed search: OpenMP's threads spin for a while after a product, in which they

@@ -191,14 +191,15 @@ def _decoding_here(path: Route) -> Iterator[None]:
     """Let the decoding processes' work be done here, and record while a run scores."""
     import anomaly.inference.run as run
     from anomaly.imaging import decoder_worker
-    from anomaly.imaging.guarded_process import GuardedProcess
+    from anomaly.imaging.decoder_process import DecoderProcess
 
-    servers: dict[int, Any] = {}
+    workers: dict[int, Any] = {}
 
-    def exchange(process: GuardedProcess, request: tuple[Any, ...], _: int) -> tuple[str, Any]:
-        server = servers.setdefault(id(process.task), decoder_worker._Server(process.task))
-        name, *arguments = request
-        return "done", getattr(server, name)(*arguments)
+    def exchange(
+        process: DecoderProcess, request: object, name: str, arguments: tuple[Any, ...]
+    ) -> tuple[str, Any]:
+        worker = workers.setdefault(id(process.task), decoder_worker.Worker(process.task))
+        return "done", getattr(worker, name)(*arguments)
 
     def infer(*arguments: Any, **options: Any) -> Any:
         path.recording = True
@@ -209,12 +210,12 @@ def _decoding_here(path: Route) -> Iterator[None]:
             sys.setprofile(None)
             path.recording = False
 
-    usual, scored = GuardedProcess._exchange, run.infer
-    GuardedProcess._exchange, run.infer = exchange, infer  # type: ignore[method-assign]
+    usual, scored = DecoderProcess._exchange, run.infer
+    DecoderProcess._exchange, run.infer = exchange, infer  # type: ignore[method-assign]
     try:
         yield
     finally:
-        GuardedProcess._exchange, run.infer = usual, scored  # type: ignore[method-assign]
+        DecoderProcess._exchange, run.infer = usual, scored  # type: ignore[method-assign]
 
 
 def trace() -> Route:

@@ -62,7 +62,7 @@ def _checked(config: Config) -> tuple[str, DataReport]:
     """A data set's folder, and what was found in it."""
     from anomaly.datasets import open_dataset
     from anomaly.datasets.check import Reading, check
-    from anomaly.imaging.shared_decoders import read_mask
+    from anomaly.imaging.decoder_pool import read_mask
     from anomaly.model.settings import region_of
     from anomaly.runtime.threads import cores
 

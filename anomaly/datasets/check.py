@@ -14,8 +14,8 @@ from anomaly.datasets.faults import DataReport, Fault, Severity, SplitSummary, h
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape
-from anomaly.imaging.image import MAX_PIXELS, Image
-from anomaly.imaging.preprocessing import UnusableImage, nothing_said, read, refusal
+from anomaly.imaging.loading import UnusableImage, refusal
+from anomaly.imaging.read import MAX_PIXELS, Image, read_image
 from anomaly.imaging.region import Region
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
@@ -24,7 +24,7 @@ _FEW_IMAGES = 20  # below that, one odd image sets both thresholds
 
 @dataclass(frozen=True)
 class Reading:
-    """How images are read, as in training; see `anomaly.imaging.image.read_image`.
+    """How images are read, as in training; see `anomaly.imaging.read.read_image`.
 
     Attributes:
         region: what of each image counts; None for all of it.
@@ -93,7 +93,7 @@ def _look_at_all(
     everything: Sequence[tuple[str, Sample]], reading: Reading, workers: int
 ) -> Iterator[_Seen]:
     with Decoders(min(workers, len(everything))) as decoders:
-        found = decoders.map(partial(_look_at, reading), everything, tells=True)
+        found = decoders.map(partial(_look_at, reading), everything)
         for one, (split, sample) in zip(found, everything, strict=True):
             if isinstance(one, _Seen):
                 yield one
@@ -103,20 +103,11 @@ def _look_at_all(
                 yield _unusable(split, sample, UnusableImage(0, one.status, reason))
 
 
-def _look_at(
-    reading: Reading,
-    one: tuple[str, Sample],
-    say_pixels: Callable[[int], None] = nothing_said,
-) -> _Seen:
+def _look_at(reading: Reading, one: tuple[str, Sample]) -> _Seen:
     """Look at one image and its mask; called in a decoding process."""
     split, sample = one
     try:
-        image = read(
-            sample.path,
-            max_pixels=reading.max_pixels,
-            bit_depth=reading.bit_depth,
-            say_pixels=say_pixels,
-        )
+        image = read_image(sample.path, max_pixels=reading.max_pixels, bit_depth=reading.bit_depth)
         check_shape(image.size)
     except Exception as error:  # training goes on without it, too
         return _unusable(split, sample, refusal(0, sample.path, error))

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError
-from anomaly.imaging.image import Image, read_mask
 from anomaly.imaging.listing import is_folder, list_images
+from anomaly.imaging.read import Image, read_mask
 
 GOOD = "good"
 _TEST_SHARE = 5  # one good image in five

@@ -21,7 +21,7 @@ from anomaly.evaluation.metrics import (
     recall_at_false_reject_rates,
 )
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.imaging.loading import UnusableImage
 from anomaly.model.prediction import Prediction
 from anomaly.model.scoring import Model
 from anomaly.scorers.base import Progress
@@ -180,11 +180,8 @@ def _mask(
 ) -> Mask | None:
     if sample.mask_path is None:
         return None if sample.is_defect else ground_truth(sample, size)
-    pixels = size[0] * size[1]
     try:
-        found = decoders.call(
-            ground_truth, sample, size, mask_above, about=sample.mask_path, pixels=pixels
-        )
+        found = decoders.call(ground_truth, sample, size, mask_above, about=sample.mask_path)
     except ImageError as error:
         reason = f"{sample.path} is left out, for its mask can't be used: {error}"
         raise ImageError(reason, error.status) from None

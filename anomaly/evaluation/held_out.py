@@ -12,8 +12,8 @@ import numpy as np
 
 from anomaly.calibration import GoodScores
 from anomaly.errors import DataError, some
-from anomaly.imaging.image import Image, described
-from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.imaging.loading import UnusableImage
+from anomaly.imaging.read import Image, described
 from anomaly.maps.regions import strips
 from anomaly.model.prediction import Prediction
 from anomaly.model.scoring import Model

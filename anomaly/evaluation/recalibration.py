@@ -14,8 +14,8 @@ from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, ImageError
 from anomaly.evaluation.held_out import HeldOutScores, score_held_out
 from anomaly.evaluation.test_split import tested_hashes
-from anomaly.imaging.given import Given, ImageLike, is_one
-from anomaly.imaging.image import Image, described
+from anomaly.imaging.array_input import Given, ImageLike, is_one
+from anomaly.imaging.read import Image, described
 from anomaly.model.scoring import Model
 from anomaly.model.threshold_files import change
 

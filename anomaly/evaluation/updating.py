@@ -18,8 +18,8 @@ from anomaly.errors import DataError, first_of, some
 from anomaly.evaluation.recalibration import sources, tested_of
 from anomaly.evaluation.verdict_changes import Compared, verdict_changes
 from anomaly.files.writing import sha256_of
-from anomaly.imaging.given import Given, ImageLike
-from anomaly.imaging.image import Image, described
+from anomaly.imaging.array_input import Given, ImageLike
+from anomaly.imaging.read import Image, described
 from anomaly.model.folder import find_model
 from anomaly.model.golden import golden_of
 from anomaly.model.run_folder import keep_run

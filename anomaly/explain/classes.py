@@ -18,8 +18,8 @@ from anomaly.features.backbones import build, normalisation, official_weights
 from anomaly.features.layer_table import last_map, layer_table, side_multiple, stages, token_layer
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.image import MAX_PIXELS
-from anomaly.imaging.preprocessing import Loading
+from anomaly.imaging.loading import Loading
+from anomaly.imaging.read import MAX_PIXELS
 
 _SIDE = 320
 

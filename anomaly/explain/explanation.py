@@ -21,8 +21,7 @@ from anomaly.hooks import capture
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling, View
-from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage
-from anomaly.imaging.turning import turn_of, upright
+from anomaly.imaging.loading import Loaded, Loading, UnusableImage, turn_of, upright
 from anomaly.maps.heatmap import display
 from anomaly.model.scoring import Model
 

@@ -33,10 +33,10 @@ from anomaly.explain.saliency import saliency_map
 from anomaly.explain.saving import save_explanation
 from anomaly.explain.tiles import RgbImage, beside, glowing, picture_of, stacked
 from anomaly.features.embedder import network_input
-from anomaly.imaging.given import Given, ImageLike
-from anomaly.imaging.image import Image
-from anomaly.imaging.preprocessing import Loaded, UnusableImage
-from anomaly.imaging.shared_decoders import load_shared
+from anomaly.imaging.array_input import Given, ImageLike
+from anomaly.imaging.decoder_pool import load_shared
+from anomaly.imaging.loading import Loaded, UnusableImage
+from anomaly.imaging.read import Image
 from anomaly.maps.heatmap import display, encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
 from anomaly.model.prediction import Prediction

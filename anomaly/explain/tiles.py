@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.imaging.preprocessing import Loaded
+from anomaly.imaging.loading import Loaded
 
 RgbImage = NDArray[np.uint8]
 

@@ -19,7 +19,7 @@ from anomaly.evaluation.training_images import TrainingImages, dataset_images
 from anomaly.features.engine import Graph
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape, tile_by_tile
+from anomaly.imaging.loading import Loaded, UnusableImage, by_shape, tile_by_tile
 from anomaly.model.prediction import Prediction
 from anomaly.model.scoring import Model
 

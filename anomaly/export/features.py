@@ -25,8 +25,8 @@ from anomaly.hooks import capture
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.image import MAX_PIXELS
-from anomaly.imaging.preprocessing import Loading, UnusableImage, by_shape
+from anomaly.imaging.loading import Loading, UnusableImage, by_shape
+from anomaly.imaging.read import MAX_PIXELS
 from anomaly.model.checkpoint import load
 from anomaly.model.training import StageProgress
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from anomaly.errors import OutputError
-from anomaly.imaging.given import ImageLike, is_one
+from anomaly.imaging.array_input import ImageLike, is_one
 from anomaly.inference.rows import Row, row_of
 from anomaly.model.checkpoint import load
 from anomaly.model.folder import EXPORT, find_model

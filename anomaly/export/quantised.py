@@ -34,7 +34,7 @@ from anomaly.features.engine import ENGINES, Graph
 from anomaly.features.exported import ExportedNetwork
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape, tile_by_tile
+from anomaly.imaging.loading import Loaded, UnusableImage, by_shape, tile_by_tile
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anomaly.features.backbones import Normalisation
 from anomaly.features.extractor import FeatureExtractor
-from anomaly.imaging.preprocessing import Loaded
+from anomaly.imaging.loading import Loaded
 
 # Images that a CPU computes together. Eight take a tenth more memory, and in float32 more time.
 _CPU_AT_ONCE = 4

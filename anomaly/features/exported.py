@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import ModelError
 from anomaly.features.engine import Graph
-from anomaly.imaging.preprocessing import Loaded
+from anomaly.imaging.loading import Loaded
 from anomaly.runtime.threads import get_threads
 
 # No engine gains by more, and eight take twice the memory.

@@ -8,9 +8,8 @@ import numpy as np
 
 from anomaly.arrays import Array, like
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.preprocessing import Loaded
+from anomaly.imaging.loading import Loaded, turned
 from anomaly.imaging.region import Region, counted
-from anomaly.imaging.turning import turned
 
 
 def inside_of(batch: Sequence[Loaded], embeddings: Array, region: Region | None) -> Array | None:
@@ -29,7 +28,7 @@ def inside(
 
     Args:
         pieces: how each image became the network's input, which tile of it this is, and how that
-            was turned, see `anomaly.imaging.turning`.
+            was turned, see `anomaly.imaging.loading`.
         embeddings: (B, h, w, D), a tensor or an array; so is the result.
         region: what of each image counts; None for all of it.
 

@@ -2,13 +2,17 @@
 
 Every image goes through here, whatever the command. A damaged file can take a decoder down, and
 with it its process: then the file is tried once more in a new one, and after that it is `failed`.
-So it is, at once, when it takes too long or too much (`guarded_process`); the run goes on. The
-processes import no torch (45 MB each, not 700), and are told what to do in pickled messages through
-their standard input.
+So it is, at once, when it takes too long (`process_limits`); the run goes on. The processes import
+no torch (45 MB each, not 700), and are asked in pickled messages through their standard input.
+
+A run has `Decoders` of its own, which end with it. Calls of `predict` share processes, which live
+until the program's end.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -21,16 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import ImageError
-from anomaly.imaging import preprocessing
+from anomaly.imaging import process_limits, read
+from anomaly.imaging.decoder_process import DecoderProcess, EndedError
 from anomaly.imaging.decoder_worker import Task, load_alone, name_of
 from anomaly.imaging.geometry import View
-from anomaly.imaging.guarded_process import DRAWING, EndedError, GuardedProcess
-from anomaly.imaging.image import Image
-from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage, paint
+from anomaly.imaging.loading import Loaded, Loading, UnusableImage, load, paint
+from anomaly.imaging.read import Image
 from anomaly.prefetch import StoppedError, ahead
 
 AHEAD = 4  # images that each process may be ahead of the network
-_WATCHED_SECONDS = 0.05
+_MOST_SHARED = 4  # processes that wait for whatever a Python program asks for next
 
 Item = TypeVar("Item")
 
@@ -44,12 +48,11 @@ class Decoders:
     """
 
     def __init__(self, count: int, task: Task | None = None) -> None:
-        self._task = task
-        self._processes = [GuardedProcess() for _ in range(max(1, count))]
-        self._of: dict[int, GuardedProcess] = {}
+        process_limits.memory_limit()  # a setting that is wrong is said here
+        self._processes = [DecoderProcess() for _ in range(max(1, count))]
+        self._of: dict[int, DecoderProcess] = {}
         self._ahead = AHEAD * len(self._processes)
-        self._closing = threading.Event()
-        threading.Thread(target=self._watch, name="watch decoders", daemon=True).start()
+        self._task = task
         if task is not None:
             self.begin(task)
 
@@ -57,7 +60,6 @@ class Decoders:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing.set()
         for process in self._processes:
             process.close()
 
@@ -94,7 +96,7 @@ class Decoders:
             StoppedError: they aren't; a process that is at one of them is ended.
         """
         try:
-            yield from ahead(lambda item: self._load(*item), items, self._ahead, stopped)
+            yield from ahead(lambda item: self.submit(*item), items, self._ahead, stopped)
         except StoppedError:
             for process in self._processes:
                 process.drop()
@@ -102,47 +104,7 @@ class Decoders:
 
     def load(self, source: Path | Image) -> Loaded | UnusableImage:
         """Load one image."""
-        return self._load(0, source).result()
-
-    def map(
-        self, function: Callable[..., Any], items: Iterable[Item], *, tells: bool = False
-    ) -> Iterator[Any]:
-        """What a function that reads files makes of each item, in order, as with `load_all`.
-
-        Args:
-            function: of a module, and its items, what it makes and what it raises can be pickled.
-            items: what it is called with.
-            tells: whether it takes `say_pixels`, as `preprocessing.read` does; gets more for a
-                large image.
-
-        Yields:
-            Its results; an ImageError (`failed`) where an item took too long or too much, or took
-            its process down.
-
-        Raises:
-            Exception: what the function raises.
-        """
-        how = "tell" if tells else "call"
-        return ahead(lambda item: self._call(function, item, how=how), items, self._ahead)
-
-    def call(
-        self, function: Callable[..., Any], *arguments: Any, about: Path, pixels: int = 0
-    ) -> Any:
-        """What a function that reads files returns; see `map`.
-
-        Args:
-            function: what to do.
-            arguments: with what.
-            about: the file, for messages.
-            pixels: of the image that it is about, where they are known to be many.
-
-        Raises:
-            ImageError: `failed`: it took too long or too much, or took its process down.
-        """
-        found = self._call(partial(_spread, function), arguments, pixels).result()
-        if isinstance(found, ImageError):
-            raise ImageError(f"{about}: {found}", found.status)
-        return found
+        return self.submit(0, source).result()
 
     def submit(self, index: int, source: Path | bytes | Image) -> Future[Loaded | UnusableImage]:
         """Load one image among many, as `load_all` does; nobody bounds how many wait.
@@ -151,7 +113,50 @@ class Decoders:
             index: no other image that is being loaded or waits for its pictures has it.
             source: its file, the file's bytes, or pixels.
         """
-        return self._load(index, source)
+        if isinstance(source, Image):
+            assert self._task is not None
+            return _finished(load(index, source, self._task.loading))
+        process = self._of[index] = self._idlest()
+        return process.submit(_load, process, index, source)
+
+    def submit_alone(
+        self, index: int, path: Path, loading: Loading, keep_image: bool
+    ) -> Future[Loaded | UnusableImage]:
+        """Load a file that has nothing to do with the task; see `load_shared`."""
+        process = self._idlest()
+        return process.submit(_load_alone, process, index, path, loading, keep_image)
+
+    def map(self, function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:
+        """What a function that reads files makes of each item, in order, as with `load_all`.
+
+        Args:
+            function: of a module, and its items, what it makes and what it raises can be pickled.
+            items: what it is called with.
+
+        Yields:
+            Its results; an ImageError (`failed`) where an item took too long, or took its process
+            down.
+
+        Raises:
+            Exception: what the function raises.
+        """
+        return ahead(lambda item: self._call(function, item), items, self._ahead)
+
+    def call(self, function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
+        """What a function that reads files returns; see `map`.
+
+        Args:
+            function: what to do.
+            arguments: with what.
+            about: the file, for messages.
+
+        Raises:
+            ImageError: `failed`: it took too long, or took its process down.
+        """
+        result = self._call(function, *arguments).result()
+        if isinstance(result, ImageError):
+            raise ImageError(f"{about}: {result}", result.status)
+        return result
 
     def finish(self, index: int, path: Path | bytes, *what: Any) -> Future[Any]:
         """Write the pictures of an image that `load_all` has given and that is now scored.
@@ -173,37 +178,15 @@ class Decoders:
         """An image that `load_all` has given needs no pictures."""
         self._of.pop(index, None)
 
-    def alone(
-        self, index: int, path: Path, loading: Loading, keep_image: bool
-    ) -> Future[Loaded | UnusableImage]:
-        """Load a file that has nothing to do with the task; see `shared_decoders.load_shared`."""
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         process = self._idlest()
-        return process.submit(_load_alone, process, index, path, loading, keep_image)
+        return process.submit(_call, process, function, arguments)
 
-    def _load(self, index: int, source: Path | bytes | Image) -> Future[Loaded | UnusableImage]:
-        if isinstance(source, Image):
-            assert self._task is not None
-            return finished(preprocessing.load(index, source, self._task.loading))
-        process = self._idlest()
-        self._of[index] = process
-        return process.submit(_load, process, index, source)
-
-    def _call(
-        self, function: Callable[..., Any], item: Any, pixels: int = 0, how: str = "call"
-    ) -> Future[Any]:
-        process = self._idlest()
-        return process.submit(_call, process, how, function, item, pixels)
-
-    def _idlest(self) -> GuardedProcess:
+    def _idlest(self) -> DecoderProcess:
         return min(self._processes, key=lambda p: p.waiting)
 
-    def _watch(self) -> None:
-        while not self._closing.wait(_WATCHED_SECONDS):
-            for process in self._processes:
-                process.watch()
 
-
-def _load(process: GuardedProcess, index: int, path: Path | bytes) -> Loaded | UnusableImage:
+def _load(process: DecoderProcess, index: int, path: Path | bytes) -> Loaded | UnusableImage:
     try:
         answer = process.ask("load", index, path, droppable=True)
     except EndedError as ended:
@@ -217,11 +200,11 @@ def _load(process: GuardedProcess, index: int, path: Path | bytes) -> Loaded | U
 
 
 def _load_alone(
-    process: GuardedProcess, index: int, path: Path, loading: Loading, keep_image: bool
+    process: DecoderProcess, index: int, path: Path, loading: Loading, keep_image: bool
 ) -> Loaded | UnusableImage:
-    place = path.absolute()  # the process may be in another folder by now
+    arguments = (index, path.absolute(), loading, keep_image)  # it may be in another folder by now
     try:
-        answer = process.ask("tell", load_alone, index, place, loading, keep_image, droppable=True)
+        answer = process.ask("call", load_alone, arguments, droppable=True)
     except EndedError as ended:
         return _failed(index, path, "decoding", ended)
     if isinstance(answer, Loaded):
@@ -233,15 +216,15 @@ def _load_alone(
     return answer
 
 
-def _finish(process: GuardedProcess, index: int, path: Path | bytes, *what: Any) -> Any:
+def _finish(process: DecoderProcess, index: int, path: Path | bytes, *what: Any) -> Any:
     try:
-        return process.ask("finish", index, path, *what, patience=DRAWING)
+        return process.ask("finish", index, path, *what, patience=process_limits.DRAWING)
     except EndedError as ended:
         return _failed(index, path, "drawing", ended)
 
 
 def _render(
-    process: GuardedProcess, index: int, path: Path | bytes, view: View
+    process: DecoderProcess, index: int, path: Path | bytes, view: View
 ) -> NDArray[np.float32]:
     """Of a large image: asked for by the network's thread while loads may be waiting."""
     try:
@@ -254,25 +237,73 @@ def _render(
     return answer
 
 
-def _call(
-    process: GuardedProcess, how: str, function: Callable[..., Any], item: Any, pixels: int
-) -> Any:
+def _call(process: DecoderProcess, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     try:
-        return process.ask(how, function, item, pixels=pixels, droppable=True)
+        return process.ask("call", function, arguments, droppable=True)
     except EndedError as ended:
         return ImageError(f"reading it {ended}", "failed")
-
-
-def _spread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    return function(*arguments)
 
 
 def _failed(index: int, source: Path | bytes, doing: str, ended: EndedError) -> UnusableImage:
     return UnusableImage(index, "failed", f"{name_of(index, source)}: {doing} it {ended}")
 
 
-def finished(result: Loaded | UnusableImage) -> Future[Loaded | UnusableImage]:
+def _finished(result: Loaded | UnusableImage) -> Future[Loaded | UnusableImage]:
     """A result that needs no process, where one from a process is expected."""
     future: Future[Loaded | UnusableImage] = Future()
     future.set_result(result)
     return future
+
+
+_shared: list[Decoders] = []
+_shared_lock = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a fork has none of its parent's threads
+    os.register_at_fork(after_in_child=_shared.clear)
+
+
+def _shared_decoders() -> Decoders:
+    """Processes that live from their first use to the program's end, for callers in any thread.
+
+    Starting a process takes longer than most images.
+    """
+    with _shared_lock:
+        if not _shared:
+            _shared.append(Decoders(min(_MOST_SHARED, os.cpu_count() or 1)))
+            atexit.register(_shared[0].__exit__)
+        return _shared[0]
+
+
+def load_shared(
+    items: Iterable[tuple[int, Path | Image | UnusableImage]],
+    loading: Loading,
+    *,
+    keep_image: bool = False,
+) -> Iterator[Loaded | UnusableImage]:
+    """Load images in order, a bounded number ahead of the one asked for, by the shared processes.
+
+    Args:
+        items: index of each image, and its file, or its pixels, or why it can't be used.
+        loading: how.
+        keep_image: whether decoded files are handed over, too; pixels always are.
+    """
+
+    def submit(item: tuple[int, Path | Image | UnusableImage]) -> Future[Loaded | UnusableImage]:
+        index, source = item
+        if isinstance(source, UnusableImage):
+            return _finished(source)
+        if isinstance(source, Image):
+            return _finished(load(index, source, loading))
+        return _shared_decoders().submit_alone(index, source, loading, keep_image)
+
+    # An image that is worth tiling is too large to have many of it waiting.
+    return ahead(submit, items, 0 if loading.sizing.tile else AHEAD)
+
+
+def read_mask(path: Path) -> NDArray[np.bool_]:
+    """Read a mask (H, W) in a process of its own: True where any channel is above 0.
+
+    Raises:
+        ImageError: it is damaged or of a kind that isn't accepted, or took too long or too much.
+    """
+    with Decoders(1) as decoders:
+        return np.asarray(decoders.call(read.read_mask, path, about=path), bool)

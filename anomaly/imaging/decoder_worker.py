@@ -1,8 +1,7 @@
 """What a decoding process does: the other end of `anomaly.imaging.decoder_pool`. Imports no torch.
 
 A process keeps the images that it has decoded, within `_KEPT_BYTES`, where they are to be drawn or
-are worth tiling; those that didn't fit it reads again. It ends with the one that has started it,
-whatever it is at.
+are worth tiling; those that didn't fit it reads again. It ends with the one that has started it.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
-import queue
 import signal
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,22 +18,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import ImageError, OutputError
+from anomaly.imaging import process_limits
 from anomaly.imaging.geometry import Tiling, View
-from anomaly.imaging.image import Image, described
-from anomaly.imaging.preprocessing import (
-    MODEST_PIXELS,
-    Loaded,
-    Loading,
-    UnusableImage,
-    load,
-    nothing_said,
-    paint,
-    refusal,
-)
+from anomaly.imaging.loading import Loaded, Loading, UnusableImage, load, paint, refusal
+from anomaly.imaging.read import Image, described
 
 _KEPT_BYTES = 256 * 1024**2
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -77,14 +67,13 @@ def receive(stream: IO[bytes] | None) -> Any:
     return pickle.load(stream)  # from our own child
 
 
-def serve(parent: int) -> None:
+def serve(parent: int, memory: int) -> None:
     """What a decoding process does until its standard input ends.
 
     Args:
         parent: id of the process that has started it.
+        memory: bytes that it may take.
     """
-    import cv2
-
     _end_with(parent)
     cv2.setNumThreads(1)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -92,30 +81,21 @@ def serve(parent: int) -> None:
     # Whatever a library may print mustn't get between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
-    server: _Server | None = None
-
-    def say_pixels(pixels: int) -> None:
-        send(answers, ("pixels", pixels))
-
-    with suppress(BrokenPipeError):
+    process_limits.limit_this_process(memory, lambda share: send(answers, ("large", share)))
+    worker = Worker(None)
+    with suppress(BrokenPipeError, EOFError):
         while True:
-            name, *arguments = requests.get()
+            task, name, arguments, patience = receive(sys.stdin.buffer)
+            if task is not None:
+                worker = Worker(task)
+            process_limits.begin_request(patience)
             try:
-                if name == "begin":
-                    server = _Server(arguments[0], say_pixels)
-                    send(answers, ("done", True))
-                elif name in ("call", "tell"):
-                    function, *arguments = arguments
-                    told = {"say_pixels": say_pixels} if name == "tell" else {}
-                    send(answers, ("done", function(*arguments, **told)))
-                else:
-                    send(answers, ("done", getattr(server, name)(*arguments)))
+                answer = ("done", getattr(worker, name)(*arguments))
             except BrokenPipeError:
                 raise
             except Exception as error:  # of no image alone: a full disk, a mistake of ours
-                send(answers, ("error", error))
+                answer = ("error", error)
+            send(answers, answer)
 
 
 def _end_with(parent: int) -> None:
@@ -127,40 +107,42 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _listen(requests: queue.SimpleQueue[Any]) -> None:
-    """Take requests while others are worked on, so that the parent's end is noticed meanwhile."""
-    with suppress(EOFError, OSError, pickle.UnpicklingError):
-        while True:
-            requests.put(receive(sys.stdin.buffer))
-    os._exit(0)
-
-
-class _Server:
-    """What a process does when it is asked.
+class Worker:
+    """What a process does when it is asked; each method is a request.
 
     Args:
-        task: what it has to know.
-        say_pixels: told of images that have more than `MODEST_PIXELS`, before they are worked on.
+        task: what it has to know; None where it only calls functions.
     """
 
-    def __init__(self, task: Task, say_pixels: Callable[[int], None] = nothing_said) -> None:
+    def __init__(self, task: Task | None) -> None:
         self._task = task
-        self._say_pixels = say_pixels
         self._kept: OrderedDict[int, Image] = OrderedDict()
 
+    @property
+    def task(self) -> Task:
+        """What it has to know."""
+        assert self._task is not None
+        return self._task
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """What a function returns that needs none of the images that are kept."""
+        return function(*arguments)
+
     def load(self, index: int, source: Path | bytes) -> Loaded | UnusableImage:
-        loaded = load(index, source, self._task.loading, self._say_pixels)
+        """Load an image; it is kept where it will be drawn or cut into tiles."""
+        loaded = self._load(index, source)
         if isinstance(loaded, UnusableImage):
             return loaded
-        if self._task.keep_image:
+        if self.task.keep_image:
             return replace(loaded, render=_elsewhere)
-        if self._task.pictures is not None or isinstance(loaded.view, Tiling):
+        if self.task.pictures is not None or isinstance(loaded.view, Tiling):
             self._keep(index, loaded.decoded)
         return replace(loaded, image=None, render=_elsewhere)
 
     def render(
         self, index: int, source: Path | bytes, view: View
     ) -> NDArray[np.float32] | UnusableImage:
+        """Render a view of an image."""
         image = self._image(index, source)
         if isinstance(image, UnusableImage):
             return image
@@ -172,16 +154,25 @@ class _Server:
             return refusal(index, name, error)
 
     def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:
-        assert self._task.pictures is not None
+        """Draw an image, which is forgotten then."""
+        assert self.task.pictures is not None
         image = self._image(index, source)
         if isinstance(image, UnusableImage):
             return image
+        process_limits.lift_memory_limit()  # drawing follows no file's orders
         try:
-            return self._task.pictures.write(image, *what)
+            return self.task.pictures.write(image, *what)
         except OutputError:  # of every image to come, too
             raise
         except Exception as error:
             return refusal(index, name_of(index, source), error)
+
+    def _load(self, index: int, source: Path | bytes) -> Loaded | UnusableImage:
+        loaded = load(index, source, self.task.loading)
+        if isinstance(loaded, UnusableImage) and loaded.status == "unsupported" and self._kept:
+            self._kept.clear()  # they may take the memory that this one needs
+            loaded = load(index, source, self.task.loading)
+        return loaded
 
     def _keep(self, index: int, image: Image) -> None:
         self._kept[index] = image
@@ -192,11 +183,10 @@ class _Server:
     def _image(self, index: int, source: Path | bytes) -> Image | UnusableImage:
         image = self._kept.pop(index, None)
         if image is None:
-            loaded = load(index, source, self._task.loading, self._say_pixels)
+            loaded = self._load(index, source)
             return loaded if isinstance(loaded, UnusableImage) else loaded.decoded
         height, width = image.size
-        if height * width > MODEST_PIXELS:
-            self._say_pixels(height * width)
+        process_limits.allow_pixels(height * width)
         return image
 
 
@@ -206,7 +196,7 @@ def name_of(index: int, source: Path | bytes) -> str:
 
 
 def load_alone(
-    index: int, path: Path, loading: Loading, keep_image: bool, say_pixels: Callable[[int], None]
+    index: int, path: Path, loading: Loading, keep_image: bool
 ) -> Loaded | UnusableImage:
     """Load a file for a caller that won't come back to it: nothing of it is kept here.
 
@@ -215,9 +205,8 @@ def load_alone(
         path: the file.
         loading: how.
         keep_image: whether the decoded image is handed over; one to be cut into tiles always is.
-        say_pixels: as for `preprocessing.read`.
     """
-    loaded = load(index, path, loading, say_pixels)
+    loaded = load(index, path, loading)
     if isinstance(loaded, UnusableImage):
         return loaded
     handed = loaded.image if keep_image or isinstance(loaded.view, Tiling) else None

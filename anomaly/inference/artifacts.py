@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from anomaly.files.own_outputs import HEATMAPS, MAPS, MASKS
 from anomaly.files.writing import write
-from anomaly.imaging.image import Image
+from anomaly.imaging.read import Image
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.colour_bar import with_colour_bar
 from anomaly.maps.heatmap import RgbImage, display, encode_png, heatmap

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from anomaly.files.csv_files import csv_text
-from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.imaging.loading import UnusableImage
 from anomaly.maps.regions import MarkedRegion
 from anomaly.version import __version__
 

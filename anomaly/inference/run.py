@@ -13,7 +13,7 @@ from typing import Literal
 from anomaly.errors import OutputError
 from anomaly.files.own_outputs import HEATMAPS
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape
+from anomaly.imaging.loading import Loaded, UnusableImage, by_shape
 from anomaly.inference.artifacts import Drawn, Shown
 from anomaly.inference.journal import Finished, Record
 from anomaly.inference.rows import Row, row_of

@@ -28,8 +28,8 @@ from anomaly.files.own_outputs import HEATMAPS, MAPS, MASKS
 from anomaly.files.writing import remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.image import most_bytes
-from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.imaging.loading import UnusableImage
+from anomaly.imaging.read import most_bytes
 from anomaly.inference.counts import counts_of
 from anomaly.inference.journal import Finished
 from anomaly.inference.outputs import Outputs

@@ -18,7 +18,7 @@ import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from anomaly.imaging.image import Image
+from anomaly.imaging.read import Image
 from anomaly.maps.regions import FAINT, MARKED, AnomalyMap
 
 RgbImage = NDArray[np.uint8]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.arrays import Array, as_numpy, module_of
-from anomaly.imaging.preprocessing import Loaded
+from anomaly.imaging.loading import Loaded
 
 Floats = NDArray[np.float64]
 

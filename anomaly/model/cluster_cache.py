@@ -21,8 +21,8 @@ from typing import Any
 
 from anomaly.errors import AnomalyError
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.image import Image
-from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.imaging.loading import UnusableImage
+from anomaly.imaging.read import Image
 from anomaly.model.feature_cache import CachedFeatures, joined_features
 from anomaly.model.preparation import TrainingSetup
 from anomaly.model.scoring import Model

@@ -13,7 +13,7 @@ import torch
 from anomaly.calibration import GoodScores
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.turning import turn_of
+from anomaly.imaging.loading import turn_of
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.model.build import fitter_of
 from anomaly.model.feature_cache import CachedFeatures

@@ -16,16 +16,17 @@ from anomaly.errors import DataError
 from anomaly.features.inside import inside, inside_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.image import Image
-from anomaly.imaging.preprocessing import (
+from anomaly.imaging.loading import (
     Loaded,
     UnusableImage,
     by_shape,
     refuse_missed,
     tile_by_tile,
+    turned_corner,
+    with_turned,
 )
+from anomaly.imaging.read import Image
 from anomaly.imaging.region import Region
-from anomaly.imaging.turning import turned_corner, with_turned
 from anomaly.model.appearance import Appearance, AppearanceSums, appearances_of, same_pictures
 from anomaly.model.settings import turns_of
 from anomaly.model.tensor_file import Piece, TensorFile, check_room

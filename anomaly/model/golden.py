@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from anomaly.errors import DataError, why
 from anomaly.files.own_outputs import GOLDEN
 from anomaly.files.writing import as_json, write
-from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.imaging.loading import UnusableImage
 
 if TYPE_CHECKING:
     from anomaly.model.prediction import Prediction

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from anomaly.imaging.preprocessing import Loaded
+from anomaly.imaging.loading import Loaded
 from anomaly.model.appearance import Appearance
 from anomaly.model.prediction import Patches, Prediction
 from anomaly.runtime.parallel import in_parallel

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from anomaly.calibration import Thresholds
 from anomaly.errors import ImageError, ModelError
+from anomaly.imaging.decoder_pool import load_shared
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.image import Image, described
-from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage
-from anomaly.imaging.shared_decoders import load_shared
+from anomaly.imaging.loading import Loaded, Loading, UnusableImage
+from anomaly.imaging.read import Image, described
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
 from anomaly.maps.regions import MarkedRegion, marked_regions, outlined_areas, predicted_mask

@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, overload
 
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.array_input import AxisOrder, Channels, Given, ImageLike, is_one, sources
+from anomaly.imaging.decoder_pool import Decoders, load_shared
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling
-from anomaly.imaging.given import AxisOrder, Channels, Given, ImageLike, is_one, sources
-from anomaly.imaging.image import Image
-from anomaly.imaging.preprocessing import (
+from anomaly.imaging.loading import (
     Loaded,
     UnusableImage,
     by_shape,
     refusal,
     refuse_missed,
 )
-from anomaly.imaging.shared_decoders import load_shared
+from anomaly.imaging.read import Image
 from anomaly.model.appearance import Appearance
 from anomaly.model.mosaic import score_tiles
 from anomaly.model.prediction import Prediction
@@ -163,7 +162,7 @@ class Predictor:
     def predict_batches(
         self, batches: Iterable[list[Loaded] | UnusableImage]
     ) -> Iterator[Prediction | UnusableImage]:
-        """Score loaded images, as `anomaly.imaging.preprocessing.by_shape` gathers them.
+        """Score loaded images, as `anomaly.imaging.loading.by_shape` gathers them.
 
         Args:
             batches: images of one network size each, gathered from what `fitting` lets pass.

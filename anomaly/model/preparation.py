@@ -17,11 +17,10 @@ from anomaly.features.backbones import Normalisation, normalisation
 from anomaly.features.embedder import Embedder, network_input
 from anomaly.features.extractor import FeatureExtractor
 from anomaly.features.precision import choose_precision
-from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_pool import Decoders, read_mask
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.preprocessing import Loaded, size_of
+from anomaly.imaging.loading import Loaded, size_of
 from anomaly.imaging.region import Region
-from anomaly.imaging.shared_decoders import read_mask
 from anomaly.model.build import backbone, fitter_of
 from anomaly.model.scoring import Model
 from anomaly.model.settings import loading_of, region_of

@@ -25,7 +25,7 @@ from anomaly.files.own_outputs import RUN, TRAIN
 from anomaly.files.writing import as_json, claim, clear, short_name, write
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.preprocessing import Loaded
+from anomaly.imaging.loading import Loaded
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas

@@ -17,7 +17,7 @@ from anomaly.errors import DataError
 from anomaly.features.exported import ExportedNetwork
 from anomaly.features.inside import inside_of
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.preprocessing import Loaded, Loading
+from anomaly.imaging.loading import Loaded, Loading
 from anomaly.imaging.region import Region
 from anomaly.model.appearance import Appearance, appearances_of
 from anomaly.model.appearance_model import AppearanceModel

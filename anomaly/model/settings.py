@@ -15,7 +15,7 @@ from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.errors import DataError
 from anomaly.files.writing import at_home
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.preprocessing import Loading
+from anomaly.imaging.loading import Loading
 from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
 
 # What most networks shrink an image by in all: every layer's grid is then an even number of the
@@ -35,7 +35,7 @@ _TURNS = {
 def turns_of(config: Config) -> tuple[int, ...]:
     """The ways in which training images are learned beside the one they have.
 
-    See `anomaly.imaging.turning.turned`.
+    See `anomaly.imaging.loading.turned`.
     """
     return _TURNS[config.model.turned_copies]
 

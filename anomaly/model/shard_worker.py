@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.errors import DataError
-from anomaly.imaging.image import Image
+from anomaly.imaging.read import Image
 from anomaly.model.cross_fitting import scores_of
 from anomaly.model.feature_cache import CachedFeatures, FeatureCache
 from anomaly.model.preparation import TrainingSetup

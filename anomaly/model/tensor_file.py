@@ -26,7 +26,7 @@ _WORTH_SAYING = 4e9  # bytes
 
 
 class Piece(NamedTuple):
-    """A training image, or one tile of it, as it is or turned (see `anomaly.imaging.turning`)."""
+    """A training image, or one tile of it, as it is or turned (see `anomaly.imaging.loading`)."""
 
     image: int
     row: int

@@ -13,7 +13,7 @@ from anomaly.errors import ImageError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.preprocessing import Loading, UnusableImage, size_of
+from anomaly.imaging.loading import Loading, UnusableImage, size_of
 from anomaly.maps.thumbnails import jpeg
 from anomaly.report.page import asset, page
 

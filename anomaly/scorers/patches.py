@@ -22,7 +22,7 @@ class PatchBatch:
         embeddings: (B, h, w, D) float32.
         images: the B training-image indices.
         corners: row and column by which each grid's first patch is known in its image: (0, 0) but
-            in tiles, and in turned copies (see `anomaly.imaging.turning.turned_corner`).
+            in tiles, and in turned copies (see `anomaly.imaging.loading.turned_corner`).
         inside: (B, h, w) bool, which patches count; None for all.
     """
 

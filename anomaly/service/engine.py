@@ -21,7 +21,7 @@ from typing import Any
 from anomaly.errors import AnomalyError, OutputError, why
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape
+from anomaly.imaging.loading import Loaded, UnusableImage, by_shape
 from anomaly.inference.rows import row_of
 from anomaly.model.prediction import Prediction
 from anomaly.model.scoring import Model

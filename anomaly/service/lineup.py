@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.errors import AnomalyError, ModelError
-from anomaly.imaging.child_process import usage
+from anomaly.imaging.process_limits import resident_bytes
 from anomaly.model.checkpoint import load
 from anomaly.runtime.memory import release_memory
 from anomaly.service.engine import Engine
@@ -213,4 +213,4 @@ def _resident() -> int:
     """Bytes that this process holds, less what is free; 0 where the system doesn't say."""
     gc.collect()
     release_memory()
-    return (usage(os.getpid()) or (0.0, 0))[1]
+    return resident_bytes(os.getpid())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anomaly.imaging.image import Image
+from anomaly.imaging.read import Image
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_areas

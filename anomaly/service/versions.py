@@ -19,7 +19,6 @@ import numpy as np
 from anomaly.errors import ModelError, OutputError, some, why
 from anomaly.files.output_lock import locked
 from anomaly.files.writing import draft_of
-from anomaly.imaging.image import Image
 from anomaly.imaging.listing import list_images
 from anomaly.model.folder import EXPORT, check_run_folder, model_id
 from anomaly.model.golden import golden_of, moved_since, read_record, score_golden

@@ -11,7 +11,7 @@ import pytest
 from conftest import Command, result_files, write_part
 
 from anomaly.cli import infer
-from anomaly.imaging.preprocessing import by_shape
+from anomaly.imaging.loading import by_shape
 from anomaly.inference import run as inference_run
 
 

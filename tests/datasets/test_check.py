@@ -16,7 +16,7 @@ from anomaly.datasets import check as data_check
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import Reading, check
 from anomaly.datasets.faults import Severity
-from anomaly.imaging.image import Image
+from anomaly.imaging.read import Image
 from anomaly.sample_data import write_sample_data
 
 

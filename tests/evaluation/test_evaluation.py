@@ -17,7 +17,7 @@ from anomaly.datasets import Sample, open_dataset
 from anomaly.errors import DataError
 from anomaly.evaluation.evaluate import Evaluation, Scored, score_test_split
 from anomaly.evaluation.metrics import Metrics
-from anomaly.imaging.image import read_mask
+from anomaly.imaging.read import read_mask
 from anomaly.model.checkpoint import load
 from anomaly.model.prediction import Prediction
 from anomaly.report.tables import metrics_json, scores_csv, table

@@ -26,9 +26,8 @@ from anomaly.export import arguments as export_arguments
 from anomaly.export import quantised
 from anomaly.features.engine import Array, Graph
 from anomaly.files.writing import sha256_of
-from anomaly.imaging.preprocessing import Loaded
-from anomaly.imaging.preprocessing import load as load_image
-from anomaly.imaging.turning import turned_corner
+from anomaly.imaging.loading import Loaded, turned_corner
+from anomaly.imaging.loading import load as load_image
 from anomaly.model.checkpoint import load
 from anomaly.model.scoring import Model
 from anomaly.scorers.patchcore.fitter import MemoryBankFitter

@@ -37,8 +37,8 @@ from anomaly.features.backbones import build, default_layers
 from anomaly.features.engine import Graph
 from anomaly.features.truncation import truncate
 from anomaly.files.writing import as_json, sha256_of
-from anomaly.imaging.preprocessing import Loaded
-from anomaly.imaging.preprocessing import load as load_image
+from anomaly.imaging.loading import Loaded
+from anomaly.imaging.loading import load as load_image
 from anomaly.model.checkpoint import load
 from anomaly.model.manifest import read_manifest, sealed, write_manifest
 from anomaly.model.prediction import Prediction

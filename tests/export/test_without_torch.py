@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from anomaly.scorers.patchcore.search.array_index import ArrayIndex
 from conftest import REPOSITORY, Command, train_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,8 +25,7 @@ from anomaly.errors import ModelError
 from anomaly.model.build import array_scorer_of, scorer_of
 from anomaly.model.checkpoint import load
 from anomaly.model.image_score import image_scores, network_map
-from anomaly.scorers.patchcore.search.array_index import ArrayIndex
-from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
+from anomaly.scorers.patchcore.search import NearestNeighbors
 
 CPU = torch.device("cpu")
 

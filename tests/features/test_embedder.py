@@ -12,7 +12,7 @@ from torch import Tensor
 from anomaly.features.backbones import Normalisation
 from anomaly.features.embedder import network_input
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.preprocessing import Loaded
+from anomaly.imaging.loading import Loaded
 
 NORMALISE = Normalisation((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
 

@@ -13,13 +13,12 @@ import pytest
 from conftest import REPOSITORY
 
 from anomaly.errors import AnomalyError, ImageError, OutputError
-from anomaly.imaging import child_process, guarded_process
+from anomaly.imaging import decoder_process, loading
 from anomaly.imaging import decoder_worker as decoding_process
-from anomaly.imaging import preprocessing as loading
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing, Tiling
-from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage, load
+from anomaly.imaging.loading import Loaded, Loading, UnusableImage, load
 from anomaly.inference.artifacts import Drawn, Pictures, Shown
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
@@ -31,7 +30,7 @@ import os, sys
 sys.path[:] = {path!r}
 from anomaly.imaging import decoder_worker as decoding_process
 honest = decoding_process.load
-def load(index, file, loading, say_pixels):
+def load(index, file, loading):
     if "deadly" in file.name:
         os.kill(os.getpid(), 9)
     if "once" in file.name and not file.with_suffix(".tried").exists():
@@ -40,9 +39,9 @@ def load(index, file, loading, say_pixels):
     if "bug" in file.name:
         raise ZeroDivisionError("a bug")
     print("a library that prints")
-    return honest(index, file, loading, say_pixels)
+    return honest(index, file, loading)
 decoding_process.load = load
-decoding_process.serve({parent})
+decoding_process.serve({parent}, 10**9)
 """
 
 
@@ -64,7 +63,7 @@ def _task(folder: Path, **sizing: object) -> Task:
 def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:
     code = _DEADLY.format(path=sys.path, parent=os.getpid())
     monkeypatch.setattr(
-        guarded_process,
+        decoder_process,
         "start",
         lambda: subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -107,13 +106,13 @@ def test_images_that_are_not_kept_are_read_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
     monkeypatch.setattr(decoding_process, "_KEPT_BYTES", kept)
-    server = decoding_process._Server(_task(folder))
+    worker = decoding_process.Worker(_task(folder))
     paths = [folder / "00.png", folder / "01.png"]
-    items = [server.load(i, path) for i, path in enumerate(paths)]
+    items = [worker.load(i, path) for i, path in enumerate(paths)]
     for path in paths:
         path.unlink()
     assert isinstance(items[0], Loaded)
-    found = server.finish(0, paths[0], _map(items[0]), "0.png")
+    found = worker.finish(0, paths[0], _map(items[0]), "0.png")
     assert isinstance(found, UnusableImage) == (kept == 0)
 
 
@@ -160,7 +159,8 @@ def test_a_killed_process_is_replaced(folder: Path) -> None:
         decoders._processes[0]._child.send_signal(signal.SIGKILL)
         (second,) = decoders.load_all([(1, paths[1])])
         assert isinstance(second, Loaded)
-    assert decoders._processes[0]._child.returncode is not None
+        child = decoders._processes[0]._child
+    assert child.returncode is not None
 
 
 def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,9 +177,9 @@ def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_what_one_image_does_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = decoding_process._Server(_task(folder, tile=64, overlap=8))
+    worker = decoding_process.Worker(_task(folder, tile=64, overlap=8))
     path = folder / "00.png"
-    item = server.load(0, path)
+    item = worker.load(0, path)
     assert isinstance(item, Loaded)
     assert isinstance(item.view, Tiling)
     (_, _, tile), *_ = item.view.tiles()
@@ -189,13 +189,13 @@ def test_what_one_image_does_is_its_own(folder: Path, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patched:
         patched.setattr(loading, "render", fail)
-        found = server.render(0, path, tile)
+        found = worker.render(0, path, tile)
         assert isinstance(found, UnusableImage)
         assert (found.status, "image.tile" in found.reason) == ("unsupported", True)
-    assert isinstance(server.render(0, path, tile), np.ndarray)
+    assert isinstance(worker.render(0, path, tile), np.ndarray)
     with monkeypatch.context() as patched:
         patched.setattr(Pictures, "write", fail)
-        drawn = server.finish(0, path, _map(item), "0.png")
+        drawn = worker.finish(0, path, _map(item), "0.png")
         assert isinstance(drawn, UnusableImage)
         assert drawn.status == "failed"
         assert "no room" in drawn.reason
@@ -225,10 +225,10 @@ def test_the_processes_load_no_torch() -> None:
 def test_a_machine_that_starts_no_process_is_not_the_images_fault(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room() -> object:
+    def no_room(*_: object, **__: object) -> object:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(guarded_process, "start", no_room)
+    monkeypatch.setattr(decoder_process.subprocess, "Popen", no_room)
     with (
         Decoders(1, _task(folder)) as decoders,
         pytest.raises(AnomalyError, match="no process can be started that decodes images: Resourc"),
@@ -238,7 +238,7 @@ def test_a_machine_that_starts_no_process_is_not_the_images_fault(
 
 def test_processes_that_cannot_import_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = "raise ImportError('libGL.so.1: no such file')"
-    monkeypatch.setattr(child_process, "_imports", lambda: program)
+    monkeypatch.setattr(decoder_process, "_imports", lambda: program)
     with (
         Decoders(1, _task(folder)) as decoders,
         pytest.raises(AnomalyError, match=r"as soon as they are started: .*libGL\.so\.1"),
@@ -253,7 +253,7 @@ def test_processes_find_the_package_from_any_folder(
     home = str(REPOSITORY)
     monkeypatch.setattr(sys, "path", ["", *(p for p in sys.path if p not in ("", home))])
     # Without the hooks of site-packages, which find an editable install.
-    command = [sys.executable, "-S", "-c", child_process._imports()]
+    command = [sys.executable, "-S", "-c", decoder_process._imports()]
     subprocess.run(command, cwd=folder, check=True)
 
 

@@ -23,7 +23,7 @@ from picture_files import (
 from PIL import Image as Pil
 
 from anomaly.errors import ImageError
-from anomaly.imaging.image import Image, read_image
+from anomaly.imaging.read import Image, read_image
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from PIL import Image as Pil
 from PIL import ImageOps
 
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging import image as images
-from anomaly.imaging.image import read_header, read_image, read_mask
+from anomaly.imaging import read as images
 from anomaly.imaging.listing import list_images
+from anomaly.imaging.read import read_header, read_image, read_mask
 
 
 @pytest.fixture(scope="module")
@@ -425,7 +425,7 @@ def test_read_mask_takes_any_value_but_zero(tmp_path):
 def test_reading_images_needs_no_torch(tmp_path, rgb):
     path = written(tmp_path, encoded(rgb, "PNG"))
     program = (
-        "import sys; from pathlib import Path; from anomaly.imaging.image import read_image;"
+        "import sys; from pathlib import Path; from anomaly.imaging.read import read_image;"
         f"read_image(Path({str(path)!r})); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

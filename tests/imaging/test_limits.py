@@ -17,27 +17,29 @@ import tifffile
 from conftest import REPOSITORY, Command, train_arguments, write_part, write_product
 
 from anomaly.cli import stopping
-from anomaly.errors import ImageError
-from anomaly.imaging import guarded_process
+from anomaly.errors import AnomalyError, ImageError
+from anomaly.imaging import decoder_process, process_limits
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.image import read_header
-from anomaly.imaging.preprocessing import MODEST_PIXELS, Loaded, Loading, UnusableImage, read
+from anomaly.imaging.loading import Loaded, Loading, UnusableImage
+from anomaly.imaging.process_limits import MODEST_PIXELS
+from anomaly.imaging.read import read_header, read_image
 
 # A parser that a file's name makes do what no file should make it do.
 _PARSER = """
 import os, sys, time
 sys.path[:] = {path!r}
-from anomaly.imaging import preprocessing as loading
-honest = loading.read_image
+import anomaly.datasets.check
+from anomaly.imaging import loading, process_limits, read
+process_limits.COMPUTING_SECONDS = {seconds}
+honest = read.read_image
 def read_image(path, **options):
     if "stuck" in path.name or "asleep" in path.name or "hog" in path.name:
         path.with_suffix(".tried").touch()
     held = []
-    while "mortal" in path.name:
-        if time.process_time() > 1.5:
-            os._exit(1)
+    if "mortal" in path.name:
+        os._exit(1)
     while "stuck" in path.name:
         sum(range(10**5))
     while "asleep" in path.name:
@@ -46,19 +48,21 @@ def read_image(path, **options):
         held.append(b"x" * 20_000_000)
         time.sleep(0.01)
     return honest(path, **options)
-loading.read_image = read_image
+for module in (read, loading, anomaly.datasets.check):
+    module.read_image = read_image
 from anomaly.imaging.decoder_worker import serve
-serve({parent})
+serve({parent}, {memory})
 """
 _START = """
 import os, subprocess, sys
-from anomaly.imaging import guarded_process
+from anomaly.imaging import decoder_process, process_limits
 parser = {parser!r}
 def start():
-    code = parser.format(path=sys.path, parent=os.getpid())
+    limits = dict(memory=process_limits.memory_limit(), seconds=process_limits.COMPUTING_SECONDS)
+    code = parser.format(path=sys.path, parent=os.getpid(), **limits)
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     return subprocess.Popen([sys.executable, "-c", code], **pipes, stderr=subprocess.DEVNULL)
-guarded_process.start = start
+decoder_process.start = start
 """
 _MAIN = """
 from anomaly.cli import main
@@ -69,10 +73,10 @@ sys.exit(main(sys.argv[1:]))
 @pytest.fixture
 def bad_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parser above in every decoding process, and limits that a test can wait for."""
-    monkeypatch.setattr(guarded_process, "start", guarded_process.start)
+    monkeypatch.setattr(decoder_process, "start", decoder_process.start)
     exec(_START.format(parser=_PARSER), {})
-    monkeypatch.setattr(guarded_process, "COMPUTING_SECONDS", 2.0)
-    monkeypatch.setattr(guarded_process, "MEMORY_BYTES", 200_000_000)
+    monkeypatch.setattr(process_limits, "COMPUTING_SECONDS", 2.0)
+    monkeypatch.setenv(process_limits.MEMORY_SETTING, "300")
 
 
 needs_proc = pytest.mark.skipif(
@@ -105,7 +109,10 @@ def _attacks(folder: Path) -> list[str]:
 
 
 def _check_reason(name: str, reason: str) -> None:
-    expected = {"stuck": "s of computing, the limit", "hog": "of memory, the limit"}
+    expected = {
+        "stuck": "s of computing, the limit",
+        "hog": "set the environment variable ANOMALY_DEC",
+    }
     kind = name.split(".")[0].split(" ")[0]
     assert name in reason
     assert expected.get(kind, "pixels are too thin") in reason
@@ -125,7 +132,7 @@ def _task(**sizing: object) -> Task:
 def test_limits_hold_and_say_which(
     bad_parser: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarded_process, "CLOCK_SECONDS", 15.0)
+    monkeypatch.setattr(process_limits, "CLOCK_SECONDS", 15.0)
     write_part(tmp_path / "asleep.png", seed=1)
     names = [*_attacks(tmp_path), "asleep.png", "fine.png"]
     write_part(tmp_path / "fine.png", seed=2)
@@ -135,7 +142,7 @@ def test_limits_hold_and_say_which(
     assert isinstance(fine, Loaded)
     for name, item in zip(names, refused, strict=False):
         assert isinstance(item, UnusableImage)
-        assert item.status == ("unsupported" if "thin" in name else "failed")
+        assert item.status == ("failed" if "stuck" in name else "unsupported")
         _check_reason(name, item.reason)
     assert isinstance(asleep, UnusableImage)
     assert "took more than 15 s, the limit" in asleep.reason
@@ -146,7 +153,7 @@ def test_functions_are_limited_likewise(bad_parser: None, tmp_path: Path) -> Non
     for name in ("stuck.png", "fine.png"):
         write_part(tmp_path / name, seed=1)
     with Decoders(1) as decoders:
-        found = list(decoders.map(read, [tmp_path / "stuck.png", tmp_path / "fine.png"]))
+        found = list(decoders.map(read_image, [tmp_path / "stuck.png", tmp_path / "fine.png"]))
         assert isinstance(found[0], ImageError)
         assert (found[0].status, "2 s of computing" in str(found[0])) == ("failed", True)
         assert found[1].size == (96, 120)
@@ -154,40 +161,54 @@ def test_functions_are_limited_likewise(bad_parser: None, tmp_path: Path) -> Non
             decoders.call(read_header, tmp_path / "none.png", about=tmp_path)
 
 
-@needs_proc
-def test_a_second_attempt_has_what_the_first_has_left(bad_parser: None, tmp_path: Path) -> None:
-    write_part(tmp_path / "mortal.png", seed=1)
-    with Decoders(1) as decoders:
-        (found,) = decoders.map(read, [tmp_path / "mortal.png"])
-    assert "2 s of computing, the limit" in str(found)
-
-
-@needs_proc
-def test_check_gives_a_large_image_its_share(
+def test_large_images_get_more_time_and_no_more_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    monkeypatch.setattr(guarded_process, "MEMORY_BYTES", 300_000_000)
+    announced: list[float] = []
+    monkeypatch.setattr(process_limits, "_on_large_image", announced.append)
+    monkeypatch.setattr(process_limits, "_share", 1.0)
+    monkeypatch.setattr(process_limits, "_limit_computing", lambda: None)
     side = 2 * int(MODEST_PIXELS**0.5)
     (tmp_path / "large").mkdir()
-    (tmp_path / "large" / "large.png").write_bytes(_png(side, side))
+    large = tmp_path / "large" / "large.png"
+    large.write_bytes(_png(side, side))
+    assert read_image(large).size == (side, side)
+    assert announced == [pytest.approx(4)]
+    with pytest.raises(ImageError, match=r"allows \(25\.0 million\)"):
+        read_image(large, max_pixels=MODEST_PIXELS)
+    write_part(tmp_path / "small.png", seed=1)
+    assert read_image(tmp_path / "small.png").size == (96, 120)
+    assert len(announced) == 1
     config = ["--config", REPOSITORY / "configs" / "folder.yaml"]
-    _, out, _ = command("check", [*config, "--set", f"data.root={tmp_path / 'large'}", "--json"])
+    arguments = [*config, "--set", f"data.root={tmp_path / 'large'}", "--json"]
+    _, out, _ = command("check", arguments)
     assert [f["kind"] for f in json.loads(out)["faults"]] == ["too_few_images"]
 
 
-def test_large_images_are_announced(tmp_path: Path) -> None:
-    said: list[int] = []
-    side = int(MODEST_PIXELS**0.5) + 1
+@needs_proc
+def test_the_memory_limit_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = 2 * int(MODEST_PIXELS**0.5)
     (tmp_path / "large.png").write_bytes(_png(side, side))
-    assert read(tmp_path / "large.png", say_pixels=said.append).size == (side, side)
-    assert said == [side * side]
-    with pytest.raises(ImageError, match=r"allows \(25\.0 million\)"):
-        read(tmp_path / "large.png", max_pixels=MODEST_PIXELS, say_pixels=said.append)
-    with pytest.raises(ImageError, match=r"allows \(25\.0 million\)"):
-        read(tmp_path / "large.png", max_pixels=MODEST_PIXELS + 1, say_pixels=said.append)
     write_part(tmp_path / "small.png", seed=1)
-    assert read(tmp_path / "small.png", say_pixels=said.append).size == (96, 120)
-    assert len(said) == 1
+    monkeypatch.setenv("ANOMALY_DECODER_MEMORY", "400")
+    with Decoders(1) as decoders:
+        paths = [tmp_path / "large.png", tmp_path / "small.png"]
+        with pytest.raises(ImageError, match=r"more than the 0\.4 GB .*ANOMALY_DECODER_MEMORY"):
+            decoders.call(read_image, paths[0], about=paths[0])
+        assert decoders.call(read_image, paths[1], about=paths[1]).size == (96, 120)
+    monkeypatch.setenv("ANOMALY_DECODER_MEMORY", "lots")
+    with pytest.raises(AnomalyError, match="'lots'; it must be a whole number of megabytes"):
+        Decoders(1)
+
+
+@needs_proc
+def test_a_process_that_ends_by_itself_costs_one_image(bad_parser: None, tmp_path: Path) -> None:
+    for name in ("mortal.png", "fine.png"):
+        write_part(tmp_path / name, seed=1)
+    with Decoders(1) as decoders:
+        ended, fine = decoders.map(read_image, [tmp_path / "mortal.png", tmp_path / "fine.png"])
+    assert "has ended 2 processes" in str(ended)
+    assert fine.size == (96, 120)
 
 
 @pytest.mark.parametrize(("dtype", "beside"), [("f4", 0), ("u1", 500_000_000)])
@@ -198,12 +219,9 @@ def test_long_files_of_modest_images_are_read(dtype: str, beside: int, tmp_path:
     tifffile.imwrite(tmp_path / "long.tif", np.zeros((side, side, 3), dtype), photometric="rgb")
     with (tmp_path / "long.tif").open("ab") as file:
         file.truncate(file.tell() + beside)
-    said: list[int] = []
     with Decoders(1) as decoders:
-        (image,) = decoders.map(read, [tmp_path / "long.tif"])
+        (image,) = decoders.map(read_image, [tmp_path / "long.tif"])
     assert image.size == (side, side)
-    assert read(tmp_path / "long.tif", say_pixels=said.append).size == (side, side)
-    assert not said
 
 
 @needs_proc
@@ -281,7 +299,7 @@ def _serving(parent: int) -> list[int]:
             state = (place / "stat").read_bytes().rpartition(b")")[2].split()[0]
         except OSError:
             continue
-        if f"serve({parent})".encode() in said and state != b"Z":
+        if f"serve({parent}, ".encode() in said and state != b"Z":
             found.append(int(place.name))
     return found
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import Sizing, View
-from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.region import DrawnMask, Polygons, Region
 from anomaly.model.checkpoint import load
 from anomaly.model.prediction import Prediction

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from pixel_map import pixel_map
 
-from anomaly.imaging.image import Image
+from anomaly.imaging.read import Image
 from anomaly.maps import heatmap as heatmap_module
 from anomaly.maps.heatmap import (
     OPACITY,

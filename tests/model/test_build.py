@@ -8,7 +8,7 @@ import pytest
 from anomaly.config.parsing import parse_config
 from anomaly.config.schema import ImageConfig
 from anomaly.imaging.geometry import View
-from anomaly.imaging.image import read_mask
+from anomaly.imaging.read import read_mask
 from anomaly.imaging.region import Region
 from anomaly.model.settings import loading_of, region_of
 

@@ -117,8 +117,8 @@ def test_the_manifest_says_what_the_model_was_made_of(run_folder: Path, product:
 
 
 def test_bank_vectors_know_where_they_came_from(run_folder: Path, product: Path) -> None:
-    from anomaly.imaging.preprocessing import Loaded
-    from anomaly.imaging.preprocessing import load as load_image
+    from anomaly.imaging.loading import Loaded
+    from anomaly.imaging.loading import load as load_image
 
     model = load(run_folder, torch.device("cpu"))
     names = list(model.manifest["training_images"])

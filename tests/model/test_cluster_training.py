@@ -19,7 +19,7 @@ from conftest import FAST, REPOSITORY, write_part, write_product
 from anomaly.config.files import load_config
 from anomaly.datasets import open_dataset
 from anomaly.errors import DataError, OutputError
-from anomaly.imaging.turning import turn_of
+from anomaly.imaging.loading import turn_of
 from anomaly.model.run_folder import train_run
 from anomaly.model.training import Training
 from anomaly.runtime.dispatch import WorkerDied

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
-from anomaly.imaging.preprocessing import UnusableImage
+from anomaly.imaging.loading import UnusableImage
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.checkpoint import load
 from anomaly.model.folder import file_entry, model_id

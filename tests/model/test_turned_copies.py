@@ -16,8 +16,7 @@ from anomaly.evaluation.training_images import TrainingImages
 from anomaly.explain.explanation import GoodImages
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.preprocessing import Loaded, UnusableImage
-from anomaly.imaging.turning import turn_of, turned
+from anomaly.imaging.loading import Loaded, UnusableImage, turn_of, turned
 from anomaly.model.merging import merge
 
 SETTINGS = {

@@ -15,7 +15,7 @@ from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand
 from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import Evaluation, Scored
 from anomaly.evaluation.metrics import image_intervals, image_metrics, metrics_by_type
-from anomaly.imaging.image import Image
+from anomaly.imaging.read import Image
 from anomaly.report.category import Category
 from anomaly.report.tiles import Tile, Tiles
 

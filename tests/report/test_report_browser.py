@@ -19,7 +19,7 @@ from report_cases import HOSTILE, LIMIT, case, limits, picture, with_odd
 from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import Scored
 from anomaly.evaluation.metrics import confusion
-from anomaly.imaging.image import Image
+from anomaly.imaging.read import Image
 from anomaly.report.category import Category
 from anomaly.report.comparison import Change, Comparison, comparison_html
 from anomaly.report.document import FIGURES, report_html

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pixel_map import pixel_map
 
-from anomaly.imaging.image import Image
+from anomaly.imaging.read import Image
 from anomaly.maps.heatmap import outlines
 from anomaly.maps.thumbnails import pixels_for
 from anomaly.report.tiles import _PIXELS, Tile, Tiles, svg_path

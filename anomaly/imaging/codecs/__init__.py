@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from anomaly.imaging.codecs import bmp, jpeg, png, tiff, webp
-from anomaly.imaging.codecs.header import ImageHeader, Pixels, damaged, unsupported
+from anomaly.imaging.codecs.base import ImageHeader, Pixels, damaged, unsupported
 
 __all__ = ["FORMATS", "HEAD_BYTES", "Format", "ImageHeader", "Pixels", "identify"]
 

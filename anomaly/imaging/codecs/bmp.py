@@ -10,8 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anomaly.imaging.codecs.colour import bgr_to_rgb, look_up, over_black
-from anomaly.imaging.codecs.header import ImageHeader, Pixels, damaged, unsupported
+from anomaly.imaging.codecs.base import (
+    ImageHeader,
+    Pixels,
+    bgr_to_rgb,
+    damaged,
+    look_up,
+    over_black,
+    unsupported,
+)
 
 _RGB, _BITFIELDS = 0, 3
 _HEADERS = (12, 40, 52, 56, 64, 108, 124)  # bytes; 12 and 64 are OS/2's

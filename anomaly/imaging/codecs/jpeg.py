@@ -19,8 +19,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import simplejpeg  # type: ignore[import-untyped]
 
-from anomaly.imaging.codecs.colour import cmyk_to_rgb
-from anomaly.imaging.codecs.header import ImageHeader, Pixels, damaged, unsupported, upright
+from anomaly.imaging.codecs.base import (
+    ImageHeader,
+    Pixels,
+    cmyk_to_rgb,
+    damaged,
+    unsupported,
+    upright,
+)
 from anomaly.imaging.codecs.tiff_directory import exif_orientation
 
 _EOI, _SOS, _APP1, _APP14, _COMMENT = 0xD9, 0xDA, 0xE1, 0xEE, 0xFE

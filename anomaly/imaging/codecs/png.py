@@ -19,9 +19,20 @@ import cv2
 import numpy as np
 from isal import isal_zlib
 
-from anomaly.imaging.codecs.codecs import decode_by_opencv, inflate, longest_stored
-from anomaly.imaging.codecs.colour import bgr_to_rgb, grey_to_rgb, look_up, over_black
-from anomaly.imaging.codecs.header import ImageHeader, Pixels, damaged, unsupported, upright
+from anomaly.imaging.codecs.base import (
+    ImageHeader,
+    Pixels,
+    bgr_to_rgb,
+    damaged,
+    decode_by_opencv,
+    grey_to_rgb,
+    inflate,
+    longest_stored,
+    look_up,
+    over_black,
+    unsupported,
+    upright,
+)
 from anomaly.imaging.codecs.tiff_directory import exif_orientation
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"

@@ -16,8 +16,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.imaging.codecs.colour import cmyk_to_rgb, grey_to_rgb, look_up, over_black
-from anomaly.imaging.codecs.header import ImageHeader, Pixels, damaged, unsupported, upright
+from anomaly.imaging.codecs.base import (
+    ImageHeader,
+    Pixels,
+    cmyk_to_rgb,
+    damaged,
+    grey_to_rgb,
+    look_up,
+    over_black,
+    unsupported,
+    upright,
+)
 from anomaly.imaging.codecs.tiff_directory import (
     Directory,
     Tag,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import ImageError
-from anomaly.imaging.codecs.header import damaged, unsupported
+from anomaly.imaging.codecs.base import damaged, unsupported
 
 # TIFF field type -> numpy code: BYTE, SHORT, LONG, IFD, LONG8, IFD8
 _INTEGERS = {1: "u1", 3: "u2", 4: "u4", 13: "u4", 16: "u8", 18: "u8"}

@@ -11,8 +11,14 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.imaging.codecs.codecs import decode_by_opencv, inflate, longest_stored
-from anomaly.imaging.codecs.header import Pixels, damaged, unsupported
+from anomaly.imaging.codecs.base import (
+    Pixels,
+    damaged,
+    decode_by_opencv,
+    inflate,
+    longest_stored,
+    unsupported,
+)
 
 _NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE = 1, 5, 8, 32773, 32946
 COMPRESSIONS = frozenset((_NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE))

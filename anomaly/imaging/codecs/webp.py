@@ -7,9 +7,16 @@ import struct
 import cv2
 import numpy as np
 
-from anomaly.imaging.codecs.codecs import decode_by_opencv
-from anomaly.imaging.codecs.colour import bgr_to_rgb, over_black
-from anomaly.imaging.codecs.header import ImageHeader, Pixels, damaged, unsupported, upright
+from anomaly.imaging.codecs.base import (
+    ImageHeader,
+    Pixels,
+    bgr_to_rgb,
+    damaged,
+    decode_by_opencv,
+    over_black,
+    unsupported,
+    upright,
+)
 from anomaly.imaging.codecs.tiff_directory import exif_orientation
 
 _ANIMATION, _ALPHA, _EXIF = 0x02, 0x10, 0x08  # bits of VP8X (RFC 9649, section 2.7.1)

@@ -20,7 +20,7 @@ class Bank(ArrayScorer):
     Attributes:
         vectors: (M, D) float32.
         origins: (M, 3) int32: training image, patch row, patch column. Rows from 65,536 on are of
-            turned copies, see `anomaly.imaging.turning`.
+            turned copies, see `anomaly.imaging.loading`.
         embedding: how feature maps became embeddings: `sharp`, `concat` or `adaptive`.
         reweighting: b, bank vectors that the re-weighted image score looks at.
         spacing: (M,) float32, the mean distance of each vector to its nearest neighbours in the

@@ -29,7 +29,7 @@ class MemoryBank(Bank, Scorer):
     Attributes:
         vectors: (M, D) float32, in the order in which they were picked.
         origins: (M, 3) int32: training image, patch row, patch column. Rows from 65,536 on are of
-            turned copies, see `anomaly.imaging.turning`.
+            turned copies, see `anomaly.imaging.loading`.
         covering_radius: no training patch is farther than this from its nearest bank vector,
             among the projected embeddings that the coreset was selected on.
         exact: the selection saw all training patches at once, not a part at a time.

@@ -33,22 +33,27 @@ pytestmark = [
 
 # A command that notes for each request to a decoding process what it computed, and on the clock.
 _COMMAND = """
-import json, sys, time
-from anomaly.imaging import guarded_process
+import json, os, sys, time
+from pathlib import Path
+from anomaly.imaging import decoder_process
 from anomaly.cli import main
-asked = guarded_process.GuardedProcess.ask
+asked = decoder_process.DecoderProcess.ask
 def used(process):
-    return (guarded_process.usage(process._child.pid) or [0.0])[0]
+    try:
+        fields = Path(f"/proc/{{process._child.pid}}/stat").read_bytes().rpartition(b")")[2].split()
+    except (OSError, AttributeError):
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 def ask(self, *request, **options):
-    child, before, begun = self._child.pid, used(self), time.monotonic()
+    child, before, begun = self._child, used(self), time.monotonic()
     try:
         return asked(self, *request, **options)
     finally:
-        computed = used(self) - (before if self._child.pid == child else 0)
+        computed = used(self) - (before if self._child is child else 0)
         with open({noted!r}, "a") as stream:
             line = [repr(request)[:300], computed, time.monotonic() - begun]
             print(json.dumps(line), file=stream)
-guarded_process.GuardedProcess.ask = ask
+decoder_process.DecoderProcess.ask = ask
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -16,7 +16,7 @@ from conftest import REPOSITORY
 from picture_files import mutated
 
 from anomaly.errors import ImageError
-from anomaly.imaging.image import read_image
+from anomaly.imaging.read import read_image
 
 _MOST_SECONDS, _MOST_BYTES = 10, 2 * 10**9
 

@@ -9,12 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy.spatial.distance import cdist
-
-from anomaly.errors import ConfigError
-from anomaly.scorers.patchcore.search import coordinates, product_index, screened_index
 from anomaly.scorers.patchcore.search.array_index import ArrayIndex
 from anomaly.scorers.patchcore.search.bfloat16_screen import BFloat16Screen
 from anomaly.scorers.patchcore.search.coarse_screen import (
@@ -22,8 +16,14 @@ from anomaly.scorers.patchcore.search.coarse_screen import (
     Int8Screen,
     has_exact_int8,
 )
-from anomaly.scorers.patchcore.search.neighbors import NearestNeighbors
 from anomaly.scorers.patchcore.search.screened_index import ScreenedIndex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.distance import cdist
+
+from anomaly.errors import ConfigError
+from anomaly.report.product_index import product_index
+from anomaly.scorers.patchcore.search import NearestNeighbors, coordinates, screened_index
 
 EXACT = ["product", "screened", "faiss"]
 GPU = [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from picture_files import encoded, picture
 
-from anomaly.imaging.codecs import codecs
+from anomaly.imaging.codecs import base
 
 _levels = cv2.utils.logging
 
@@ -29,7 +29,7 @@ def test_threads_that_decode_at_once_leave_the_log_level_as_it_was(monkeypatch):
 
     monkeypatch.setattr(cv2, "imdecode", slow)
     with ThreadPoolExecutor(2, thread_name_prefix="t") as pool:
-        decodes = [pool.submit(codecs.decode_by_opencv, b"x") for _ in range(2)]
+        decodes = [pool.submit(base.decode_by_opencv, b"x") for _ in range(2)]
         while not any(decode.done() for decode in decodes):
             pass
         first_done.set()
@@ -44,7 +44,7 @@ def test_many_threads_print_nothing(capfd):
     data = bytearray(encoded(picture(), "TIFF", compression="tiff_lzw"))
     data[30:60] = bytes(i ^ 0x5A for i in data[30:60])
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(codecs.decode_by_opencv, [bytes(data)] * 500))
+        list(pool.map(base.decode_by_opencv, [bytes(data)] * 500))
     assert _levels.getLogLevel() == before
     assert capfd.readouterr() == ("", "")
 
@@ -57,4 +57,4 @@ def test_too_little_memory_isnt_damage(monkeypatch):
 
     monkeypatch.setattr(cv2, "imdecode", fail)
     with pytest.raises(MemoryError):
-        codecs.decode_by_opencv(b"x")
+        base.decode_by_opencv(b"x")

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anomaly.errors import ImageError
-from anomaly.imaging import preprocessing as loading
+from anomaly.imaging import loading
 from anomaly.imaging.geometry import Sizing, Tiling
-from anomaly.imaging.preprocessing import NO_PIXELS, Loaded, Loading, UnusableImage, by_shape, load
+from anomaly.imaging.loading import NO_PIXELS, Loaded, Loading, UnusableImage, by_shape, load
 
 
 def _loading(tile: int | None = None) -> Loading:

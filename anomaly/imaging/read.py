@@ -28,8 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import ImageError, why
+from anomaly.imaging import process_limits
 from anomaly.imaging.codecs import HEAD_BYTES, Format, ImageHeader, Pixels, identify
-from anomaly.imaging.codecs.header import damaged, unsupported
+from anomaly.imaging.codecs.base import damaged, unsupported
 
 MAX_PIXELS = 250_000_000
 _LONGEST_SIDE = 1_000_000  # libpng goes no further
@@ -84,14 +85,16 @@ def read_image(
         kind, data = _read_file(source, max_pixels)
         header = kind.read_header(data)
         check_size(header.size, max_pixels)
+        process_limits.allow_pixels(header.size[0] * header.size[1])
         pixels = turned_upright(kind.decode(data), header.orientation)
         full_scale = full_scale_of(header.full_scale, bit_depth)
         check_range(pixels, full_scale)
     except ImageError as error:
         raise ImageError(_named(source, str(error)), error.status) from None
-    except MemoryError:
-        said = _named(source, "there isn't enough memory to decode it")
-        raise ImageError(said, "unsupported") from None
+    except (MemoryError, cv2.error) as error:
+        if isinstance(error, cv2.error) and error.code != cv2.Error.StsNoMem:
+            raise
+        raise ImageError(_named(source, process_limits.out_of_memory()), "unsupported") from None
     sha256 = hashlib.sha256(data).hexdigest()
     return Image(np.ascontiguousarray(pixels), full_scale, header.mode, header.format, sha256)
 

@@ -1,11 +1,16 @@
-"""Image files -> batches of network inputs, decoded ahead of the network. Imports no torch."""
+"""Images -> network inputs: loading, batches, tiles and turned copies. Imports no torch.
+
+There are eight ways to lay a picture: quarter turns anticlockwise, 0 to 3, and 4 to 7, the same of
+the picture mirrored left to right.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import cv2
 import numpy as np
@@ -13,18 +18,20 @@ from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
-from anomaly.imaging.image import MAX_PIXELS, Image, described, read_header, read_image
+from anomaly.imaging.process_limits import out_of_memory
+from anomaly.imaging.read import Image, described, read_header, read_image
 from anomaly.imaging.region import Region
 
 # What a large image has instead of pixels for the network: its tiles have them.
 NO_PIXELS: NDArray[np.float32] = np.empty((0, 0, 3), np.float32)
 
-# An image of up to so many pixels is read within the limits of every image; a larger one says so
-# first, and gets more time and memory in proportion.
-MODEST_PIXELS = 25_000_000
-
 # An incomplete batch waits for so many batches' worth of images.
 _SPAN = 4
+
+# Rows of patches from one way of turning to the next: more than any image has.
+_TURN_ROWS = 1 << 16
+
+_Value = TypeVar("_Value", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Loaded:
         image: the decoded file; None where another process has it.
         tile: row and column of this tile; (0, 0) for a whole image.
         whole: the tiling that this tile belongs to; None for a whole image.
-        turn: how the rendered pixels were turned, see `anomaly.imaging.turning`; 0 if not at all.
+        turn: how the rendered pixels were turned, see `turned`; 0 if not at all.
     """
 
     index: int
@@ -127,45 +134,10 @@ def size_of(path: Path) -> tuple[int, int] | None:
         return None
 
 
-def nothing_said(pixels: int) -> None:
-    """Stands in where nobody limits what an image may take."""
-
-
-def read(
-    source: Path | bytes,
-    *,
-    max_pixels: int = MAX_PIXELS,
-    bit_depth: int | None = None,
-    say_pixels: Callable[[int], None] = nothing_said,
-) -> Image:
-    """Read one image, and say before it is decoded that it is a large one.
-
-    Args:
-        source: the file, or its bytes.
-        max_pixels: images of more pixels are refused before they are decoded.
-        bit_depth: significant bits of files that can't say so themselves; None for all.
-        say_pixels: called with the number of pixels of an image that has more than
-            `MODEST_PIXELS`. Such a file is opened twice.
-
-    Raises:
-        ImageError: `unreadable` or `unsupported`; the message names the file.
-    """
-    try:
-        return read_image(source, max_pixels=min(max_pixels, MODEST_PIXELS), bit_depth=bit_depth)
-    except ImageError as error:  # a larger image, or a longer file, than a modest one's?
-        if max_pixels <= MODEST_PIXELS or error.status != "unsupported":
-            raise
-        height, width = read_header(source, max_pixels=max_pixels).size
-    if MODEST_PIXELS < height * width <= max_pixels:
-        say_pixels(height * width)
-    return read_image(source, max_pixels=max_pixels, bit_depth=bit_depth)
-
-
 def load(
     index: int,
     source: Path | bytes | Image,
     loading: Loading,
-    say_pixels: Callable[[int], None] = nothing_said,
 ) -> Loaded | UnusableImage:
     """Decode and render one image. Whatever happens on the way, it is this image's alone.
 
@@ -173,11 +145,10 @@ def load(
         index: its place in the list of images.
         source: the file, its bytes, or pixels that needn't be decoded.
         loading: how.
-        say_pixels: as for `read`.
     """
     path = source if isinstance(source, Path) else None
     try:
-        return _load(index, source, loading, say_pixels)
+        return _load(index, source, loading)
     except Exception as error:  # a shift mustn't end because of one image
         return refusal(index, described(index, path), error)
 
@@ -188,23 +159,18 @@ def refusal(index: int, name: Path | str, error: Exception) -> UnusableImage:
         return UnusableImage(index, error.status, str(error))
     if isinstance(error, DataError):
         return UnusableImage(index, "unsupported", f"{name}: {error}")
+    if isinstance(error, MemoryError):
+        return UnusableImage(index, "unsupported", f"{name}: {out_of_memory()}")
     what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
     return UnusableImage(index, "failed", f"{name}: {what}")
 
 
-def _load(
-    index: int, source: Path | bytes | Image, loading: Loading, say_pixels: Callable[[int], None]
-) -> Loaded:
+def _load(index: int, source: Path | bytes | Image, loading: Loading) -> Loaded:
     path = source if isinstance(source, Path) else None
     if isinstance(source, Image):
         image = source
     else:
-        image = read(
-            source,
-            max_pixels=loading.max_pixels,
-            bit_depth=loading.bit_depth,
-            say_pixels=say_pixels,
-        )
+        image = read_image(source, max_pixels=loading.max_pixels, bit_depth=loading.bit_depth)
     view = loading.sizing.view(image.size)
     if loading.region is not None:
         loading.region.inside(image.size, slice(0, 1))
@@ -296,3 +262,73 @@ def tile_by_tile(
             yield batch
         else:
             yield from batch[0].tiles(batch_size)
+
+
+def turned(picture: NDArray[_Value], turn: int) -> NDArray[_Value]:
+    """A view of a picture (H, W, …), laid in another way.
+
+    Args:
+        picture: the first two axes are turned.
+        turn: 0 for the picture as it is, to 7.
+    """
+    return np.rot90(picture[:, ::-1] if turn >= 4 else picture, turn % 4)
+
+
+def with_turned(
+    batches: Iterable[list[Loaded] | UnusableImage], turns: Sequence[int]
+) -> Iterator[list[Loaded] | UnusableImage]:
+    """Each batch, and behind it a copy of it for each of the ways to turn it; refusals pass.
+
+    Args:
+        batches: of images of one size, or of tiles.
+        turns: 1 to 7 each.
+    """
+    for batch in batches:
+        yield batch
+        if not isinstance(batch, UnusableImage):
+            for turn in turns:
+                yield [
+                    replace(item, pixels=np.ascontiguousarray(turned(item.pixels, turn)), turn=turn)
+                    for item in batch
+                ]
+
+
+def turned_corner(row: int, column: int, turn: int) -> tuple[int, int]:
+    """Row and column by which a grid's first patch is known, others for each way of turning.
+
+    A patch's row and column tell it from all others of its image and of the image's copies. Rows
+    of an image as it is begin at 0, of copies at 65,536 times their turn.
+
+    Args:
+        row: of the grid's first patch in the turned image; 0 but in tiles.
+        column: of that patch.
+        turn: 0 for the image as it is, to 7.
+    """
+    return turn * _TURN_ROWS + row, column
+
+
+def turn_of(row: int) -> tuple[int, int]:
+    """How the image of a patch was turned, and the patch's row in the turned image.
+
+    Args:
+        row: of a patch, counted from a `turned_corner`.
+    """
+    return divmod(row, _TURN_ROWS)
+
+
+def upright(
+    turn: int, patch: tuple[int, int], grid: tuple[int, int], tiles: tuple[int, int]
+) -> tuple[int, int]:
+    """Row and column in an image of a patch of its turned copy, of which each tile is turned.
+
+    Args:
+        turn: how the image was turned, 0 to 7.
+        patch: row and column in the turned image, or in the mosaic of turned tiles.
+        grid: (h, w) of the patches of the image as it is, all tiles together.
+        tiles: rows and columns of tiles; (1, 1) for an image without them.
+    """
+    height, width = grid[0] // tiles[0], grid[1] // tiles[1]
+    places: NDArray[np.int64] = turned(np.arange(height * width).reshape(height, width), turn)
+    (down, y), (across, x) = divmod(patch[0], places.shape[0]), divmod(patch[1], places.shape[1])
+    y, x = divmod(int(places[y, x]), width)
+    return down * height + y, across * width + x

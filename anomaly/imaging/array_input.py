@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.codecs import Pixels
-from anomaly.imaging.codecs.colour import grey_to_rgb, over_black
-from anomaly.imaging.codecs.header import unsupported
-from anomaly.imaging.image import (
+from anomaly.imaging.codecs.base import grey_to_rgb, over_black, unsupported
+from anomaly.imaging.loading import UnusableImage
+from anomaly.imaging.read import (
     MAX_PIXELS,
     Image,
     check_range,
@@ -31,7 +31,6 @@ from anomaly.imaging.image import (
     full_scale_of,
     turned_upright,
 )
-from anomaly.imaging.preprocessing import UnusableImage
 
 
 class PilImage(Protocol):
