@@ -15,7 +15,7 @@ from anomaly.arrays import Array, as_numpy, module_of
 from anomaly.calibration import Thresholds
 from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
-from anomaly.features.exported import ExportedNetwork
+from anomaly.features.engine import ExportedNetwork
 from anomaly.features.inside import inside_of
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.preprocessing import Loaded, Loading
