@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,11 @@ import pytest
 # A busy machine is no failure.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
+
+# Here, and in processes that tests start, `backbone.name` may be `tiny`.
+TINY = str(Path(__file__).with_name("tiny"))
+sys.path.insert(0, TINY)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [TINY, os.environ.get("PYTHONPATH")]))
 
 # Wide terminals and narrow ones must not change what argparse prints.
 os.environ["COLUMNS"] = "100"

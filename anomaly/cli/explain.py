@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw everything that can be shown about one image."""
-    from anomaly.features.weights_path import check_weights
+    from anomaly.features.weights import check_weights
     from anomaly.files.output_lock import locked
     from anomaly.model.exported import check_layers
 

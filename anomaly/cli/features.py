@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Save features; a second run goes on where the first one ended."""
     from anomaly.datasets.inputs import find_inputs
-    from anomaly.features.weights_path import check_weights
+    from anomaly.features.weights import check_weights
     from anomaly.files.output_lock import locked
     from anomaly.model.exported import check_layers
 

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     """Train one model, or one for each of several products."""
     from anomaly.config.files import load_config
     from anomaly.datasets import open_dataset
-    from anomaly.features.weights_path import check_weights
+    from anomaly.features.weights import check_weights
     from anomaly.files.output_lock import locked
 
     config = load_config(options.config, options.overrides)

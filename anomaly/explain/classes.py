@@ -14,8 +14,9 @@ from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
 from anomaly.explain.patches import marked
 from anomaly.explain.tiles import RgbImage, beside, glowing, picture_of, signed, stacked
 from anomaly.features.backbone_weights import full_network
-from anomaly.features.backbones import build, normalisation, official_weights
+from anomaly.features.backbones import build, normalisation
 from anomaly.features.layer_table import last_map, layer_table, side_multiple, stages, token_layer
+from anomaly.features.torchvision_networks import official_weights
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Loading

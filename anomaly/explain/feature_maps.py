@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anomaly.errors import LayerError
 from anomaly.explain.inputs import batch_of, check_eval, map_of
 from anomaly.explain.tiles import RgbImage, captioned, colored, grid, resized, stacked
-from anomaly.features.tokens import Layout
+from anomaly.features.extractor import Layout
 from anomaly.hooks import capture
 
 _TILE = 120

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from anomaly.errors import AnomalyError
-from anomaly.features.tokens import layout_of
+from anomaly.features.extractor import layout_of
 
 
 def batch_of(image: Tensor, model: nn.Module | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from anomaly.export.resampling import resampled_by_products
 from anomaly.features.backbone_weights import load_state
 from anomaly.features.backbones import build
 from anomaly.features.engine import ENGINES, installed
-from anomaly.features.folding import folded
+from anomaly.features.optimise import folded
 from anomaly.hooks import HookSet, capture
 from anomaly.model.exported import graph_names
 from anomaly.model.scoring import Model

@@ -30,8 +30,7 @@ from anomaly.errors import DataError, ModelError, some
 from anomaly.evaluation.training_images import TrainingImages, dataset_images
 from anomaly.export.graph import write_graph
 from anomaly.export.int8_graph import quantise
-from anomaly.features.engine import ENGINES, Graph
-from anomaly.features.exported import ExportedNetwork
+from anomaly.features.engine import ENGINES, ExportedNetwork, Graph
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import Loaded, UnusableImage, by_shape, tile_by_tile

@@ -10,12 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from anomaly.errors import WeightsError, some
-from anomaly.features import timm_networks
-from anomaly.features.backbones import build, official_weights, other_on_disk, torchvision_name
-from anomaly.features.timm_networks import is_timm
-from anomaly.features.vision import torchvision
-from anomaly.features.weights import file_state, official_state
+from anomaly.errors import ConfigError, WeightsError, some
+from anomaly.features.backbones import backbone_of, build
+from anomaly.features.weights import file_state
 
 log = logging.getLogger(__name__)
 
@@ -33,32 +30,11 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[dict[str, Tensor],
     Raises:
         WeightsError: see `anomaly.features.weights`.
     """
+    backbone = backbone_of(name)
     if weights == "random":
         return _random_state(name, seed), None
-    if is_timm(name):
-        if weights == "imagenet":
-            state, sha256 = timm_networks.official_state(name)
-        else:
-            state, sha256 = file_state(Path(weights))
-        return timm_networks.renamed(state, build(name)), sha256
-    if weights != "imagenet":
-        return file_state(Path(weights))
-    official = official_weights(name)
-    if official is None:
-        raise WeightsError(
-            f"torchvision publishes no weights for {name}; give a file: "
-            "--set backbone.weights=/path/to/file.safetensors"
-        )
-    try:
-        return official_state(official.url)
-    except WeightsError as error:
-        other = other_on_disk(name)
-        if other is None:
-            raise
-        raise WeightsError(
-            f"{error}. Or take a network whose weights are here, which works offline at once: "
-            f"--set backbone.name={other}"
-        ) from None
+    state, sha256 = backbone.official() if weights == "imagenet" else file_state(Path(weights))
+    return backbone.renamed(state, build(name)), sha256
 
 
 def full_network(name: str, weights: str) -> nn.Module:
@@ -121,7 +97,27 @@ def load_state(
     versioned = OrderedDict(filled)
     versioned._metadata = wanted._metadata  # type: ignore[attr-defined]
     network.load_state_dict(versioned, assign=True)
-    timm_networks.fill_buffers(network)
+    _fill_buffers(network)
+
+
+def _fill_buffers(network: nn.Module) -> None:
+    """Compute what no weights file holds: positions, windows. In place, after the weights.
+
+    Raises:
+        ConfigError: a module doesn't say how.
+    """
+    for path, module in network.named_modules():
+        empty = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
+        if not empty:
+            continue
+        if not hasattr(module, "init_non_persistent_buffers"):
+            raise ConfigError(
+                f"{type(network).__name__}: the buffers of {path} can't be computed without its "
+                "weights; choose another network"
+            )
+        for key, buffer in empty.items():
+            module._buffers[key] = torch.empty_like(buffer, device="cpu")
+        module.init_non_persistent_buffers()
 
 
 def _is_usable(key: str, values: Tensor) -> bool:
@@ -147,8 +143,4 @@ def _random_state(name: str, seed: int) -> dict[str, Tensor]:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if is_timm(name):
-            return dict(timm_networks.build(name).state_dict())
-        extra = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
-        network = torchvision.models.get_model(torchvision_name(name), weights=None, **extra)
-    return dict(network.state_dict())
+        return dict(backbone_of(name).network().state_dict())

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
-from anomaly.features.timm_networks import own_side
 from anomaly.hooks import HookSet, capture, match
 from anomaly.hooks.nested import named_tensors
 
@@ -127,6 +126,13 @@ def show(
             f"{type(network).__name__} doesn't take images of {height}×{width}; give another size, "
             f"such as {side}×{side}"
         ) from None
+
+
+def own_side(network: nn.Module) -> int | None:
+    """The side of the square images that a network was trained with; None where nothing says it."""
+    said = getattr(network, "pretrained_cfg", None) or {}
+    size = said.get("input_size")
+    return size[-1] if size else None
 
 
 def takes(network: nn.Module, height: int, width: int, layers: Sequence[str] = ()) -> bool:

@@ -59,11 +59,6 @@ _PACKAGES = {
 }
 
 
-def is_timm(name: str) -> bool:
-    """Whether a backbone's name is one of timm's."""
-    return name.startswith(PREFIX)
-
-
 def build(name: str, **wanted: Any) -> nn.Module:
     """A network with random weights; takes images of any size where its kind does.
 
@@ -110,13 +105,6 @@ def stages(network: nn.Module) -> tuple[str, ...]:
         return tuple(known[len(known) * quarters // 4 - 1][0] for quarters in (2, 3, 4))
     found = {stride: path for path, stride in known}
     return tuple(found[stride] for stride in (4, 8, 16)) if {4, 8, 16} <= found.keys() else ()
-
-
-def own_side(network: nn.Module) -> int | None:
-    """The side of the square images that a network was trained with; None where nothing says it."""
-    said = getattr(network, "pretrained_cfg", None) or {}
-    size = said.get("input_size")
-    return size[-1] if size else None
 
 
 def settings(name: str) -> Mapping[str, Any]:
@@ -222,26 +210,6 @@ def _in_order(state: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[st
         for key, name in zip(keys, names, strict=True)
     )
     return {n: state[k] for k, n in zip(keys, names, strict=True)} if alike else state
-
-
-def fill_buffers(network: nn.Module) -> None:
-    """Compute what no weights file holds: positions, windows. In place, after the weights.
-
-    Raises:
-        ConfigError: a module doesn't say how.
-    """
-    for path, module in network.named_modules():
-        empty = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
-        if not empty:
-            continue
-        if not hasattr(module, "init_non_persistent_buffers"):
-            raise ConfigError(
-                f"{type(network).__name__}: the buffers of {path} can't be computed without its "
-                "weights; choose another network"
-            )
-        for key, buffer in empty.items():
-            module._buffers[key] = torch.empty_like(buffer, device="cpu")
-        module.init_non_persistent_buffers()
 
 
 def _timm() -> Any:

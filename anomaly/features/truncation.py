@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
-from anomaly.features.extractor import FeatureExtractor
-from anomaly.features.folding import Pair, Reads, foldable
-from anomaly.features.layer_table import takes
-from anomaly.features.timm_networks import own_side
-from anomaly.features.tokens import Layout, layout_of
+from anomaly.features.extractor import FeatureExtractor, Layout, layout_of
+from anomaly.features.layer_table import own_side, takes
+from anomaly.features.optimise import Pair, Reads, foldable
 from anomaly.features.vision import without_values
 from anomaly.hooks import HookSet, capture, match
 

@@ -1,4 +1,7 @@
-"""Where backbone weights are looked for, and how each way of not having them is told apart."""
+"""Where backbone weights are looked for, and how each way of not having them is told apart.
+
+Imports torch only where it reads a file, so that a wrong path is an error at once.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,16 @@ from http.client import HTTPException
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from anomaly.errors import WeightsError, why
-from anomaly.features.weights_path import weights_path
-from anomaly.files.writing import at_home, draft_of, sha256_of
+from anomaly.files.writing import at_home, draft_of, looked_in, sha256_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +36,52 @@ _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")
 _PATIENCE, _PAUSE = 10.0, 30.0
 
 
+def check_weights(weights: str) -> None:
+    """See that what `backbone.weights` says can be: `imagenet`, `random`, or a file that is there.
+
+    Raises:
+        WeightsError: as `weights_path`.
+    """
+    if weights not in ("imagenet", "random"):
+        weights_path(Path(weights))
+
+
+def weights_path(path: Path) -> Path:
+    """A user's `.safetensors`, `.pth`, `.pt` or `.bin` file, with `~` replaced by the home folder.
+
+    Raises:
+        WeightsError: no such file, or another suffix.
+        AnomalyError: its `~` stands for nobody's home folder.
+    """
+    path = at_home(path)
+    if not path.is_file():
+        missing = f"doesn't exist{looked_in(path)}"
+        kind = "is a folder" if path.is_dir() else missing
+        raise WeightsError(
+            f"backbone.weights: {path} {kind}. Give `imagenet`, `random`, "
+            "or the path of a .safetensors or .pth file"
+        )
+    if path.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
+        raise WeightsError(
+            f"backbone.weights: {path} isn't a .safetensors, .pth, .pt or .bin file; convert it "
+            "first"
+        )
+    return path
+
+
 def search_folders() -> list[Path]:
     """Where official files are looked for, first match wins.
 
     `$ANOMALY_WEIGHTS`, `weights/` in the working directory, and torch's own download cache.
     """
     named = os.environ.get("ANOMALY_WEIGHTS")
-    cache = Path(torch.hub.get_dir()) / "checkpoints"
-    return [*([at_home(Path(named))] if named else []), Path("weights"), cache]
+    return [*([at_home(Path(named))] if named else []), Path("weights"), _downloads()]
+
+
+def _downloads() -> Path:
+    import torch
+
+    return Path(torch.hub.get_dir()) / "checkpoints"
 
 
 def official_state(url: str) -> tuple[dict[str, Tensor], str]:
@@ -109,7 +149,7 @@ def read_state(file: Path) -> tuple[dict[str, Tensor], str]:
 
 
 def _download(url: str, name: str, prefix: str) -> Path:
-    target = Path(torch.hub.get_dir()) / "checkpoints" / name
+    target = _downloads() / name
     draft = draft_of(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -200,6 +240,9 @@ def file_sha256(file: Path) -> str:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
+    import torch
+    from safetensors.torch import load_file
+
     log.debug("weights from %s", file.absolute())
     try:
         with file.open("rb") as stream:
@@ -229,6 +272,8 @@ def _damaged(file: Path) -> str:
 
 
 def _tensors_of(loaded: Any, file: Path) -> dict[str, Tensor]:
+    from torch import Tensor
+
     if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, Mapping) or not all(isinstance(v, Tensor) for v in loaded.values()):

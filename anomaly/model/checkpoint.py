@@ -28,7 +28,7 @@ from safetensors.numpy import load_file
 from anomaly.config.parsing import parse_config
 from anomaly.config.schema import Config
 from anomaly.errors import AnomalyError, ModelError, needs_training
-from anomaly.features.exported import ExportedNetwork
+from anomaly.features.engine import ExportedNetwork
 from anomaly.imaging.decoder_pool import read_mask
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import scorer_of

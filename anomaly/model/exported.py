@@ -21,8 +21,7 @@ from safetensors.numpy import load_file
 
 from anomaly.config.schema import Config
 from anomaly.errors import ModelError
-from anomaly.features.engine import ENGINES, Graph
-from anomaly.features.exported import ExportedNetwork, has_no_layers
+from anomaly.features.engine import ENGINES, ExportedNetwork, Graph, has_no_layers
 from anomaly.files.writing import as_json
 from anomaly.model.build import array_scorer_of
 from anomaly.model.folder import BACKBONE, EXPORT, SCORER, find_model, model_id

@@ -11,7 +11,7 @@ from typing import Any
 from anomaly.calibration import GoodScores, Thresholds, thresholds_from
 from anomaly.calibration.rates import percent
 from anomaly.errors import ModelError
-from anomaly.features.exported import ExportedNetwork
+from anomaly.features.engine import ExportedNetwork
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.scoring import Model

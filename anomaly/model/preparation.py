@@ -14,9 +14,8 @@ import torch
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.features.backbones import Normalisation, normalisation
-from anomaly.features.embedder import Embedder, network_input
+from anomaly.features.embedder import Embedder, choose_precision, network_input
 from anomaly.features.extractor import FeatureExtractor
-from anomaly.features.precision import choose_precision
 from anomaly.imaging.decoder_pool import Decoders, read_mask
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import Loaded, size_of

@@ -109,13 +109,13 @@ def manifest_of(
         training_images: sha256 of every training image learned from, by name, in order.
         refused_images: index among all training images of each that couldn't be used, by name.
     """
-    from anomaly.features.backbones import licence
-    from anomaly.features.timm_networks import is_timm
+    from anomaly.features.backbones import backbone_of
 
     extractor, name = detector.extractor, detector.config.backbone.name
-    stated = licence(name) if weights_sha256 else None
+    backbone = backbone_of(name)
+    stated = backbone.licence() if weights_sha256 else None
     further = {"weights_licence": stated, "patch": extractor.patch}
-    recorded = (*_RECORDED, "timm") if is_timm(name) else _RECORDED
+    recorded = (*_RECORDED, *backbone.packages)
     return {
         "software_version": __version__,
         "name": detector.config.name,

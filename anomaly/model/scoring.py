@@ -14,7 +14,7 @@ from anomaly.calibration import Thresholds
 from anomaly.config.methods import METHODS
 from anomaly.config.schema import Config
 from anomaly.errors import DataError
-from anomaly.features.exported import ExportedNetwork
+from anomaly.features.engine import ExportedNetwork
 from anomaly.features.inside import inside_of
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import Loaded, Loading

@@ -19,7 +19,7 @@ from anomaly.calibration import (
 )
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, ModelError
-from anomaly.features.exported import ExportedNetwork
+from anomaly.features.engine import ExportedNetwork
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.model.appearance_model import AppearanceModel

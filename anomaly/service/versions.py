@@ -20,6 +20,7 @@ from anomaly.errors import ModelError, OutputError, some, why
 from anomaly.files.output_lock import locked
 from anomaly.files.writing import draft_of
 from anomaly.imaging.listing import list_images
+from anomaly.imaging.read import Image
 from anomaly.model.folder import EXPORT, check_run_folder, model_id
 from anomaly.model.golden import golden_of, moved_since, read_record, score_golden
 from anomaly.model.manifest import MANIFEST

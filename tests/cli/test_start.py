@@ -12,8 +12,9 @@ from conftest import FAST, Command, write_part
 
 from anomaly.config.files import load_config
 from anomaly.errors import WeightsError
-from anomaly.features import backbones, timm_networks
+from anomaly.features import timm_networks
 from anomaly.features.timm_networks import INSTALLED
+from anomaly.features.torchvision_networks import backbone_at_hand
 from anomaly.model.checkpoint import load
 
 SETTINGS = [part for setting in FAST for part in ("--set", setting)]
@@ -154,23 +155,23 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_without_a_network_connection_the_best_network_at_hand_is_taken(
     offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, why = backbones.backbone_at_hand()
+    name, why = backbone_at_hand()
     assert name == INSTALLED
     assert "came with the installation" in why
     assert "put wide_resnet50_2-95faca4d.pth or resnet50-0676ba61.pth into weights/" in why
     (offline / "resnet50-0676ba61.pth").write_bytes(b"")
-    name, why = backbones.backbone_at_hand()
+    name, why = backbone_at_hand()
     assert name == "resnet50"
     assert "are on disk" in why
     assert "put wide_resnet50_2-95faca4d.pth into" in why
     (offline / "wide_resnet50_2-95faca4d.pth").write_bytes(b"")
-    assert backbones.backbone_at_hand()[0] == "wide_resnet50_2"
+    assert backbone_at_hand()[0] == "wide_resnet50_2"
 
     for file in offline.iterdir():
         file.unlink()
     monkeypatch.setattr(timm_networks, "_PACKAGES", {})
     with pytest.raises(WeightsError, match="no network to get them from"):
-        backbones.backbone_at_hand()
+        backbone_at_hand()
 
 
 def test_a_folder_ends_in_a_page_without_a_network_connection(

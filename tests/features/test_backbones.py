@@ -1,15 +1,22 @@
 """Networks by name: layers, normalisation, weights that fit."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchvision
+from conftest import Command, train_arguments
 from families import FAMILIES
+from safetensors.torch import save_file
+from tiny_network import TinyNetwork
 
 from anomaly.errors import ConfigError, WeightsError
-from anomaly.features import backbone_weights, backbones
+from anomaly.features import backbone_weights, backbones, torchvision_networks
+from anomaly.features.backbones import Backbone, Normalisation
+from anomaly.features.torchvision_networks import IMAGENET_MEAN, IMAGENET_STD
 from anomaly.features.truncation import truncate
+from anomaly.model.checkpoint import load
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -34,17 +41,17 @@ def test_resnet50_v1_has_its_stride_in_the_first_convolution() -> None:
 
 
 def test_official_weights_are_the_papers() -> None:
-    official = backbones.official_weights("wide_resnet50_2")
+    official = torchvision_networks.official_weights("wide_resnet50_2")
     assert official is not None
     assert official.url.endswith("wide_resnet50_2-95faca4d.pth")
-    assert backbones.official_weights("resnet50_v1") is None
+    assert torchvision_networks.official_weights("resnet50_v1") is None
     with pytest.raises(WeightsError, match="publishes no weights for resnet50_v1"):
         backbone_weights.read_weights("resnet50_v1", "imagenet", 0)
 
 
 def test_normalisation_is_torchvisions() -> None:
     images = torch.rand(2, 3, 8, 8)
-    preset = torchvision.transforms.Normalize(backbones.IMAGENET_MEAN, backbones.IMAGENET_STD)
+    preset = torchvision.transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)
     torch.testing.assert_close(backbones.normalisation("resnet18")(images), preset(images))
 
 
@@ -55,7 +62,7 @@ def test_networks_from_tensorflow_see_what_torchvision_shows_them(name: str) -> 
     ours = backbones.build(name)
     backbone_weights.load_state(ours, official.state_dict(), backbones.build(name), name)
     images = torch.rand(1, 3, 96, 96)
-    preset = torchvision.transforms.Normalize(backbones.IMAGENET_MEAN, backbones.IMAGENET_STD)
+    preset = torchvision.transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)
     with torch.no_grad():
         expected = official(preset(images))
         torch.testing.assert_close(ours(backbones.normalisation(name)(images)), expected)
@@ -130,3 +137,39 @@ def test_layers_behind_the_last_one_may_be_absent_and_half_precision_is_widened(
         backbone_weights.load_state(
             truncated.network, short | {"extra": torch.ones(1)}, full, "that file"
         )
+
+
+def test_a_network_of_ones_own_is_an_entry_of_the_registry(
+    product: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything works with it, and its model is found again; without the entry it isn't known."""
+    own = Backbone(
+        TinyNetwork,
+        lambda network: ("layer1", "layer2", "layer3"),
+        lambda: Normalisation((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+    )
+    monkeypatch.setitem(backbones.BACKBONES, "mine", own)
+    arguments = train_arguments(product, tmp_path / "run", "backbone.name=mine")
+    code, _, err = command("train", arguments)
+    assert code == 0, err
+    detector = load(tmp_path / "run")
+    assert detector.extractor.layers == ("layer2", "layer3")
+    assert detector.manifest["backbone"]["mean"] == [0.5, 0.5, 0.5]
+    assert "layer4" not in str(detector.extractor.network.state_dict().keys())
+    detector.predict(product / "test" / "spot" / "001.png")
+
+    state, _ = backbone_weights.read_weights("mine", "random", 1)
+    save_file(state, tmp_path / "own.safetensors")
+    read, sha256 = backbone_weights.read_weights("mine", str(tmp_path / "own.safetensors"), 0)
+    assert sha256
+    assert all(torch.equal(read[key], state[key]) for key in state)
+    with pytest.raises(WeightsError, match=r"no official weights.*backbone\.weights="):
+        backbone_weights.read_weights("mine", "imagenet", 0)
+
+    monkeypatch.delitem(backbones.BACKBONES, "mine")
+    with pytest.raises(ConfigError, match="'mine' isn't a network"):
+        backbones.build("mine")
+
+
+def test_a_package_offers_its_network_by_an_entry_point() -> None:
+    assert type(backbones.build("tiny")) is TinyNetwork

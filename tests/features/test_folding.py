@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from anomaly.features.backbone_weights import load_state, read_weights
 from anomaly.features.backbones import build, default_layers
 from anomaly.features.extractor import FeatureExtractor
-from anomaly.features.folding import foldable, folded
+from anomaly.features.optimise import foldable, folded
 from anomaly.features.truncation import truncate
 
 # How many of each network's batch norms come right behind a convolution, up to the third stage.

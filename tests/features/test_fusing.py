@@ -8,8 +8,7 @@ from torch import nn
 
 from anomaly.features.backbones import build
 from anomaly.features.extractor import FeatureExtractor
-from anomaly.features.folding import folded
-from anomaly.features.fusing import fused
+from anomaly.features.optimise import folded, fused
 from anomaly.features.truncation import truncate
 from anomaly.hooks import capture
 

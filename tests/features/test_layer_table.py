@@ -8,8 +8,9 @@ from families import FAMILIES
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
-from anomaly.features.backbones import build, default_layers, known_backbones
+from anomaly.features.backbones import build, default_layers
 from anomaly.features.layer_table import Layer, last_map, layer_table, side_multiple, stages
+from anomaly.features.torchvision_networks import known_backbones
 from anomaly.hooks import live_hooks
 
 

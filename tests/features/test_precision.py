@@ -8,7 +8,7 @@ import torch
 
 from anomaly.config.parsing import parse_config
 from anomaly.datasets import open_dataset
-from anomaly.features import precision
+from anomaly.features import embedder
 from anomaly.features.backbone_weights import load_state, read_weights
 from anomaly.features.backbones import build
 from anomaly.features.extractor import FeatureExtractor
@@ -38,7 +38,7 @@ def test_rounding_is_measured_against_an_independent_rounding() -> None:
     state = read_weights("resnet18", "random", 0)[0]
     load_state(one.network, state, build("resnet18"), "random")
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    (share,) = precision.rounding_share(one.extractor(), images)
+    (share,) = embedder.rounding_share(one.extractor(), images)
     weight = state["conv1.weight"].double()
     exact = torch.nn.functional.conv2d(images.double(), weight, stride=2, padding=3)
     rounded = torch.nn.functional.conv2d(
@@ -53,17 +53,17 @@ def test_auto_takes_bf16_only_where_it_is_fast_and_safe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(precision, "has_bf16", lambda device: False)
-    assert precision.choose_precision(extractor(), images) == "fp32"
-    monkeypatch.setattr(precision, "has_bf16", lambda device: True)
-    assert precision.choose_precision(extractor(), images) == "bf16"
+    monkeypatch.setattr(embedder, "has_bf16", lambda device: False)
+    assert embedder.choose_precision(extractor(), images) == "fp32"
+    monkeypatch.setattr(embedder, "has_bf16", lambda device: True)
+    assert embedder.choose_precision(extractor(), images) == "bf16"
     assert "bf16" not in caplog.text
     with monkeypatch.context() as patch:
-        patch.setattr(precision, "LIMIT", 1e-6)
-        assert precision.choose_precision(extractor(), images) == "fp32"
+        patch.setattr(embedder, "LIMIT", 1e-6)
+        assert embedder.choose_precision(extractor(), images) == "fp32"
     assert "bf16 would blur" in caplog.text
     broken = extractor(float("inf"))  # maps that aren't numbers
-    assert precision.choose_precision(broken, images) == "fp32"
+    assert embedder.choose_precision(broken, images) == "fp32"
 
 
 def test_precision_is_saved_and_a_change_is_pointed_out(

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from anomaly.errors import ConfigError, LayerError
 from anomaly.features.backbone_weights import load_state, read_weights
 from anomaly.features.backbones import build
-from anomaly.features.extractor import FeatureExtractor
-from anomaly.features.tokens import Layout, check_side, layout_of, token_stride
+from anomaly.features.extractor import FeatureExtractor, Layout, check_side, layout_of, token_stride
 from anomaly.features.truncation import truncate
 
 

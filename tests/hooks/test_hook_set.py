@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from anomaly.errors import LayerError
 from anomaly.features import timm_networks
-from anomaly.features.timm_networks import is_timm
 from anomaly.hooks import HookSet, capture, live_hooks, match
 from anomaly.hooks.backward import BackwardGates
 
@@ -128,7 +127,8 @@ def test_backward_hooks_see_the_gradients_of_autograd(blocks: list[tuple[str, bo
 )
 def test_backward_hooks_on_every_layer_of_every_family_change_nothing(name: str) -> None:
     torch.manual_seed(0)
-    make = timm_networks.build if is_timm(name) else torchvision.models.get_model
+    of_timm = name.startswith(timm_networks.PREFIX)
+    make = timm_networks.build if of_timm else torchvision.models.get_model
     network = make(name, num_classes=4).eval()
     side = SIDES.get(name, 48)
     x = torch.randn(1, 3, side, side, requires_grad=True)
