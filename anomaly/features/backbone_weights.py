@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torchvision
 from torch import Tensor, nn
 
 from anomaly.errors import WeightsError, some
 from anomaly.features import timm_networks
 from anomaly.features.backbones import build, official_weights, other_on_disk, torchvision_name
 from anomaly.features.timm_networks import is_timm
-from anomaly.features.vision import torchvision
 from anomaly.features.weights import file_state, official_state
 
 log = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torchvision
 from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, WeightsError, nearest
 from anomaly.features import timm_networks
 from anomaly.features.timm_networks import INSTALLED, is_timm
-from anomaly.features.vision import torchvision, without_values
 from anomaly.features.weights import official_file
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def build(name: str) -> nn.Module:
         ConfigError: no such network.
     """
     if is_timm(name):
-        with without_values():
+        with torch.device("meta"):
             return timm_networks.build(name)
     if name not in known_backbones():
         raise ConfigError(
@@ -81,7 +81,7 @@ def build(name: str) -> nn.Module:
     if name in _FROM_TENSORFLOW:
         extra = {"aux_logits": True, "transform_input": False, "init_weights": False}
     try:
-        with without_values():
+        with torch.device("meta"):
             network = torchvision.models.get_model(torchvision_name(name), weights=None, **extra)
     except NotImplementedError:  # RegNet computes its widths with tensors
         network = torchvision.models.get_model(torchvision_name(name), weights=None).to("meta")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from anomaly.features.vision import Dispatch
 from anomaly.hooks import capture
 
 Pair = tuple[str, str]
@@ -78,7 +78,7 @@ def foldable(network: nn.Module, layers: Sequence[str], image: Tensor) -> tuple[
     )
 
 
-class Reads(Dispatch):  # type: ignore[no-untyped-call]
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts how many operations read each tensor, also those that no module call would show.
 
     Attributes:

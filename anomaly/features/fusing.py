@@ -12,9 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torchvision
 from torch import Tensor, nn
-
-from anomaly.features.vision import torchvision
 
 _RESNET = torchvision.models.resnet
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, WeightsError, nearest
-from anomaly.features.vision import import_without_compiler
 from anomaly.features.weights import file_sha256, read_state
 
 PREFIX = "timm/"
@@ -246,7 +245,7 @@ def fill_buffers(network: nn.Module) -> None:
 
 def _timm() -> Any:
     try:
-        timm = import_without_compiler("timm")
+        import timm
     except ModuleNotFoundError:
         raise ConfigError(
             "networks of timm need timm, which isn't installed: pip install 'anomaly[train]'"

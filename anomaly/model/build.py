@@ -49,10 +49,11 @@ def _check_size(config: Config, truncated: Truncated) -> None:
     Raises:
         ConfigError: it doesn't; the message says what it takes.
     """
+    import torch
+
     from anomaly.features.layer_table import takes
     from anomaly.features.tokens import check_side
     from anomaly.features.truncation import probes
-    from anomaly.features.vision import without_values
 
     image, extractor = config.image, truncated.extractor()
     key = next((key for key in ("crop", "resize") if getattr(image, key)), "area")
@@ -65,7 +66,7 @@ def _check_size(config: Config, truncated: Truncated) -> None:
         width = height if image.tile else height + sizing.multiple
     else:
         check_side(f"image.{key}", side, truncated.layouts)
-    with without_values():
+    with torch.device("meta"):
         if takes(truncated.network, height, width, truncated.layers):
             return
         fits = [
