@@ -5,22 +5,11 @@ The public names are imported when they are first used, so that what decodes ima
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from anomaly.errors import needs_training
 from anomaly.version import __version__ as __version__
-
-# Torch, which reads this once, then has the system lay out its large tensors in pages of 2 MiB:
-# fresh memory comes 512 times less often, and training and scoring take about a tenth less time.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-# GNU's OpenMP, which torch brings on Linux, reads this once, too. Its threads wait for the next
-# operation by turning in place, 300,000 times unless told otherwise: some milliseconds, in which
-# the search's own threads, the decoding processes and other programs lack a core. So few turns
-# outlast the gaps in a network, and one image takes about a seventh less time.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
     from anomaly.config.files import load_config

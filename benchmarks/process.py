@@ -15,7 +15,7 @@ from typing import Any
 _LOOK = 0.05  # seconds from one look at a process tree to the next, at least
 # Of one processor, which what is measured lacks: the kernel counts gigabytes page by page.
 _SHARE = 0.02
-# Set by importing `anomaly`, here too: a peer gets memory and threads as it asks for them.
+# Set by `anomaly`'s command line: a peer gets memory and threads as it asks for them.
 _OURS = ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT")
 
 

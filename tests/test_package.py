@@ -35,17 +35,25 @@ def test_the_version_stands_in_one_place() -> None:
         ({"OMP_WAIT_POLICY": "active"}, "None"),
     ],
 )
-def test_how_threads_wait_is_set_unless_somebody_has_said(
+def test_the_command_line_sets_how_threads_wait_unless_the_user_has(
     given: dict[str, str], expected: str
 ) -> None:
     ours = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     plain = {name: value for name, value in os.environ.items() if name not in ours}
-    program = "import os, anomaly; print(os.environ.get('GOMP_SPINCOUNT'))"
+    program = (
+        "import os; from anomaly.cli import main; main(['no-command']);"
+        " print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
     command = [sys.executable, "-c", program]
     said = subprocess.run(
         command, env=plain | given, cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     assert said.stdout.strip() == expected
+
+
+def test_an_import_leaves_the_environment_alone() -> None:
+    program = "import os; before = dict(os.environ); import anomaly; assert os.environ == before"
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "scripts"])

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, WeightsError
 from anomaly.features import timm_networks, torchvision_networks
-from anomaly.features.vision import without_values
 
 State: TypeAlias = dict[str, Tensor]
 
@@ -127,7 +126,7 @@ def build(name: str) -> nn.Module:
     """
     make = backbone_of(name).network
     try:
-        with without_values():
+        with torch.device("meta"):
             network = make()
     except NotImplementedError:  # RegNet computes its widths with tensors
         network = make().to("meta")

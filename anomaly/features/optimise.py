@@ -14,10 +14,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torchvision
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from anomaly.features.vision import Dispatch, torchvision
 from anomaly.hooks import capture
 
 Pair = tuple[str, str]
@@ -84,7 +85,7 @@ def foldable(network: nn.Module, layers: Sequence[str], image: Tensor) -> tuple[
     )
 
 
-class Reads(Dispatch):  # type: ignore[no-untyped-call]
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts how many operations read each tensor, also those that no module call would show.
 
     Attributes:

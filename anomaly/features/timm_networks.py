@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, WeightsError, nearest
-from anomaly.features.vision import import_without_compiler
 from anomaly.features.weights import file_sha256, read_state
 
 PREFIX = "timm/"
@@ -214,7 +213,7 @@ def _in_order(state: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[st
 
 def _timm() -> Any:
     try:
-        timm = import_without_compiler("timm")
+        import timm
     except ModuleNotFoundError:
         raise ConfigError(
             "networks of timm need timm, which isn't installed: pip install 'anomaly[train]'"

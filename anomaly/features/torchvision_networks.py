@@ -6,12 +6,12 @@ import logging
 from contextlib import suppress
 from typing import Any, cast
 
+import torchvision
 from torch import Tensor, nn
 
 from anomaly.errors import ConfigError, WeightsError, nearest
 from anomaly.features import timm_networks
 from anomaly.features.timm_networks import INSTALLED
-from anomaly.features.vision import torchvision
 from anomaly.features.weights import official_file, official_state
 
 log = logging.getLogger(__name__)

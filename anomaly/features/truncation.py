@@ -15,7 +15,6 @@ from anomaly.errors import LayerError
 from anomaly.features.extractor import FeatureExtractor, Layout, layout_of
 from anomaly.features.layer_table import own_side, takes
 from anomaly.features.optimise import Pair, Reads, foldable
-from anomaly.features.vision import without_values
 from anomaly.hooks import HookSet, capture, match
 
 # Sides of dry-run images: multiples of 32 both, the other one of patches of 14 pixels.
@@ -63,7 +62,6 @@ class Truncated:
         return FeatureExtractor(self.network, self.layers, self.layouts, self.copies, self.pairs)
 
 
-@without_values()
 def truncate(network: nn.Module, layers: Sequence[str]) -> Truncated:
     """Drop every part of a network that isn't needed to compute `layers`, in place.
 
@@ -79,24 +77,27 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> Truncated:
             tokens; or it gives something else than a map (B, C, h, w), of a network that takes
             squares only.
     """
-    probe, outputs = truncate_in_place(network, layers)
-    layouts = tuple(_layout(path, tuple(output.shape), probe) for path, output in outputs.items())
-    oblong = all(layout.axes == "map" for layout in layouts) or takes(
-        network, probe, 2 * probe, list(outputs)
-    )
-    if not oblong:
-        raise LayerError(
-            f"{type(network).__name__} takes images of {probe}×{probe} only, so its tokens can't "
-            "be placed on others; choose another network"
+    with torch.device("meta"):
+        probe, outputs = truncate_in_place(network, layers)
+        layouts = tuple(
+            _layout(path, tuple(output.shape), probe) for path, output in outputs.items()
         )
-    image = torch.empty(1, 3, probe, probe, device="meta")
-    return Truncated(
-        network,
-        tuple(outputs),
-        layouts,
-        _overwritten(network, list(outputs), image),
-        foldable(network, list(outputs), image),
-    )
+        oblong = all(layout.axes == "map" for layout in layouts) or takes(
+            network, probe, 2 * probe, list(outputs)
+        )
+        if not oblong:
+            raise LayerError(
+                f"{type(network).__name__} takes images of {probe}×{probe} only, so its tokens "
+                "can't be placed on others; choose another network"
+            )
+        image = torch.empty(1, 3, probe, probe, device="meta")
+        return Truncated(
+            network,
+            tuple(outputs),
+            layouts,
+            _overwritten(network, list(outputs), image),
+            foldable(network, list(outputs), image),
+        )
 
 
 def _layout(path: str, shape: tuple[int, ...], probe: int) -> Layout:
@@ -143,7 +144,6 @@ def probes(network: nn.Module) -> tuple[int, ...]:
     return (*PROBES, own) if (own := own_side(network)) and own not in PROBES else PROBES
 
 
-@without_values()
 def _truncated(network: nn.Module, layers: Sequence[str], probe: int) -> dict[str, Tensor]:
     paths = list(dict.fromkeys(path for layer in layers for path in match(network, layer)))
     # One without weights may run again, as activations do, until the module that it is in ends.
@@ -158,7 +158,7 @@ def _truncated(network: nn.Module, layers: Sequence[str], probe: int) -> dict[st
             needed.update(read.count)
 
     try:
-        with torch.no_grad(), read, HookSet(network) as hooks:
+        with torch.no_grad(), torch.device("meta"), read, HookSet(network) as hooks:
             for path in paths:
                 hooks.forward(path, note, path=path)
             with capture(network, [*paths, *ends], stop=True) as captured:

@@ -52,7 +52,6 @@ def _check_size(config: Config, truncated: Truncated) -> None:
     from anomaly.features.extractor import check_side
     from anomaly.features.layer_table import takes
     from anomaly.features.truncation import probes
-    from anomaly.features.vision import without_values
 
     image, extractor = config.image, truncated.extractor()
     key = next((key for key in ("crop", "resize") if getattr(image, key)), "area")
@@ -65,7 +64,7 @@ def _check_size(config: Config, truncated: Truncated) -> None:
         width = height if image.tile else height + sizing.multiple
     else:
         check_side(f"image.{key}", side, truncated.layouts)
-    with without_values():
+    with torch.device("meta"):
         if takes(truncated.network, height, width, truncated.layers):
             return
         fits = [
