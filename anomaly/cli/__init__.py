@@ -16,7 +16,9 @@ from types import ModuleType
 
 from anomaly.cli import speech
 from anomaly.cli.stopping import Interrupted, Stopping
+from anomaly.config.files import load_config
 from anomaly.errors import AnomalyError, nearest, needs_training
+from anomaly.model.folder import find_model, find_products
 from anomaly.version import __version__
 
 log = logging.getLogger(__name__)
@@ -154,9 +156,6 @@ def _check_paths(options: argparse.Namespace) -> None:
 
     Of several, one that is wrong is left to the command, which goes on with the others.
     """
-    from anomaly.config.files import load_config
-    from anomaly.model.folder import find_model, find_products
-
     model, config = (getattr(options, name, None) for name in ("model", "config"))
     if isinstance(model, list):
         model = model[0] if len(model) == 1 else None

@@ -9,8 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anomaly.calibration import Costs, recall_at, thresholds_by_cost, thresholds_from
 from anomaly.cli import machine
+from anomaly.cli.calibrate_images import scored_images
+from anomaly.cli.trained import say_raised
 from anomaly.errors import AnomalyError, DataError
+from anomaly.evaluation.recalibration import by_hand, known_scores
+from anomaly.files.output_lock import locked
+from anomaly.model.checkpoint import load
+from anomaly.model.folder import HISTORY, find_model
+from anomaly.model.threshold_files import change, replace_thresholds
 
 if TYPE_CHECKING:
     from anomaly.calibration import Choice, GoodScores, Thresholds
@@ -73,9 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Choose thresholds and write them into the model folder."""
-    from anomaly.files.output_lock import locked
-    from anomaly.model.folder import find_model
-
     _check(options)
     machine.check_images(options, "good", "defects")
     model = find_model(options.model, exported=False).resolve()
@@ -84,12 +89,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from anomaly.cli.calibrate_images import scored_images
-    from anomaly.cli.trained import say_raised
-    from anomaly.model.checkpoint import load
-    from anomaly.model.folder import HISTORY, find_model
-    from anomaly.model.threshold_files import change, replace_thresholds
-
     device, threads = machine.device_and_threads(options)
     model = load(options.model, device)
     scored = scored_images(options, model, threads)
@@ -168,8 +167,6 @@ def _within(
 def _good(
     options: argparse.Namespace, model: Model, scored: dict[str, HeldOutScores]
 ) -> GoodScores:
-    from anomaly.evaluation.recalibration import known_scores
-
     if "good" in scored:
         return scored["good"].good_scores().without(options.without or ())
     if model.thresholds is None:
@@ -187,9 +184,6 @@ def _choose(
     defects: HeldOutScores | None,
 ) -> tuple[Thresholds, Choice | None]:
     """The thresholds that were asked for, and what was chosen by cost."""
-    from anomaly.calibration import Costs, thresholds_by_cost, thresholds_from
-    from anomaly.evaluation.recalibration import by_hand
-
     if options.threshold is not None:
         return by_hand(good, options.threshold, options.review_threshold), None
     review_rate, reject_rate = model.rates(options.review_rate, options.false_reject_rate)
@@ -209,8 +203,6 @@ def _recall(
 
     Only thresholds by rate are sure not to have been chosen by these defects.
     """
-    from anomaly.calibration import recall_at
-
     said = {}
     for what, value in (("rejected", thresholds.image), ("not called good", thresholds.review)):
         rate = recall_at(value, defects.image, chosen=thresholds.label != "calibrated")

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli.progress import ProgressLine
+from anomaly.datasets import check_good_inputs
+from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
+from anomaly.evaluation.held_out import score_held_out
+from anomaly.evaluation.test_split import tested_hashes
 
 if TYPE_CHECKING:
     from anomaly.evaluation.held_out import HeldOutScores
@@ -26,10 +30,6 @@ def scored_images(
         DataError: an image is given as good and as a defect, or belongs to the test split; or none
             can be used.
     """
-    from anomaly.datasets import check_good_inputs
-    from anomaly.datasets.inputs import find_inputs
-    from anomaly.evaluation.held_out import score_held_out
-
     given = {name: getattr(options, name) for name in ("good", "defects")}
     given = {name: inputs for name, inputs in given.items() if inputs is not None}
     found = {name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items()}
@@ -65,8 +65,6 @@ def _twice(path: Path | str) -> DataError:
 
 def _tested(options: argparse.Namespace, model: Model) -> frozenset[str]:
     """Hashes of the test split, where the run remembers its data set and it is still there."""
-    from anomaly.evaluation.test_split import tested_hashes
-
     try:
         return tested_hashes(model, options.model, options.data_root)
     except AnomalyError as error:

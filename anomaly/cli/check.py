@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
+from anomaly.config.categories import by_product
+from anomaly.config.files import load_config
+from anomaly.datasets import open_dataset
+from anomaly.datasets.check import Reading, check
+from anomaly.datasets.faults import Severity
 from anomaly.errors import first_of
+from anomaly.imaging.decoder_pool import read_mask
+from anomaly.model.settings import region_of
+from anomaly.runtime.threads import cores
 
 if TYPE_CHECKING:
     from anomaly.config.schema import Config
@@ -38,10 +46,6 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0 all fine, 3 some files can't be used, 2 training or evaluation would be wrong.
     """
-    from anomaly.config.categories import by_product
-    from anomaly.config.files import load_config
-    from anomaly.datasets.faults import Severity
-
     config = load_config(options.config, options.overrides)
     several = by_product(config)
     found = [_checked(one) for one in (several.values() or [config])]
@@ -60,12 +64,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _checked(config: Config) -> tuple[str, DataReport]:
     """A data set's folder, and what was found in it."""
-    from anomaly.datasets import open_dataset
-    from anomaly.datasets.check import Reading, check
-    from anomaly.imaging.decoder_pool import read_mask
-    from anomaly.model.settings import region_of
-    from anomaly.runtime.threads import cores
-
     data, image = config.data, config.image
     dataset = open_dataset(data.format, data.root, data.category)
     region = region_of(image, Path(), read_mask)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from anomaly.cli import COMMANDS, options_of
+
 _SCRIPT = """\
 # In ~/.bashrc or ~/.zshrc:  eval "$(anomaly completion)"
 [ -z "$ZSH_VERSION" ] || {{ autoload -U +X bashcompinit && bashcompinit; }}
@@ -28,8 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the shell's script."""
-    from anomaly.cli import COMMANDS, options_of
-
     cases = [f'      {name}) words="{" ".join(options_of(name))}" ;;' for name in COMMANDS]
     print(_SCRIPT.format(commands=" ".join(COMMANDS), options="\n".join(cases)), end="")
     return 0

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli.trained import TrainOptions, train_and_say
 from anomaly.config.categories import by_product
+from anomaly.config.files import load_config
+from anomaly.datasets import open_dataset
 from anomaly.errors import AnomalyError, OutputError
+from anomaly.files.output_lock import locked
+from anomaly.model.manifest import MANIFEST, read_manifest
+from anomaly.model.run_folder import check_same
 
 if TYPE_CHECKING:
     from anomaly.config.schema import Config
@@ -79,9 +84,6 @@ def trained_run(
         ConfigError: a run of this name was trained with other settings.
         AnomalyError: training failed.
     """
-    from anomaly.config.files import load_config
-    from anomaly.datasets import open_dataset
-
     config = load_config(config_file, overrides)
     run = runs / config.name
     if product:
@@ -117,9 +119,6 @@ def _train_unless_there(
         ConfigError: a run that is there was trained with other settings.
         AnomalyError: training failed.
     """
-    from anomaly.files.output_lock import locked
-    from anomaly.model.run_folder import check_same
-
     with locked(run):  # it may be being trained
         if (run / "model").exists() and not how.overwrite:
             check_same(run, config, dataset, remedy)
@@ -139,8 +138,6 @@ def product_config(config: Config, product: str, folder: Path, others: Sequence[
         folder: of their runs.
         others: those that it is to go with, as far as they are trained.
     """
-    from anomaly.model.manifest import MANIFEST, read_manifest
-
     mine = by_product(config)[product]
     trained = [one for one in others if (folder / one / "model" / MANIFEST).is_file()]
     if config.precision != "auto" or not trained:

@@ -11,6 +11,10 @@ from pathlib import Path
 
 from anomaly.cli import machine
 from anomaly.errors import AnomalyError
+from anomaly.model.checkpoint import load
+from anomaly.model.folder import find_model
+from anomaly.model.run_folder import training_record
+from anomaly.service.versions import back, check, deploy
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check the new version, and put it in its place; or put the old one back."""
-    from anomaly.model.checkpoint import load
-    from anomaly.model.folder import find_model
-    from anomaly.model.run_folder import training_record
-    from anomaly.service.versions import back, check, deploy
-
     if options.back == (options.model is not None):
         raise AnomalyError("give either --model, the new version, or --back")
     if options.back:

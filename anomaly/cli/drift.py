@@ -7,9 +7,18 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anomaly.calibration.drift import HORIZON, Drift, levels_of
+from anomaly.calibration.rates import percent
 from anomaly.cli import machine
 from anomaly.cli.speech import NOTE
 from anomaly.errors import DataError
+from anomaly.files.writing import write
+from anomaly.inference.stream_rows import read_scores
+from anomaly.model.exported import files_of, read_export
+from anomaly.model.folder import EXPORT, check_files, find_model, model_id
+from anomaly.model.manifest import read_manifest
+from anomaly.model.threshold_files import read_thresholds, thresholds_alone_differ
+from anomaly.report.drift_page import drift_html
 
 if TYPE_CHECKING:
     from anomaly.calibration import Thresholds
@@ -52,14 +61,6 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0 nothing has changed as far as is seen, 1 an alarm.
     """
-    from anomaly.calibration.drift import HORIZON, Drift, levels_of
-    from anomaly.calibration.rates import percent
-    from anomaly.files.writing import write
-    from anomaly.inference.stream_rows import read_scores
-    from anomaly.model.folder import find_model, model_id
-    from anomaly.model.threshold_files import thresholds_alone_differ
-    from anomaly.report.drift_page import drift_html
-
     thresholds = _thresholds(options)
     folder = find_model(options.model)
     if options.rows.is_dir():  # the output of infer
@@ -97,11 +98,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _thresholds(options: argparse.Namespace) -> Thresholds:
-    from anomaly.model.exported import files_of, read_export
-    from anomaly.model.folder import EXPORT, check_files, find_model
-    from anomaly.model.manifest import read_manifest
-    from anomaly.model.threshold_files import read_thresholds
-
     folder = find_model(options.model)
     manifest, export = read_manifest(folder), read_export(folder)
     check_files(folder, files_of(manifest, export), [EXPORT] if export else [])

@@ -10,9 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import machine
+from anomaly.cli import evaluate_ray, machine
 from anomaly.cli.evaluate_sources import Source, made, sources
+from anomaly.datasets import open_test_images
 from anomaly.errors import AnomalyError, ConfigError, ModelError, first_of
+from anomaly.files.output_lock import locked
+from anomaly.model.appearance_model import nearest
+from anomaly.model.folder import find_products
+from anomaly.model.product_folder import appearances
+from anomaly.report.category import Failure
+from anomaly.report.comparison import summary, write_comparison
+from anomaly.report.index import EvaluationFolder
+from anomaly.report.tables import at_thresholds, table, undefined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,9 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Evaluate every model named, or compare two evaluations."""
-    from anomaly.datasets import open_test_images
-    from anomaly.files.output_lock import locked
-
     if options.overrides and not options.config:
         raise ConfigError("--set needs --config: a trained model keeps the settings it has")
     if (options.good or options.defects or options.masks) and not options.model:
@@ -129,8 +135,6 @@ def _check_alone(folders: Sequence[Path]) -> None:
     Raises:
         ConfigError: a folder holds the runs of several.
     """
-    from anomaly.model.folder import find_products
-
     for folder in folders:
         with suppress(ModelError):  # said when it is evaluated
             if len(products := find_products(folder)) > 1:
@@ -142,10 +146,6 @@ def _check_alone(folders: Sequence[Path]) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from anomaly.cli import evaluate_ray
-    from anomaly.report.category import Failure
-    from anomaly.report.index import EvaluationFolder
-
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)
     categories: list[Category] = []
     failures: list[Failure] = []
@@ -190,9 +190,6 @@ def _tell_apart(folder: Path, members: Sequence[Category]) -> None:
         folder: of the products' runs.
         members: their evaluations.
     """
-    from anomaly.model.appearance_model import nearest
-    from anomaly.model.product_folder import appearances
-
     try:
         known = appearances(folder)
     except AnomalyError as error:
@@ -227,8 +224,6 @@ def _distinct(category: Category, folder: Path, taken: set[str]) -> Category:
 
 
 def _say(categories: Sequence[Category], failures: Sequence[Failure], output: Path) -> int:
-    from anomaly.report.tables import at_thresholds, table, undefined
-
     if not categories:
         return 2
     evaluations = [c.evaluation for c in categories]
@@ -246,8 +241,6 @@ def _say(categories: Sequence[Category], failures: Sequence[Failure], output: Pa
 
 
 def _compare(first: Path, second: Path, output: Path, overwrite: bool) -> int:
-    from anomaly.report.comparison import summary, write_comparison
-
     print(summary(write_comparison(first, second, output, overwrite=overwrite)))
     print(f"all of it: {output / 'comparison.html'}")
     return 0

@@ -14,6 +14,9 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anomaly.cli import machine
+from anomaly.cli.evaluate_sources import made
+from anomaly.cli.evaluate_sources import sources as sources_of
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.speech import is_quiet, spoken
 from anomaly.errors import AnomalyError
@@ -39,8 +42,6 @@ def run(
         cluster: where the workers are.
         take: called with each model, in order, and with what came of it.
     """
-    from anomaly.cli.evaluate_sources import sources as sources_of
-
     sources = sources_of(options)
     outcomes: dict[int, tuple[Outcome, Said]] = {}
     taken = 0
@@ -77,9 +78,6 @@ class _Evaluator:
         """Train and evaluate a model; without one, nothing."""
         if source is None:
             return None
-        from anomaly.cli import machine
-        from anomaly.cli.evaluate_sources import made
-
         with suppress(OSError):
             os.chdir(self._options.folder)
         logging.getLogger("anomaly.cli.progress").setLevel(logging.WARNING)

@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anomaly.cli.config_runs import trained_run
 from anomaly.cli.progress import ProgressLine
+from anomaly.cli.trained import TrainOptions
+from anomaly.config.categories import by_product
+from anomaly.config.files import load_config
 from anomaly.errors import AnomalyError
+from anomaly.evaluation.test_split import images_to_test
+from anomaly.model.checkpoint import load
+from anomaly.model.folder import find_products
+from anomaly.report.category import evaluated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,10 +43,6 @@ class Source:
 
 def sources(options: argparse.Namespace) -> list[Source]:
     """The models that the options name: of a folder of runs or a list of categories, each."""
-    from anomaly.config.categories import by_product
-    from anomaly.config.files import load_config
-    from anomaly.model.folder import find_products
-
     found: list[Source] = []
     for folder in options.model or ():
         with suppress(AnomalyError):  # said when it is evaluated
@@ -60,9 +64,6 @@ def made(source: Source, options: argparse.Namespace, device: Any, threads: int)
     Raises:
         AnomalyError: it can't be trained or evaluated.
     """
-    from anomaly.cli.config_runs import trained_run
-    from anomaly.cli.trained import TrainOptions
-
     folder = Path(source.named) / source.product
     if options.config:
         how = TrainOptions(device, threads)
@@ -74,10 +75,6 @@ def _evaluate(
     folder: Path, options: argparse.Namespace, device: Any, threads: int, told: bool
 ) -> Category:
     """Evaluate one model; `told`, if its images are to be told from those of other products."""
-    from anomaly.evaluation.test_split import images_to_test
-    from anomaly.model.checkpoint import load
-    from anomaly.report.category import evaluated
-
     detector = load(folder, device)
     samples, data_folder = images_to_test(
         detector,

@@ -10,6 +10,12 @@ from typing import Any
 
 from anomaly.cli import machine
 from anomaly.errors import AnomalyError
+from anomaly.explain.saving import claim_folder, save_explanation
+from anomaly.features.weights import check_weights
+from anomaly.files.output_lock import locked
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.model.checkpoint import load
+from anomaly.model.exported import check_layers
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw everything that can be shown about one image."""
-    from anomaly.features.weights import check_weights
-    from anomaly.files.output_lock import locked
-    from anomaly.model.exported import check_layers
-
     if options.model is None and options.backbone is None:
         raise AnomalyError("give --model, --backbone, or both")
     if options.backbone is None and (options.classes or options.weights != "imagenet"):
@@ -81,10 +83,7 @@ def run(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     from anomaly.explain.classes import explain_class
     from anomaly.explain.explanation import Findings, read_one
-    from anomaly.explain.saving import claim_folder, save_explanation
     from anomaly.explain.score import explain_score, good_images
-    from anomaly.imaging.decoder_pool import Decoders
-    from anomaly.model.checkpoint import load
 
     device, _ = machine.device_and_threads(options)
     claim_folder(options.output, overwrite=options.overwrite)

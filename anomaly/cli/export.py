@@ -10,6 +10,8 @@ from typing import Any
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.errors import ConfigError
+from anomaly.export.arguments import check_arguments
+from anomaly.files.output_lock import locked
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +65,6 @@ def run(options: argparse.Namespace) -> int:
     """Export, or say why the export isn't equal."""
     if (options.data_root or options.training_images) and options.precision != "int8":
         raise ConfigError("--data-root and --training-images need --precision int8, which learns")
-    from anomaly.export.arguments import check_arguments
-    from anomaly.files.output_lock import locked
-
     asked: dict[str, Any] = {
         "precision": options.precision,
         "whole": options.whole,

@@ -8,7 +8,12 @@ from pathlib import Path
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
+from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, first_of
+from anomaly.export.feature_files import FeatureWriter
+from anomaly.features.weights import check_weights
+from anomaly.files.output_lock import locked
+from anomaly.model.exported import check_layers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,11 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Save features; a second run goes on where the first one ended."""
-    from anomaly.datasets.inputs import find_inputs
-    from anomaly.features.weights import check_weights
-    from anomaly.files.output_lock import locked
-    from anomaly.model.exported import check_layers
-
     for name in ("input_size", "batch_size", "shard_size"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise AnomalyError(f"--{name.replace('_', '-')} must be 1 or more")
@@ -91,7 +91,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, paths: Sequence[Path]) -> int:
-    from anomaly.export.feature_files import FeatureWriter
     from anomaly.export.features import from_backbone, from_model, save_features
 
     device, threads = machine.device_and_threads(options)

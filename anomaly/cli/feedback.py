@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.errors import AnomalyError, DataError, why
+from anomaly.files.writing import like, sha256_of
+from anomaly.service.confirmed import save_pictures
+from anomaly.service.record import Record
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write down, or list."""
-    from anomaly.files.writing import like, sha256_of
-    from anomaly.service.record import Record
-
     if not options.record.is_file():
         raise DataError(f"there is no record {options.record}{like(options.record)}")
     if (options.verdict is None) != (not options.images and not options.parts):
@@ -96,8 +96,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _save(record: Path, folder: Path) -> int:
-    from anomaly.service.confirmed import save_pictures
-
     for model, counts in save_pictures(record, folder).items():
         lost = f", {counts['lost']} more without a picture" if counts["lost"] else ""
         place = folder / model

@@ -9,13 +9,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import machine
+from anomaly.cli import infer_ray, infer_shard, infer_watch, machine
 from anomaly.cli.infer_page import write_page
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.speech import NOTE
 from anomaly.cli.stopping import Stopping
+from anomaly.datasets.inputs import find_inputs, say_passed_over
 from anomaly.errors import DataError, first_of
+from anomaly.files.output_lock import locked
 from anomaly.files.own_outputs import DONE, FOLDERS, HEATMAPS, JOURNAL
+from anomaly.files.writing import remove_drafts
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.inference.counts import counts_of, say_counts, say_verdicts
+from anomaly.inference.journal import RunJournal, exit_code_of
+from anomaly.inference.outputs import Outputs, infer_files
+from anomaly.model.folder import find_products
+from anomaly.model.product_folder import load
+from anomaly.model.products import check_product
 
 if TYPE_CHECKING:
     from anomaly.inference.journal import RunJournal
@@ -122,20 +132,12 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Score images."""
-    from anomaly.files.output_lock import locked
-    from anomaly.inference.outputs import Outputs
-    from anomaly.model.folder import find_products
-
     products = find_products(options.model)
     if options.product is not None:  # before torch is imported, which takes seconds
-        from anomaly.model.products import check_product
-
         check_product(options.model, products, options.product)
     elif len(products) == 1:
         log.log(NOTE, "%s holds one run, %s, which scores all images", options.model, *products)
     if options.manifest is not None:
-        from anomaly.cli import infer_ray, infer_shard
-
         infer_shard.check(options)
         return infer_shard.run(options) if options.ray is None else infer_ray.run(options)
     if given := [f"--{n}" for n in ("shard", "ray", "workers") if getattr(options, n) is not None]:
@@ -153,16 +155,11 @@ def run(options: argparse.Namespace) -> int:
     )
     with locked(options.output):
         if options.watch:
-            from anomaly.cli import infer_watch
-
             return infer_watch.run(options, outputs)
         return _run(options, outputs)
 
 
 def _run(options: argparse.Namespace, outputs: Outputs) -> int:
-    from anomaly.datasets.inputs import find_inputs, say_passed_over
-    from anomaly.imaging.decoder_pool import Decoders
-
     begun = time.perf_counter()
     found = find_inputs(options.input, options.list)
     total = len(found.paths)
@@ -171,10 +168,6 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     is_complete = outputs.begin(resume=options.resume, overwrite=options.overwrite)
     # The decoding processes start while this one imports torch.
     with Decoders(min(machine.wanted_threads(options), total)) as decoders, Stopping() as stop:
-        from anomaly.inference.journal import RunJournal, exit_code_of
-        from anomaly.inference.outputs import infer_files
-        from anomaly.model.product_folder import load
-
         device, _ = machine.device_and_threads(options)
         model = load(options.model, device, options.precision, options.product)
         about = outputs.about(model, found.sha256)
@@ -223,8 +216,6 @@ def _finish(
     output: Path, journal: RunJournal, rows: list[Row], model_name: str, begun: float
 ) -> int:
     """Note that a run is complete, and return the command's exit code."""
-    from anomaly.files.writing import remove_drafts
-
     scored = sum(row.status == "ok" for row in rows)
     code = 0 if scored == len(rows) else 3 if scored else 2
     when = {
@@ -238,8 +229,6 @@ def _finish(
 
 
 def _say(rows: list[Row], total: int, output: Path, page: str) -> None:
-    from anomaly.inference.counts import counts_of, say_counts, say_verdicts
-
     print(say_counts(counts_of(rows), total))
     products = sorted({row.product for row in rows} - {""})
     for product in products if len(products) > 1 else ():

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from anomaly.report.gallery import write_gallery
+
 if TYPE_CHECKING:
     from anomaly.inference.rows import Row
     from anomaly.maps.thumbnails import Thumbnails
@@ -31,8 +33,6 @@ def write_page(
     Raises:
         OutputError: no room, no permission.
     """
-    from anomaly.report.gallery import write_gallery
-
     named = ", ".join(map(str, options.input or [options.list]))
     file = write_gallery(model, options.model, named, rows, options.output, thumbnails, about)
     pages = "one page" if len(model.models) == 1 else "a page for each product"

@@ -11,6 +11,13 @@ from typing import TYPE_CHECKING
 from anomaly.cli import infer_shard, machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.stopping import Stopping
+from anomaly.datasets.image_manifest import read_manifest
+from anomaly.errors import DataError, OutputError
+from anomaly.files import storage
+from anomaly.inference.counts import say_counts
+from anomaly.inference.parts import begin_job, chunks_done
+from anomaly.inference.ray_workers import RayJob, RayWorkers
+from anomaly.runtime.dispatch import dispatch
 
 if TYPE_CHECKING:
     from anomaly.datasets.image_manifest import ImageManifest
@@ -19,10 +26,6 @@ if TYPE_CHECKING:
 
 def run(options: argparse.Namespace) -> int:
     """Score a manifest; 0 once each image has a row, be it one that says what is wrong."""
-    from anomaly.datasets.image_manifest import read_manifest
-    from anomaly.errors import DataError
-    from anomaly.inference.ray_workers import RayJob, RayWorkers
-
     if options.shard is not None:
         raise DataError("--shard can't be given with --ray, which shares out all chunks")
     manifest = read_manifest(options.manifest)
@@ -42,8 +45,6 @@ def run(options: argparse.Namespace) -> int:
         if stop.signal is not None:
             print("stopped; go on with --resume")
             return stop.exit_code
-    from anomaly.inference.counts import say_counts
-
     print(f"{say_counts(counts)}; parts in {options.output}")
     return 0
 
@@ -55,10 +56,6 @@ def _run(
     room: Callable[[], int],
     stop: Stopping,
 ) -> Counter[str]:
-    from anomaly.errors import OutputError
-    from anomaly.inference.parts import begin_job, chunks_done
-    from anomaly.runtime.dispatch import dispatch
-
     def stopped() -> bool:
         return stop.signal is not None
 
@@ -85,7 +82,5 @@ def _run(
 
 def _everywhere(place: str) -> str:
     """A local path whatever folder a worker starts in."""
-    from anomaly.files import storage
-
     path = storage.local(place)
     return place if path is None else str(Path(path).resolve())

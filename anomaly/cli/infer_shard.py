@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.stopping import Stopping
+from anomaly.datasets.image_manifest import read_manifest
+from anomaly.errors import DataError, OutputError
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.inference.counts import say_counts, total_of
+from anomaly.inference.outputs import ShardPictures
+from anomaly.inference.parts import Shard, begin_job, chunks_done
+from anomaly.inference.shards import infer_shard
+from anomaly.model.product_folder import load
 
 if TYPE_CHECKING:
     from anomaly.datasets.image_manifest import ImageManifest
@@ -26,8 +34,6 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         DataError: they don't.
     """
-    from anomaly.errors import DataError
-
     if others := [f"--{name}" for name in _OTHERS if getattr(options, name)]:
         raise DataError(f"{', '.join(others)} can't be given with --manifest")
     machine.check_cluster(options)
@@ -35,17 +41,11 @@ def check(options: argparse.Namespace) -> None:
 
 def pictures(options: argparse.Namespace) -> ShardPictures:
     """Which pictures the options ask for."""
-    from anomaly.inference.outputs import ShardPictures
-
     return ShardPictures(options.heatmap, options.side_by_side, options.masks, options.maps)
 
 
 def run(options: argparse.Namespace) -> int:
     """Score a shard; 0 once each of its images has a row, be it one that says what is wrong."""
-    from anomaly.datasets.image_manifest import read_manifest
-    from anomaly.imaging.decoder_pool import Decoders
-    from anomaly.inference.parts import Shard
-
     shard = Shard.of("0/1" if options.shard is None else options.shard)
     manifest = read_manifest(options.manifest)
     if not shard.chunks(manifest):
@@ -59,12 +59,6 @@ def run(options: argparse.Namespace) -> int:
 def _run(
     options: argparse.Namespace, shard: Shard, manifest: ImageManifest, decoders: Decoders
 ) -> int:
-    from anomaly.errors import OutputError
-    from anomaly.inference.counts import say_counts, total_of
-    from anomaly.inference.parts import begin_job, chunks_done
-    from anomaly.inference.shards import infer_shard
-    from anomaly.model.product_folder import load
-
     dest = options.output
     with Stopping() as stop, tempfile.TemporaryDirectory(prefix="anomaly-out-") as folder:
         device, _ = machine.device_and_threads(options)

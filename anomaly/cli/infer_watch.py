@@ -16,7 +16,20 @@ from anomaly.cli import machine
 from anomaly.cli.infer_page import write_page
 from anomaly.cli.speech import NOTE
 from anomaly.cli.stopping import Stopping
+from anomaly.datasets.inputs import passed_over, say_passed_over
+from anomaly.errors import DataError, OutputError
 from anomaly.files.own_outputs import FOLDERS, INFER, JOURNAL, WATCHED
+from anomaly.files.writing import claim, remove_drafts
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.listing import is_folder
+from anomaly.inference.counts import counts_of, say_counts, total_of
+from anomaly.inference.rows import Row
+from anomaly.inference.watch import WatchJournal, stamp_of, watch
+from anomaly.maps.thumbnails import Thumbnails
+from anomaly.model.folder import model_id
+from anomaly.model.manifest import MANIFEST
+from anomaly.model.product_folder import load
 
 if TYPE_CHECKING:
     from anomaly.imaging.decoder_pool import Decoders
@@ -31,19 +44,12 @@ log = logging.getLogger(__name__)
 
 def run(options: argparse.Namespace, outputs: Outputs) -> int:
     """Score what arrives until a signal comes."""
-    from anomaly.files.writing import claim, remove_drafts
-    from anomaly.imaging.decoder_pool import Decoders
-    from anomaly.inference.counts import say_counts, total_of
-
     _check(options)
     resume = options.resume and (options.output / WATCHED).exists()
     claim(options.output, () if resume else INFER, overwrite=options.overwrite)
     remove_drafts(options.output, FOLDERS)
     _say_passed_over(options)
     with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
-        from anomaly.maps.thumbnails import Thumbnails
-        from anomaly.model.product_folder import load
-
         device, _ = machine.device_and_threads(options)
         model = load(options.model, device, options.precision, options.product)
         about = outputs.about(model)
@@ -77,11 +83,6 @@ def _follow(
     Raises:
         OutputError: results can't be written; those that could are kept.
     """
-    from anomaly.errors import OutputError
-    from anomaly.imaging.decoder_worker import Task
-    from anomaly.inference.counts import counts_of
-    from anomaly.inference.watch import WatchJournal, watch
-
     counts: Counter[str] = Counter()
 
     def seen(finished: Finished) -> None:
@@ -122,10 +123,6 @@ def _follow(
 
 def _saying_changes(model: AnyModel) -> Callable[[], None]:
     """What warns when a folder holds another model than the one that was loaded from it."""
-    from anomaly.inference.watch import stamp_of
-    from anomaly.model.folder import model_id
-    from anomaly.model.manifest import MANIFEST
-
     now = {one.folder: one.model_id for one in model.models.values() if one.folder is not None}
     stamps = {folder: stamp_of(folder / MANIFEST) for folder in now}
 
@@ -151,16 +148,11 @@ def _saying_changes(model: AnyModel) -> Callable[[], None]:
 
 def _rows(options: argparse.Namespace) -> Iterator[Row]:
     """The rows written so far, of earlier runs there, too."""
-    from anomaly.inference.rows import Row
-
     with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
         yield from (Row(**json.loads(line)) for line in lines)
 
 
 def _say_passed_over(options: argparse.Namespace) -> None:
-    from anomaly.datasets.inputs import passed_over, say_passed_over
-    from anomaly.errors import DataError
-
     with suppress(DataError):  # a folder that can't be listed now is tried again
         if count := sum(passed_over(folder) for folder in options.input):
             log.log(NOTE, say_passed_over(count))
@@ -198,9 +190,6 @@ def _is_within(place: Path, other: Path) -> bool:
 
 
 def _check(options: argparse.Namespace) -> None:
-    from anomaly.errors import DataError, OutputError
-    from anomaly.imaging.listing import is_folder
-
     if not 0 <= options.settle < math.inf:
         raise DataError(f"--settle is {options.settle:g}; it must be 0 or more seconds")
     if options.list is not None or not options.input:

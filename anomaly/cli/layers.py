@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anomaly.config.methods import METHODS
 from anomaly.errors import AnomalyError, ConfigError
+from anomaly.model.folder import find_model
+from anomaly.model.manifest import read_manifest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,8 +39,6 @@ def run(options: argparse.Namespace) -> int:
     """Print the table."""
     from anomaly.features.backbones import build
     from anomaly.features.layer_table import layer_table
-    from anomaly.model.folder import find_model
-    from anomaly.model.manifest import read_manifest
 
     for name, value in (("--input-size", options.input_size), ("--depth", options.depth)):
         if value is not None and value < 1:
@@ -64,7 +65,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _hooked_by_default(name: str, network: nn.Module) -> dict[str, str]:
     """Which methods hook a layer when the config names none."""
-    from anomaly.config.methods import METHODS
     from anomaly.features.backbones import default_layers
 
     hooked: dict[str, str] = {}

@@ -9,7 +9,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ModelError
+from anomaly.model.exported import is_exported
+from anomaly.model.folder import find_products
+from anomaly.runtime.actors import joined
+from anomaly.runtime.devices import CPU, device_of
+from anomaly.runtime.threads import cores, use_threads
 
 if TYPE_CHECKING:
     import torch
@@ -101,8 +107,6 @@ def cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
     if options.ray is None:
         yield None
         return
-    from anomaly.runtime.actors import joined
-
     threads = wanted_threads(options) if options.threads else 1
     with joined(options.ray, threads, options.workers, options.device) as found:
         yield found
@@ -130,8 +134,6 @@ def check_images(options: argparse.Namespace, *names: str) -> None:
     Raises:
         DataError: a file or a folder doesn't exist, or there is no image.
     """
-    from anomaly.datasets.inputs import find_inputs
-
     for name in names:
         if given := getattr(options, name):
             find_inputs(given, option=f"--{name}")
@@ -150,8 +152,6 @@ def wanted_threads(options: argparse.Namespace) -> int:
     Raises:
         AnomalyError: an impossible number.
     """
-    from anomaly.runtime.threads import cores
-
     threads: int = cores() if options.threads is None else options.threads
     if threads < 1:
         raise AnomalyError(f"--threads is {threads}; it must be 1 or more")
@@ -179,9 +179,6 @@ def device_and_threads(
     threads = wanted_threads(options)
     import cv2
 
-    from anomaly.runtime.devices import CPU, device_of
-    from anomaly.runtime.threads import use_threads
-
     use_threads(threads)  # torch and faiss follow when they are imported
     cv2.setNumThreads(1)  # files are decoded in parallel already
     exported = [_is_exported(folder) for folder in models or _named(options)]
@@ -200,9 +197,6 @@ def _named(options: argparse.Namespace) -> Sequence[Path]:
 
 
 def _is_exported(folder: Path) -> bool:
-    from anomaly.model.exported import is_exported
-    from anomaly.model.folder import find_products
-
     with suppress(ModelError):  # said where it is loaded
         places = find_products(folder).values() or (folder, folder / "model")
         return any(map(is_exported, places))

@@ -7,6 +7,11 @@ import logging
 from pathlib import PurePosixPath
 
 from anomaly.cli.speech import NOTE
+from anomaly.datasets.image_manifest import read_manifest, write_manifest
+from anomaly.datasets.inputs import say_passed_over
+from anomaly.datasets.listing import Listing
+from anomaly.errors import DataError, OutputError
+from anomaly.files import storage
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """List images."""
-    from anomaly.datasets.image_manifest import read_manifest, write_manifest
-    from anomaly.datasets.inputs import say_passed_over
-    from anomaly.datasets.listing import Listing
-    from anomaly.errors import DataError, OutputError
-    from anomaly.files import storage
-
     if not (options.input or options.list):
         raise DataError("give --input, --list, or both")
     if PurePosixPath(options.output).suffix.lower() in _TABLES:

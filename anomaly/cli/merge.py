@@ -6,6 +6,12 @@ import argparse
 from pathlib import Path
 
 from anomaly.cli import machine
+from anomaly.files.output_lock import locked
+from anomaly.files.own_outputs import RUN
+from anomaly.files.writing import claim
+from anomaly.model.checkpoint import load
+from anomaly.model.folder import check_run_folder, find_model
+from anomaly.model.run_folder import keep_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,16 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Join models."""
-    from anomaly.files.output_lock import locked
-    from anomaly.files.own_outputs import RUN
-    from anomaly.files.writing import claim
-    from anomaly.model.folder import check_run_folder, find_model
-
     output: Path = options.output
     check_run_folder(output, [find_model(given, exported=False) for given in options.models])
-    from anomaly.model.checkpoint import load
     from anomaly.model.merging import merge
-    from anomaly.model.run_folder import keep_run
 
     overwrite = options.overwrite
     with locked(output):

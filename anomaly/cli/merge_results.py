@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 
 from anomaly.cli.progress import ProgressLine
+from anomaly.datasets.image_manifest import read_manifest
+from anomaly.errors import OutputError
+from anomaly.files import storage
+from anomaly.inference.counts import say_counts
+from anomaly.inference.merging import merge
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,12 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Join parts; 3 where some images couldn't be used, 2 where none could."""
-    from anomaly.datasets.image_manifest import read_manifest
-    from anomaly.errors import OutputError
-    from anomaly.files import storage
-    from anomaly.inference.counts import say_counts
-    from anomaly.inference.merging import merge
-
     if not options.output.lower().endswith((".csv", ".parquet")):
         raise OutputError(f"--output {options.output} must end with .csv or .parquet")
     if storage.is_same(options.output, options.manifest):

@@ -7,6 +7,10 @@ import sys
 import webbrowser
 from pathlib import Path
 
+from anomaly.config.parsing import parse_config
+from anomaly.files.writing import claim, write
+from anomaly.report.region_page import region_page
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
@@ -19,10 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page, and open it where somebody sits at the terminal."""
-    from anomaly.config.parsing import parse_config
-    from anomaly.files.writing import claim, write
-    from anomaly.report.region_page import region_page
-
     declared = {} if options.bit_depth is None else {"bit_depth": options.bit_depth}
     settings = parse_config({"image": declared}, "--bit-depth").image
     output: Path = options.output.absolute()

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from anomaly.errors import AnomalyError
+from anomaly.export.mlflow_model import register
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +29,6 @@ def run(options: argparse.Namespace) -> int:
             f"register needs {', '.join(missing)}, which aren't installed: "
             "pip install 'anomaly[mlflow]'"
         )
-    from anomaly.export.mlflow_model import register
-
     address = register(options.model, options.name, options.store)
     print(f"registered as {address}")
     print(f"load it: mlflow.pyfunc.load_model({address!r}).predict(['part.png'])")

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from anomaly.cli.progress import ProgressLine
+from anomaly.files.output_lock import locked
+from anomaly.sample_data import PRODUCTS, write_sample_data
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Generate the data set."""
-    from anomaly.files.output_lock import locked
-    from anomaly.sample_data import PRODUCTS, write_sample_data
-
     with locked(options.output), ProgressLine() as progress:
         write_sample_data(
             options.output,

@@ -10,7 +10,12 @@ from pathlib import Path
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
+from anomaly.datasets.inputs import find_inputs
+from anomaly.errors import AnomalyError
+from anomaly.files.output_lock import locked
 from anomaly.files.own_outputs import GOLDEN
+from anomaly.model.checkpoint import load
+from anomaly.model.golden import moved_since, read_record, score_golden, write_record
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +48,6 @@ def run(options: argparse.Namespace) -> int:
         0 nothing has moved (or all is recorded), 1 a score or a verdict has, or an image is
         missing or new.
     """
-    from anomaly.datasets.inputs import find_inputs
-    from anomaly.errors import AnomalyError
-    from anomaly.files.output_lock import locked
-
     if not options.tolerance >= 0:
         raise AnomalyError(f"--tolerance is {options.tolerance}; it must be 0 or more")
     paths = find_inputs([options.golden], option="--golden").paths
@@ -55,11 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, paths: list[Path]) -> int:
-    from anomaly.model.golden import moved_since, read_record, score_golden, write_record
-
     recorded = None if options.record else read_record(options.golden)
-
-    from anomaly.model.checkpoint import load
 
     device, threads = machine.device_and_threads(options)
     model = load(options.model, device)

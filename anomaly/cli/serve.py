@@ -13,6 +13,11 @@ from anomaly.cli import machine
 from anomaly.cli.speech import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.errors import AnomalyError, OutputError
+from anomaly.files.output_lock import locked_file
+from anomaly.model.folder import find_models, product_folders
+from anomaly.service.guard import is_loopback
+from anomaly.service.record import Keeping
+from anomaly.service.sinks import Mqtt, Webhook
 
 if TYPE_CHECKING:
     from anomaly.service.sinks import Sink
@@ -87,9 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal comes."""
-    from anomaly.files.output_lock import locked_file
-    from anomaly.model.folder import find_models, product_folders
-
     _check(options)
     token = _token(options)
     _check_open(options, token)
@@ -104,7 +106,6 @@ def run(options: argparse.Namespace) -> int:
     with locked_file(record), Stopping() as stop:
         from anomaly.service.bodies import Limits
         from anomaly.service.line import Line
-        from anomaly.service.record import Keeping
         from anomaly.service.server import listening, serve
 
         device, threads = machine.device_and_threads(options, list(folders.values()))
@@ -176,8 +177,6 @@ def _token(options: argparse.Namespace) -> str:
 
 
 def _check_open(options: argparse.Namespace, token: str) -> None:
-    from anomaly.service.guard import is_loopback
-
     if not token and not is_loopback(options.host):
         raise AnomalyError(
             f"--host {options.host} lets other machines ask, for which a token has to be set: "
@@ -192,8 +191,6 @@ def _check_open(options: argparse.Namespace, token: str) -> None:
 
 
 def _sinks(options: argparse.Namespace) -> list[Sink]:
-    from anomaly.service.sinks import Mqtt, Webhook
-
     webhook, mqtt = (os.environ.get(name, "").strip() for name in SINK_VARIABLES)
     found: list[Sink] = []
     if url := options.webhook or webhook:

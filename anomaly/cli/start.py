@@ -13,8 +13,18 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import execute, machine
 from anomaly.cli.progress import ProgressLine
+from anomaly.config.methods import readers
+from anomaly.config.parsing import parse_config
+from anomaly.config.schema import ModelConfig
+from anomaly.datasets import open_dataset
+from anomaly.datasets.advice import advice
+from anomaly.datasets.check import Reading, check
+from anomaly.datasets.recognise import chosen, recognise
 from anomaly.errors import OutputError
-from anomaly.files.writing import at_home
+from anomaly.files.output_lock import locked
+from anomaly.files.writing import at_home, claim, write
+from anomaly.model.folder import check_run_folder
+from anomaly.runtime.threads import cores
 
 if TYPE_CHECKING:
     from anomaly.datasets.advice import Advice
@@ -41,9 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Look, check, train, evaluate, show."""
-    from anomaly.config.parsing import parse_config
-    from anomaly.files.output_lock import locked
-
     name = parse_config({"name": options.name or _name_of(options.folder)}, "--name").name
     output: Path = options.output or Path("runs") / name
     with locked(output):  # the commands that follow work within this lock
@@ -51,12 +58,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _start(options: argparse.Namespace, name: str, output: Path) -> int:
-    from anomaly.config.methods import readers
-    from anomaly.config.schema import ModelConfig
-    from anomaly.datasets.recognise import chosen, recognise
-    from anomaly.files.writing import claim, write
-    from anomaly.model.folder import check_run_folder
-
     talks = sys.stdin.isatty() and sys.stdout.isatty()
     taken = chosen(recognise(options.folder, options.format), input if talks else None)
     config = output / f"{name}.yaml"
@@ -171,11 +172,6 @@ def config_text(
 
 def _look(taken: Recognised) -> tuple[tuple[Advice, ...], bool, int]:
     """What suits the images, whether there are any to test with, and how many to learn from."""
-    from anomaly.datasets import open_dataset
-    from anomaly.datasets.advice import advice
-    from anomaly.datasets.check import Reading, check
-    from anomaly.runtime.threads import cores
-
     dataset = open_dataset(taken.layout, taken.root, None)
     with ProgressLine() as progress:
         report = check(

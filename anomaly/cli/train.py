@@ -8,6 +8,10 @@ from pathlib import Path
 from anomaly.cli import machine
 from anomaly.cli.config_runs import train_products
 from anomaly.cli.trained import TrainOptions, train_and_say
+from anomaly.config.files import load_config
+from anomaly.datasets import open_dataset
+from anomaly.features.weights import check_weights
+from anomaly.files.output_lock import locked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train one model, or one for each of several products."""
-    from anomaly.config.files import load_config
-    from anomaly.datasets import open_dataset
-    from anomaly.features.weights import check_weights
-    from anomaly.files.output_lock import locked
-
     config = load_config(options.config, options.overrides)
     output: Path = options.output or Path("runs") / config.name
     data = config.data

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.cli.progress import ProgressLine
+from anomaly.config.methods import METHODS
 from anomaly.errors import first_of, some
+from anomaly.model.appearance_model import LEAST_IMAGES
+from anomaly.model.run_folder import train_run
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +62,6 @@ def train_and_say(
     Returns:
         The exit code: 3 where images couldn't be used.
     """
-    from anomaly.model.run_folder import train_run
-
     with ProgressLine() as line:
 
         def progress(stage: str, done: int, total: int) -> None:
@@ -82,8 +83,6 @@ def train_and_say(
 
 
 def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -> None:
-    from anomaly.model.appearance_model import LEAST_IMAGES
-
     images, vectors = summary["images"], summary["bank_vectors"]
     learned = f"{images['learned']} images, {summary['patches']:,} patches"
     kept = f", {vectors:,} kept in the memory bank" if vectors else ""
@@ -133,8 +132,6 @@ def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -
 
 def _could_turn(summary: dict[str, Any]) -> bool:
     """Whether the model could learn turned copies and doesn't."""
-    from anomaly.config.methods import METHODS
-
     return summary["turned_copies"] == "none" and not METHODS[summary["kind"]].one_grid
 
 
@@ -187,8 +184,6 @@ def _say_patch(summary: dict[str, Any]) -> None:
 
 def _remedy(summary: dict[str, Any]) -> str:
     """What makes patches smaller."""
-    from anomaly.config.methods import METHODS
-
     image = summary["image"]
     if image["resize"] is not None:
         return f"image.resize above {image['resize']} sees smaller ones, and takes longer"

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import machine
 from anomaly.cli.progress import ProgressLine
+from anomaly.datasets import Sample, check_good_inputs
+from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
+from anomaly.evaluation.recalibration import tested_of
+from anomaly.files.output_lock import locked
+from anomaly.files.own_outputs import RUN
+from anomaly.files.writing import claim
+from anomaly.imaging.listing import list_images
+from anomaly.model.checkpoint import load
+from anomaly.model.folder import check_run_folder, find_model
+from anomaly.model.golden import golden_of
+from anomaly.service.confirmed import Confirmed, confirmed_parts
 
 if TYPE_CHECKING:
     from anomaly.datasets import Sample
@@ -65,11 +76,6 @@ def run(options: argparse.Namespace) -> int:
         0 done, 3 done without some images that can't be used, 1 a defect that was caught would
         pass, and nothing was written.
     """
-    from anomaly.files.output_lock import locked
-    from anomaly.files.own_outputs import RUN
-    from anomaly.files.writing import claim
-    from anomaly.model.folder import check_run_folder, find_model
-
     if not options.good and options.feedback is None:
         raise AnomalyError("give what is to be learned: --good, --feedback, or both")
     machine.check_images(options, "good", "defects")
@@ -83,9 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
-    from anomaly.evaluation.recalibration import tested_of
     from anomaly.evaluation.updating import DEFECTS, refusal, update
-    from anomaly.model.checkpoint import load
 
     device, threads = machine.device_and_threads(options)
     model = load(folder, device)
@@ -124,13 +128,8 @@ def _images(
     options: argparse.Namespace, model: Model, folder: Path, scratch: Path
 ) -> tuple[list[Sample], dict[str, list[Sample]]]:
     """The good images, and what verdicts are compared on."""
-    from anomaly.datasets import Sample, check_good_inputs
-    from anomaly.datasets.inputs import find_inputs
     from anomaly.evaluation.updating import DEFECTS, GOLDEN_PARTS
-    from anomaly.imaging.listing import list_images
-    from anomaly.model.golden import golden_of
     from anomaly.model.updating import lineage
-    from anomaly.service.confirmed import Confirmed, confirmed_parts
 
     def named(option: str) -> list[Sample]:
         given = getattr(options, option)

@@ -27,6 +27,7 @@ from anomaly.inference.rows import (
     judge_parts,
     region_rows,
 )
+from anomaly.inference.run import Inputs, infer
 from anomaly.maps.colour_bar import colour_bar
 from anomaly.maps.heatmap import encode_png
 from anomaly.maps.thumbnails import Thumbnails
@@ -255,8 +256,6 @@ def infer_files(
     Raises:
         OutputError: results can't be written; those that could are kept, and the run can go on.
     """
-    from anomaly.inference.run import Inputs, infer
-
     paths = found.paths
     inputs = Inputs(paths, picture_names(paths, folders), outputs.heatmaps)
     thumbnails = Thumbnails(len(paths)) if outputs.page else None

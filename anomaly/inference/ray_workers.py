@@ -14,10 +14,13 @@ from typing import Any
 
 from anomaly.datasets.image_manifest import read_manifest
 from anomaly.errors import AnomalyError, DataError
+from anomaly.imaging.decoder_pool import Decoders
 from anomaly.inference.outputs import ShardPictures
 from anomaly.inference.shards import infer_shard, probe
+from anomaly.model.product_folder import load
 from anomaly.runtime.actors import Actor, Cluster
 from anomaly.runtime.dispatch import Worker, WorkerDied
+from anomaly.runtime.threads import use_threads
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,6 @@ class _Scorer:
         if self._begun:
             return
         import cv2
-
-        from anomaly.imaging.decoder_pool import Decoders
-        from anomaly.model.product_folder import load
-        from anomaly.runtime.threads import use_threads
 
         job = self._job
         use_threads(job.threads)

@@ -49,6 +49,8 @@ def _check_size(config: Config, truncated: Truncated) -> None:
     Raises:
         ConfigError: it doesn't; the message says what it takes.
     """
+    import torch
+
     from anomaly.features.extractor import check_side
     from anomaly.features.layer_table import takes
     from anomaly.features.truncation import probes

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.errors import DataError
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.read import Image
 from anomaly.model.cross_fitting import scores_of
 from anomaly.model.feature_cache import CachedFeatures, FeatureCache
 from anomaly.model.preparation import TrainingSetup
 from anomaly.model.settings import loading_of
 from anomaly.model.suspects import Suspect, Suspects
+from anomaly.runtime.devices import device_of
+from anomaly.runtime.threads import use_threads
 from anomaly.scorers.base import Scorer
 from anomaly.scorers.patches import PatchSet, Result
 
@@ -117,11 +121,6 @@ class ShardWorker:
         if self._decoders is not None:
             return
         import cv2
-
-        from anomaly.imaging.decoder_pool import Decoders
-        from anomaly.imaging.decoder_worker import Task
-        from anomaly.runtime.devices import device_of
-        from anomaly.runtime.threads import use_threads
 
         job = self._job
         if not job.scratch.is_dir():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.calibration import Thresholds
 from anomaly.datasets import GOOD
+from anomaly.evaluation.metrics import pr_curve, roc_curve
 from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.model.settings import flat
 from anomaly.report.glossary import GLOSSARY
@@ -166,8 +167,6 @@ def _by_type(category: Category) -> Iterator[dict[str, Any]]:
 
 
 def _curves(category: Category) -> dict[str, Any]:
-    from anomaly.evaluation.metrics import pr_curve, roc_curve
-
     rows = category.evaluation.scored
     scores = [row.image_score for row in rows if row.image_score is not None]
     labels = [row.sample.is_defect for row in rows if row.image_score is not None]
