@@ -49,7 +49,7 @@ METHODS = {
     "patchcore": Method(
         "PatchCore",
         "anomaly.scorers.patchcore.fitter",
-        "anomaly.scorers.patchcore.array_bank",
+        "anomaly.scorers.patchcore.bank",
         embedded_by=("model.embedding",),
         settings=("coreset_ratio", "coreset_size", "embedding", "neighbours", "search"),
         image_scores=("reweighted",),

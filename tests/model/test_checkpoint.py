@@ -141,7 +141,7 @@ def test_inverted_lists_are_made_at_first_use(
     arguments = train_arguments(product, tmp_path / "run", "model.search=ivf")
     assert command("train", arguments)[0] == 0
     detector = load(tmp_path / "run", torch.device("cpu"))
-    exact = replace(detector, scorer=replace(detector.scorer, search="auto"))
+    exact = replace(detector, scorer=replace(detector.scorer, search="exact"))
     files = sorted((product / "test").rglob("*.png"))
     for one, other in zip(detector.predict(files), exact.predict(files), strict=True):
         np.testing.assert_array_less(other.patch_scores, one.patch_scores + 1e-6)

@@ -1,21 +1,29 @@
-"""What a memory bank does alike on torch tensors and on numpy arrays. Imports no torch."""
+"""What a memory bank does alike on torch tensors and on numpy arrays. Imports no torch.
+
+An exported model's is an `ArrayBank`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from anomaly.arrays import Array, module_of
 from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.runtime.once import made_once
 from anomaly.scorers.base import ArrayScorer, PatchScores
+from anomaly.scorers.patchcore.search import NearestNeighbors
 from anomaly.scorers.saved_tensors import check_fits, check_tensors, leading
 
 ADAPTIVE_DIMENSIONS = 1024  # of embeddings, with `model.embedding: adaptive`
 
 
 class Bank(ArrayScorer):
-    """Good patches, and where each came from; how neighbours are found is the subclass's.
+    """Good patches, and where each came from.
 
     Attributes:
         vectors: (M, D) float32.
@@ -44,7 +52,11 @@ class Bank(ArrayScorer):
         Returns:
             Distances (N, K) float32, ascending, and indices (N, K) int64.
         """
-        raise NotImplementedError
+        return self._neighbours.search(patches, count)
+
+    @made_once
+    def _neighbours(self) -> NearestNeighbors:
+        return NearestNeighbors(self.vectors)
 
     @property
     def dimensions(self) -> int:
@@ -148,6 +160,37 @@ class Bank(ArrayScorer):
         low, high = int(self.origins[:, 0].min()), int(self.origins[:, 0].max())
         if low < 0 or high >= images:
             raise ModelError(f"its memory bank comes from training image {high}, of {images}")
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayBank(Bank):
+    """A memory bank of arrays, searched exactly; attributes as those of `Bank`."""
+
+    vectors: NDArray[np.float32]
+    origins: NDArray[np.int32]
+    embedding: str
+    reweighting: int
+    spacing: NDArray[np.float32] | None = None
+
+
+def scorer(tensors: dict[str, NDArray[Any]], settings: Mapping[str, Any]) -> ArrayBank:
+    """The memory bank that was saved, for a model without torch.
+
+    Args:
+        tensors: as `MemoryBank.tensors` gave them.
+        settings: the config's section `model`, by key; its `search` has no say here.
+
+    Raises:
+        ModelError: they aren't those of a memory bank.
+    """
+    check_bank(tensors)
+    return ArrayBank(
+        tensors["vectors"],
+        tensors["origins"],
+        settings["embedding"],
+        settings["neighbours"],
+        spacing_for(tensors, settings),
+    )
 
 
 def check_bank(tensors: Mapping[str, Array]) -> None:

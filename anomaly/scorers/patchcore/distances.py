@@ -37,7 +37,7 @@ _ITERATIONS = 2
 
 def squared_norms(vectors: Array) -> Array:
     """Squared norms (n,) of vectors (n, D)."""
-    return (vectors * vectors).sum(1)
+    return module_of(vectors).einsum("ij,ij->i", vectors, vectors)
 
 
 def distances_to(bank: Array, queries: Array, candidates: Array) -> Array:
@@ -59,9 +59,12 @@ def squared_distances(queries: Array, bank: Array, rows: Array, columns: Array) 
     """Squared distances (n,) of the pairs queries[rows], bank[columns], measured directly."""
     step = max(1, _GATHERED // queries.shape[1])
     blocks = [slice(start, start + step) for start in range(0, max(1, len(rows)), step)]
-    return module_of(bank).concatenate(
-        [squared_norms(bank[columns[b]] - queries[rows[b]]) for b in blocks]
-    )
+    parts = []
+    for block in blocks:
+        differences = bank[columns[block]]
+        differences -= queries[rows[block]]
+        parts.append(squared_norms(differences))
+    return module_of(bank).concatenate(parts)
 
 
 def half_squared_distances(centred: Array, bank: Array, mean: Array) -> Array:

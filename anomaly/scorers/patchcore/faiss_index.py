@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anomaly.scorers.patchcore.distances import ROUNDING
+from anomaly.scorers.patchcore.distances import ROUNDING, squared_norms
 from anomaly.scorers.patchcore.search import ExactIndex
 
 Rows = np.ndarray[Any, Any]
@@ -36,7 +36,7 @@ class FaissIndex:
         self._mean = bank.mean(0)
         vectors = np.ascontiguousarray((bank - self._mean).numpy())
         self._exact = None if inverted else ExactIndex(bank, None)
-        self._farthest = float(np.square(vectors).sum(1).max())
+        self._farthest = float(squared_norms(vectors).max())
         self._index: Any
         if inverted:
             self._index = _cached(vectors, cache) if cache is not None else _inverted(vectors)
@@ -63,7 +63,7 @@ class FaissIndex:
         scores, found = self._index.search(rows, min(k + 1, self._index.ntotal))
         nearest = torch.from_numpy(found[:, :k].copy())
         if found.shape[1] > k:
-            slack = ROUNDING * (np.square(rows).sum(1) + self._farthest)
+            slack = ROUNDING * (squared_norms(rows) + self._farthest)
             close = torch.from_numpy(scores[:, k] - scores[:, k - 1] <= slack)
             if bool(close.any()):
                 nearest[close] = exact.candidates(queries[close], k)

@@ -73,8 +73,9 @@ class MemoryBank(Bank, Scorer):
             spacing=spacing,
             exact=False,
         )
-        # As if the property had made it, which `replace` forgets.
-        vars(some)["_neighbours"] = self._neighbours.only(some.vectors, rows)
+        if self.search == "exact":
+            # As if the property had made it, which `replace` forgets.
+            vars(some)["_neighbours"] = self._neighbours.only(some.vectors, rows)
         return some
 
     def spaced(self, rows: Tensor | None = None) -> MemoryBank:
@@ -95,18 +96,6 @@ class MemoryBank(Bank, Scorer):
         same = replace(self, spacing=apart)
         vars(same)["_neighbours"] = self._neighbours
         return same
-
-    def neighbours(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The bank vectors nearest to patches.
-
-        Args:
-            patches: (N, D) float32, on the bank's device.
-            count: K, vectors for each.
-
-        Returns:
-            Distances (N, K) float32, ascending, and indices (N, K) int64.
-        """
-        return self._neighbours.search(patches, count)
 
     def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The training patches of the bank vectors nearest to patches.

@@ -17,6 +17,7 @@ from anomaly.errors import ConfigError, nearest
 from anomaly.runtime.blas import one_blas_thread
 from anomaly.runtime.devices import CPU, has_bf16
 from anomaly.runtime.parallel import spread
+from anomaly.runtime.threads import get_threads
 from anomaly.scorers.patchcore.distances import (
     AXES,
     ROUNDING,
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
     import torch
 
 METHODS = ("exact", "faiss", "ivf")
-# Numbers of one product, queries × bank: 8 MiB stay in a CPU's cache; a GPU wants few launches.
-_BLOCK = {"cpu": 1 << 21, "cuda": 1 << 26}
+# Numbers of one product, queries × bank: 16 MiB stay in a CPU's cache; a GPU wants few launches.
+_BLOCK = {"cpu": 1 << 22, "cuda": 1 << 26}
 # Queries of one product at most.
 _QUERIES = {"cpu": 512, "cuda": 8192}
 # Below so many vectors one product of all dimensions is quicker than a screen.
 _LEAST_SCREENED = 1024
 # When more than this share of the bank may be nearest to a query, the whole product is quicker.
-_MANY = 1 / 128
+_MANY = 1 / 16
 # Queries whose squared norms are larger are as good as infinite: products would overflow.
 _LARGEST = 1e30
 
@@ -80,7 +81,7 @@ class NearestNeighbors:
             raise ConfigError(f"search method {method!r} is unknown; {nearest(method, METHODS)}")
         if method != "exact" and _device(bank).type != "cpu":
             raise ConfigError(f"search method {method!r} runs on the CPU only; use 'exact'")
-        self._bank, self._method = bank, method
+        self._bank = bank
         self._index = index or _index_of(bank, method, cache)
 
     def search(self, queries: Array, k: int = 1) -> tuple[Array, Array]:
@@ -102,19 +103,18 @@ class NearestNeighbors:
         distances = distances_to(self._bank, queries, candidates)
         if k == 1:
             return distances, candidates
-        order = np.arange(len(queries))[:, None], _ascending(distances)
+        order = like(np.arange(len(queries))[:, None], queries), _ascending(distances)
         return distances[order], candidates[order]
 
     def only(self, bank: Array, rows: Array) -> NearestNeighbors:
-        """The search of some of the vectors, for which `exact` computes nothing anew.
+        """The exact search of some of the vectors, for which nothing is computed anew.
 
         Args:
             bank: these vectors (m, D).
             rows: (m,) int64, which ones they are.
         """
-        index = self._index
-        some = index.only(bank, rows) if isinstance(index, ExactIndex) else None
-        return NearestNeighbors(bank, self._method, index=some)
+        index = self._index.only(bank, rows) if isinstance(self._index, ExactIndex) else None
+        return NearestNeighbors(bank, index=index)
 
 
 class ExactIndex:
@@ -154,45 +154,44 @@ class ExactIndex:
         values = as_numpy(queries) if self._device.type == "cpu" else queries.detach()
         finite = squared_norms(values) <= _LARGEST
         values = module_of(values).where(finite[:, None], values, 0)
-        found = self._in_blocks(values, k, self._screen)
-        if self._screen is not None:
-            undecided = found[:, 0] < 0
-            if undecided.any():
-                found[undecided] = self._in_blocks(values[undecided], k, None)
-        return like(found, queries) if self._device.type == "cpu" else found
+        indices = self._in_blocks(values, k, self._screen)
+        undecided = indices[:, 0] < 0
+        if undecided.any():
+            indices[undecided] = self._in_blocks(values[undecided], k, None)
+        return like(indices, queries) if self._device.type == "cpu" else indices
 
     def _in_blocks(self, queries: Array, k: int, screen: Screen | None) -> Array:
         """`_nearest` of queries (Q, D), block by block."""
-        kind = self._device.type
-        step = max(1, min(_QUERIES[kind], _BLOCK[kind] // len(self._bank)))
+        kind, threads = self._device.type, get_threads()
+        most = max(1, min(_QUERIES[kind], _BLOCK[kind] // len(self._bank)))
+        count = -(-len(queries) // (most * threads)) * threads  # so that threads have equal shares
+        step = -(-len(queries) // count)
         blocks = [queries[start : start + step] for start in range(0, len(queries), step)]
         with one_blas_thread():
-            found = spread(partial(self._nearest, k=k, screen=screen), blocks, self._device)
-        return module_of(queries).concatenate(found)
+            indices = spread(partial(self._nearest, k=k, screen=screen), blocks, self._device)
+        return module_of(queries).concatenate(indices)
 
     def _nearest(self, queries: Array, k: int, screen: Screen | None) -> Array:
         """The k nearest (Q, k) of each query; -1 where the screen rules out too few."""
-        xp, centred = module_of(queries), queries - self._mean
+        xp, bank, centred = module_of(queries), self._bank, queries - self._mean
         if screen is None:
-            bounds, moved = half_squared_distances(centred, self._bank, self._mean), 0.0
+            bounds, moved = half_squared_distances(centred, bank, self._mean), 0.0
         else:
             bounds, moved = screen.bounds(centred)
         every = like(np.arange(len(queries)), queries)
         rows = xp.concatenate([every] * k)
         columns = xp.concatenate([_take_least(bounds, every) for _ in range(k)])
-        squared = squared_distances(queries, self._bank, rows, columns)
+        squared = squared_distances(queries, bank, rows, columns)
         farthest = xp.amax(squared.reshape(k, -1), 0)
         rounding = ROUNDING * (squared_norms(centred) + farthest)
         limits = ((xp.sqrt(farthest) + moved) ** 2 + rounding) / 2
         near, others = _places(bounds <= (screen.limits(limits) if screen else limits)[:, None])
-        many = xp.bincount(near, minlength=len(queries)) > _MANY * len(self._bank)
-        if screen is not None and many.any():
-            near, others = near[~many[near]], others[~many[near]]
+        many = xp.bincount(near, minlength=len(queries)) > (_MANY if screen else 1) * len(bank)
+        near, others = near[~many[near]], others[~many[near]]
+        more = squared_distances(queries, bank, near, others)
         rows, columns = xp.concatenate([rows, near]), xp.concatenate([columns, others])
-        more = squared_distances(queries, self._bank, near, others)
         nearest = columns[_first_of_each(rows, xp.concatenate([squared, more]), k)]
-        if screen is not None:
-            nearest[many] = -1
+        nearest[many] = -1
         return nearest
 
 
@@ -214,9 +213,10 @@ def quickest_screen(bank: Array) -> Dtype | None:
     device = _device(bank)
     if device.type != "cpu" or len(bank) < _LEAST_SCREENED:
         return None
-    is_tensor = not isinstance(bank, np.ndarray)
-    dtype: Dtype = "bfloat16" if is_tensor and has_bf16(device) else "float32"
-    return dtype if bank.shape[1] > AXES[dtype] else None
+    dimensions, is_tensor = bank.shape[1], not isinstance(bank, np.ndarray)
+    if is_tensor and dimensions > AXES["bfloat16"] and has_bf16(device):
+        return "bfloat16"
+    return "float32" if dimensions > AXES["float32"] else None
 
 
 def _device(values: Array) -> torch.device:

@@ -279,11 +279,11 @@ def test_any_grids(grids: list[tuple[int, int]], ratio: float, seed: int) -> Non
 @pytest.mark.parametrize("search", ["exact", "faiss", "ivf"])
 def test_a_config_names_the_search(search: str, tmp_path: Path) -> None:
     maps = images(grids=[(30, 40)] * 2)
-    bank = bank_of(maps, ratio=0.7)  # large enough for `exact` to screen
+    bank = bank_of(maps, ratio=0.7)
     chosen = {"search": search, "spacing_neighbours": 0}
     settings = parse_config({"model": chosen}, "a test").model.model_dump()
     loaded = scorer(bank.tensors(), settings, device=torch.device("cpu"), cache=tmp_path)
-    assert loaded.search == {"exact": "auto"}.get(search, search)
+    assert loaded.search == search
     queries = torch.stack(images(grids=[(30, 40)] * 2, seed=1))
     found, expected = loaded.score(queries), bank.score(queries)
     assert [f.suffix for f in tmp_path.iterdir()] == ([".index"] if search == "ivf" else [])
