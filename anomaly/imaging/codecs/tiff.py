@@ -184,8 +184,10 @@ def _samples(data: bytes, page: Directory) -> Samples:
         raise damaged("its TIFF header has illegal values")
     if samples.compression not in COMPRESSIONS:
         raise unsupported(f"its TIFF compression {samples.compression} isn't none, LZW or deflate")
-    if page.first(Tag.FILL_ORDER, 1) != 1 or samples.predictor not in (1, 2, 3):
-        raise unsupported("its TIFF bit order or predictor isn't a common one")
+    if page.first(Tag.FILL_ORDER, 1) != 1 or samples.predictor not in (1, 2):
+        raise unsupported(
+            "its TIFF bit order or predictor isn't a common one; save it without a predictor"
+        )
     _check_inside(data, samples)
     return samples
 
