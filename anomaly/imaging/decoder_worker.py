@@ -89,13 +89,18 @@ def serve(parent: int, memory: int) -> None:
             if task is not None:
                 worker = Worker(task)
             process_limits.begin_request(patience)
-            try:
-                answer = ("done", getattr(worker, name)(*arguments))
-            except BrokenPipeError:
-                raise
-            except Exception as error:  # of no image alone: a full disk, a mistake of ours
-                answer = ("error", error)
-            send(answers, answer)
+            # Nothing here holds the answer, or an error and all that its frames hold, any longer.
+            send(answers, _answer(worker, name, arguments))
+            del task, arguments
+
+
+def _answer(worker: Worker, name: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:
+    try:
+        return "done", getattr(worker, name)(*arguments)
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # of no image alone: a full disk, a mistake of ours
+        return "error", error
 
 
 def _end_with(parent: int) -> None:
