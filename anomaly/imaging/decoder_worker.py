@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from anomaly.errors import ImageError, OutputError
 from anomaly.imaging import process_limits
 from anomaly.imaging.geometry import Tiling, View
-from anomaly.imaging.loading import Loaded, Loading, UnusableImage, load, paint, refusal
+from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load, paint, refusal
 from anomaly.imaging.read import Image, described
 
 _KEPT_BYTES = 256 * 1024**2
@@ -49,7 +49,7 @@ class Task:
         keep_image: whether the decoded image is handed over with the network's input.
     """
 
-    loading: Loading
+    loading: Preprocessing
     pictures: Drawing | None = None
     keep_image: bool = False
 
@@ -133,7 +133,7 @@ class Worker:
         """What a function returns that needs none of the images that are kept."""
         return function(*arguments)
 
-    def load(self, index: int, source: Path | bytes) -> Loaded | UnusableImage:
+    def load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
         """Load an image; it is kept where it will be drawn or cut into tiles."""
         loaded = self._load(index, source)
         if isinstance(loaded, UnusableImage):
@@ -172,7 +172,7 @@ class Worker:
         except Exception as error:
             return refusal(index, name_of(index, source), error)
 
-    def _load(self, index: int, source: Path | bytes) -> Loaded | UnusableImage:
+    def _load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
         loaded = load(index, source, self.task.loading)
         if isinstance(loaded, UnusableImage) and loaded.status == "unsupported" and self._kept:
             self._kept.clear()  # they may take the memory that this one needs
@@ -201,8 +201,8 @@ def name_of(index: int, source: Path | bytes) -> str:
 
 
 def load_alone(
-    index: int, path: Path, loading: Loading, keep_image: bool
-) -> Loaded | UnusableImage:
+    index: int, path: Path, loading: Preprocessing, keep_image: bool
+) -> NetworkInput | UnusableImage:
     """Load a file for a caller that won't come back to it: nothing of it is kept here.
 
     Args:

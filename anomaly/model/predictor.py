@@ -15,7 +15,7 @@ from anomaly.imaging.decoder_pool import Decoders, load_shared
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling
 from anomaly.imaging.loading import (
-    Loaded,
+    NetworkInput,
     UnusableImage,
     by_shape,
     refusal,
@@ -216,7 +216,9 @@ class Predictor:
             loaded = self.fitting(decoders.load_all(enumerate(images)))
             yield from self.predict_batches(by_shape(loaded, batch_size or self.batch_size))
 
-    def fitting(self, items: Iterable[Loaded | UnusableImage]) -> Iterator[Loaded | UnusableImage]:
+    def fitting(
+        self, items: Iterable[NetworkInput | UnusableImage]
+    ) -> Iterator[NetworkInput | UnusableImage]:
         """Refuse images whose patches all lie outside the region, so that no batch holds any.
 
         Args:
@@ -225,7 +227,7 @@ class Predictor:
         return refuse_missed(items, self.lead.embedder.grid, self.lead.region)
 
     def predict_batches(
-        self, batches: Iterable[list[Loaded] | UnusableImage]
+        self, batches: Iterable[list[NetworkInput] | UnusableImage]
     ) -> Iterator[Prediction | UnusableImage]:
         """Score loaded images, as `anomaly.imaging.loading.by_shape` gathers them.
 
@@ -242,7 +244,9 @@ class Predictor:
         for results in together(self._attempt, batches):
             yield from results
 
-    def _attempt(self, batch: list[Loaded] | UnusableImage) -> Sequence[Prediction | UnusableImage]:
+    def _attempt(
+        self, batch: list[NetworkInput] | UnusableImage
+    ) -> Sequence[Prediction | UnusableImage]:
         if isinstance(batch, UnusableImage):
             return [batch]
         try:
@@ -252,7 +256,7 @@ class Predictor:
             return [refusal(item.index, item.name, error) for item in batch]
         return [one if math.isfinite(one.score) else _unscored(one) for one in scored]
 
-    def score(self, batch: Sequence[Loaded]) -> list[Prediction]:
+    def score(self, batch: Sequence[NetworkInput]) -> list[Prediction]:
         """Score loaded images of one network size, or large images in tiles.
 
         Raises:

@@ -18,7 +18,7 @@ from anomaly.config.schema import Config
 from anomaly.features.exported import ExportedNetwork
 from anomaly.features.inside import inside_of
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.loading import Loaded, Loading
+from anomaly.imaging.loading import NetworkInput, Preprocessing
 from anomaly.imaging.region import Region
 from anomaly.model.appearance import Appearance, appearances_of
 from anomaly.model.appearance_model import AppearanceModel
@@ -98,7 +98,7 @@ class ScoringPipeline:
     appearance: AppearanceModel | None = None
 
     @cached_property
-    def loading(self) -> Loading:
+    def loading(self) -> Preprocessing:
         """How files become network inputs."""
         network = self.extractor
         return loading_of(
@@ -114,7 +114,7 @@ class ScoringPipeline:
 
         return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
 
-    def embedded(self, batch: Sequence[Loaded]) -> Embedded:
+    def embedded(self, batch: Sequence[NetworkInput]) -> Embedded:
         """What the backbone makes of images or tiles of one network size.
 
         Raises:
@@ -144,7 +144,7 @@ class ScoringPipeline:
 
     def prediction(
         self,
-        item: Loaded,
+        item: NetworkInput,
         look: Appearance,
         patches: Patches,
         score: float,

@@ -17,7 +17,7 @@ from anomaly.features.inside import inside, inside_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import (
-    Loaded,
+    NetworkInput,
     UnusableImage,
     by_shape,
     refuse_missed,
@@ -47,7 +47,9 @@ _TRIMMED = 128
 # Images that a function of `TrainingPatches.each` sees at once.
 _PART = 512
 
-_Embedded: TypeAlias = tuple[list[Loaded], list[Tensor], Tensor, list[tuple[Loaded, Appearance]]]
+_Embedded: TypeAlias = tuple[
+    list[NetworkInput], list[Tensor], Tensor, list[tuple[NetworkInput, Appearance]]
+]
 
 
 class TrainingPatches(PatchSet):
@@ -281,7 +283,7 @@ class TrainingPatches(PatchSet):
             reasons = "\n  ".join(item.reason for item in self.refused[:3])
             raise DataError(f"none of the {len(self.refused)} images can be used:\n  {reasons}")
 
-    def _embed(self, batch: list[Loaded] | UnusableImage) -> _Embedded | UnusableImage:
+    def _embed(self, batch: list[NetworkInput] | UnusableImage) -> _Embedded | UnusableImage:
         """What is kept of a batch on disk, and its embeddings."""
         if isinstance(batch, UnusableImage):
             return batch
@@ -289,7 +291,7 @@ class TrainingPatches(PatchSet):
             maps = self._embedder.maps(batch)
             embeddings = self._embedder.align(maps)
             inside = inside_of(batch, embeddings, self._region)
-            looks: list[tuple[Loaded, Appearance]] = []
+            looks: list[tuple[NetworkInput, Appearance]] = []
             if not batch[0].turn:  # a copy looks like its image
                 looks.extend(zip(batch, appearances_of(batch, embeddings, inside), strict=True))
         return batch, [embeddings] if self._aligned else maps, embeddings, looks
