@@ -33,7 +33,7 @@ from anomaly.explain.saliency import saliency_map
 from anomaly.explain.saving import save_explanation
 from anomaly.explain.tiles import RgbImage, beside, glowing, picture_of, stacked
 from anomaly.features.embedder import network_input
-from anomaly.imaging.array_input import Given, ImageLike
+from anomaly.imaging.array_input import ArrayFormat, ImageLike
 from anomaly.imaging.decoder_pool import load_shared
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.read import Image
@@ -95,7 +95,7 @@ class Explanation:
 
 
 def explained(
-    detector: AnomalyDetector, image: ImageLike, given: Given, good: str | Path | None
+    detector: AnomalyDetector, image: ImageLike, given: ArrayFormat, good: str | Path | None
 ) -> Explanation:
     """Why an image has its score; see `AnomalyDetector.explain`."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, overload
 
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.array_input import AxisOrder, Channels, Given, ImageLike, is_one, sources
+from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, is_one, sources
 from anomaly.imaging.decoder_pool import Decoders, load_shared
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling
@@ -170,12 +170,12 @@ class Predictor:
 
     def _given(
         self, channels: Channels, full_scale: float | None, layout: AxisOrder | None
-    ) -> Given:
+    ) -> ArrayFormat:
         image = self.lead.config.image
-        return Given(channels, full_scale, layout, image.bit_depth, image.max_pixels)
+        return ArrayFormat(channels, full_scale, layout, image.bit_depth, image.max_pixels)
 
     def results(
-        self, images: Iterable[ImageLike], given: Given | None = None
+        self, images: Iterable[ImageLike], given: ArrayFormat | None = None
     ) -> Iterator[Prediction | UnusableImage]:
         """Score images; one that can't be used has a result, too.
 
