@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from anomaly.errors import ImageError, OutputError
 from anomaly.imaging import process_limits
 from anomaly.imaging.geometry import Tiling, View
-from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load, paint, refusal
+from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load, paint
 from anomaly.imaging.read import Image, described
 
 _KEPT_BYTES = 256 * 1024**2
@@ -156,7 +156,7 @@ class Worker:
         try:
             return paint(name, image, view)
         except ImageError as error:
-            return refusal(index, name, error)
+            return to_unusable(index, name, error)
 
     def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:
         """Draw an image, which is forgotten then."""
@@ -170,7 +170,7 @@ class Worker:
         except OutputError:  # of every image to come, too
             raise
         except Exception as error:
-            return refusal(index, name_of(index, source), error)
+            return to_unusable(index, name_of(index, source), error)
 
     def _load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
         loaded = load(index, source, self.task.loading)

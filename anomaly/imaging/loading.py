@@ -150,10 +150,10 @@ def load(
     try:
         return _load(index, source, loading)
     except Exception as error:  # a shift mustn't end because of one image
-        return refusal(index, described(index, path), error)
+        return to_unusable(index, described(index, path), error)
 
 
-def refusal(index: int, name: Path | str, error: Exception) -> UnusableImage:
+def to_unusable(index: int, name: Path | str, error: Exception) -> UnusableImage:
     """What becomes of an image that has led to an error; `failed` where nobody has foreseen it."""
     if isinstance(error, ImageError):
         return UnusableImage(index, error.status, str(error))
@@ -196,7 +196,7 @@ def paint(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:
         ) from None
 
 
-def refuse_missed(
+def drop_outside_region(
     items: Iterable[NetworkInput | UnusableImage],
     grid: Callable[[tuple[int, int]], tuple[int, int]],
     region: Region | None,
@@ -216,7 +216,7 @@ def refuse_missed(
             try:
                 region.patches(item.layout, grids[size])
             except DataError as error:
-                yield refusal(item.index, item.name, error)
+                yield to_unusable(item.index, item.name, error)
                 continue
         yield item
 

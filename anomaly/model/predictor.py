@@ -18,8 +18,8 @@ from anomaly.imaging.loading import (
     NetworkInput,
     UnusableImage,
     by_shape,
-    refusal,
-    refuse_missed,
+    drop_outside_region,
+    to_unusable,
 )
 from anomaly.imaging.read import Image
 from anomaly.model.appearance import Appearance
@@ -224,7 +224,7 @@ class Predictor:
         Args:
             items: loaded images; those refused already pass through.
         """
-        return refuse_missed(items, self.lead.embedder.grid, self.lead.region)
+        return drop_outside_region(items, self.lead.embedder.grid, self.lead.region)
 
     def predict_batches(
         self, batches: Iterable[list[NetworkInput] | UnusableImage]
@@ -253,7 +253,7 @@ class Predictor:
             scored = self.score(batch)
         except (ImageError, DataError) as error:
             # A large image that has vanished between two tiles; another grid than PaDiM's.
-            return [refusal(item.index, item.name, error) for item in batch]
+            return [to_unusable(item.index, item.name, error) for item in batch]
         return [one if math.isfinite(one.score) else _unscored(one) for one in scored]
 
     def score(self, batch: Sequence[NetworkInput]) -> list[Prediction]:

@@ -20,7 +20,7 @@ from anomaly.imaging.loading import (
     NetworkInput,
     UnusableImage,
     by_shape,
-    refuse_missed,
+    drop_outside_region,
     tile_by_tile,
     turned_corner,
     with_turned,
@@ -237,7 +237,7 @@ class TrainingPatches(PatchSet):
         looks = AppearanceSums(self._images)
         self.refused, self.hashes, self.looks, self._counts = [], {}, looks.of_image, {}
         started = time.perf_counter()
-        loaded = refuse_missed(
+        loaded = drop_outside_region(
             self._decoders.load_all(self._images.items()),
             self._embedder.grid,
             self._region,
