@@ -17,7 +17,7 @@ from anomaly.datasets import Dataset, Sample, check_good_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import ConfigError, DataError, ImageError
-from anomaly.imaging.array_input import AxisOrder, Channels, Given, ImageLike, is_one
+from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, is_one
 from anomaly.imaging.read import described
 from anomaly.model.training import StageProgress, train
 from anomaly.runtime.devices import device_of
@@ -69,7 +69,7 @@ def fit(
     """
     settings = _settings(config)
     limits = settings.image.bit_depth, settings.image.max_pixels
-    samples = _samples(images, Given(channels, full_scale, layout, *limits))
+    samples = _samples(images, ArrayFormat(channels, full_scale, layout, *limits))
     with tempfile.TemporaryDirectory(prefix="anomaly-") as scratch:
         training = train(
             settings,
@@ -96,7 +96,7 @@ def _settings(config: Config | Mapping[str, Any] | None) -> Config:
     )
 
 
-def _samples(images: TrainingImages, given: Given) -> list[Sample]:
+def _samples(images: TrainingImages, given: ArrayFormat) -> list[Sample]:
     if isinstance(images, Dataset):
         return list(images.train)
     if isinstance(images, str | os.PathLike):
@@ -117,7 +117,7 @@ def _samples(images: TrainingImages, given: Given) -> list[Sample]:
     return samples + (_files(files) if files else [])
 
 
-def _in_memory(index: int, image: ImageLike, given: Given) -> Sample:
+def _in_memory(index: int, image: ImageLike, given: ArrayFormat) -> Sample:
     name = described(index)
     try:
         source = given.source(image)

@@ -14,7 +14,7 @@ from anomaly.datasets.faults import DataReport, Fault, Severity, SplitSummary, h
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape
-from anomaly.imaging.loading import UnusableImage, refusal
+from anomaly.imaging.loading import UnusableImage, to_unusable
 from anomaly.imaging.read import MAX_PIXELS, Image, read_image
 from anomaly.imaging.region import Region
 
@@ -110,7 +110,7 @@ def _look_at(reading: Reading, one: tuple[str, Sample]) -> _Seen:
         image = read_image(sample.path, max_pixels=reading.max_pixels, bit_depth=reading.bit_depth)
         check_shape(image.size)
     except Exception as error:  # training goes on without it, too
-        return _unusable(split, sample, refusal(0, sample.path, error))
+        return _unusable(split, sample, to_unusable(0, sample.path, error))
     faults = (
         *_region_faults(split, sample, image, reading.region),
         *_mask_faults(split, sample, image, reading.mask_above),

@@ -14,7 +14,7 @@ from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, ImageError
 from anomaly.evaluation.held_out import HeldOutScores, score_held_out
 from anomaly.evaluation.test_split import tested_hashes
-from anomaly.imaging.array_input import Given, ImageLike, is_one
+from anomaly.imaging.array_input import ArrayFormat, ImageLike, is_one
 from anomaly.imaging.read import Image, described
 from anomaly.model.scoring import Model
 from anomaly.model.threshold_files import change
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def recalibrated(
     detector: Model,
     good: str | Path | Iterable[ImageLike] | None,
-    given: Given,
+    given: ArrayFormat,
     *,
     reject_rate: float | None,
     review_rate: float | None,
@@ -103,7 +103,9 @@ def known_scores(detector: Model, without: Sequence[str] = ()) -> GoodScores:
     return now
 
 
-def _scored(detector: Model, good: str | Path | Iterable[ImageLike], given: Given) -> HeldOutScores:
+def _scored(
+    detector: Model, good: str | Path | Iterable[ImageLike], given: ArrayFormat
+) -> HeldOutScores:
     unseen = score_held_out(
         detector,
         sources(good, given),
@@ -116,7 +118,7 @@ def _scored(detector: Model, good: str | Path | Iterable[ImageLike], given: Give
 
 
 def sources(
-    images: str | Path | Iterable[ImageLike], given: Given, what: str = "good images"
+    images: str | Path | Iterable[ImageLike], given: ArrayFormat, what: str = "good images"
 ) -> list[Path | Image]:
     """Images as a program names them: a folder, or a collection.
 

@@ -18,7 +18,7 @@ from anomaly.errors import DataError, first_of, some
 from anomaly.evaluation.recalibration import sources, tested_of
 from anomaly.evaluation.verdict_changes import Compared, verdict_changes
 from anomaly.files.writing import sha256_of
-from anomaly.imaging.array_input import Given, ImageLike
+from anomaly.imaging.array_input import ArrayFormat, ImageLike
 from anomaly.imaging.read import Image, described
 from anomaly.model.folder import find_model
 from anomaly.model.golden import golden_of
@@ -250,7 +250,7 @@ def _verdicts(thresholds: Thresholds, scores: Sequence[float]) -> str:
 def updated(
     detector: Model,
     good: str | Path | Iterable[ImageLike],
-    given: Given,
+    given: ArrayFormat,
     *,
     defects: str | Path | Iterable[ImageLike] | None,
     include_suspects: bool,

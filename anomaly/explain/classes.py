@@ -19,7 +19,7 @@ from anomaly.features.layer_table import last_map, layer_table, side_multiple, s
 from anomaly.features.torchvision_networks import official_weights
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.loading import Loading
+from anomaly.imaging.loading import Preprocessing
 from anomaly.imaging.read import MAX_PIXELS
 
 _SIDE = 320
@@ -58,7 +58,7 @@ def explain_class(
     table = layer_table(build(name), size)
     multiple = side_multiple(build(name))
     sizing = Sizing(size if multiple is None else None, None, size, multiple or 32)
-    loading = Loading(sizing, None, MAX_PIXELS)
+    loading = Preprocessing(sizing, None, MAX_PIXELS)
     item = read_one(path, loading, decoders)
     network = full_network(name, weights).requires_grad_(False).to(device)
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)

@@ -21,7 +21,7 @@ from anomaly.hooks import capture
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling, View
-from anomaly.imaging.loading import Loaded, Loading, UnusableImage, turn_of, upright
+from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, turn_of, upright
 from anomaly.maps.heatmap import display
 from anomaly.model.scoring import Model
 
@@ -62,7 +62,7 @@ class Findings:
             self.pictures[f"{before}feature_maps_{layer}.png"] = drawn
 
 
-def read_one(path: Path, loading: Loading, decoders: Decoders) -> Loaded:
+def read_one(path: Path, loading: Preprocessing, decoders: Decoders) -> NetworkInput:
     """Load one image, with the decoded file.
 
     Raises:
@@ -92,7 +92,7 @@ class GoodPatch:
     distance: float | None
 
 
-def tile_of(item: Loaded, grid: tuple[int, int], patch: tuple[int, int]) -> Loaded:
+def tile_of(item: NetworkInput, grid: tuple[int, int], patch: tuple[int, int]) -> NetworkInput:
     """What the network sees of an image at a patch: one tile, or all of it where it has no tiles.
 
     Args:
@@ -109,7 +109,7 @@ def tile_of(item: Loaded, grid: tuple[int, int], patch: tuple[int, int]) -> Load
     return replace(item, view=view, pixels=pixels, tile=(row, column), whole=item.view)
 
 
-def score_gradient(detector: Model, item: Loaded) -> Tensor:
+def score_gradient(detector: Model, item: NetworkInput) -> Tensor:
     """The gradient of an image's anomaly score with respect to its pixels.
 
     Args:
@@ -158,18 +158,18 @@ class GoodImages:
         detector: Model,
         manifest: Mapping[str, Any],
         there: TrainingImages,
-        read: Callable[[Path], Loaded | UnusableImage],
+        read: Callable[[Path], NetworkInput | UnusableImage],
     ) -> None:
         self._detector = detector
         self._read = read
         self._names = training_names(manifest)
         self._hashes: dict[str, str] = manifest["training_images"]
         self._files = there
-        self._found: dict[str, Loaded | str] = {}
+        self._found: dict[str, NetworkInput | str] = {}
         self._grids: dict[tuple[int, int], tuple[int, int]] = {}
 
     def nearest(
-        self, item: Loaded, patches: Sequence[tuple[int, int]], count: int = 5
+        self, item: NetworkInput, patches: Sequence[tuple[int, int]], count: int = 5
     ) -> list[list[GoodPatch]]:
         """What patches were compared with, nearest first.
 
@@ -224,7 +224,7 @@ class GoodImages:
         rows, columns = item.view.axes
         return upright(turn, (row, column), self._grid(item), (len(rows), len(columns)))
 
-    def _same_place(self, item: Loaded, patch: tuple[int, int], name: str) -> tuple[int, int]:
+    def _same_place(self, item: NetworkInput, patch: tuple[int, int], name: str) -> tuple[int, int]:
         """Where a patch of an image would be on a training image, whose grid may be another."""
         other = self._image(name)
         if isinstance(other, str):
@@ -239,25 +239,25 @@ class GoodImages:
         """Images that were wanted but couldn't be shown, and why."""
         return {name: item for name, item in self._found.items() if isinstance(item, str)}
 
-    def _image(self, name: str) -> Loaded | str:
+    def _image(self, name: str) -> NetworkInput | str:
         if name not in self._found:
             self._found[name] = self._look_for(name)
         return self._found[name]
 
-    def _look_for(self, name: str) -> Loaded | str:
+    def _look_for(self, name: str) -> NetworkInput | str:
         found = self._files.find(name)
         if isinstance(found, str):
             return found
         item = self._read(found.path)
-        return item if isinstance(item, Loaded) else "can't be read"
+        return item if isinstance(item, NetworkInput) else "can't be read"
 
-    def _embedding(self, item: Loaded, patch: tuple[int, int]) -> Tensor:
+    def _embedding(self, item: NetworkInput, patch: tuple[int, int]) -> Tensor:
         tile = tile_of(item, self._grid(item), patch)
         embeddings = self._detector.embedder([tile])[0]
         height, width = embeddings.shape[:2]
         return embeddings[patch[0] % height, patch[1] % width]
 
-    def _grid(self, item: Loaded) -> tuple[int, int]:
+    def _grid(self, item: NetworkInput) -> tuple[int, int]:
         """(h, w) of the patch grid, of the mosaic where there are tiles."""
         rows, columns = item.view.axes
         size = item.view.size

@@ -33,9 +33,9 @@ from anomaly.explain.saliency import saliency_map
 from anomaly.explain.saving import save_explanation
 from anomaly.explain.tiles import RgbImage, beside, glowing, picture_of, stacked
 from anomaly.features.embedder import network_input
-from anomaly.imaging.array_input import Given, ImageLike
+from anomaly.imaging.array_input import ArrayFormat, ImageLike
 from anomaly.imaging.decoder_pool import load_shared
-from anomaly.imaging.loading import Loaded, UnusableImage
+from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.read import Image
 from anomaly.maps.heatmap import display, encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
@@ -95,11 +95,11 @@ class Explanation:
 
 
 def explained(
-    detector: Model, image: ImageLike, given: Given, good: str | Path | None
+    detector: Model, image: ImageLike, given: ArrayFormat, good: str | Path | None
 ) -> Explanation:
     """Why an image has its score; see `AnomalyDetector.explain`."""
 
-    def read(source: Path | Image) -> Loaded | UnusableImage:
+    def read(source: Path | Image) -> NetworkInput | UnusableImage:
         (item,) = load_shared([(0, source)], detector.loading, keep_image=True)
         return item
 
@@ -132,9 +132,9 @@ def good_images(detector: Model, *named: str | Path) -> TrainingImages:
 
 def explain_score(
     detector: Model,
-    item: Loaded,
+    item: NetworkInput,
     there: TrainingImages,
-    read: Callable[[Path], Loaded | UnusableImage],
+    read: Callable[[Path], NetworkInput | UnusableImage],
 ) -> Explanation:
     """Feature maps of the hooked layers, the patches that were flagged, the score's gradient.
 
@@ -179,7 +179,7 @@ def explain_score(
     return Explanation(prediction, detector.model_id, pictures, facts, notes)
 
 
-def _heatmap(prediction: Prediction, item: Loaded) -> RgbImage:
+def _heatmap(prediction: Prediction, item: NetworkInput) -> RgbImage:
     limits, found = prediction.thresholds, prediction.source_map.held()
     review = None if limits is None else limits.review_pixel
     strong = float(np.nanmax(found())) if limits is None else limits.pixel
@@ -188,7 +188,7 @@ def _heatmap(prediction: Prediction, item: Loaded) -> RgbImage:
 
 
 def _gradient(
-    detector: Model, prediction: Prediction, worst: Loaded, heatmap: RgbImage
+    detector: Model, prediction: Prediction, worst: NetworkInput, heatmap: RgbImage
 ) -> RgbImage:
     saliency = saliency_map(score_gradient(detector, worst))
     seen = marked(picture_of(worst), [])
@@ -219,7 +219,7 @@ def _notes(method: str, prediction: Prediction, good: GoodImages) -> list[str]:
 
 def _evidence_picture(
     good: GoodImages,
-    item: Loaded,
+    item: NetworkInput,
     prediction: Prediction,
     patches: Sequence[tuple[int, int]],
     heatmap: RgbImage,

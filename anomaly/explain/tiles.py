@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.imaging.loading import Loaded
+from anomaly.imaging.loading import NetworkInput
 
 RgbImage = NDArray[np.uint8]
 
@@ -21,7 +21,7 @@ _BACKGROUND = 255
 _INK = (40, 40, 40)
 
 
-def picture_of(item: Loaded) -> RgbImage:
+def picture_of(item: NetworkInput) -> RgbImage:
     """What the network gets of an image before it is normalised, (H, W, 3) RGB."""
     return np.rint(item.pixels * 255).astype(np.uint8)
 

@@ -19,7 +19,7 @@ from anomaly.evaluation.training_images import TrainingImages, dataset_images
 from anomaly.features.engine import Graph
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.loading import Loaded, UnusableImage, by_shape, tile_by_tile
+from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape, tile_by_tile
 from anomaly.model.prediction import Prediction
 from anomaly.model.scoring import Model
 
@@ -208,7 +208,9 @@ def compare_patches(
     return largest
 
 
-def _patch_differences(reference: Model, graph: Graph, batch: Sequence[Loaded]) -> list[float]:
+def _patch_differences(
+    reference: Model, graph: Graph, batch: Sequence[NetworkInput]
+) -> list[float]:
     pixels = np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2)
     found = graph(pixels)[0]
     with reference.embedder.quietly():

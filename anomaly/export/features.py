@@ -25,7 +25,7 @@ from anomaly.hooks import capture
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.loading import Loading, UnusableImage, by_shape
+from anomaly.imaging.loading import Preprocessing, UnusableImage, by_shape
 from anomaly.imaging.read import MAX_PIXELS
 from anomaly.model.checkpoint import load
 from anomaly.model.training import StageProgress
@@ -51,7 +51,7 @@ class Source:
 
     network: nn.Module
     layers: dict[str, int]
-    loading: Loading
+    loading: Preprocessing
     normalise: Normalisation
     settings: dict[str, Any]
 
@@ -127,7 +127,7 @@ def from_backbone(
         "square": square,
     }
     sizing = Sizing(size if square else None, None, size, multiple or _STRIDE)
-    loading = Loading(sizing, None, MAX_PIXELS)
+    loading = Preprocessing(sizing, None, MAX_PIXELS)
     return Source(network, axes, loading, normalisation(name), settings)
 
 

@@ -33,7 +33,7 @@ from anomaly.export.int8_graph import quantise
 from anomaly.features.engine import ENGINES, ExportedNetwork, Graph
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.loading import Loaded, UnusableImage, by_shape, tile_by_tile
+from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape, tile_by_tile
 from anomaly.model.appearance_model import AppearanceModel
 from anomaly.model.build import fitter_of
 from anomaly.model.cross_fitting import cross_fit
@@ -150,10 +150,10 @@ class _Embedding(ExportedNetwork):
 
     device = torch.device("cpu")
 
-    def __call__(self, batch: Sequence[Loaded]) -> Tensor:  # type: ignore[override]
+    def __call__(self, batch: Sequence[NetworkInput]) -> Tensor:  # type: ignore[override]
         return torch.from_numpy(super().__call__(batch))
 
-    def maps(self, batch: Sequence[Loaded]) -> list[Tensor]:
+    def maps(self, batch: Sequence[NetworkInput]) -> list[Tensor]:
         """The embeddings: alignment is in the graph."""
         return [self(batch)]
 

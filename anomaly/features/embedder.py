@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anomaly.features.backbones import Normalisation
 from anomaly.features.extractor import FeatureExtractor
-from anomaly.imaging.loading import Loaded
+from anomaly.imaging.loading import NetworkInput
 from anomaly.runtime.devices import has_bf16
 
 # Images that a CPU computes together. Eight take a tenth more memory, and in float32 more time.
@@ -37,11 +37,11 @@ class Embedder:
     align: Callable[[Sequence[Tensor]], Tensor]
     device: torch.device
 
-    def maps(self, batch: Sequence[Loaded]) -> list[Tensor]:
+    def maps(self, batch: Sequence[NetworkInput]) -> list[Tensor]:
         """Feature maps (B, C_i, h_i, w_i) of images of one size, in the extractor's precision."""
         return [m.values for m in self.extractor(network_input(batch, self.normalise, self.device))]
 
-    def __call__(self, batch: Sequence[Loaded]) -> Tensor:
+    def __call__(self, batch: Sequence[NetworkInput]) -> Tensor:
         """Patch embeddings (B, h, w, D) of images of one size."""
         with torch.inference_mode():
             return self.align(self.maps(batch))
@@ -63,7 +63,7 @@ class Embedder:
 
 
 def network_input(
-    batch: Sequence[Loaded], normalise: Normalisation, device: torch.device
+    batch: Sequence[NetworkInput], normalise: Normalisation, device: torch.device
 ) -> Tensor:
     """Normalised images (B, 3, H, W) float32 of one size, on a device.
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import ModelError
-from anomaly.imaging.loading import Loaded
+from anomaly.imaging.loading import NetworkInput
 from anomaly.runtime.threads import get_threads
 
 Array: TypeAlias = NDArray[Any]
@@ -256,7 +256,7 @@ class ExportedNetwork:
         """
         raise has_no_layers(self._graph.file.parent)
 
-    def __call__(self, batch: Sequence[Loaded]) -> NDArray[np.float32]:
+    def __call__(self, batch: Sequence[NetworkInput]) -> NDArray[np.float32]:
         """Patch embeddings (B, h, w, D) of images of one size."""
         return self._run(np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2))
 

@@ -8,11 +8,13 @@ import numpy as np
 
 from anomaly.arrays import Array, like
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.loading import Loaded, turned
+from anomaly.imaging.loading import NetworkInput, turned
 from anomaly.imaging.region import Region, counted
 
 
-def inside_of(batch: Sequence[Loaded], embeddings: Array, region: Region | None) -> Array | None:
+def inside_of(
+    batch: Sequence[NetworkInput], embeddings: Array, region: Region | None
+) -> Array | None:
     """Which patches (B, h, w) of embeddings (B, h, w, D) count; None for all.
 
     Raises:

@@ -62,7 +62,7 @@ _PIL_GREY = ("L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 
 
 @dataclass(frozen=True)
-class Given:
+class ArrayFormat:
     """What the numbers of arrays mean; the same for all images of a call.
 
     Attributes:
@@ -164,7 +164,7 @@ class Given:
 
 
 def sources(
-    images: Iterable[ImageLike], given: Given
+    images: Iterable[ImageLike], given: ArrayFormat
 ) -> Iterator[tuple[int, Path | Image | UnusableImage]]:
     """The place of each image, and its file, its pixels, or why it can't be used."""
     for index, image in enumerate(images):

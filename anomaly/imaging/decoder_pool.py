@@ -29,7 +29,7 @@ from anomaly.imaging import process_limits, read
 from anomaly.imaging.decoder_process import DecoderProcess, EndedError
 from anomaly.imaging.decoder_worker import Task, load_alone, name_of
 from anomaly.imaging.geometry import View
-from anomaly.imaging.loading import Loaded, Loading, UnusableImage, load, paint
+from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load, paint
 from anomaly.imaging.read import Image
 from anomaly.prefetch import StoppedError, ahead
 
@@ -85,7 +85,7 @@ class Decoders:
         self,
         items: Iterable[tuple[int, Path | Image]],
         stopped: Callable[[], bool] | None = None,
-    ) -> Iterator[Loaded | UnusableImage]:
+    ) -> Iterator[NetworkInput | UnusableImage]:
         """Load images in order, a bounded number ahead of the one asked for.
 
         Args:
@@ -102,11 +102,13 @@ class Decoders:
                 process.drop()
             raise
 
-    def load(self, source: Path | Image) -> Loaded | UnusableImage:
+    def load(self, source: Path | Image) -> NetworkInput | UnusableImage:
         """Load one image."""
         return self.submit(0, source).result()
 
-    def submit(self, index: int, source: Path | bytes | Image) -> Future[Loaded | UnusableImage]:
+    def submit(
+        self, index: int, source: Path | bytes | Image
+    ) -> Future[NetworkInput | UnusableImage]:
         """Load one image among many, as `load_all` does; nobody bounds how many wait.
 
         Args:
@@ -120,8 +122,8 @@ class Decoders:
         return process.submit(_load, process, index, source)
 
     def submit_alone(
-        self, index: int, path: Path, loading: Loading, keep_image: bool
-    ) -> Future[Loaded | UnusableImage]:
+        self, index: int, path: Path, loading: Preprocessing, keep_image: bool
+    ) -> Future[NetworkInput | UnusableImage]:
         """Load a file that has nothing to do with the task; see `load_shared`."""
         process = self._idlest()
         return process.submit(_load_alone, process, index, path, loading, keep_image)
@@ -186,12 +188,12 @@ class Decoders:
         return min(self._processes, key=lambda p: p.waiting)
 
 
-def _load(process: DecoderProcess, index: int, path: Path | bytes) -> Loaded | UnusableImage:
+def _load(process: DecoderProcess, index: int, path: Path | bytes) -> NetworkInput | UnusableImage:
     try:
         answer = process.ask("load", index, path, droppable=True)
     except EndedError as ended:
         return _failed(index, path, "decoding", ended)
-    if isinstance(answer, Loaded):
+    if isinstance(answer, NetworkInput):
         if answer.image is not None:
             return replace(answer, render=partial(paint, answer.name, answer.image))
         return replace(answer, render=partial(_render, process, index, path))
@@ -200,14 +202,14 @@ def _load(process: DecoderProcess, index: int, path: Path | bytes) -> Loaded | U
 
 
 def _load_alone(
-    process: DecoderProcess, index: int, path: Path, loading: Loading, keep_image: bool
-) -> Loaded | UnusableImage:
+    process: DecoderProcess, index: int, path: Path, loading: Preprocessing, keep_image: bool
+) -> NetworkInput | UnusableImage:
     arguments = (index, path.absolute(), loading, keep_image)  # it may be in another folder by now
     try:
         answer = process.ask("call", load_alone, arguments, droppable=True)
     except EndedError as ended:
         return _failed(index, path, "decoding", ended)
-    if isinstance(answer, Loaded):
+    if isinstance(answer, NetworkInput):
         image = answer.image
         render = answer.render if image is None else partial(paint, path, image)
         # Of one that isn't to be kept, the tiles are all that the pixels are needed for.
@@ -248,9 +250,9 @@ def _failed(index: int, source: Path | bytes, doing: str, ended: EndedError) -> 
     return UnusableImage(index, "failed", f"{name_of(index, source)}: {doing} it {ended}")
 
 
-def _finished(result: Loaded | UnusableImage) -> Future[Loaded | UnusableImage]:
+def _finished(result: NetworkInput | UnusableImage) -> Future[NetworkInput | UnusableImage]:
     """A result that needs no process, where one from a process is expected."""
-    future: Future[Loaded | UnusableImage] = Future()
+    future: Future[NetworkInput | UnusableImage] = Future()
     future.set_result(result)
     return future
 
@@ -275,10 +277,10 @@ def _shared_decoders() -> Decoders:
 
 def load_shared(
     items: Iterable[tuple[int, Path | Image | UnusableImage]],
-    loading: Loading,
+    loading: Preprocessing,
     *,
     keep_image: bool = False,
-) -> Iterator[Loaded | UnusableImage]:
+) -> Iterator[NetworkInput | UnusableImage]:
     """Load images in order, a bounded number ahead of the one asked for, by the shared processes.
 
     Args:
@@ -287,7 +289,9 @@ def load_shared(
         keep_image: whether decoded files are handed over, too; pixels always are.
     """
 
-    def submit(item: tuple[int, Path | Image | UnusableImage]) -> Future[Loaded | UnusableImage]:
+    def submit(
+        item: tuple[int, Path | Image | UnusableImage],
+    ) -> Future[NetworkInput | UnusableImage]:
         index, source = item
         if isinstance(source, UnusableImage):
             return _finished(source)

@@ -25,7 +25,14 @@ from numpy.typing import NDArray
 from anomaly.errors import ImageError, OutputError
 from anomaly.imaging import process_limits
 from anomaly.imaging.geometry import Tiling, View
-from anomaly.imaging.loading import Loaded, Loading, UnusableImage, load, paint, refusal
+from anomaly.imaging.loading import (
+    NetworkInput,
+    Preprocessing,
+    UnusableImage,
+    load,
+    paint,
+    to_unusable,
+)
 from anomaly.imaging.read import Image, described
 
 _KEPT_BYTES = 256 * 1024**2
@@ -49,7 +56,7 @@ class Task:
         keep_image: whether the decoded image is handed over with the network's input.
     """
 
-    loading: Loading
+    loading: Preprocessing
     pictures: Drawing | None = None
     keep_image: bool = False
 
@@ -89,13 +96,18 @@ def serve(parent: int, memory: int) -> None:
             if task is not None:
                 worker = Worker(task)
             process_limits.begin_request(patience)
-            try:
-                answer = ("done", getattr(worker, name)(*arguments))
-            except BrokenPipeError:
-                raise
-            except Exception as error:  # of no image alone: a full disk, a mistake of ours
-                answer = ("error", error)
-            send(answers, answer)
+            # Nothing here holds the answer, or an error and all that its frames hold, any longer.
+            send(answers, _answer(worker, name, arguments))
+            del task, arguments
+
+
+def _answer(worker: Worker, name: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:
+    try:
+        return "done", getattr(worker, name)(*arguments)
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # of no image alone: a full disk, a mistake of ours
+        return "error", error
 
 
 def _end_with(parent: int) -> None:
@@ -128,7 +140,7 @@ class Worker:
         """What a function returns that needs none of the images that are kept."""
         return function(*arguments)
 
-    def load(self, index: int, source: Path | bytes) -> Loaded | UnusableImage:
+    def load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
         """Load an image; it is kept where it will be drawn or cut into tiles."""
         loaded = self._load(index, source)
         if isinstance(loaded, UnusableImage):
@@ -151,7 +163,7 @@ class Worker:
         try:
             return paint(name, image, view)
         except ImageError as error:
-            return refusal(index, name, error)
+            return to_unusable(index, name, error)
 
     def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:
         """Draw an image, which is forgotten then."""
@@ -165,9 +177,9 @@ class Worker:
         except OutputError:  # of every image to come, too
             raise
         except Exception as error:
-            return refusal(index, name_of(index, source), error)
+            return to_unusable(index, name_of(index, source), error)
 
-    def _load(self, index: int, source: Path | bytes) -> Loaded | UnusableImage:
+    def _load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
         loaded = load(index, source, self.task.loading)
         if isinstance(loaded, UnusableImage) and loaded.status == "unsupported" and self._kept:
             self._kept.clear()  # they may take the memory that this one needs
@@ -196,8 +208,8 @@ def name_of(index: int, source: Path | bytes) -> str:
 
 
 def load_alone(
-    index: int, path: Path, loading: Loading, keep_image: bool
-) -> Loaded | UnusableImage:
+    index: int, path: Path, loading: Preprocessing, keep_image: bool
+) -> NetworkInput | UnusableImage:
     """Load a file for a caller that won't come back to it: nothing of it is kept here.
 
     Args:

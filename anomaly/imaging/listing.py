@@ -10,13 +10,13 @@ from pathlib import Path
 
 from anomaly.errors import DataError, some, why
 from anomaly.files.own_outputs import is_model, own_outputs
+from anomaly.imaging.codecs import FORMATS
 
 log = logging.getLogger(__name__)
 
-_READABLE = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".tif", ".tiff", ".webp")
 # Pictures that can't be read are listed too, so that they get a row that says why.
 _OTHERS = (".gif", ".heic", ".heif", ".avif", ".jp2", ".j2k", ".jxl", ".psd", ".exr", ".tga")
-IMAGE_SUFFIXES = frozenset(_READABLE + _OTHERS)
+IMAGE_SUFFIXES = frozenset(_OTHERS).union(*(known.SUFFIXES for known in FORMATS.values()))
 
 
 def list_images(folder: Path) -> list[Path]:

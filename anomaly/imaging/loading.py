@@ -35,7 +35,7 @@ _Value = TypeVar("_Value", bound=np.generic)
 
 
 @dataclass(frozen=True)
-class Loading:
+class Preprocessing:
     """How files become network inputs; travels with the model.
 
     Attributes:
@@ -52,7 +52,7 @@ class Loading:
 
 
 @dataclass(frozen=True, eq=False)
-class Loaded:
+class NetworkInput:
     """One image, ready for the network.
 
     Attributes:
@@ -96,7 +96,7 @@ class Loaded:
         """How the image, not just this tile, was turned into the network's input."""
         return self.whole or self.view
 
-    def tiles(self, batch_size: int) -> Iterator[list[Loaded]]:
+    def tiles(self, batch_size: int) -> Iterator[list[NetworkInput]]:
         """The tiles of a large image, rendered a batch at a time; itself where it has none."""
         if not isinstance(self.view, Tiling):
             yield [self]
@@ -137,8 +137,8 @@ def size_of(path: Path) -> tuple[int, int] | None:
 def load(
     index: int,
     source: Path | bytes | Image,
-    loading: Loading,
-) -> Loaded | UnusableImage:
+    loading: Preprocessing,
+) -> NetworkInput | UnusableImage:
     """Decode and render one image. Whatever happens on the way, it is this image's alone.
 
     Args:
@@ -150,10 +150,10 @@ def load(
     try:
         return _load(index, source, loading)
     except Exception as error:  # a shift mustn't end because of one image
-        return refusal(index, described(index, path), error)
+        return to_unusable(index, described(index, path), error)
 
 
-def refusal(index: int, name: Path | str, error: Exception) -> UnusableImage:
+def to_unusable(index: int, name: Path | str, error: Exception) -> UnusableImage:
     """What becomes of an image that has led to an error; `failed` where nobody has foreseen it."""
     if isinstance(error, ImageError):
         return UnusableImage(index, error.status, str(error))
@@ -165,7 +165,7 @@ def refusal(index: int, name: Path | str, error: Exception) -> UnusableImage:
     return UnusableImage(index, "failed", f"{name}: {what}")
 
 
-def _load(index: int, source: Path | bytes | Image, loading: Loading) -> Loaded:
+def _load(index: int, source: Path | bytes | Image, loading: Preprocessing) -> NetworkInput:
     path = source if isinstance(source, Path) else None
     if isinstance(source, Image):
         image = source
@@ -176,7 +176,7 @@ def _load(index: int, source: Path | bytes | Image, loading: Loading) -> Loaded:
         loading.region.inside(image.size, slice(0, 1))
     render = partial(paint, described(index, path), image)
     pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
-    return Loaded(index, image.sha256, view, pixels, render, path, image)
+    return NetworkInput(index, image.sha256, view, pixels, render, path, image)
 
 
 def paint(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:
@@ -196,11 +196,11 @@ def paint(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:
         ) from None
 
 
-def refuse_missed(
-    items: Iterable[Loaded | UnusableImage],
+def drop_outside_region(
+    items: Iterable[NetworkInput | UnusableImage],
     grid: Callable[[tuple[int, int]], tuple[int, int]],
     region: Region | None,
-) -> Iterator[Loaded | UnusableImage]:
+) -> Iterator[NetworkInput | UnusableImage]:
     """Refuse images none of whose patches lie inside a region, each before it joins a batch.
 
     Args:
@@ -210,20 +210,20 @@ def refuse_missed(
     """
     grids: dict[tuple[int, int], tuple[int, int]] = {}
     for item in items:
-        if region is not None and isinstance(item, Loaded):
+        if region is not None and isinstance(item, NetworkInput):
             size = item.view.size
             grids[size] = grids.get(size) or grid(size)
             try:
                 region.patches(item.layout, grids[size])
             except DataError as error:
-                yield refusal(item.index, item.name, error)
+                yield to_unusable(item.index, item.name, error)
                 continue
         yield item
 
 
 def by_shape(
-    items: Iterable[Loaded | UnusableImage], batch_size: int
-) -> Iterator[list[Loaded] | UnusableImage]:
+    items: Iterable[NetworkInput | UnusableImage], batch_size: int
+) -> Iterator[list[NetworkInput] | UnusableImage]:
     """Gather images of equal network size into batches; refusals pass through.
 
     A batch goes when it is full, or when its first image lies `_SPAN` batches' worth of places
@@ -235,7 +235,7 @@ def by_shape(
         items: in order of their indices.
         batch_size: of a full batch.
     """
-    waiting: dict[tuple[int, int], list[Loaded]] = {}
+    waiting: dict[tuple[int, int], list[NetworkInput]] = {}
     for item in items:
         if isinstance(item, UnusableImage):
             yield item
@@ -254,8 +254,8 @@ def by_shape(
 
 
 def tile_by_tile(
-    batches: Iterable[list[Loaded] | UnusableImage], batch_size: int
-) -> Iterator[list[Loaded] | UnusableImage]:
+    batches: Iterable[list[NetworkInput] | UnusableImage], batch_size: int
+) -> Iterator[list[NetworkInput] | UnusableImage]:
     """Batches with large images replaced by batches of their tiles."""
     for batch in batches:
         if isinstance(batch, UnusableImage) or len(batch) > 1:
@@ -275,8 +275,8 @@ def turned(picture: NDArray[_Value], turn: int) -> NDArray[_Value]:
 
 
 def with_turned(
-    batches: Iterable[list[Loaded] | UnusableImage], turns: Sequence[int]
-) -> Iterator[list[Loaded] | UnusableImage]:
+    batches: Iterable[list[NetworkInput] | UnusableImage], turns: Sequence[int]
+) -> Iterator[list[NetworkInput] | UnusableImage]:
     """Each batch, and behind it a copy of it for each of the ways to turn it; refusals pass.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Literal
 from anomaly.errors import OutputError
 from anomaly.files.own_outputs import HEATMAPS
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.loading import Loaded, UnusableImage, by_shape
+from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
 from anomaly.inference.artifacts import Drawn, Shown
 from anomaly.inference.journal import Finished, Record
 from anomaly.inference.rows import Row, row_of
@@ -126,8 +126,8 @@ class _Run:
         return self._inputs.paths[index]
 
     def _noted(
-        self, batches: Iterable[list[Loaded] | UnusableImage]
-    ) -> Iterator[list[Loaded] | UnusableImage]:
+        self, batches: Iterable[list[NetworkInput] | UnusableImage]
+    ) -> Iterator[list[NetworkInput] | UnusableImage]:
         for batch in batches:
             members = [batch] if isinstance(batch, UnusableImage) else batch
             self._batches[members[-1].index] = len(members)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.arrays import Array, as_numpy, module_of
-from anomaly.imaging.loading import Loaded
+from anomaly.imaging.loading import NetworkInput
 
 Floats = NDArray[np.float64]
 
@@ -119,7 +119,7 @@ class AppearanceSums:
 
 
 def appearances_of(
-    batch: Sequence[Loaded], embeddings: Array, inside: Array | None
+    batch: Sequence[NetworkInput], embeddings: Array, inside: Array | None
 ) -> list[Appearance]:
     """What each image or tile of a batch looks like as a whole.
 

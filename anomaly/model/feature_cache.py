@@ -17,10 +17,10 @@ from anomaly.features.inside import inside, inside_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import (
-    Loaded,
+    NetworkInput,
     UnusableImage,
     by_shape,
-    refuse_missed,
+    drop_outside_region,
     tile_by_tile,
     turned_corner,
     with_turned,
@@ -93,7 +93,9 @@ class FeatureCache:
         model, embedder = self.model, self.model.embedder
         size = embedder.at_once(model.config.batch_size)
         turns = turns_of(model.config) if turned else ()
-        loaded = refuse_missed(self._decoders.load_all(images.items()), embedder.grid, model.region)
+        loaded = drop_outside_region(
+            self._decoders.load_all(images.items()), embedder.grid, model.region
+        )
         batches = with_turned(tile_by_tile(by_shape(loaded, size), size), turns)
         with torch.inference_mode():
             writer = _Writer(self, images, 1 + len(turns), among)
@@ -113,7 +115,7 @@ class FeatureCache:
                 points.close()
         self._built = []
 
-    def _embed(self, batch: list[Loaded] | UnusableImage) -> _Embedded | UnusableImage:
+    def _embed(self, batch: list[NetworkInput] | UnusableImage) -> _Embedded | UnusableImage:
         if isinstance(batch, UnusableImage):
             return batch
         embedder = self.model.embedder
@@ -293,7 +295,7 @@ class ProjectedCache:
 class _Embedded(NamedTuple):
     """A batch of images, what is kept of it, its embeddings, and each image's look or none."""
 
-    images: list[Loaded]
+    images: list[NetworkInput]
     kept: list[Tensor]
     embeddings: Tensor
     looks: list[Appearance]
@@ -355,7 +357,7 @@ class _Writer:
         if len(self.hashes) % _TRIMMED < len(images):
             release_memory()
 
-    def _check_room(self, first: Sequence[Loaded], room: float) -> None:
+    def _check_room(self, first: Sequence[NetworkInput], room: float) -> None:
         """See that the disk has room for all images, each of which takes as much as the first."""
         layout = first[0].layout
         each = room * math.prod(map(len, layout.axes)) * self._copies / len(first)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from anomaly.imaging.loading import Loaded
+from anomaly.imaging.loading import NetworkInput
 from anomaly.model.appearance import Appearance
 from anomaly.model.prediction import Patches, Prediction
 from anomaly.runtime.parallel import in_parallel
@@ -22,7 +22,7 @@ _TILES_AT_ONCE = 4
 _Found: TypeAlias = dict[str, tuple[list[Patches], list[float]]]
 
 
-def score_tiles(predictor: Predictor, item: Loaded) -> Prediction:
+def score_tiles(predictor: Predictor, item: NetworkInput) -> Prediction:
     """Score one large image.
 
     Which product it is shows once all its tiles have been seen, so every model scores them all.
@@ -32,7 +32,9 @@ def score_tiles(predictor: Predictor, item: Loaded) -> Prediction:
         item: the image, not rendered yet.
     """
 
-    def scored(batch: list[Loaded]) -> tuple[list[Loaded], Sequence[Appearance], _Found]:
+    def scored(
+        batch: list[NetworkInput],
+    ) -> tuple[list[NetworkInput], Sequence[Appearance], _Found]:
         with predictor.lead.embedder.quietly():
             embedded = predictor.lead.embedded(batch)
             layout = batch[0].layout
@@ -78,7 +80,7 @@ class _Mosaic:
         return self._patches
 
     def put(
-        self, tiles: Sequence[Loaded], patches: Sequence[Patches], scores: Sequence[float]
+        self, tiles: Sequence[NetworkInput], patches: Sequence[Patches], scores: Sequence[float]
     ) -> None:
         """Fill in some tiles."""
         self.best = float(np.max([self.best, *scores]))  # NaN stays NaN

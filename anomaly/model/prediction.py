@@ -14,7 +14,7 @@ from anomaly.calibration import Thresholds
 from anomaly.errors import ImageError, ModelError
 from anomaly.imaging.decoder_pool import load_shared
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.loading import Loaded, Loading, UnusableImage
+from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
 from anomaly.imaging.read import Image, described
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
@@ -67,7 +67,7 @@ class Prediction:
     score: float
     smoothing: float
     halo_damping: float
-    loading: Loading
+    loading: Preprocessing
     look: Appearance
     thresholds: Thresholds | None = None
     reason: str = ""
@@ -178,7 +178,7 @@ class Prediction:
         (item,) = load_shared([(self.index, self.path)], self.loading, keep_image=True)
         if isinstance(item, UnusableImage):
             raise ImageError(item.reason, item.status)
-        assert isinstance(item, Loaded)
+        assert isinstance(item, NetworkInput)
         if item.sha256 != self.sha256:
             raise ImageError(f"{self.path} was changed since it was scored; predict it again")
         return item.decoded

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, overload
 
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.array_input import AxisOrder, Channels, Given, ImageLike, is_one, sources
+from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, is_one, sources
 from anomaly.imaging.decoder_pool import Decoders, load_shared
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling
 from anomaly.imaging.loading import (
-    Loaded,
+    NetworkInput,
     UnusableImage,
     by_shape,
-    refusal,
-    refuse_missed,
+    drop_outside_region,
+    to_unusable,
 )
 from anomaly.imaging.read import Image
 from anomaly.model.appearance import Appearance
@@ -79,23 +79,23 @@ class Predictor:
         channels: Channels = "rgb",
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
-    ) -> Given:
+    ) -> ArrayFormat:
         """How arrays are to be taken as images; what they don't say comes from the config."""
         image = self.lead.config.image
-        return Given(channels, full_scale, layout, image.bit_depth, image.max_pixels)
+        return ArrayFormat(channels, full_scale, layout, image.bit_depth, image.max_pixels)
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # a str is a collection, too
-        self, images: ImageLike, given: Given | None = None
+        self, images: ImageLike, given: ArrayFormat | None = None
     ) -> Prediction: ...
 
     @overload
     def predict(
-        self, images: Iterable[ImageLike], given: Given | None = None
+        self, images: Iterable[ImageLike], given: ArrayFormat | None = None
     ) -> list[Prediction]: ...
 
     def predict(
-        self, images: ImageLike | Iterable[ImageLike], given: Given | None = None
+        self, images: ImageLike | Iterable[ImageLike], given: ArrayFormat | None = None
     ) -> Prediction | list[Prediction]:
         """Score one image, or several; see `anomaly.AnomalyDetector.predict`.
 
@@ -109,7 +109,7 @@ class Predictor:
         return sorted(every, key=lambda one: one.index)
 
     def results(
-        self, images: Iterable[ImageLike], given: Given | None = None
+        self, images: Iterable[ImageLike], given: ArrayFormat | None = None
     ) -> Iterator[Prediction | UnusableImage]:
         """Score images; one that can't be used has a result, too.
 
@@ -151,16 +151,18 @@ class Predictor:
             loaded = self.fitting(decoders.load_all(enumerate(images)))
             yield from self.predict_batches(by_shape(loaded, batch_size or self.batch_size))
 
-    def fitting(self, items: Iterable[Loaded | UnusableImage]) -> Iterator[Loaded | UnusableImage]:
+    def fitting(
+        self, items: Iterable[NetworkInput | UnusableImage]
+    ) -> Iterator[NetworkInput | UnusableImage]:
         """Refuse images whose patches all lie outside the region, so that no batch holds any.
 
         Args:
             items: loaded images; those refused already pass through.
         """
-        return refuse_missed(items, self.lead.embedder.grid, self.lead.region)
+        return drop_outside_region(items, self.lead.embedder.grid, self.lead.region)
 
     def predict_batches(
-        self, batches: Iterable[list[Loaded] | UnusableImage]
+        self, batches: Iterable[list[NetworkInput] | UnusableImage]
     ) -> Iterator[Prediction | UnusableImage]:
         """Score loaded images, as `anomaly.imaging.loading.by_shape` gathers them.
 
@@ -177,17 +179,19 @@ class Predictor:
         for results in together(self._attempt, batches):
             yield from results
 
-    def _attempt(self, batch: list[Loaded] | UnusableImage) -> Sequence[Prediction | UnusableImage]:
+    def _attempt(
+        self, batch: list[NetworkInput] | UnusableImage
+    ) -> Sequence[Prediction | UnusableImage]:
         if isinstance(batch, UnusableImage):
             return [batch]
         try:
             scored = self.score(batch)
         except (ImageError, DataError) as error:
             # A large image that has vanished between two tiles; another grid than PaDiM's.
-            return [refusal(item.index, item.name, error) for item in batch]
+            return [to_unusable(item.index, item.name, error) for item in batch]
         return [one if math.isfinite(one.score) else _unscored(one) for one in scored]
 
-    def score(self, batch: Sequence[Loaded]) -> list[Prediction]:
+    def score(self, batch: Sequence[NetworkInput]) -> list[Prediction]:
         """Score loaded images of one network size, or large images in tiles.
 
         Raises:

@@ -18,7 +18,7 @@ from anomaly.features.embedder import Embedder, choose_precision, network_input
 from anomaly.features.extractor import FeatureExtractor
 from anomaly.imaging.decoder_pool import Decoders, read_mask
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.loading import Loaded, size_of
+from anomaly.imaging.loading import NetworkInput, size_of
 from anomaly.imaging.region import Region
 from anomaly.model.build import backbone, fitter_of
 from anomaly.model.scoring import Model
@@ -134,13 +134,13 @@ def _in_chosen_precision(
     return extractor.to(device, precision)
 
 
-def _trial(samples: Sequence[Sample], decoders: Decoders) -> list[Loaded]:
+def _trial(samples: Sequence[Sample], decoders: Decoders) -> list[NetworkInput]:
     """A few usable images of one size, from all over the list."""
-    trial: list[Loaded] = []
+    trial: list[NetworkInput] = []
     for i in range(0, len(samples), max(1, len(samples) // _TRIAL_IMAGES)):
         item = decoders.load(samples[i].source)
-        if isinstance(item, Loaded):
+        if isinstance(item, NetworkInput):
             item = next(item.tiles(1))[0]
-        if isinstance(item, Loaded) and (not trial or item.view.size == trial[0].view.size):
+        if isinstance(item, NetworkInput) and (not trial or item.view.size == trial[0].view.size):
             trial.append(item)
     return trial[:_TRIAL_IMAGES]

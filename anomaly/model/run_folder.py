@@ -25,7 +25,7 @@ from anomaly.files.own_outputs import RUN, TRAIN
 from anomaly.files.writing import as_json, claim, clear, short_name, write
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.loading import Loaded
+from anomaly.imaging.loading import NetworkInput
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
@@ -272,7 +272,7 @@ def _draw_suspects(
     wanted = [(s.image, samples[s.image].path) for s in training.suspects]
     with Decoders(1, Task(detector.loading, keep_image=True)) as decoders:
         for rank, loaded in enumerate(decoders.load_all(wanted), 1):
-            if not isinstance(loaded, Loaded):  # it has changed since it was learned from
+            if not isinstance(loaded, NetworkInput):  # it has changed since it was learned from
                 continue
             suspect, sample = training.suspects[rank - 1], samples[loaded.index]
             model = detector.config.model

@@ -17,7 +17,7 @@ from anomaly.errors import DataError
 from anomaly.features.engine import ExportedNetwork
 from anomaly.features.inside import inside_of
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.loading import Loaded, Loading
+from anomaly.imaging.loading import NetworkInput, Preprocessing
 from anomaly.imaging.region import Region
 from anomaly.model.appearance import Appearance, appearances_of
 from anomaly.model.appearance_model import AppearanceModel
@@ -172,7 +172,7 @@ class Model(Predictor):
         return (reject, reject) if reject_rate is not None else (review, review)
 
     @cached_property
-    def loading(self) -> Loading:
+    def loading(self) -> Preprocessing:
         """How files become network inputs."""
         network = self.extractor
         return loading_of(
@@ -188,7 +188,7 @@ class Model(Predictor):
 
         return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
 
-    def embedded(self, batch: Sequence[Loaded]) -> Embedded:
+    def embedded(self, batch: Sequence[NetworkInput]) -> Embedded:
         """What the backbone makes of images or tiles of one network size.
 
         Raises:
@@ -218,7 +218,7 @@ class Model(Predictor):
 
     def prediction(
         self,
-        item: Loaded,
+        item: NetworkInput,
         look: Appearance,
         patches: Patches,
         score: float,

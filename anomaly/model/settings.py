@@ -15,7 +15,7 @@ from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.errors import DataError
 from anomaly.files.writing import at_home
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.loading import Loading
+from anomaly.imaging.loading import Preprocessing
 from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
 
 # What most networks shrink an image by in all: every layer's grid is then an even number of the
@@ -71,7 +71,7 @@ def loading_of(
     region: Region | None,
     aspect: float | None,
     patch: int | None = None,
-) -> Loading:
+) -> Preprocessing:
     """How a config turns files into network inputs.
 
     Args:
@@ -94,7 +94,7 @@ def loading_of(
         image.tile,
         image.overlap_in_force,
     )
-    return Loading(sizing, image.bit_depth, image.max_pixels, region)
+    return Preprocessing(sizing, image.bit_depth, image.max_pixels, region)
 
 
 def images_meant(

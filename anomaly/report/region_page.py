@@ -13,7 +13,7 @@ from anomaly.errors import ImageError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.loading import Loading, UnusableImage, size_of
+from anomaly.imaging.loading import Preprocessing, UnusableImage, size_of
 from anomaly.maps.thumbnails import jpeg
 from anomaly.report.page import asset, page
 
@@ -36,7 +36,7 @@ def region_page(path: Path, max_pixels: int, bit_depth: int | None = None) -> st
     longest = _LONGEST / math.sqrt(max(height, width) / min(height, width))
     area = max(1, round(min(_SIDE, longest, math.sqrt(height * width))))
     sizing = Sizing(resize=None, crop=None, area=area, multiple=1)
-    with Decoders(1, Task(Loading(sizing, bit_depth, max_pixels))) as decoders:
+    with Decoders(1, Task(Preprocessing(sizing, bit_depth, max_pixels))) as decoders:
         item = decoders.load(path)
     if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)

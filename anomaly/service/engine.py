@@ -21,7 +21,7 @@ from typing import Any
 from anomaly.errors import AnomalyError, OutputError, why
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.loading import Loaded, UnusableImage, by_shape
+from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
 from anomaly.inference.rows import row_of
 from anomaly.model.prediction import Prediction
 from anomaly.model.scoring import Model
@@ -101,7 +101,7 @@ class Engine:
         self._most, self._workers = most_waiting, workers
         self._numbers = itertools.count()
         self._parts: dict[int, _Part] = {}
-        self._ready: queue.SimpleQueue[Loaded | UnusableImage | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[NetworkInput | UnusableImage | None] = queue.SimpleQueue()
         self._decoding = 0
         self._lock = threading.Lock()
         self._seconds = 0.1  # that a part has taken of late, from one answer to the next
@@ -168,7 +168,7 @@ class Engine:
         self._decoders.submit(part.index, data).add_done_callback(partial(self._decoded, part))
         return part.done
 
-    def _decoded(self, part: _Part, future: Future[Loaded | UnusableImage]) -> None:
+    def _decoded(self, part: _Part, future: Future[NetworkInput | UnusableImage]) -> None:
         error = future.exception()
         if error is not None:  # nothing of the image's own
             self._ready.put(
@@ -189,7 +189,7 @@ class Engine:
                 for index in left:  # others are being drawn or written down already
                     self._refuse(index, f"scoring it failed: {type(error).__name__}")
 
-    def _gather(self) -> list[Loaded | UnusableImage] | None:
+    def _gather(self) -> list[NetworkInput | UnusableImage] | None:
         """What is ready: waits for the first one, and a moment for others that are underway."""
         first = self._take()
         if first is None:
@@ -208,7 +208,7 @@ class Engine:
             gathered.append(item)
         return gathered
 
-    def _take(self, seconds: float | None = None) -> Loaded | UnusableImage | None:
+    def _take(self, seconds: float | None = None) -> NetworkInput | UnusableImage | None:
         item = self._ready.get(timeout=seconds) if seconds != 0 else self._ready.get_nowait()
         if item is not None:
             with self._lock:
@@ -216,7 +216,7 @@ class Engine:
         return item
 
     def _score(
-        self, gathered: Sequence[Loaded | UnusableImage]
+        self, gathered: Sequence[NetworkInput | UnusableImage]
     ) -> Iterator[Prediction | UnusableImage]:
         # Every thread gets a batch of its own, if a small one.
         share = -(-len(gathered) // get_threads())

@@ -31,7 +31,7 @@ from anomaly.explain.patches import patch_box, worst_patches
 from anomaly.explain.score import good_images
 from anomaly.files.writing import sha256_of
 from anomaly.hooks import live_hooks
-from anomaly.imaging.loading import Loaded, load
+from anomaly.imaging.loading import NetworkInput, load
 from anomaly.maps.regions import MarkedRegion, marked_regions
 from anomaly.model.checkpoint import load as load_model
 from anomaly.model.scoring import Model
@@ -42,9 +42,9 @@ def opened(folder: Path) -> Model:
     return load_model(folder, torch.device("cpu"))
 
 
-def loaded(detector: Model, path: Path) -> Loaded:
+def loaded(detector: Model, path: Path) -> NetworkInput:
     item = load(0, path, detector.loading)
-    assert isinstance(item, Loaded)
+    assert isinstance(item, NetworkInput)
     return item
 
 

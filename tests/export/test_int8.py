@@ -26,7 +26,7 @@ from anomaly.export import arguments as export_arguments
 from anomaly.export import quantised
 from anomaly.features.engine import Array, Graph
 from anomaly.files.writing import sha256_of
-from anomaly.imaging.loading import Loaded, turned_corner
+from anomaly.imaging.loading import NetworkInput, turned_corner
 from anomaly.imaging.loading import load as load_image
 from anomaly.model.checkpoint import load
 from anomaly.model.scoring import Model
@@ -77,7 +77,7 @@ def test_it_is_another_model_with_the_same_patches_in_its_bank(
     for i in (0, len(after["vectors"]) - 1):
         image, row, column = after["origins"][i]
         item = load_image(0, images[image], detector.loading)
-        assert isinstance(item, Loaded)
+        assert isinstance(item, NetworkInput)
         embedding = np.asarray(detector.embedder([item]))[0, row, column]
         np.testing.assert_allclose(after["vectors"][i], embedding, rtol=1e-5)
         assert 0 < np.linalg.norm(embedding - before["vectors"][i]) < np.linalg.norm(embedding) / 2

@@ -37,7 +37,7 @@ from anomaly.features.backbones import build, default_layers
 from anomaly.features.engine import Graph
 from anomaly.features.truncation import truncate
 from anomaly.files.writing import as_json, sha256_of
-from anomaly.imaging.loading import Loaded
+from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.loading import load as load_image
 from anomaly.model.checkpoint import load
 from anomaly.model.manifest import read_manifest, sealed, write_manifest
@@ -124,7 +124,7 @@ def test_the_whole_graph_needs_nothing_of_this_program(
     detector = load(run, "cpu", "fp32")
     paths = sorted((product / "test").rglob("*.png"))
     items = [load_image(i, path, detector.loading) for i, path in enumerate(paths)]
-    pixels = np.stack([item.pixels for item in items if isinstance(item, Loaded)])
+    pixels = np.stack([item.pixels for item in items if isinstance(item, NetworkInput)])
     images = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
     if said["engine"] == "onnx":
         import onnxruntime

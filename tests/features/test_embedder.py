@@ -12,18 +12,19 @@ from torch import Tensor
 from anomaly.features.backbones import Normalisation
 from anomaly.features.embedder import network_input
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.loading import Loaded
+from anomaly.imaging.loading import NetworkInput
 
 NORMALISE = Normalisation((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
 
 
-def images(count: int) -> list[Loaded]:
+def images(count: int) -> list[NetworkInput]:
     """Images of one size, each of other pixels."""
     rng = np.random.default_rng(0)
     view = Sizing(32, None, 32, 32).view((32, 32))
     every = rng.random((count, 32, 32, 3), dtype=np.float32)
     return [
-        Loaded(i, "", view, pixels, lambda _, kept=pixels: kept) for i, pixels in enumerate(every)
+        NetworkInput(i, "", view, pixels, lambda _, kept=pixels: kept)
+        for i, pixels in enumerate(every)
     ]
 
 
@@ -48,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return noted
 
 
-def expected(batch: list[Loaded]) -> Tensor:
+def expected(batch: list[NetworkInput]) -> Tensor:
     pixels = np.stack([item.pixels for item in batch]).astype(np.float64)
     normal = (pixels - NORMALISE.mean) / NORMALISE.std
     return torch.from_numpy(normal.transpose(0, 3, 1, 2)).float()

@@ -18,7 +18,7 @@ from anomaly.imaging import decoder_worker as decoding_process
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing, Tiling
-from anomaly.imaging.loading import Loaded, Loading, UnusableImage, load
+from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load
 from anomaly.inference.artifacts import Drawn, Pictures, Shown
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 
 def _task(folder: Path, **sizing: object) -> Task:
     rule = {"resize": None, "crop": None, "area": 32, "multiple": 8, **sizing}
-    return Task(Loading(Sizing(**rule), None, 10**6), Pictures(folder / "out"))
+    return Task(Preprocessing(Sizing(**rule), None, 10**6), Pictures(folder / "out"))
 
 
 def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def _map(item: Loaded) -> SourceMap:
+def _map(item: NetworkInput) -> SourceMap:
     scores = np.random.default_rng(item.index).random((4, 4), np.float32) * 2
     return SourceMap(scores, item.view, 1.0, 0.0, None)
 
@@ -88,7 +88,7 @@ def test_the_same_as_here_in_order(folder: Path) -> None:
             if isinstance(here, UnusableImage):
                 assert item == here
                 continue
-            assert isinstance(item, Loaded)
+            assert isinstance(item, NetworkInput)
             assert (item.sha256, item.view, item.image) == (here.sha256, here.view, None)
             np.testing.assert_array_equal(item.pixels, here.pixels)
             shown = Shown(limit=1.0)
@@ -111,7 +111,7 @@ def test_images_that_are_not_kept_are_read_again(
     items = [worker.load(i, path) for i, path in enumerate(paths)]
     for path in paths:
         path.unlink()
-    assert isinstance(items[0], Loaded)
+    assert isinstance(items[0], NetworkInput)
     found = worker.finish(0, paths[0], _map(items[0]), "0.png")
     assert isinstance(found, UnusableImage) == (kept == 0)
 
@@ -123,8 +123,8 @@ def test_tiles_are_rendered_where_the_image_is(folder: Path) -> None:
         decoders.begin(task)
         (there,) = decoders.load_all([(0, path)])
         here = load(0, path, task.loading)
-        assert isinstance(there, Loaded)
-        assert isinstance(here, Loaded)
+        assert isinstance(there, NetworkInput)
+        assert isinstance(here, NetworkInput)
         assert isinstance(there.view, Tiling)
         for mine, theirs in zip(here.tiles(2), there.tiles(2), strict=True):
             for one, other in zip(mine, theirs, strict=True):
@@ -145,7 +145,7 @@ def test_a_deadly_file_is_failed_and_the_rest_go_on(
     statuses = {i: f.status for i, f in enumerate(found) if isinstance(f, UnusableImage)}
     assert statuses == {3: "failed", 5: "unsupported"}
     assert "03_deadly.png" in found[3].reason
-    assert isinstance(found[7], Loaded)  # the second time it was read
+    assert isinstance(found[7], NetworkInput)  # the second time it was read
 
 
 def test_a_killed_process_is_replaced(folder: Path) -> None:
@@ -153,12 +153,12 @@ def test_a_killed_process_is_replaced(folder: Path) -> None:
     with Decoders(1) as decoders:
         decoders.begin(_task(folder))
         (first,) = decoders.load_all([(0, paths[0])])
-        assert isinstance(first, Loaded)
+        assert isinstance(first, NetworkInput)
         decoders._processes[0]._child.send_signal(signal.SIGKILL)
         assert decoders.finish(0, paths[0], _map(first), "0.png").result() == Drawn()
         decoders._processes[0]._child.send_signal(signal.SIGKILL)
         (second,) = decoders.load_all([(1, paths[1])])
-        assert isinstance(second, Loaded)
+        assert isinstance(second, NetworkInput)
         child = decoders._processes[0]._child
     assert child.returncode is not None
 
@@ -180,7 +180,7 @@ def test_what_one_image_does_is_its_own(folder: Path, monkeypatch: pytest.Monkey
     worker = decoding_process.Worker(_task(folder, tile=64, overlap=8))
     path = folder / "00.png"
     item = worker.load(0, path)
-    assert isinstance(item, Loaded)
+    assert isinstance(item, NetworkInput)
     assert isinstance(item.view, Tiling)
     (_, _, tile), *_ = item.view.tiles()
 
@@ -267,6 +267,6 @@ def test_processes_that_rest_hold_nothing_and_start_again(folder: Path) -> None:
             assert child.wait(timeout=60) == -signal.SIGKILL
         assert decoders.resident == 0
         after = decoders.load(folder / "00.png")  # with the same task
-    assert isinstance(before, Loaded)
-    assert isinstance(after, Loaded)
+    assert isinstance(before, NetworkInput)
+    assert isinstance(after, NetworkInput)
     np.testing.assert_array_equal(before.pixels, after.pixels)

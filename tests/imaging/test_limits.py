@@ -22,7 +22,7 @@ from anomaly.imaging import decoder_process, process_limits
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.loading import Loaded, Loading, UnusableImage
+from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
 from anomaly.imaging.process_limits import MODEST_PIXELS
 from anomaly.imaging.read import read_header, read_image
 
@@ -125,7 +125,7 @@ def _rows(output: Path) -> dict[str, dict[str, str]]:
 
 def _task(**sizing: object) -> Task:
     rule = {"resize": None, "crop": None, "area": 32, "multiple": 8, **sizing}
-    return Task(Loading(Sizing(**rule), None, 10**6))  # type: ignore[arg-type]
+    return Task(Preprocessing(Sizing(**rule), None, 10**6))  # type: ignore[arg-type]
 
 
 @needs_proc
@@ -139,7 +139,7 @@ def test_limits_hold_and_say_which(
     with Decoders(3, _task()) as decoders:
         found = list(decoders.load_all((i, tmp_path / name) for i, name in enumerate(names)))
     *refused, asleep, fine = found
-    assert isinstance(fine, Loaded)
+    assert isinstance(fine, NetworkInput)
     for name, item in zip(names, refused, strict=False):
         assert isinstance(item, UnusableImage)
         assert item.status == ("failed" if "stuck" in name else "unsupported")

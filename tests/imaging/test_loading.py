@@ -15,11 +15,18 @@ from hypothesis import strategies as st
 from anomaly.errors import ImageError
 from anomaly.imaging import loading
 from anomaly.imaging.geometry import Sizing, Tiling
-from anomaly.imaging.loading import NO_PIXELS, Loaded, Loading, UnusableImage, by_shape, load
+from anomaly.imaging.loading import (
+    NO_PIXELS,
+    NetworkInput,
+    Preprocessing,
+    UnusableImage,
+    by_shape,
+    load,
+)
 
 
-def _loading(tile: int | None = None) -> Loading:
-    return Loading(Sizing(None, None, 32, 8, tile=tile), None, 10**6)
+def _loading(tile: int | None = None) -> Preprocessing:
+    return Preprocessing(Sizing(None, None, 32, 8, tile=tile), None, 10**6)
 
 
 @pytest.fixture
@@ -53,15 +60,15 @@ def test_an_image_that_cant_be_resized_points_to_tiles(
     assert "too many to be brought to the network's size" in found.reason
     assert "allocate" not in found.reason  # OpenCV's own words
     tiled = load(0, file, _loading(tile=64))  # nothing is rendered yet
-    assert isinstance(tiled, Loaded)
+    assert isinstance(tiled, NetworkInput)
     with pytest.raises(ImageError, match=r"image\.tile"):
         next(tiled.tiles(2))
 
 
 def test_tiles_are_views_of_the_same_picture(file: Path) -> None:
     whole, tiled = load(0, file, _loading()), load(0, file, _loading(tile=64))
-    assert isinstance(whole, Loaded)
-    assert isinstance(tiled, Loaded)
+    assert isinstance(whole, NetworkInput)
+    assert isinstance(tiled, NetworkInput)
     assert isinstance(tiled.view, Tiling)
     assert tiled.pixels.size == 0
     np.testing.assert_array_equal(whole.decoded.pixels, tiled.decoded.pixels)
@@ -100,7 +107,7 @@ def test_an_odd_sized_image_waits_for_four_batches_at_most() -> None:
     assert found == [[1, 2], [3, 4], [5, 6], [0], [7, 8], [9, 10]]
 
 
-def _item(index: int, size: tuple[int, int] | None) -> Loaded | UnusableImage:
+def _item(index: int, size: tuple[int, int] | None) -> NetworkInput | UnusableImage:
     if size is None:
         return UnusableImage(index, "unreadable", "")
-    return Loaded(index, "", SimpleNamespace(size=size), NO_PIXELS, NO_PIXELS.view)  # type: ignore[arg-type]
+    return NetworkInput(index, "", SimpleNamespace(size=size), NO_PIXELS, NO_PIXELS.view)  # type: ignore[arg-type]

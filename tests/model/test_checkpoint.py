@@ -117,7 +117,7 @@ def test_the_manifest_says_what_the_model_was_made_of(run_folder: Path, product:
 
 
 def test_bank_vectors_know_where_they_came_from(run_folder: Path, product: Path) -> None:
-    from anomaly.imaging.loading import Loaded
+    from anomaly.imaging.loading import NetworkInput
     from anomaly.imaging.loading import load as load_image
 
     model = load(run_folder, torch.device("cpu"))
@@ -129,7 +129,7 @@ def test_bank_vectors_know_where_they_came_from(run_folder: Path, product: Path)
     for i in (0, len(origins) // 2, len(origins) - 1):
         image, row, column = origins[i].tolist()
         item = load_image(0, learned[image].path, model.loading)
-        assert isinstance(item, Loaded)
+        assert isinstance(item, NetworkInput)
         patch = model.embedder([item])[0, row, column]
         torch.testing.assert_close(patch, vectors[i], rtol=1e-4, atol=1e-5)
 

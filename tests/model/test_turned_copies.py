@@ -16,7 +16,7 @@ from anomaly.evaluation.training_images import TrainingImages
 from anomaly.explain.explanation import GoodImages
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.loading import Loaded, UnusableImage, turn_of, turned
+from anomaly.imaging.loading import NetworkInput, UnusableImage, turn_of, turned
 from anomaly.model.merging import merge
 
 SETTINGS = {
@@ -146,13 +146,13 @@ def test_evidence_is_shown_where_it_was_photographed(tmp_path: Path) -> None:
     detector = anomaly.fit(tmp_path, SETTINGS | {"model": model}, device="cpu")
     with Decoders(1, Task(detector.model.loading, keep_image=True)) as decoders:
 
-        def read(path: Path) -> Loaded | UnusableImage:
+        def read(path: Path) -> NetworkInput | UnusableImage:
             return decoders.load(path)
 
         files = TrainingImages(detector.manifest["training_images"], listed(tmp_path, tmp_path))
         good = GoodImages(detector.model, detector.manifest, files, read)
         item = read(tmp_path / "2.png")
-        assert isinstance(item, Loaded)
+        assert isinstance(item, NetworkInput)
         for turn in (1, 2):
             seen = replace(item, pixels=np.ascontiguousarray(turned(item.pixels, turn)))
             embeddings = detector.model.embedder([seen])[0]

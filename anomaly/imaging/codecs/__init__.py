@@ -1,7 +1,11 @@
-"""The picture formats that can be read, told apart by content, never by a file's name."""
+"""The picture formats that can be read, told apart by content, never by a file's name.
+
+Another format is a module that has what `Format` lists, and a line in `FORMATS`.
+"""
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
 from typing import Protocol
 
@@ -12,7 +16,17 @@ __all__ = ["FORMATS", "HEAD_BYTES", "Format", "ImageHeader", "Pixels", "identify
 
 
 class Format(Protocol):
-    """What each format's module does. Both raise ImageError, without the file's name."""
+    """What each format's module has. Both functions raise ImageError, without the file's name.
+
+    Attributes:
+        NAME: what messages call it.
+        SUFFIXES: how such files' names end.
+        SIGNATURE: matches the first bytes of such a file.
+    """
+
+    NAME: str
+    SUFFIXES: tuple[str, ...]
+    SIGNATURE: re.Pattern[bytes]
 
     def read_header(self, data: bytes) -> ImageHeader:
         """Read what the file says about its picture, without decoding it."""
@@ -28,15 +42,6 @@ FORMATS: MappingProxyType[str, Format] = MappingProxyType(
 )
 HEAD_BYTES = 64
 
-_SIGNATURES = (
-    (b"\x89PNG\r\n\x1a\n", "png"),
-    (b"\xff\xd8\xff", "jpeg"),
-    (b"BM", "bmp"),
-    (b"II*\0", "tiff"),
-    (b"MM\0*", "tiff"),
-    (b"II+\0", "tiff"),
-    (b"MM\0+", "tiff"),
-)
 _OTHERS = (
     (b"GIF8", "a GIF"),
     (b"%PDF", "a PDF document"),
@@ -59,18 +64,18 @@ def identify(head: bytes) -> Format:
     Raises:
         ImageError: `unsupported` for other known kinds of file, else `unreadable`.
     """
-    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-        return FORMATS["webp"]
-    for signature, name in _SIGNATURES:
-        if head.startswith(signature):
-            return FORMATS[name]
+    for known in FORMATS.values():
+        if known.SIGNATURE.match(head):
+            return known
     if not head:
         raise damaged("it is empty")
     if not any(head):
         raise damaged("it starts with zeros only, as files do whose writing was interrupted")
+    *names, last = (known.NAME for known in FORMATS.values())
+    most = ", ".join(names)
     if kind := _other_kind(head):
-        raise unsupported(f"it is {kind}, not a PNG, JPEG, BMP, TIFF or WebP picture")
-    raise damaged("it isn't a PNG, JPEG, BMP, TIFF or WebP picture, or its first bytes are damaged")
+        raise unsupported(f"it is {kind}, not a {most} or {last} picture")
+    raise damaged(f"it isn't a {most} or {last} picture, or its first bytes are damaged")
 
 
 def _other_kind(head: bytes) -> str | None:

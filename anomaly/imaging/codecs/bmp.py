@@ -5,6 +5,7 @@ BMP has no checksum: of a file that is long enough, only a header that contradic
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 
@@ -19,6 +20,10 @@ from anomaly.imaging.codecs.base import (
     over_black,
     unsupported,
 )
+
+NAME = "BMP"
+SUFFIXES: tuple[str, ...] = (".bmp", ".dib")
+SIGNATURE = re.compile(rb"BM")
 
 _RGB, _BITFIELDS = 0, 3
 _HEADERS = (12, 40, 52, 56, 64, 108, 124)  # bytes; 12 and 64 are OS/2's

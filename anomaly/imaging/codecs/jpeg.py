@@ -29,6 +29,10 @@ from anomaly.imaging.codecs.base import (
 )
 from anomaly.imaging.codecs.tiff_directory import exif_orientation
 
+NAME = "JPEG"
+SUFFIXES: tuple[str, ...] = (".jpg", ".jpeg", ".jpe", ".jfif")
+SIGNATURE = re.compile(rb"\xff\xd8\xff")
+
 _EOI, _SOS, _APP1, _APP14, _COMMENT = 0xD9, 0xDA, 0xE1, 0xEE, 0xFE
 _METADATA = {*range(_APP1, 0xF0), _COMMENT} - {_APP14}  # says what the colours are
 _ALONE = {0x01, *range(0xD0, 0xD9)}  # markers without content

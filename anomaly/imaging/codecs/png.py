@@ -10,6 +10,7 @@ full range of the container, whatever their significant bits.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ from anomaly.imaging.codecs.base import (
     upright,
 )
 from anomaly.imaging.codecs.tiff_directory import exif_orientation
+
+NAME = "PNG"
+SUFFIXES: tuple[str, ...] = (".png",)
+SIGNATURE = re.compile(rb"\x89PNG\r\n\x1a\n")
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _KINDS = {0: ("grey", 1), 2: ("rgb", 3), 3: ("palette", 1), 4: ("greya", 2), 6: ("rgba", 4)}

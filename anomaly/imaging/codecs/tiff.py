@@ -10,6 +10,7 @@ Floats are taken as 0 to 1. `BitsPerSample` is the declared depth: a 12-bit file
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,10 @@ from anomaly.imaging.codecs.tiff_directory import (
     valid_orientation,
 )
 from anomaly.imaging.codecs.tiff_samples import COMPRESSIONS, PREDICTED, Samples, read_samples
+
+NAME = "TIFF"
+SUFFIXES: tuple[str, ...] = (".tif", ".tiff")
+SIGNATURE = re.compile(rb"II[*+]\0|MM\0[*+]")
 
 _WHITE_IS_ZERO, _BLACK_IS_ZERO, _RGB, _PALETTE, _INK = 0, 1, 2, 3, 5
 _KINDS = {
@@ -179,8 +184,10 @@ def _samples(data: bytes, page: Directory) -> Samples:
         raise damaged("its TIFF header has illegal values")
     if samples.compression not in COMPRESSIONS:
         raise unsupported(f"its TIFF compression {samples.compression} isn't none, LZW or deflate")
-    if page.first(Tag.FILL_ORDER, 1) != 1 or samples.predictor not in (1, 2, 3):
-        raise unsupported("its TIFF bit order or predictor isn't a common one")
+    if page.first(Tag.FILL_ORDER, 1) != 1 or samples.predictor not in (1, 2):
+        raise unsupported(
+            "its TIFF bit order or predictor isn't a common one; save it without a predictor"
+        )
     _check_inside(data, samples)
     return samples
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -24,7 +24,7 @@ _NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE = 1, 5, 8, 32773, 32946
 COMPRESSIONS = frozenset((_NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE))
 PREDICTED = frozenset((_LZW, _DEFLATE, _OLD_DEFLATE))  # those that a predictor belongs to
 _BY_LIBTIFF, _BY_ZLIB = (_LZW, _PACK_BITS), (_DEFLATE, _OLD_DEFLATE)
-_DIFFERENCES, _FLOAT_DIFFERENCES = 2, 3
+_DIFFERENCES = 2
 _WIDEST = 1 << 20  # columns that OpenCV takes
 _BAND_BYTES = 1 << 24  # unpacked at a time, which bounds the temporaries
 
@@ -43,7 +43,7 @@ class Samples:
         is_float: floats, not unsigned integers.
         byte_order: "<" or ">".
         compression: TIFF's number for it, one of `COMPRESSIONS`.
-        predictor: 1 none, 2 differences, 3 differences of float bytes.
+        predictor: 1 none, 2 differences.
         planar: each sample has blocks of its own, one plane after the other.
         tiled: blocks are tiles, all of one size; else strips, of which the last may be shorter.
         block: (rows, columns) of a block.
@@ -95,49 +95,33 @@ def read_samples(data: bytes, samples: Samples) -> Pixels:
     whole = np.empty((samples.height, samples.width, samples.count), samples.dtype)
     planes = [whole[..., c : c + 1] for c in range(samples.count)] if samples.planar else [whole]
     each = len(blocks) // len(planes)
-    read = _read_tiles if samples.tiled else _read_strips
     with np.errstate(over="ignore"):  # a double beyond float32 becomes inf, which is refused
         for i, plane in enumerate(planes):
-            read(blocks[i * each : (i + 1) * each], samples, plane)
+            _read_plane(blocks[i * each : (i + 1) * each], samples, plane)
     return whole
 
 
-def _read_tiles(blocks: list[memoryview], samples: Samples, plane: Pixels) -> None:
+def _read_plane(blocks: list[memoryview], samples: Samples, plane: Pixels) -> None:
+    """Read strips or tiles into a plane (H, W, count)."""
     rows, columns = samples.block
-    across = samples.grid[1]
-    row_bytes = _row_bytes(columns * plane.shape[2], samples.bits)
-    size = rows * row_bytes
-    for i, content in enumerate(_decompress(blocks, samples.compression, size, size)):
+    count, across = plane.shape[2], samples.grid[1]
+    row_bytes = (columns * count * samples.bits + 7) // 8  # rows start on a byte
+    most = rows * row_bytes
+    # The last strip is often shorter; tiles aren't.
+    whole = len(blocks) if samples.tiled else samples.height // rows
+    rest = samples.height % rows * row_bytes
+    step = max(1, _BAND_BYTES // row_bytes)
+    contents = chain(
+        _decompress(blocks[:whole], samples.compression, most, most),
+        _decompress(blocks[whole:], samples.compression, rest, most),
+    )
+    for i, block_bytes in enumerate(contents):
         y, x = i // across * rows, i % across * columns
-        stored = content.reshape(rows, row_bytes)
-        _fill(plane[y : y + rows, x : x + columns], stored, samples, columns)
-
-
-def _read_strips(blocks: list[memoryview], samples: Samples, plane: Pixels) -> None:
-    height, rows = samples.height, samples.block[0]
-    row_bytes = _row_bytes(samples.width * plane.shape[2], samples.bits)
-    stored = np.empty((height, row_bytes), np.uint8)
-    most, whole = rows * row_bytes, height // rows  # the last one is often shorter
-    for i, content in enumerate(_decompress(blocks[:whole], samples.compression, most, most)):
-        stored[i * rows : (i + 1) * rows] = content.reshape(rows, row_bytes)
-    rest = stored[whole * rows :]
-    for content in _decompress(blocks[whole:], samples.compression, rest.size, most):
-        rest[...] = content.reshape(rest.shape)
-    _fill(plane, stored, samples, samples.width)
-
-
-def _fill(target: Pixels, stored: _Bytes, samples: Samples, columns: int) -> None:
-    """Turn the bytes of rows of some columns into the samples of a part of the picture."""
-    step = max(1, _BAND_BYTES // stored.shape[1])
-    for y in range(0, len(target), step):
-        band = target[y : y + step]
-        shape = (len(band), columns, target.shape[2])
-        band[...] = _values(stored[y : y + len(band)], samples, shape)[:, : target.shape[1]]
-
-
-def _row_bytes(samples_a_row: int, bits: int) -> int:
-    """Bytes of a row of samples; rows start on a byte."""
-    return (samples_a_row * bits + 7) // 8
+        block, stored = plane[y : y + rows, x : x + columns], block_bytes.reshape(-1, row_bytes)
+        for start in range(0, len(block), step):
+            band, content = block[start : start + step], stored[start : start + step]
+            shape = (len(band), columns, count)
+            band[...] = _values(content[: len(band)], samples, shape)[:, : band.shape[1]]
 
 
 def _decompress(
@@ -163,40 +147,30 @@ def _by_libtiff(blocks: list[memoryview], compression: int, expected: int) -> _B
     """Undo LZW or PackBits for blocks of equal size, into (blocks, `expected` bytes).
 
     All go as the strips of one picture, which is far quicker than one by one. OpenCV reports damage
-    in 16-bit pictures but ignores it in 8-bit ones, so they are read as 16-bit. PackBits is evened
-    out for that by runs of one zero. LZW has no bytes to put behind: of an odd number, the last
-    byte doesn't fit into that, and the blocks are read a second time.
+    in 16-bit pictures but ignores it in 8-bit ones, so they are read as 16-bit. An odd number of
+    bytes is evened out by a zero for PackBits; of LZW, such blocks are read a second time.
     """
-    strips = [bytes(block[: longest_stored(expected)]) for block in blocks]
-    rows, words = _folded(expected // 2)
-    if compression == _PACK_BITS:
-        rows = -(-expected // (2 * _WIDEST))
-        words = -(-expected // (2 * rows))
-        strips = [strip + b"\0\0" * (2 * rows * words - expected) for strip in strips]
-    if words:
-        wide = _as_bytes(_tiff_picture(strips, compression, 16, (rows, words)))
-        wide = wide.reshape(len(blocks), -1)[:, :expected]
-        if wide.shape[1] == expected:
-            return wide
-    if math.prod(_folded(expected)) != expected:
-        raise unsupported(f"its LZW blocks have {expected} bytes, an odd size; save it as PNG")
-    narrow = _as_bytes(_tiff_picture(strips, compression, 8, _folded(expected)))
-    return narrow.reshape(len(blocks), expected)
+    zeros = expected % 2 if compression == _PACK_BITS else 0
+    strips = [bytes(block[: longest_stored(expected)]) + b"\0\0" * zeros for block in blocks]
+    content = np.empty((len(blocks), 0), np.uint8)
+    for bits in (16, 8):
+        count = (expected + zeros) * 8 // bits
+        if count and content.shape[1] < expected:
+            picture = _tiff_picture(strips, compression, bits, _folded(count))
+            decoded = decode_by_opencv(picture)
+            if decoded is None:
+                raise damaged("its compressed pixel data is damaged or cut short")
+            content = decoded.view(np.uint8).reshape(len(blocks), -1)
+    return content[:, :expected]
 
 
 def _folded(count: int) -> tuple[int, int]:
     """Rows and columns of a picture of `count` samples that OpenCV takes."""
     least = max(1, -(-count // _WIDEST))
-    rows = next((n for n in range(least, least + 1000) if count % n == 0), least)
-    return rows, count // rows
-
-
-def _as_bytes(picture: bytes) -> _Bytes:
-    """Decode a grey picture into the bytes of its rows."""
-    content = decode_by_opencv(picture)
-    if content is None:
-        raise damaged("its compressed pixel data is damaged or cut short")
-    return content.view(np.uint8)
+    for rows in range(least, least + 1000):
+        if count % rows == 0:
+            return rows, count // rows
+    raise unsupported(f"the size of its LZW or PackBits blocks ({count}) is odd; save it as PNG")
 
 
 def _tiff_picture(
@@ -232,29 +206,12 @@ def _values(stored: _Bytes, samples: Samples, shape: tuple[int, ...]) -> Pixels:
         if samples.predictor != 1:
             raise damaged(f"its samples of {samples.bits} bits can't have a predictor")
         return _unpacked(stored, samples.bits, shape)
-    if samples.predictor == _FLOAT_DIFFERENCES:
-        if not samples.is_float:
-            raise damaged("its whole numbers can't have a predictor for floats")
-        return _undo_float_differences(stored, samples.bits // 8, shape)
     size = samples.bits // 8
     number = np.dtype(f"{'f' if samples.is_float else 'u'}{size}")
     if samples.predictor == _DIFFERENCES:  # differences of the bit patterns, modulo their range
         differences = stored.view(f"{samples.byte_order}u{size}").reshape(shape)
         return np.cumsum(differences, axis=1, dtype=f"u{size}").view(number)
     return stored.view(number.newbyteorder(samples.byte_order)).reshape(shape)
-
-
-def _undo_float_differences(stored: _Bytes, size: int, shape: tuple[int, ...]) -> Pixels:
-    """Undo Adobe's floating-point predictor (TIFF Technical Note 3).
-
-    Each row holds first all most significant bytes, then all next ones, and so on, and then the
-    differences between bytes one pixel apart are taken.
-    """
-    rows, columns, count = shape
-    bytes_a_row = stored.reshape(rows, -1, count)
-    planes = np.cumsum(bytes_a_row, axis=1, dtype=np.uint8).reshape(rows, size, columns * count)
-    numbers = np.ascontiguousarray(planes.transpose(0, 2, 1)).view(f">f{size}")
-    return numbers.reshape(shape)
 
 
 def _unpacked(stored: _Bytes, bits: int, shape: tuple[int, ...]) -> Pixels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 
 import cv2
@@ -18,6 +19,10 @@ from anomaly.imaging.codecs.base import (
     upright,
 )
 from anomaly.imaging.codecs.tiff_directory import exif_orientation
+
+NAME = "WebP"
+SUFFIXES: tuple[str, ...] = (".webp",)
+SIGNATURE = re.compile(rb"RIFF.{4}WEBP", re.DOTALL)
 
 _ANIMATION, _ALPHA, _EXIF = 0x02, 0x10, 0x08  # bits of VP8X (RFC 9649, section 2.7.1)
 _MOST_CHUNKS = 10_000
