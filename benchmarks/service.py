@@ -125,8 +125,8 @@ def inferred_seconds(run: Path, files: Sequence[Path], images: int) -> float:
     """Seconds that a loop of `infer` takes for so many images, once it is warm."""
     from anomaly.imaging.decoder_pool import Decoders
     from anomaly.imaging.decoder_worker import Task
-    from anomaly.inference.artifacts import Pictures
     from anomaly.inference.journal import RunJournal
+    from anomaly.inference.outputs import Pictures
     from anomaly.inference.run import Inputs, infer
     from anomaly.model.checkpoint import load
 

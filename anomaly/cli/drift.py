@@ -55,10 +55,9 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.calibration.drift import HORIZON, Drift, levels_of
     from anomaly.calibration.rates import percent
     from anomaly.files.writing import write
-    from anomaly.inference.stream_rows import read_scores
     from anomaly.model.folder import find_model, model_id
     from anomaly.model.threshold_files import thresholds_alone_differ
-    from anomaly.report.drift_page import drift_html
+    from anomaly.report.drift import drift_html, read_scores
 
     thresholds = _thresholds(options)
     folder = find_model(options.model)

@@ -172,7 +172,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     # The decoding processes start while this one imports torch.
     with Decoders(min(machine.wanted_threads(options), total)) as decoders, Stopping() as stop:
         from anomaly.inference.journal import RunJournal, exit_code_of
-        from anomaly.inference.outputs import infer_files
+        from anomaly.inference.run import infer_files
         from anomaly.model.product_folder import load
 
         device, _ = machine.device_and_threads(options)
@@ -238,7 +238,7 @@ def _finish(
 
 
 def _say(rows: list[Row], total: int, output: Path, page: str) -> None:
-    from anomaly.inference.counts import counts_of, say_counts, say_verdicts
+    from anomaly.inference.rows import counts_of, say_counts, say_verdicts
 
     print(say_counts(counts_of(rows), total))
     products = sorted({row.product for row in rows} - {""})

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
         if stop.signal is not None:
             print("stopped; go on with --resume")
             return stop.exit_code
-    from anomaly.inference.counts import say_counts
+    from anomaly.inference.rows import say_counts
 
     print(f"{say_counts(counts)}; parts in {options.output}")
     return 0

@@ -60,8 +60,8 @@ def _run(
     options: argparse.Namespace, shard: Shard, manifest: ImageManifest, decoders: Decoders
 ) -> int:
     from anomaly.errors import OutputError
-    from anomaly.inference.counts import say_counts, total_of
     from anomaly.inference.parts import begin_job, chunks_done
+    from anomaly.inference.rows import say_counts, total_of
     from anomaly.inference.shards import infer_shard
     from anomaly.model.product_folder import load
 

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
     """Score what arrives until a signal comes."""
     from anomaly.files.writing import claim, remove_drafts
     from anomaly.imaging.decoder_pool import Decoders
-    from anomaly.inference.counts import say_counts, total_of
+    from anomaly.inference.rows import say_counts, total_of
 
     _check(options)
     resume = options.resume and (options.output / WATCHED).exists()
@@ -79,7 +79,7 @@ def _follow(
     """
     from anomaly.errors import OutputError
     from anomaly.imaging.decoder_worker import Task
-    from anomaly.inference.counts import counts_of
+    from anomaly.inference.rows import counts_of
     from anomaly.inference.watch import WatchJournal, watch
 
     counts: Counter[str] = Counter()

@@ -22,8 +22,8 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.datasets.image_manifest import read_manifest
     from anomaly.errors import OutputError
     from anomaly.files import storage
-    from anomaly.inference.counts import say_counts
-    from anomaly.inference.merging import merge
+    from anomaly.inference.parts import merge
+    from anomaly.inference.rows import say_counts
 
     if not options.output.lower().endswith((".csv", ".parquet")):
         raise OutputError(f"--output {options.output} must end with .csv or .parquet")

@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     """Write the page, and open it where somebody sits at the terminal."""
     from anomaly.config.parsing import parse_config
     from anomaly.files.writing import claim, write
-    from anomaly.report.region_page import region_page
+    from anomaly.report.page import region_page
 
     declared = {} if options.bit_depth is None else {"bit_depth": options.bit_depth}
     settings = parse_config({"image": declared}, "--bit-depth").image

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from anomaly.datasets.inputs import Found, picture_names
 from anomaly.errors import OutputError
 from anomaly.files.own_outputs import HEATMAPS
 from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape
-from anomaly.inference.artifacts import Drawn, Shown
-from anomaly.inference.journal import Finished, Record
+from anomaly.inference.journal import Finished, Record, RunJournal
+from anomaly.inference.outputs import Drawn, Outputs, Shown
 from anomaly.inference.rows import Row, row_of
 from anomaly.maps.thumbnails import Thumbnails
 from anomaly.model.prediction import Prediction
@@ -75,6 +77,76 @@ def infer(
         OutputError: results can't be written.
     """
     _Run(model, inputs, record, decoders, stopped, thumbnails).score(progress)
+
+
+def infer_files(
+    model: AnyModel,
+    found: Found,
+    folders: Sequence[Path],
+    outputs: Outputs,
+    journal: RunJournal,
+    decoders: Decoders,
+    *,
+    stopped: Callable[[], bool],
+    progress: Callable[[int, int], None],
+) -> Thumbnails | None:
+    """Score the files of a list that its journal doesn't know yet, and write the tables.
+
+    Args:
+        model: says what is good.
+        found: the files.
+        folders: those that were named; pictures are named by the way from there.
+        outputs: what to write, its folder begun.
+        journal: of the run.
+        decoders: started.
+        stopped: asked all the time; the journal then lacks some of the files.
+        progress: called with images done in this run, and how many there are to do.
+
+    Returns:
+        Small heatmaps for the page, if there is to be one.
+
+    Raises:
+        OutputError: results can't be written; those that could are kept, and the run can go on.
+    """
+    paths = found.paths
+    inputs = Inputs(paths, picture_names(paths, folders), outputs.heatmaps)
+    thumbnails = Thumbnails(len(paths)) if outputs.page else None
+    decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
+    failure: OutputError | None = None
+    try:
+        with journal:
+            outputs.write_scale(model)
+            infer(
+                model,
+                inputs,
+                journal,
+                decoders,
+                stopped=stopped,
+                progress=progress,
+                thumbnails=thumbnails,
+            )
+    except OutputError as error:
+        failure = error
+    finally:
+        # Whatever stopped the run, the rows that exist are kept.
+        try:
+            mm_per_pixel = model.lead.config.image.mm_per_pixel
+            outputs.write_tables(journal, found.groups, mm_per_pixel)
+        except OutputError as error:
+            failure = failure or error
+    if failure is not None:
+        raise _broken_off(failure, len(journal.done), len(paths))
+    return thumbnails
+
+
+def _broken_off(failure: OutputError, done: int, total: int) -> OutputError:
+    """What to tell of a run that couldn't write."""
+    told = OutputError(
+        f"{failure}; {done} of {total} images are done and kept: once that is mended, go on with "
+        "--resume"
+    )
+    told.exit_code = 3 if done else 2
+    return told
 
 
 class _Run:

@@ -20,8 +20,7 @@ from anomaly.errors import AnomalyError, ModelError
 from anomaly.imaging.child_process import usage
 from anomaly.model.checkpoint import load
 from anomaly.runtime.memory import release_memory
-from anomaly.service.engine import Engine
-from anomaly.service.recorder import Recorder
+from anomaly.service.engine import Engine, Recorder
 from anomaly.service.served import Served, Version
 from anomaly.service.versions import check, stamp_of
 

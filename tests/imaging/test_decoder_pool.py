@@ -20,7 +20,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing, Tiling
 from anomaly.imaging.preprocessing import Loaded, Loading, UnusableImage, load
-from anomaly.inference.artifacts import Drawn, Pictures, Shown
+from anomaly.inference.outputs import Drawn, Pictures, Shown
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas

@@ -22,11 +22,10 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.model.checkpoint import load
 from anomaly.model.folder import find_models
 from anomaly.service.bodies import Bodies, Limits, file_in_form, shown_name
-from anomaly.service.engine import BusyError, Engine
+from anomaly.service.engine import BusyError, Engine, Recorder
 from anomaly.service.guard import Guard, is_loopback
 from anomaly.service.lineup import Lineup
 from anomaly.service.record import Answer, Record
-from anomaly.service.recorder import Recorder
 
 TOKEN = "0123456789abcdef"
 

@@ -20,10 +20,9 @@ from anomaly.calibration.drift import Drift
 from anomaly.inference.rows import Row
 from anomaly.model.folder import model_id
 from anomaly.service import served as models
-from anomaly.service.engine import BusyError
+from anomaly.service.engine import BusyError, Recorder
 from anomaly.service.lineup import Lineup
 from anomaly.service.pictures import Wanted
-from anomaly.service.recorder import Recorder
 from anomaly.service.versions import back, deploy
 
 NAMES = ("bank", "gaussian")
