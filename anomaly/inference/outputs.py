@@ -130,7 +130,7 @@ class Outputs:
             "set of outputs": [self.heatmaps, *names, *([self.maps] if self.maps else [])],
         }
 
-    def pictures(self, model: AnyModel) -> Pictures:
+    def pictures(self, model: AnyModel) -> PictureWriter:
         """What is written for each image.
 
         Raises:
@@ -148,7 +148,7 @@ class Outputs:
                 f"{', '.join(needing)}: the model has no thresholds; train it without "
                 "--no-calibrate"
             )
-        return Pictures(
+        return PictureWriter(
             self.folder,
             beside=model.lead.unit if self.side_by_side else None,
             masks=self.masks,
@@ -241,8 +241,8 @@ def have_thresholds(model: AnyModel) -> bool:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What a heatmap says of its image.
+class RenderOptions:
+    """What a heatmap shows, and where marking starts.
 
     Attributes:
         heatmap: whether there is to be one.
@@ -264,12 +264,12 @@ class Shown:
     review: float | None = None
 
 
-PLAIN = Shown()
+PLAIN = RenderOptions()
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What was found on the way.
+class RenderResult:
+    """What writing the pictures has found.
 
     Attributes:
         regions: what is marked, where that is wanted.
@@ -281,7 +281,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Pictures:
+class PictureWriter:
     """What to write, and where.
 
     Attributes:
@@ -299,14 +299,16 @@ class Pictures:
     regions: bool = False
     maps: Literal["float32", "uint16"] | None = None
 
-    def write(self, image: Image, found: SourceMap, name: str, shown: Shown = PLAIN) -> Drawn:
+    def write(
+        self, image: Image, found: SourceMap, name: str, options: RenderOptions = PLAIN
+    ) -> RenderResult:
         """Write one image's files.
 
         Args:
             image: the decoded file.
             found: its anomaly map.
             name: the heatmap's path in its folder; the others have the same in theirs.
-            shown: what the heatmap says of it.
+            options: what the heatmap says of the image.
 
         Returns:
             The marked regions and a small heatmap, where they are wanted.
@@ -314,27 +316,27 @@ class Pictures:
         Raises:
             OutputError: no room, no permission.
         """
-        if not (shown.heatmap or self.masks or self.regions or self.maps):
-            return Drawn()
+        if not (options.heatmap or self.masks or self.regions or self.maps):
+            return RenderResult()
         found = found.held()
-        limit = float(np.nanmax(found.scores)) if shown.limit is None else shown.limit
+        limit = float(np.nanmax(found.scores)) if options.limit is None else options.limit
         if self.maps == "uint16":
             write(self.output / MAPS / name, encode_uint16(found, image.size, limit))
         elif self.maps == "float32":
             file = self.output / MAPS / PurePosixPath(name).with_suffix(".tiff")
             write(file, encode_float32(found, image.size))
-        if not (shown.heatmap or self.masks or self.regions):
-            return Drawn()
-        rejected = shown.verdict == "reject"
-        areas = outlined_areas(found, limit, shown.review, rejected=rejected)
+        if not (options.heatmap or self.masks or self.regions):
+            return RenderResult()
+        rejected = options.verdict == "reject"
+        areas = outlined_areas(found, limit, options.review, rejected=rejected)
         # In a method of its own: of a large image the picture is gone before the mask is encoded.
-        small = self._write_heatmap(image, found, limit, areas, name, shown)
+        small = self._write_heatmap(image, found, limit, areas, name, options)
         if not (self.masks or self.regions):
-            return Drawn(small=small)
+            return RenderResult(small=small)
         mask = np.where(areas == MARKED, areas, np.uint8(0))
         if self.masks:
             write(self.output / MASKS / name, encode_png(mask))
-        return Drawn(marked_regions(mask, found) if self.regions else (), small)
+        return RenderResult(marked_regions(mask, found) if self.regions else (), small)
 
     def _write_heatmap(
         self,
@@ -343,23 +345,25 @@ class Pictures:
         limit: float,
         areas: NDArray[np.uint8],
         name: str,
-        shown: Shown,
+        options: RenderOptions,
     ) -> Thumbnail | None:
-        if not shown.heatmap:
+        if not options.heatmap:
             return None
-        picture = self._captioned(image, heatmap(image, found, limit, areas), limit, shown)
+        picture = self._captioned(image, heatmap(image, found, limit, areas), limit, options)
         write(self.output / HEATMAPS / name, encode_png(picture))
-        return thumbnail(picture, shown.small) if shown.small else None
+        return thumbnail(picture, options.small) if options.small else None
 
-    def _captioned(self, image: Image, picture: RgbImage, limit: float, shown: Shown) -> RgbImage:
+    def _captioned(
+        self, image: Image, picture: RgbImage, limit: float, options: RenderOptions
+    ) -> RgbImage:
         if self.beside is None:
             return picture
-        caption = f"score {shown.score:.4g}"
-        if shown.times is not None:
-            caption += f" = {shown.times:.2f} x the reject threshold"
-        if shown.verdict:
-            caption = f"{shown.verdict}: {caption}"
-        return with_colour_bar(display(image), picture, limit, self.beside, shown.review, caption)
+        caption = f"score {options.score:.4g}"
+        if options.times is not None:
+            caption += f" = {options.times:.2f} x the reject threshold"
+        if options.verdict:
+            caption = f"{options.verdict}: {caption}"
+        return with_colour_bar(display(image), picture, limit, self.beside, options.review, caption)
 
 
 def picture_exists(output: Path, name: str) -> bool:

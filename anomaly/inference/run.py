@@ -17,7 +17,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.preprocessing import Loaded, UnusableImage, by_shape
 from anomaly.inference.journal import Finished, Record, RunJournal
-from anomaly.inference.outputs import Drawn, Outputs, Shown
+from anomaly.inference.outputs import Outputs, RenderOptions, RenderResult
 from anomaly.inference.rows import Row, row_of
 from anomaly.maps.thumbnails import Thumbnails
 from anomaly.model.prediction import Prediction
@@ -170,7 +170,7 @@ class _Run:
         # In the batches' order: results whose pictures may still be on their way, if they have any,
         # and what is finished of the batch that the first of them belongs to.
         self._behind: deque[
-            tuple[Prediction, Shown, Future[Drawn | UnusableImage]] | UnusableImage
+            tuple[Prediction, RenderOptions, Future[RenderResult | UnusableImage]] | UnusableImage
         ] = deque()
         self._finished: list[Finished] = []
         self._begun: dict[int, float] = {}
@@ -210,10 +210,10 @@ class _Run:
             self._decoders.forget(result.index)
             self._behind.append(result)
         else:
-            i, shown = result.index, self._shown(result)
+            i, options = result.index, self._render_options(result)
             path, name = self._inputs.paths[i], self._inputs.pictures[i]
-            drawn = self._decoders.finish(i, path, result.source_map, name, shown)
-            self._behind.append((result, shown, drawn))
+            drawn = self._decoders.finish(i, path, result.source_map, name, options)
+            self._behind.append((result, options, drawn))
         if len(self._behind) > _BEHIND:
             self._record_first()
 
@@ -246,22 +246,24 @@ class _Run:
                 self._finished = []
 
     def _finish(
-        self, result: tuple[Prediction, Shown, Future[Drawn | UnusableImage]] | UnusableImage
+        self,
+        result: tuple[Prediction, RenderOptions, Future[RenderResult | UnusableImage]]
+        | UnusableImage,
     ) -> Finished:
         if isinstance(result, UnusableImage):
             return Finished(result.index, self._row(result))
-        prediction, shown, future = result
+        prediction, options, future = result
         drawn = future.result()
         if isinstance(drawn, UnusableImage):
             return Finished(drawn.index, self._row(drawn))
         picture = f"{HEATMAPS}/{self._inputs.pictures[prediction.index]}"
-        row = self._row(prediction, picture if shown.heatmap else "")
+        row = self._row(prediction, picture if options.heatmap else "")
         if self._thumbnails and drawn.small:
             odd = bool(prediction.reason)
             self._thumbnails.keep(row.heatmap, odd, prediction.score, drawn.small)
         return Finished(prediction.index, row, drawn.regions)
 
-    def _shown(self, result: Prediction) -> Shown:
+    def _render_options(self, result: Prediction) -> RenderOptions:
         thresholds = result.thresholds
         verdict, wanted = result.verdict, self._inputs.heatmaps
         drawn = wanted == "all" or (wanted == "reject" and verdict != "good")
@@ -269,7 +271,7 @@ class _Run:
         small = 0
         if self._thumbnails and self._thumbnails.wants(bool(result.reason), result.score):
             small = self._thumbnails.pixels
-        return Shown(
+        return RenderOptions(
             drawn,
             verdict,
             result.score,

@@ -26,7 +26,7 @@ from anomaly.inference.rows import row_of
 from anomaly.model.detector import AnomalyDetector
 from anomaly.model.prediction import Prediction
 from anomaly.runtime.threads import get_threads
-from anomaly.service.pictures import Drawn, LinePictures, Wanted
+from anomaly.service.pictures import PartPictures, PartPictureWriter, PictureRequest
 from anomaly.service.record import Answer, Record
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Scored:
 
     number: int
     answer: Answer
-    drawn: Drawn | None = None
+    drawn: PartPictures | None = None
     mm_per_pixel: float | None = None
 
 
@@ -70,7 +70,7 @@ class _Part:
     index: int
     data: bytes
     name: str
-    wanted: Wanted
+    wanted: PictureRequest
     done: Future[Scored]
     begun: float = field(default_factory=time.perf_counter)
 
@@ -107,7 +107,7 @@ class Engine:
         self._last = time.perf_counter()
         limits = model.thresholds
         pixel, review = (None, None) if limits is None else (limits.pixel, limits.review_pixel)
-        self._decoders = Decoders(workers, Task(model.loading, LinePictures(pixel, review)))
+        self._decoders = Decoders(workers, Task(model.loading, PartPictureWriter(pixel, review)))
         self._thread = threading.Thread(target=self._work, name=f"score {name}", daemon=True)
 
     def __enter__(self) -> Engine:
@@ -140,7 +140,7 @@ class Engine:
         self,
         data: bytes,
         name: str = "",
-        wanted: Wanted | None = None,
+        wanted: PictureRequest | None = None,
         done: Future[Scored] | None = None,
     ) -> Future[Scored]:
         """Take one part.
@@ -161,7 +161,9 @@ class Engine:
                     f"{self._most} parts wait for {self.name} already; try again in {seconds} s",
                     seconds,
                 )
-            part = _Part(next(self._numbers), data, name, wanted or Wanted(), done or Future())
+            part = _Part(
+                next(self._numbers), data, name, wanted or PictureRequest(), done or Future()
+            )
             self._parts[part.index] = part
             self._decoding += 1
         self._decoders.submit(part.index, data).add_done_callback(partial(self._decoded, part))
@@ -236,11 +238,11 @@ class Engine:
         found.add_done_callback(partial(self._drawn, part, result))
 
     def _drawn(
-        self, part: _Part, result: Prediction, future: Future[Drawn | UnusableImage]
+        self, part: _Part, result: Prediction, future: Future[PartPictures | UnusableImage]
     ) -> None:
         if (error := future.exception()) is not None:
             reason = f"drawing it failed: {why(error)}"
-        elif isinstance(drawn := future.result(), Drawn):
+        elif isinstance(drawn := future.result(), PartPictures):
             self._record(part, result, drawn)
             return
         else:
@@ -252,7 +254,9 @@ class Engine:
         if part is not None and not part.done.done():
             self._record(part, UnusableImage(index, "failed", reason), None)
 
-    def _record(self, part: _Part, result: Prediction | UnusableImage, drawn: Drawn | None) -> None:
+    def _record(
+        self, part: _Part, result: Prediction | UnusableImage, drawn: PartPictures | None
+    ) -> None:
         if isinstance(result, UnusableImage):
             reason = result.reason.removeprefix(f"image {part.index}: ")
             result = UnusableImage(result.index, result.status, reason)
@@ -261,7 +265,7 @@ class Engine:
         self._recorder.put(answer, partial(self._recorded, part, answer, drawn))
 
     def _recorded(
-        self, part: _Part, answer: Answer, drawn: Drawn | None, number: int | OutputError
+        self, part: _Part, answer: Answer, drawn: PartPictures | None, number: int | OutputError
     ) -> None:
         with self._lock:
             self._parts.pop(part.index, None)

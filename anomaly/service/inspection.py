@@ -17,10 +17,10 @@ from prometheus_client.registry import Collector
 
 from anomaly.service.bodies import Bodies, Limits
 from anomaly.service.engine import Recorder
-from anomaly.service.lineup import Lineup
 from anomaly.service.record import Answer, Keeping, Record
-from anomaly.service.served import Served
+from anomaly.service.registry import ModelRegistry
 from anomaly.service.sinks import Outbox, Sink
+from anomaly.service.slot import ModelSlot
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ _BEHIND = 200  # parts that a follower may be behind before it has to ask for th
 _SIGN_OF_LIFE_SECONDS = 10.0
 
 
-class Line:
+class InspectionService:
     """A line of parts. Used in a `with` statement, which answers and writes what was taken.
 
     Args:
@@ -64,7 +64,7 @@ class Line:
         self.record = Record(record, keeping)
         self._outboxes = [Outbox(self.record, sink) for sink in sinks]
         self._recorder = Recorder(self.record, self._told)
-        self.lineup = Lineup(
+        self.registry = ModelRegistry(
             folders,
             self._recorder,
             device=device,
@@ -78,12 +78,12 @@ class Line:
         self._followers: set[_Follower] = set()
         self._open = ExitStack()
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> InspectionService:
         self._open.callback(self.record.close)
         for outbox in self._outboxes:
             self._open.enter_context(outbox)
         self._open.enter_context(self._recorder)
-        self._open.enter_context(self.lineup)
+        self._open.enter_context(self.registry)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,14 +136,14 @@ class Line:
     def stop(self) -> None:
         """Let nobody follow any more, and take no more parts."""
         self.stopping = True
-        self.lineup.stop()
+        self.registry.stop()
         for follower in list(self._followers):
             follower.put(None)
 
     def _told(self, number: int, answer: Answer) -> None:
         """A part was written down; called in the record's thread."""
         self.metrics.note(answer)
-        self.lineup.models[answer.model].note(answer.row)
+        self.registry.models[answer.model].note(answer.row)
         for outbox in self._outboxes:
             outbox.wake()
         if answer.heatmap:
@@ -158,8 +158,8 @@ class Line:
             follower.put(event)
 
     def _gauges(self) -> list[Gauge]:
-        def of_models(value: Callable[[Served], float]) -> Callable[[], dict[str, float]]:
-            return lambda: {one.name: value(one) for one in self.lineup.models.values()}
+        def of_models(value: Callable[[ModelSlot], float]) -> Callable[[], dict[str, float]]:
+            return lambda: {one.name: value(one) for one in self.registry.models.values()}
 
         def of_outboxes(which: int) -> Callable[[], dict[str, float]]:
             return lambda: {outbox.name: outbox.state()[which] for outbox in self._outboxes}
