@@ -125,15 +125,15 @@ def inferred_seconds(run: Path, files: Sequence[Path], images: int) -> float:
     """Seconds that a loop of `infer` takes for so many images, once it is warm."""
     from anomaly.imaging.decoder_pool import Decoders
     from anomaly.imaging.decoder_worker import Task
-    from anomaly.inference.artifacts import Pictures
     from anomaly.inference.journal import RunJournal
+    from anomaly.inference.outputs import PictureWriter
     from anomaly.inference.run import Inputs, infer
     from anomaly.model.checkpoint import load
 
     model = load(run)
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder, Decoders(cores) as decoders:
-        decoders.begin(Task(model.loading, Pictures(Path(folder))))
+        decoders.begin(Task(model.loading, PictureWriter(Path(folder))))
         for count in (32, images):
             paths = list(itertools.islice(itertools.cycle(files), count))
             inputs = Inputs(paths, [f"{i}.png" for i in range(count)])

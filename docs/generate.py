@@ -168,7 +168,7 @@ def _attribute_docstrings(tree: ast.Module) -> dict[str, dict[str, str]]:
 
 def figures() -> str:
     """What the reports' figures mean, from the words that the reports themselves use."""
-    from anomaly.report.glossary import GLOSSARY
+    from anomaly.report.document import GLOSSARY
 
     return "\n".join(f"| `{name}` | {text} |" for name, text in GLOSSARY.items())
 

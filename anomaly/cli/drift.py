@@ -13,12 +13,11 @@ from anomaly.cli import machine
 from anomaly.cli.speech import NOTE
 from anomaly.errors import DataError
 from anomaly.files.writing import write
-from anomaly.inference.stream_rows import read_scores
 from anomaly.model.exported import files_of, read_export
 from anomaly.model.folder import EXPORT, check_files, find_model, model_id
 from anomaly.model.manifest import read_manifest
 from anomaly.model.threshold_files import read_thresholds, thresholds_alone_differ
-from anomaly.report.drift_page import drift_html
+from anomaly.report.drift import drift_html, read_scores
 
 if TYPE_CHECKING:
     from anomaly.calibration import Thresholds

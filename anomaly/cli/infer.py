@@ -20,9 +20,10 @@ from anomaly.files.output_lock import locked
 from anomaly.files.own_outputs import DONE, FOLDERS, HEATMAPS, JOURNAL
 from anomaly.files.writing import remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.inference.counts import counts_of, say_counts, say_verdicts
 from anomaly.inference.journal import RunJournal, exit_code_of
-from anomaly.inference.outputs import Outputs, infer_files
+from anomaly.inference.outputs import Outputs
+from anomaly.inference.rows import counts_of, say_counts, say_verdicts
+from anomaly.inference.run import infer_files
 from anomaly.model.folder import find_products
 from anomaly.model.product_folder import load
 from anomaly.model.products import check_product

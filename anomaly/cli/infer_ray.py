@@ -14,9 +14,9 @@ from anomaly.cli.stopping import Stopping
 from anomaly.datasets.image_manifest import read_manifest
 from anomaly.errors import DataError, OutputError
 from anomaly.files import storage
-from anomaly.inference.counts import say_counts
 from anomaly.inference.parts import begin_job, chunks_done
 from anomaly.inference.ray_workers import RayJob, RayWorkers
+from anomaly.inference.rows import say_counts
 from anomaly.runtime.dispatch import dispatch
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from anomaly.cli.stopping import Stopping
 from anomaly.datasets.image_manifest import read_manifest
 from anomaly.errors import DataError, OutputError
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.inference.counts import say_counts, total_of
 from anomaly.inference.outputs import ShardPictures
 from anomaly.inference.parts import Shard, begin_job, chunks_done
+from anomaly.inference.rows import say_counts, total_of
 from anomaly.inference.shards import infer_shard
 from anomaly.model.product_folder import load
 

@@ -23,8 +23,7 @@ from anomaly.files.writing import claim, remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.listing import is_folder
-from anomaly.inference.counts import counts_of, say_counts, total_of
-from anomaly.inference.rows import Row
+from anomaly.inference.rows import Row, counts_of, say_counts, total_of
 from anomaly.inference.watch import WatchJournal, stamp_of, watch
 from anomaly.maps.thumbnails import Thumbnails
 from anomaly.model.folder import model_id

@@ -8,8 +8,8 @@ from anomaly.cli.progress import ProgressLine
 from anomaly.datasets.image_manifest import read_manifest
 from anomaly.errors import OutputError
 from anomaly.files import storage
-from anomaly.inference.counts import say_counts
-from anomaly.inference.merging import merge
+from anomaly.inference.parts import merge
+from anomaly.inference.rows import say_counts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from anomaly.config.parsing import parse_config
 from anomaly.files.writing import claim, write
-from anomaly.report.region_page import region_page
+from anomaly.report.page import region_page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

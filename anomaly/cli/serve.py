@@ -105,12 +105,12 @@ def run(options: argparse.Namespace) -> int:
         )
     with locked_file(record), Stopping() as stop:
         from anomaly.service.bodies import Limits
-        from anomaly.service.line import Line
+        from anomaly.service.inspection import InspectionService
         from anomaly.service.server import listening, serve
 
         device, threads = machine.device_and_threads(options, list(folders.values()))
         listener = listening(options.host, options.port)
-        line = Line(
+        service = InspectionService(
             folders,
             record,
             device=device,
@@ -121,13 +121,13 @@ def run(options: argparse.Namespace) -> int:
             memory=None if options.memory is None else round(options.memory * 1e6),
             sinks=sinks,
         )
-        with line:
+        with service:
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             print(f"serving {', '.join(folders)} at http://{shown}:{port}; Ctrl-C ends it")
             sent = "".join(f" and sent to {sink.shown}" for sink in sinks)
             print(f"every answer is written to {record}{sent}", flush=True)
-            serve(line, listener, token, lambda: stop.signal is not None)
+            serve(service, listener, token, lambda: stop.signal is not None)
         log.info("stopped; what was taken is answered and written down")
     return 0
 

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from anomaly.datasets.inputs import Found, picture_names
+import numpy as np
+from numpy.typing import NDArray
+
 from anomaly.errors import OutputError
 from anomaly.files import storage
-from anomaly.files.own_outputs import FOLDERS, INFER, JOURNAL, SCALE, SCALES, WATCHED
+from anomaly.files.own_outputs import (
+    FOLDERS,
+    HEATMAPS,
+    INFER,
+    JOURNAL,
+    MAPS,
+    MASKS,
+    SCALE,
+    SCALES,
+    WATCHED,
+)
 from anomaly.files.writing import claim, clear, remove_drafts, write
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
-from anomaly.inference.artifacts import Pictures
+from anomaly.imaging.read import Image
 from anomaly.inference.journal import RunJournal
 from anomaly.inference.rows import (
     Part,
@@ -27,10 +38,12 @@ from anomaly.inference.rows import (
     judge_parts,
     region_rows,
 )
-from anomaly.inference.run import Inputs, infer
-from anomaly.maps.colour_bar import colour_bar
-from anomaly.maps.heatmap import encode_png
-from anomaly.maps.thumbnails import Thumbnails
+from anomaly.maps.anomaly_map import SourceMap
+from anomaly.maps.colour_bar import colour_bar, with_colour_bar
+from anomaly.maps.heatmap import RgbImage, display, encode_png, heatmap
+from anomaly.maps.map_files import encode_float32, encode_uint16
+from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_areas
+from anomaly.maps.thumbnails import Thumbnail, thumbnail
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
@@ -117,7 +130,7 @@ class Outputs:
             "set of outputs": [self.heatmaps, *names, *([self.maps] if self.maps else [])],
         }
 
-    def pictures(self, model: AnyModel) -> Pictures:
+    def pictures(self, model: AnyModel) -> PictureWriter:
         """What is written for each image.
 
         Raises:
@@ -135,7 +148,7 @@ class Outputs:
                 f"{', '.join(needing)}: the model has no thresholds; train it without "
                 "--no-calibrate"
             )
-        return Pictures(
+        return PictureWriter(
             self.folder,
             beside=model.lead.unit if self.side_by_side else None,
             masks=self.masks,
@@ -227,71 +240,134 @@ def have_thresholds(model: AnyModel) -> bool:
     return all(one.thresholds is not None for one in model.models.values())
 
 
-def infer_files(
-    model: AnyModel,
-    found: Found,
-    folders: Sequence[Path],
-    outputs: Outputs,
-    journal: RunJournal,
-    decoders: Decoders,
-    *,
-    stopped: Callable[[], bool],
-    progress: Callable[[int, int], None],
-) -> Thumbnails | None:
-    """Score the files of a list that its journal doesn't know yet, and write the tables.
+@dataclass(frozen=True)
+class RenderOptions:
+    """What a heatmap shows, and where marking starts.
 
-    Args:
-        model: says what is good.
-        found: the files.
-        folders: those that were named; pictures are named by the way from there.
-        outputs: what to write, its folder begun.
-        journal: of the run.
-        decoders: started.
-        stopped: asked all the time; the journal then lacks some of the files.
-        progress: called with images done in this run, and how many there are to do.
-
-    Returns:
-        Small heatmaps for the page, if there is to be one.
-
-    Raises:
-        OutputError: results can't be written; those that could are kept, and the run can go on.
+    Attributes:
+        heatmap: whether there is to be one.
+        verdict: `good`, `review` or `reject`; empty without thresholds.
+        score: the image score.
+        times: that, in multiples of the reject threshold; None without thresholds.
+        small: pixels that a small copy of it may have; 0 for no copy.
+        limit: the anomaly map's value where marking starts; None takes the image's own highest
+            patch score, for models without thresholds: they have no masks, regions or 16-bit maps.
+        review: a lower value, which a heatmap outlines fainter; None for none.
     """
-    paths = found.paths
-    inputs = Inputs(paths, picture_names(paths, folders), outputs.heatmaps)
-    thumbnails = Thumbnails(len(paths)) if outputs.page else None
-    decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
-    failure: OutputError | None = None
-    try:
-        with journal:
-            outputs.write_scale(model)
-            infer(
-                model,
-                inputs,
-                journal,
-                decoders,
-                stopped=stopped,
-                progress=progress,
-                thumbnails=thumbnails,
-            )
-    except OutputError as error:
-        failure = error
-    finally:
-        # Whatever stopped the run, the rows that exist are kept.
-        try:
-            mm_per_pixel = model.lead.config.image.mm_per_pixel
-            outputs.write_tables(journal, found.groups, mm_per_pixel)
-        except OutputError as error:
-            failure = failure or error
-    if failure is not None:
-        raise _broken_off(failure, len(journal.done), len(paths))
-    return thumbnails
+
+    heatmap: bool = True
+    verdict: str = ""
+    score: float = math.nan
+    times: float | None = None
+    small: int = 0
+    limit: float | None = None
+    review: float | None = None
 
 
-def _broken_off(failure: OutputError, done: int, total: int) -> OutputError:
-    """What to tell of a run that couldn't write."""
-    told = OutputError(
-        f"{failure}; {done} of {total} images are done and kept: once that is mended, go on with "
-        "--resume"
-    )
-    told.exit_code = 3 if done else 2
-    return told
+PLAIN = RenderOptions()
+
+
+@dataclass(frozen=True)
+class RenderResult:
+    """What writing the pictures has found.
+
+    Attributes:
+        regions: what is marked, where that is wanted.
+        small: the small copy of the heatmap, where that is wanted.
+    """
+
+    regions: tuple[MarkedRegion, ...] = ()
+    small: Thumbnail | None = None
+
+
+@dataclass(frozen=True)
+class PictureWriter:
+    """What to write, and where.
+
+    Attributes:
+        output: the folder for folders of heatmaps, masks and maps.
+        beside: what the scores are, to show image, heatmap and colour bar side by side; None for
+            the image under its heatmap alone.
+        masks: whether to write predicted masks.
+        regions: whether to find the masks' regions.
+        maps: how to write anomaly maps, if at all.
+    """
+
+    output: Path
+    beside: str | None = None
+    masks: bool = False
+    regions: bool = False
+    maps: Literal["float32", "uint16"] | None = None
+
+    def write(
+        self, image: Image, found: SourceMap, name: str, options: RenderOptions = PLAIN
+    ) -> RenderResult:
+        """Write one image's files.
+
+        Args:
+            image: the decoded file.
+            found: its anomaly map.
+            name: the heatmap's path in its folder; the others have the same in theirs.
+            options: what the heatmap says of the image.
+
+        Returns:
+            The marked regions and a small heatmap, where they are wanted.
+
+        Raises:
+            OutputError: no room, no permission.
+        """
+        if not (options.heatmap or self.masks or self.regions or self.maps):
+            return RenderResult()
+        found = found.held()
+        limit = float(np.nanmax(found.scores)) if options.limit is None else options.limit
+        if self.maps == "uint16":
+            write(self.output / MAPS / name, encode_uint16(found, image.size, limit))
+        elif self.maps == "float32":
+            file = self.output / MAPS / PurePosixPath(name).with_suffix(".tiff")
+            write(file, encode_float32(found, image.size))
+        if not (options.heatmap or self.masks or self.regions):
+            return RenderResult()
+        rejected = options.verdict == "reject"
+        areas = outlined_areas(found, limit, options.review, rejected=rejected)
+        # In a method of its own: of a large image the picture is gone before the mask is encoded.
+        small = self._write_heatmap(image, found, limit, areas, name, options)
+        if not (self.masks or self.regions):
+            return RenderResult(small=small)
+        mask = np.where(areas == MARKED, areas, np.uint8(0))
+        if self.masks:
+            write(self.output / MASKS / name, encode_png(mask))
+        return RenderResult(marked_regions(mask, found) if self.regions else (), small)
+
+    def _write_heatmap(
+        self,
+        image: Image,
+        found: SourceMap,
+        limit: float,
+        areas: NDArray[np.uint8],
+        name: str,
+        options: RenderOptions,
+    ) -> Thumbnail | None:
+        if not options.heatmap:
+            return None
+        picture = self._captioned(image, heatmap(image, found, limit, areas), limit, options)
+        write(self.output / HEATMAPS / name, encode_png(picture))
+        return thumbnail(picture, options.small) if options.small else None
+
+    def _captioned(
+        self, image: Image, picture: RgbImage, limit: float, options: RenderOptions
+    ) -> RgbImage:
+        if self.beside is None:
+            return picture
+        caption = f"score {options.score:.4g}"
+        if options.times is not None:
+            caption += f" = {options.times:.2f} x the reject threshold"
+        if options.verdict:
+            caption = f"{options.verdict}: {caption}"
+        return with_colour_bar(display(image), picture, limit, self.beside, options.review, caption)
+
+
+def picture_exists(output: Path, name: str) -> bool:
+    """Whether any picture of a name is in an output folder."""
+    map_name = PurePosixPath(name).with_suffix(".tiff")
+    files = (HEATMAPS, name), (MASKS, name), (MAPS, name), (MAPS, map_name)
+    return any((output / folder / file).exists() for folder, file in files)

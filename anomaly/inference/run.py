@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from anomaly.datasets.inputs import Found, picture_names
 from anomaly.errors import OutputError
 from anomaly.files.own_outputs import HEATMAPS
 from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
-from anomaly.inference.artifacts import Drawn, Shown
-from anomaly.inference.journal import Finished, Record
+from anomaly.inference.journal import Finished, Record, RunJournal
+from anomaly.inference.outputs import Outputs, RenderOptions, RenderResult
 from anomaly.inference.rows import Row, row_of
 from anomaly.maps.thumbnails import Thumbnails
 from anomaly.model.prediction import Prediction
@@ -77,6 +79,76 @@ def infer(
     _Run(model, inputs, record, decoders, stopped, thumbnails).score(progress)
 
 
+def infer_files(
+    model: AnyModel,
+    found: Found,
+    folders: Sequence[Path],
+    outputs: Outputs,
+    journal: RunJournal,
+    decoders: Decoders,
+    *,
+    stopped: Callable[[], bool],
+    progress: Callable[[int, int], None],
+) -> Thumbnails | None:
+    """Score the files of a list that its journal doesn't know yet, and write the tables.
+
+    Args:
+        model: says what is good.
+        found: the files.
+        folders: those that were named; pictures are named by the way from there.
+        outputs: what to write, its folder begun.
+        journal: of the run.
+        decoders: started.
+        stopped: asked all the time; the journal then lacks some of the files.
+        progress: called with images done in this run, and how many there are to do.
+
+    Returns:
+        Small heatmaps for the page, if there is to be one.
+
+    Raises:
+        OutputError: results can't be written; those that could are kept, and the run can go on.
+    """
+    paths = found.paths
+    inputs = Inputs(paths, picture_names(paths, folders), outputs.heatmaps)
+    thumbnails = Thumbnails(len(paths)) if outputs.page else None
+    decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
+    failure: OutputError | None = None
+    try:
+        with journal:
+            outputs.write_scale(model)
+            infer(
+                model,
+                inputs,
+                journal,
+                decoders,
+                stopped=stopped,
+                progress=progress,
+                thumbnails=thumbnails,
+            )
+    except OutputError as error:
+        failure = error
+    finally:
+        # Whatever stopped the run, the rows that exist are kept.
+        try:
+            mm_per_pixel = model.lead.config.image.mm_per_pixel
+            outputs.write_tables(journal, found.groups, mm_per_pixel)
+        except OutputError as error:
+            failure = failure or error
+    if failure is not None:
+        raise _broken_off(failure, len(journal.done), len(paths))
+    return thumbnails
+
+
+def _broken_off(failure: OutputError, done: int, total: int) -> OutputError:
+    """What to tell of a run that couldn't write."""
+    told = OutputError(
+        f"{failure}; {done} of {total} images are done and kept: once that is mended, go on with "
+        "--resume"
+    )
+    told.exit_code = 3 if done else 2
+    return told
+
+
 class _Run:
     def __init__(
         self,
@@ -98,7 +170,7 @@ class _Run:
         # In the batches' order: results whose pictures may still be on their way, if they have any,
         # and what is finished of the batch that the first of them belongs to.
         self._behind: deque[
-            tuple[Prediction, Shown, Future[Drawn | UnusableImage]] | UnusableImage
+            tuple[Prediction, RenderOptions, Future[RenderResult | UnusableImage]] | UnusableImage
         ] = deque()
         self._finished: list[Finished] = []
         self._begun: dict[int, float] = {}
@@ -138,10 +210,10 @@ class _Run:
             self._decoders.forget(result.index)
             self._behind.append(result)
         else:
-            i, shown = result.index, self._shown(result)
+            i, options = result.index, self._render_options(result)
             path, name = self._inputs.paths[i], self._inputs.pictures[i]
-            drawn = self._decoders.finish(i, path, result.source_map, name, shown)
-            self._behind.append((result, shown, drawn))
+            drawn = self._decoders.finish(i, path, result.source_map, name, options)
+            self._behind.append((result, options, drawn))
         if len(self._behind) > _BEHIND:
             self._record_first()
 
@@ -174,22 +246,24 @@ class _Run:
                 self._finished = []
 
     def _finish(
-        self, result: tuple[Prediction, Shown, Future[Drawn | UnusableImage]] | UnusableImage
+        self,
+        result: tuple[Prediction, RenderOptions, Future[RenderResult | UnusableImage]]
+        | UnusableImage,
     ) -> Finished:
         if isinstance(result, UnusableImage):
             return Finished(result.index, self._row(result))
-        prediction, shown, future = result
+        prediction, options, future = result
         drawn = future.result()
         if isinstance(drawn, UnusableImage):
             return Finished(drawn.index, self._row(drawn))
         picture = f"{HEATMAPS}/{self._inputs.pictures[prediction.index]}"
-        row = self._row(prediction, picture if shown.heatmap else "")
+        row = self._row(prediction, picture if options.heatmap else "")
         if self._thumbnails and drawn.small:
             odd = bool(prediction.reason)
             self._thumbnails.keep(row.heatmap, odd, prediction.score, drawn.small)
         return Finished(prediction.index, row, drawn.regions)
 
-    def _shown(self, result: Prediction) -> Shown:
+    def _render_options(self, result: Prediction) -> RenderOptions:
         thresholds = result.thresholds
         verdict, wanted = result.verdict, self._inputs.heatmaps
         drawn = wanted == "all" or (wanted == "reject" and verdict != "good")
@@ -197,7 +271,7 @@ class _Run:
         small = 0
         if self._thumbnails and self._thumbnails.wants(bool(result.reason), result.score):
             small = self._thumbnails.pixels
-        return Shown(
+        return RenderOptions(
             drawn,
             verdict,
             result.score,

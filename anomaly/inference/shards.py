@@ -30,11 +30,10 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import most_bytes
-from anomaly.inference.counts import counts_of
 from anomaly.inference.journal import Finished
 from anomaly.inference.outputs import Outputs
 from anomaly.inference.parts import part_of
-from anomaly.inference.rows import Row, as_parquet, row_of
+from anomaly.inference.rows import Row, as_parquet, counts_of, row_of
 from anomaly.inference.run import Inputs, infer
 from anomaly.prefetch import ahead
 from anomaly.scorers.base import Progress

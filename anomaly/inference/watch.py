@@ -15,8 +15,8 @@ from anomaly.files.own_outputs import WATCHED
 from anomaly.files.writing import GrowingFile
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.listing import is_image, list_files
-from anomaly.inference.artifacts import picture_exists
 from anomaly.inference.journal import Finished, Journal
+from anomaly.inference.outputs import picture_exists
 from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lines, region_rows
 from anomaly.inference.run import Inputs, infer
 from anomaly.maps.thumbnails import Thumbnails

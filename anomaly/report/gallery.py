@@ -9,8 +9,10 @@ from __future__ import annotations
 import base64
 import heapq
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,14 +23,13 @@ import numpy as np
 from anomaly.calibration import Thresholds
 from anomaly.files.own_outputs import PAGE, PAGES
 from anomaly.files.writing import write
-from anomaly.inference.rows import Row
+from anomaly.inference.rows import Row, counts_of, say_counts, total_of
 from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.maps.thumbnails import SHOWN, Thumbnail, Thumbnails, thumbnail
 from anomaly.model.products import AnyModel
 from anomaly.model.settings import flat, portable
 from anomaly.report.document import SCRIPTS, STYLES, command, limits, subtitle, tables
 from anomaly.report.page import asset, page, utc_now
-from anomaly.report.product_index import product_index
 
 NAMED = 200  # images named that couldn't be scored
 _LARGEST_FILE = 100_000_000
@@ -242,3 +243,41 @@ def _picture(file: Path, pixels: int) -> Thumbnail | None:
     if picture is None:
         return None
     return thumbnail(np.asarray(cv2.cvtColor(picture, cv2.COLOR_BGR2RGB), np.uint8), pixels)
+
+
+_TITLES = {"good": "Good", "review": "To review", "reject": "Rejected"}
+
+
+def product_index(products: Iterable[str], inputs: str, rows: Iterable[Row]) -> str:
+    """The page over the products' pages.
+
+    Args:
+        products: by name, in order; each has a page.
+        inputs: what was scored, as the user named it.
+        rows: one for each image; those without a product couldn't be scored.
+    """
+    counts: dict[str, Counter[str]] = {product: Counter() for product in ["", *products]}
+    for row in rows:
+        counts[row.product] += counts_of([row])
+    without = counts.pop("")
+    everything = sum(counts.values(), without)
+    lines = "".join(_product_line(product, found) for product, found in counts.items())
+    head = "".join(f'<th scope="col">{title}</th>' for title in ("Images", *_TITLES.values()))
+    refused = ""
+    if missed := total_of(without) - without["ok"]:
+        refused = f"{missed} couldn't be scored: each page names them. "
+    body = f"""
+<header class="top"><h1>Products</h1><p class="soft"><bdi>{escape(inputs)}</bdi> ·
+{escape(say_counts(everything))} · {utc_now()}</p></header><main class="sheet">
+<div class="card wide"><table class="overview"><thead><tr><th scope="col">Product</th>{head}</tr>
+</thead><tbody>{lines}</tbody></table></div>
+<p class="soft small">{refused}Scores of several products have no common scale, so that each has
+a page of its own. results.csv has a row for each image.</p></main>"""
+    return page(f"Products – {inputs}", body, styles=("base.css", "index.css"))
+
+
+def _product_line(product: str, counts: Counter[str]) -> str:
+    link = f'<a href="{PAGES}/{quote(product)}.html"><bdi>{escape(product)}</bdi></a>'
+    cells = [counts["ok"], *(counts[verdict] for verdict in _TITLES)]
+    shown = "".join(f"<td>{count}</td>" for count in cells)
+    return f'<tr><th scope="row">{link}</th>{shown}</tr>'

@@ -21,12 +21,11 @@ from anomaly.errors import AnomalyError, DataError, nearest
 from anomaly.inference.rows import region_rows
 from anomaly.service.bodies import shown_name
 from anomaly.service.engine import BusyError, Scored
-from anomaly.service.examples import LISTED, REFUSED, SCORE_BODY, SCORED, SERVED, described
 from anomaly.service.guard import credentials
-from anomaly.service.line import Line
-from anomaly.service.pictures import Wanted
-from anomaly.service.served import Served
-from anomaly.service.times import in_utc
+from anomaly.service.inspection import InspectionService
+from anomaly.service.pictures import PictureRequest
+from anomaly.service.record import in_utc
+from anomaly.service.slot import ModelSlot
 from anomaly.version import __version__
 
 _POLICY = (
@@ -61,7 +60,7 @@ class Feedback(BaseModel):
     who: str = Field("", max_length=80)
 
 
-def make_app(line: Line) -> FastAPI:
+def make_app(service: InspectionService) -> FastAPI:
     """The application for a line of parts."""
     app = FastAPI(
         title="anomaly",
@@ -71,22 +70,22 @@ def make_app(line: Line) -> FastAPI:
         redoc_url=None,
     )
     app.openapi = partial(described, app)  # type: ignore[method-assign]
-    app.middleware("http")(_answers(line))
+    app.middleware("http")(_answers(service))
     app.add_exception_handler(RequestValidationError, _misunderstood)
     app.add_exception_handler(AnomalyError, _in_trouble)
-    _score_routes(app, line)
-    _model_routes(app, line)
-    _part_routes(app, line)
+    _score_routes(app, service)
+    _model_routes(app, service)
+    _part_routes(app, service)
     _page_routes(app)
     return app
 
 
-def _answers(line: Line) -> Callable[..., Awaitable[Response]]:
+def _answers(service: InspectionService) -> Callable[..., Awaitable[Response]]:
     async def counted(
         request: Request, following: Callable[[Request], Awaitable[Response]]
     ) -> Response:
         response = await following(request)
-        line.metrics.answers.labels(str(response.status_code)).inc()
+        service.metrics.answers.labels(str(response.status_code)).inc()
         for name, value in _SAFE.items():
             response.headers.setdefault(name, value)
         return response
@@ -114,7 +113,7 @@ async def _in_trouble(request: Request, error: Exception) -> Response:
     return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "10"})
 
 
-def _score_routes(app: FastAPI, line: Line) -> None:
+def _score_routes(app: FastAPI, service: InspectionService) -> None:
     @app.post(
         "/v1/models/{name}/score",
         summary="Score one part",
@@ -128,26 +127,26 @@ def _score_routes(app: FastAPI, line: Line) -> None:
             tuple[Include, ...], Query(description="what to answer beside the row")
         ] = (),
     ) -> JSONResponse:
-        served = _taking(line, name)
-        wanted = Wanted("heatmap" in include, "mask" in include, "regions" in include)
-        if not (served.now and served.now.marks) and (wanted.mask or wanted.regions):
+        slot = _taking(service, name)
+        wanted = PictureRequest("heatmap" in include, "mask" in include, "regions" in include)
+        if not (slot.now and slot.now.marks) and (wanted.mask or wanted.regions):
             raise HTTPException(400, f"{name} has no thresholds, so nothing says what is marked")
-        with line.bodies.holding() as body:
+        with service.bodies.holding() as body:
             data, called = await body.image(request)
-            scored = await _answered(line, partial(served.submit, data, called, wanted))
+            scored = await _answered(service, partial(slot.submit, data, called, wanted))
         return JSONResponse(
             _answer(scored, wanted), 200 if scored.answer.row.status == "ok" else 422
         )
 
 
-async def _answered(line: Line, submit: Callable[[], Future[Scored]]) -> Scored:
+async def _answered(service: InspectionService, submit: Callable[[], Future[Scored]]) -> Scored:
     try:
-        async with asyncio.timeout(line.limits.answer_seconds):
+        async with asyncio.timeout(service.limits.answer_seconds):
             return await asyncio.shield(asyncio.wrap_future(submit()))
     except TimeoutError:
         raise HTTPException(
             504,
-            f"there is no answer after {line.limits.answer_seconds:g} s; once there is, it is "
+            f"there is no answer after {service.limits.answer_seconds:g} s; once there is, it is "
             "written down",
         ) from None
     except BusyError as error:
@@ -156,7 +155,7 @@ async def _answered(line: Line, submit: Callable[[], Future[Scored]]) -> Scored:
         raise HTTPException(503, str(error), {"Retry-After": "10"}) from None
 
 
-def _answer(scored: Scored, wanted: Wanted) -> dict[str, Any]:
+def _answer(scored: Scored, wanted: PictureRequest) -> dict[str, Any]:
     row, drawn = scored.answer.row, scored.drawn
     answer: dict[str, Any] = {**asdict(row), "id": scored.number}
     if drawn is not None:
@@ -170,24 +169,24 @@ def _answer(scored: Scored, wanted: Wanted) -> dict[str, Any]:
     return answer
 
 
-def _taking(line: Line, name: str) -> Served:
-    served = _served(line, name)
-    if said := "the service is stopping" if line.stopping else served.unusable:
+def _taking(service: InspectionService, name: str) -> ModelSlot:
+    slot = _slot(service, name)
+    if said := "the service is stopping" if service.stopping else slot.unusable:
         raise HTTPException(503, said, {"Retry-After": "5"})
-    return served
+    return slot
 
 
-def _served(line: Line, name: str) -> Served:
-    if name not in line.lineup.models:
-        known = nearest(name, line.lineup.models)
+def _slot(service: InspectionService, name: str) -> ModelSlot:
+    if name not in service.registry.models:
+        known = nearest(name, service.registry.models)
         raise HTTPException(404, f"there is no model {shown_name(name)!r}; {known}")
-    return line.lineup.models[name]
+    return service.registry.models[name]
 
 
-def _model_routes(app: FastAPI, line: Line) -> None:
+def _model_routes(app: FastAPI, service: InspectionService) -> None:
     @app.get("/v1/models", summary="The models", responses={200: LISTED})
     def models() -> dict[str, Any]:
-        return {"models": [served.short() for served in line.lineup.models.values()]}
+        return {"models": [slot.short() for slot in service.registry.models.values()]}
 
     @app.get(
         "/v1/models/{name}",
@@ -195,7 +194,7 @@ def _model_routes(app: FastAPI, line: Line) -> None:
         responses={200: SERVED},
     )
     def model(name: str) -> dict[str, Any]:
-        return _served(line, name).long()
+        return _slot(service, name).long()
 
     @app.get("/v2/health/live", summary="Whether the service runs")
     def live() -> dict[str, bool]:
@@ -206,16 +205,16 @@ def _model_routes(app: FastAPI, line: Line) -> None:
         summary="Whether all models can be used, and score their golden parts as recorded",
     )
     def ready() -> JSONResponse:
-        ready = line.lineup.ready and not line.stopping
-        states = {served.name: served.state for served in line.lineup.models.values()}
+        ready = service.registry.ready and not service.stopping
+        states = {slot.name: slot.state for slot in service.registry.models.values()}
         return JSONResponse({"ready": ready, "models": states}, 200 if ready else 503)
 
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
     def metrics() -> Response:
-        return Response(line.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-def _part_routes(app: FastAPI, line: Line) -> None:
+def _part_routes(app: FastAPI, service: InspectionService) -> None:
     @app.get("/v1/parts", summary="The newest parts, the newest first")
     def parts(
         limit: Annotated[int, Query(ge=1, le=500)] = 60,
@@ -224,11 +223,11 @@ def _part_routes(app: FastAPI, line: Line) -> None:
         ] = None,
         verdict: Literal["", "good", "review", "reject"] = "",
     ) -> dict[str, Any]:
-        return {"parts": line.parts(before, verdict, limit)}
+        return {"parts": service.parts(before, verdict, limit)}
 
     @app.get("/v1/parts/{number}", summary="One part")
     def part(number: Number) -> dict[str, Any]:
-        found = line.part(number)
+        found = service.part(number)
         if found is None:
             raise HTTPException(404, f"there is no part {number}")
         return found
@@ -240,7 +239,7 @@ def _part_routes(app: FastAPI, line: Line) -> None:
         responses={200: {"content": {"image/jpeg": {}}}},
     )
     def heatmap(number: Number) -> Response:
-        picture = line.heatmap(number)
+        picture = service.heatmap(number)
         if picture is None:
             raise HTTPException(404, f"no picture of part {number} is kept")
         kept = {"Cache-Control": "private, max-age=86400, immutable"}
@@ -252,7 +251,7 @@ def _part_routes(app: FastAPI, line: Line) -> None:
     ) -> dict[str, Any]:
         user = credentials(request.headers.get("authorization", ""))[0]
         try:
-            line.record.add_feedback(
+            service.record.add_feedback(
                 said.verdict,
                 who=shown_name(said.who or user),
                 part=number,
@@ -261,30 +260,30 @@ def _part_routes(app: FastAPI, line: Line) -> None:
             )
         except DataError as error:
             raise HTTPException(409, str(error)) from None
-        line.changed(number)
-        return line.part(number) or {}
+        service.changed(number)
+        return service.part(number) or {}
 
     @app.get("/v1/counts", summary="Counts of parts since a time, by verdict")
     def counts(
         since: Annotated[str, Query(description="ISO 8601, in UTC", max_length=40)],
     ) -> dict[str, int]:
         try:
-            return line.record.counts(in_utc(since))
+            return service.record.counts(in_utc(since))
         except ValueError:
             raise HTTPException(400, f"since can't be {since!r}; give a time in ISO 8601") from None
 
     @app.get("/v1/drift", summary="Whether parts have drifted since the start, by model")
     def drift() -> dict[str, dict[str, Any]]:
-        return {served.name: served.drifted() for served in line.lineup.models.values()}
+        return {slot.name: slot.drifted() for slot in service.registry.models.values()}
 
     @app.get("/v1/events", summary="What happens from now on, as server-sent events")
     async def events() -> StreamingResponse:
-        return StreamingResponse(_events(line), media_type="text/event-stream")
+        return StreamingResponse(_events(service), media_type="text/event-stream")
 
 
-async def _events(line: Line) -> AsyncIterator[str]:
+async def _events(service: InspectionService) -> AsyncIterator[str]:
     yield "retry: 1000\n\n"
-    async for event in line.follow():
+    async for event in service.follow():
         yield ": nothing new\n\n" if event is None else f"data: {json.dumps(event)}\n\n"
 
 
@@ -298,3 +297,104 @@ def _asset(name: str, kind: str) -> Response:
     if name == "line.css":  # the look of all pages
         text = files("anomaly.report").joinpath("assets", "base.css").read_text("utf-8") + text
     return Response(text, media_type=kind)
+
+
+_ROW = {
+    "path": "part-0731.png",
+    "image_sha256": "9f2c6b0c8f6d4f6a3d6f2a1d6c5b4a39281706f5e4d3c2b1a09f8e7d6c5b4a39",
+    "status": "ok",
+    "image_score": 3.412,
+    "calibrated_score": 2.6,
+    "review_threshold": 2.31,
+    "threshold": 2.75,
+    "verdict": "reject",
+    "heatmap": "",
+    "model_id": "5d1f0c2b7a9e8c64",
+    "software_version": "0.1.0",
+    "threshold_label": "calibrated",
+    "reason": "",
+    "model_name": "plate",
+    "time": "2026-05-04T09:41:07.312+00:00",
+    "milliseconds": 61.4,
+    "engine": "torch",
+    "product": "",
+    "id": 731,
+}
+_NO_SCORE = {
+    "image_sha256": "",
+    "status": "unreadable",
+    "image_score": None,
+    "calibrated_score": None,
+    "verdict": "",
+    "reason": "its data ends too early",
+    "id": 732,
+}
+_MODEL = {
+    "name": "plate",
+    "state": "ready",
+    "refused": False,
+    "reason": "",
+    "model_id": "5d1f0c2b7a9e8c64",
+    "model_name": "plate",
+    "method": "PatchCore",
+    "unit": "distance to the nearest good patch",
+}
+
+
+def _json(description: str, example: Any) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"example": example}}}
+
+
+_FILE = {"type": "string", "format": "binary"}
+_FORM = {"type": "object", "properties": {"image": _FILE}, "required": ["image"]}
+SCORE_BODY: dict[str, Any] = {
+    "description": "an image file: PNG, JPEG, TIFF, BMP or WebP, told apart by content",
+    "required": True,
+    "content": {
+        "application/octet-stream": {"schema": _FILE},
+        "multipart/form-data": {"schema": _FORM},
+    },
+}
+_REGION = {
+    "path": "part-0731.png",
+    "region": 1,
+    "x": 311,
+    "y": 402,
+    "width": 44,
+    "height": 37,
+    "area": 1103,
+    "peak_score": 3.41,
+    "peak_x": 330,
+    "peak_y": 417,
+    "width_uncertainty": 15.63,
+    "height_uncertainty": 15.63,
+    "width_mm": None,
+    "height_mm": None,
+    "area_mm2": None,
+    "width_uncertainty_mm": None,
+    "height_uncertainty_mm": None,
+}
+SCORED = _json("A row of results.jsonl, and what was asked for", {**_ROW, "regions": [_REGION]})
+REFUSED = _json("The image can't be used: status and reason say why", {**_ROW, **_NO_SCORE})
+LISTED = _json("All models", {"models": [_MODEL]})
+SERVED = _json(
+    "One model",
+    {
+        **_MODEL,
+        "checked": "every file's hash, and 12 golden parts, which score as recorded",
+        "drift": {"alarm": False, "lines": []},
+        "config": {"name": "plate", "backbone": {"name": "wide_resnet50_2"}},
+        "thresholds": {"label": "calibrated", "reject": {"value": 2.75}, "pixel": 2.75},
+        "calibration": ["thresholds calibrated on 209 training images"],
+        "training_images": 209,
+    },
+)
+
+
+def described(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI description, with what is null in an example, which FastAPI leaves out."""
+    if app.openapi_schema is None:
+        description = FastAPI.openapi(app)
+        score = description["paths"]["/v1/models/{name}/score"]["post"]["responses"]
+        score["200"], score["422"] = SCORED, REFUSED
+    return app.openapi_schema or description

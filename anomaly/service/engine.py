@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,9 +26,8 @@ from anomaly.inference.rows import row_of
 from anomaly.model.prediction import Prediction
 from anomaly.model.scoring import Model
 from anomaly.runtime.threads import get_threads
-from anomaly.service.pictures import Drawn, LinePictures, Wanted
-from anomaly.service.record import Answer
-from anomaly.service.recorder import Recorder
+from anomaly.service.pictures import PartPictures, PartPictureWriter, PictureRequest
+from anomaly.service.record import Answer, Record
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class Scored:
 
     number: int
     answer: Answer
-    drawn: Drawn | None = None
+    drawn: PartPictures | None = None
     mm_per_pixel: float | None = None
 
 
@@ -71,7 +70,7 @@ class _Part:
     index: int
     data: bytes
     name: str
-    wanted: Wanted
+    wanted: PictureRequest
     done: Future[Scored]
     begun: float = field(default_factory=time.perf_counter)
 
@@ -108,7 +107,7 @@ class Engine:
         self._last = time.perf_counter()
         limits = model.thresholds
         pixel, review = (None, None) if limits is None else (limits.pixel, limits.review_pixel)
-        self._decoders = Decoders(workers, Task(model.loading, LinePictures(pixel, review)))
+        self._decoders = Decoders(workers, Task(model.loading, PartPictureWriter(pixel, review)))
         self._thread = threading.Thread(target=self._work, name=f"score {name}", daemon=True)
 
     def __enter__(self) -> Engine:
@@ -141,7 +140,7 @@ class Engine:
         self,
         data: bytes,
         name: str = "",
-        wanted: Wanted | None = None,
+        wanted: PictureRequest | None = None,
         done: Future[Scored] | None = None,
     ) -> Future[Scored]:
         """Take one part.
@@ -162,7 +161,9 @@ class Engine:
                     f"{self._most} parts wait for {self.name} already; try again in {seconds} s",
                     seconds,
                 )
-            part = _Part(next(self._numbers), data, name, wanted or Wanted(), done or Future())
+            part = _Part(
+                next(self._numbers), data, name, wanted or PictureRequest(), done or Future()
+            )
             self._parts[part.index] = part
             self._decoding += 1
         self._decoders.submit(part.index, data).add_done_callback(partial(self._decoded, part))
@@ -237,11 +238,11 @@ class Engine:
         found.add_done_callback(partial(self._drawn, part, result))
 
     def _drawn(
-        self, part: _Part, result: Prediction, future: Future[Drawn | UnusableImage]
+        self, part: _Part, result: Prediction, future: Future[PartPictures | UnusableImage]
     ) -> None:
         if (error := future.exception()) is not None:
             reason = f"drawing it failed: {why(error)}"
-        elif isinstance(drawn := future.result(), Drawn):
+        elif isinstance(drawn := future.result(), PartPictures):
             self._record(part, result, drawn)
             return
         else:
@@ -253,7 +254,9 @@ class Engine:
         if part is not None and not part.done.done():
             self._record(part, UnusableImage(index, "failed", reason), None)
 
-    def _record(self, part: _Part, result: Prediction | UnusableImage, drawn: Drawn | None) -> None:
+    def _record(
+        self, part: _Part, result: Prediction | UnusableImage, drawn: PartPictures | None
+    ) -> None:
         if isinstance(result, UnusableImage):
             reason = result.reason.removeprefix(f"image {part.index}: ")
             result = UnusableImage(result.index, result.status, reason)
@@ -262,7 +265,7 @@ class Engine:
         self._recorder.put(answer, partial(self._recorded, part, answer, drawn))
 
     def _recorded(
-        self, part: _Part, answer: Answer, drawn: Drawn | None, number: int | OutputError
+        self, part: _Part, answer: Answer, drawn: PartPictures | None, number: int | OutputError
     ) -> None:
         with self._lock:
             self._parts.pop(part.index, None)
@@ -279,3 +282,83 @@ class Engine:
 def _settled(future: Future[Any]) -> None:
     """Wait until a part is answered, whichever way."""
     future.exception()
+
+
+_MOST_AT_ONCE = 64  # answers in one transaction
+
+
+class Recorder:
+    """Writes answers down in a thread of its own, all that wait in one transaction.
+
+    Used in a `with` statement, which writes what is left.
+
+    Args:
+        record: where to.
+        told: called with each part that was written, in order; an exception that it raises is
+            logged.
+    """
+
+    def __init__(self, record: Record, told: Callable[[int, Answer], object]) -> None:
+        self._record = record
+        self._told = told
+        self._waiting: queue.SimpleQueue[_Unwritten | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="record", daemon=True)
+
+    def __enter__(self) -> Recorder:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    def put(self, answer: Answer, then: Callable[[int | OutputError], object]) -> None:
+        """Have an answer written down.
+
+        Args:
+            answer: what was said.
+            then: called with the part's number, or with what was in the way; an exception that it
+                raises is logged.
+        """
+        self._waiting.put(_Unwritten(answer, then))
+
+    def _work(self) -> None:
+        going = True
+        while going:
+            items = [self._waiting.get()]
+            while items[-1] is not None and len(items) < _MOST_AT_ONCE:
+                try:
+                    items.append(self._waiting.get_nowait())
+                except queue.Empty:
+                    break
+            going = items[-1] is not None
+            self._write([item for item in items if item is not None])
+
+    def _write(self, items: Sequence[_Unwritten]) -> None:
+        if not items:
+            return
+        numbers: Sequence[int | OutputError]
+        try:
+            numbers = self._record.add([item.answer for item in items])
+        except OutputError as error:
+            numbers = [error] * len(items)
+        for item, number in zip(items, numbers, strict=True):
+            if isinstance(number, int):
+                _call(self._told, number, item.answer)
+            _call(item.then, number)
+
+
+def _call(callback: Callable[..., object], *arguments: object) -> None:
+    """Call back; a mistake there mustn't keep the next parts from being written down."""
+    try:
+        callback(*arguments)
+    except Exception:
+        log.exception("handing an answer on failed")
+
+
+@dataclass(frozen=True)
+class _Unwritten:
+    """An answer that is to be written down."""
+
+    answer: Answer
+    then: Callable[[int | OutputError], object]

@@ -16,7 +16,7 @@ SMALL_PIXELS = 480_000
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PictureRequest:
     """What a request wants beside its row."""
 
     heatmap: bool = False
@@ -25,7 +25,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class PartPictures:
     """What was drawn.
 
     Attributes:
@@ -42,7 +42,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class LinePictures:
+class PartPictureWriter:
     """How a model's parts are drawn.
 
     Attributes:
@@ -54,7 +54,9 @@ class LinePictures:
     limit: float | None
     review: float | None
 
-    def write(self, image: Image, found: SourceMap, wanted: Wanted, rejected: bool) -> Drawn:
+    def write(
+        self, image: Image, found: SourceMap, wanted: PictureRequest, rejected: bool
+    ) -> PartPictures:
         """Draw one part.
 
         Args:
@@ -70,7 +72,7 @@ class LinePictures:
         small = thumbnail(picture, SMALL_PIXELS).photo
         whole = encode_png(picture) if wanted.heatmap else b""
         if self.limit is None or not (wanted.mask or wanted.regions):
-            return Drawn(small, whole)
+            return PartPictures(small, whole)
         mask = np.where(areas == MARKED, areas, np.uint8(0))
         regions = marked_regions(mask, found) if wanted.regions else None
-        return Drawn(small, whole, encode_png(mask) if wanted.mask else b"", regions)
+        return PartPictures(small, whole, encode_png(mask) if wanted.mask else b"", regions)

@@ -19,13 +19,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from anomaly.errors import DataError, OutputError
 from anomaly.inference.rows import Row
-from anomaly.service.times import now
 
 _FORMAT = 1
 _STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
@@ -298,3 +298,25 @@ def _part(
         said = dict(zip(("verdict", "defect_type", "note", "who"), (verdict, *more), strict=True))
     row = {**json.loads(line), "id": number, "model": model, "picture": bool(picture)}
     return {**row, "feedback": said}
+
+
+def now() -> str:
+    """The time now."""
+    return _in_milliseconds(datetime.now(UTC))
+
+
+def in_utc(given: str) -> str:
+    """A time that somebody has given in ISO 8601; in UTC where it names no zone.
+
+    Raises:
+        ValueError: it is none.
+    """
+    moment = datetime.fromisoformat(given)
+    try:
+        return _in_milliseconds(moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC))
+    except OverflowError:
+        raise ValueError(given) from None
+
+
+def _in_milliseconds(moment: datetime) -> str:
+    return moment.isoformat(timespec="milliseconds")

@@ -1,4 +1,4 @@
-"""A line behind an HTTP server, until it is to stop."""
+"""The service behind an HTTP server, until it is to stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import uvicorn
 from anomaly.errors import AnomalyError
 from anomaly.service.app import make_app
 from anomaly.service.guard import Guard
-from anomaly.service.line import Line
+from anomaly.service.inspection import InspectionService
 
 _IDLE_SECONDS = 15  # that a connection is kept without a request, or with the head of one
 _LAST_SECONDS = 6  # that requests have to be finished once the service is to stop
@@ -40,17 +40,19 @@ def listening(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(line: Line, listener: socket.socket, token: str, stopped: Callable[[], bool]) -> None:
+def serve(
+    service: InspectionService, listener: socket.socket, token: str, stopped: Callable[[], bool]
+) -> None:
     """Answer requests until it is to stop; what was taken is answered.
 
     Args:
-        line: open.
+        service: open.
         listener: as `listening` gives it.
         token: that requests have to show; empty for none.
         stopped: asked ten times a second.
     """
     config = uvicorn.Config(
-        Guard(make_app(line), token),
+        Guard(make_app(service), token),
         http="h11",
         log_config=None,
         access_log=False,
@@ -61,7 +63,7 @@ def serve(line: Line, listener: socket.socket, token: str, stopped: Callable[[],
         timeout_graceful_shutdown=_LAST_SECONDS,
         limit_concurrency=_MOST_CONNECTIONS,
     )
-    server = _Server(config, line, stopped)
+    server = _Server(config, service, stopped)
     asyncio.run(server.serve([listener]))
 
 
@@ -72,9 +74,11 @@ class _Server(uvicorn.Server):
     for them forever, and `_MOST_CONNECTIONS` of them would keep everybody else out.
     """
 
-    def __init__(self, config: uvicorn.Config, line: Line, stopped: Callable[[], bool]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: InspectionService, stopped: Callable[[], bool]
+    ) -> None:
         super().__init__(config)
-        self._line = line
+        self._service = service
         self._stopped = stopped
         self._silent: dict[Any, tuple[object, float]] = {}
 
@@ -86,7 +90,7 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop; asked ten times a second."""
         if self._stopped():
-            self._line.stop()
+            self._service.stop()
             return True
         if counter % 10 == 0:
             self._close_silent()

@@ -19,8 +19,8 @@ from anomaly.calibration.good_scores import GoodScores
 from anomaly.calibration.model_thresholds import Thresholds, thresholds_from
 from anomaly.errors import DataError
 from anomaly.inference.rows import Row, as_csv, as_jsonl
-from anomaly.inference.stream_rows import read_scores
 from anomaly.model.folder import model_id
+from anomaly.report.drift import read_scores
 from anomaly.service.record import Answer, Record
 
 

@@ -19,7 +19,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing, Tiling
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load
-from anomaly.inference.artifacts import Drawn, Pictures, Shown
+from anomaly.inference.outputs import PictureWriter, RenderOptions, RenderResult
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 
 def _task(folder: Path, **sizing: object) -> Task:
     rule = {"resize": None, "crop": None, "area": 32, "multiple": 8, **sizing}
-    return Task(Preprocessing(Sizing(**rule), None, 10**6), Pictures(folder / "out"))
+    return Task(Preprocessing(Sizing(**rule), None, 10**6), PictureWriter(folder / "out"))
 
 
 def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +91,9 @@ def test_the_same_as_here_in_order(folder: Path) -> None:
             assert isinstance(item, NetworkInput)
             assert (item.sha256, item.view, item.image) == (here.sha256, here.view, None)
             np.testing.assert_array_equal(item.pixels, here.pixels)
-            shown = Shown(limit=1.0)
+            shown = RenderOptions(limit=1.0)
             done = decoders.finish(i, paths[i], _map(here), f"sub/{i}.png", shown).result()
-            assert done == Drawn()
+            assert done == RenderResult()
             areas = outlined_areas(_map(here), 1.0)
             drawn = encode_png(heatmap(here.decoded, _map(here), 1.0, areas))
             assert (folder / "out" / "heatmaps" / "sub" / f"{i}.png").read_bytes() == drawn
@@ -155,7 +155,7 @@ def test_a_killed_process_is_replaced(folder: Path) -> None:
         (first,) = decoders.load_all([(0, paths[0])])
         assert isinstance(first, NetworkInput)
         decoders._processes[0]._child.send_signal(signal.SIGKILL)
-        assert decoders.finish(0, paths[0], _map(first), "0.png").result() == Drawn()
+        assert decoders.finish(0, paths[0], _map(first), "0.png").result() == RenderResult()
         decoders._processes[0]._child.send_signal(signal.SIGKILL)
         (second,) = decoders.load_all([(1, paths[1])])
         assert isinstance(second, NetworkInput)
@@ -194,7 +194,7 @@ def test_what_one_image_does_is_its_own(folder: Path, monkeypatch: pytest.Monkey
         assert (found.status, "image.tile" in found.reason) == ("unsupported", True)
     assert isinstance(worker.render(0, path, tile), np.ndarray)
     with monkeypatch.context() as patched:
-        patched.setattr(Pictures, "write", fail)
+        patched.setattr(PictureWriter, "write", fail)
         drawn = worker.finish(0, path, _map(item), "0.png")
         assert isinstance(drawn, UnusableImage)
         assert drawn.status == "failed"

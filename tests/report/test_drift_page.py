@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from anomaly.calibration.drift import Drift, Level
-from anomaly.report.drift_page import drift_html
+from anomaly.report.drift import drift_html
 
 
 @pytest.mark.parametrize(

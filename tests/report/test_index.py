@@ -9,8 +9,7 @@ import pytest
 from report_cases import case, limits
 
 from anomaly.report import index
-from anomaly.report.index import index_html
-from anomaly.report.published import PATCHCORE_1
+from anomaly.report.index import PATCHCORE_1, index_html
 from anomaly.report.tables import metrics_json, table
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anomaly.report import published as module
-from anomaly.report.published import Published, published
+from anomaly.report import index as module
+from anomaly.report.index import Published, published
 
 PATCHCORE: dict[str, Any] = {
     "data": {"format": "mvtec"},

@@ -22,11 +22,10 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.model.checkpoint import load
 from anomaly.model.folder import find_models
 from anomaly.service.bodies import Bodies, Limits, file_in_form, shown_name
-from anomaly.service.engine import BusyError, Engine
+from anomaly.service.engine import BusyError, Engine, Recorder
 from anomaly.service.guard import Guard, is_loopback
-from anomaly.service.lineup import Lineup
 from anomaly.service.record import Answer, Record
-from anomaly.service.recorder import Recorder
+from anomaly.service.registry import ModelRegistry
 
 TOKEN = "0123456789abcdef"
 
@@ -197,17 +196,19 @@ def test_a_model_whose_golden_parts_have_moved_is_not_let_in(
     shutil.copy(other, tmp_path / "models" / "moved" / "golden" / "spot" / "000.png")
     folders = find_models(tmp_path / "models")
     assert list(folders) == ["damaged", "moved", "sound"]
-    with Lineup(folders, Recorder(gate, print), device=torch.device("cpu"), workers=1) as lineup:
+    with ModelRegistry(
+        folders, Recorder(gate, print), device=torch.device("cpu"), workers=1
+    ) as registry:
         end = time.monotonic() + 60
-        while any(one.state == "loading" for one in lineup.models.values()):
+        while any(one.state == "loading" for one in registry.models.values()):
             assert time.monotonic() < end
             time.sleep(0.02)
-        states = {name: one.state for name, one in lineup.models.items()}
+        states = {name: one.state for name, one in registry.models.items()}
         assert states == {"damaged": "failed", "moved": "failed", "sound": "ready"}
-        assert not lineup.ready
-        assert "spot/000.png" in lineup.models["moved"].trouble
-        assert "scorer.safetensors" in lineup.models["damaged"].trouble
-        sound = lineup.models["sound"].now
+        assert not registry.ready
+        assert "spot/000.png" in registry.models["moved"].trouble
+        assert "scorer.safetensors" in registry.models["damaged"].trouble
+        sound = registry.models["sound"].now
         assert sound is not None
         assert "6 golden parts" in sound.checked
 

@@ -19,11 +19,10 @@ import anomaly
 from anomaly.calibration.drift import Drift
 from anomaly.inference.rows import Row
 from anomaly.model.folder import model_id
-from anomaly.service import served as models
-from anomaly.service.engine import BusyError
-from anomaly.service.lineup import Lineup
-from anomaly.service.pictures import Wanted
-from anomaly.service.recorder import Recorder
+from anomaly.service import slot as models
+from anomaly.service.engine import BusyError, Recorder
+from anomaly.service.pictures import PictureRequest
+from anomaly.service.registry import ModelRegistry
 from anomaly.service.versions import back, deploy
 
 NAMES = ("bank", "gaussian")
@@ -105,10 +104,10 @@ def _measured(line: Path) -> dict[str, int]:
     folders = {name: line / name / "model" for name in NAMES}
     recorder = Recorder(cast(Any, None), print)
     device = torch.device("cpu")
-    with Lineup(folders, recorder, device=device, workers=1, memory=10**12) as lineup:
-        _until(lambda: lineup.ready)
-        assert all(one.engine for one in lineup.models.values())
-        return {name: one.memory for name, one in lineup.models.items()}
+    with ModelRegistry(folders, recorder, device=device, workers=1, memory=10**12) as registry:
+        _until(lambda: registry.ready)
+        assert all(one.engine for one in registry.models.values())
+        return {name: one.memory for name, one in registry.models.items()}
 
 
 def _model(served: Served, name: str) -> dict[str, Any]:
@@ -130,16 +129,16 @@ def test_a_model_that_fits_nowhere_is_refused(line: Path, tmp_path: Path, memory
         memory = min(memory, files - 1)
     recorder = Recorder(cast(Any, None), print)
     device = torch.device("cpu")
-    lineup = Lineup({"bank": folder}, recorder, device=device, workers=1, memory=memory)
-    with lineup:
-        (one,) = lineup.models.values()
+    registry = ModelRegistry({"bank": folder}, recorder, device=device, workers=1, memory=memory)
+    with registry:
+        (one,) = registry.models.values()
         _until(lambda: one.state != "loading")
-        assert (one.state, lineup.ready, one.engine) == ("failed", False, None)
+        assert (one.state, registry.ready, one.engine) == ("failed", False, None)
         assert "more than all models together may take" in one.trouble
         assert "--memory" in one.trouble
         assert ("its files have" in one.trouble) == (memory < files)
         with pytest.raises(BusyError, match=r"can't be used: (its files|in memory)"):
-            one.submit(b"", "", Wanted())
+            one.submit(b"", "", PictureRequest())
 
 
 def test_parts_that_wait_are_taken_together_and_none_waits_for_ever(tmp_path: Path) -> None:
@@ -151,16 +150,16 @@ def test_parts_that_wait_are_taken_together_and_none_waits_for_ever(tmp_path: Pa
         __exit__=lambda: None,
     )
     woken: list[int] = []
-    served = models.Served("disc", tmp_path, most_waiting=2, wake=lambda: woken.append(1))
+    served = models.ModelSlot("disc", tmp_path, most_waiting=2, wake=lambda: woken.append(1))
     with pytest.raises(BusyError, match="still being loaded"):
-        served.submit(b"", "", Wanted())
+        served.submit(b"", "", PictureRequest())
     version = models.Version("1", "", True, {"model_id": "1"}, {}, None)
     served.use(version, cast(Any, engine))
     served.let_go()
     assert (served.state, served.memory, served.short()["model_id"]) == ("unloaded", 0, "1")
-    waiting = [served.submit(data, "", Wanted()) for data in (b"a", b"b")]
+    waiting = [served.submit(data, "", PictureRequest()) for data in (b"a", b"b")]
     with pytest.raises(BusyError, match="2 parts wait until disc is loaded"):
-        served.submit(b"c", "", Wanted())
+        served.submit(b"c", "", PictureRequest())
     assert (len(woken), served.waiting, taken) == (2, 2, [])
     served.use(version, cast(Any, engine))
     assert (taken, served.waiting) == ([b"a", b"b"], 0)
@@ -170,18 +169,18 @@ def test_parts_that_wait_are_taken_together_and_none_waits_for_ever(tmp_path: Pa
         (served.stop, "stopping"),
     ):
         served.let_go()
-        last = served.submit(b"d", "", Wanted())
+        last = served.submit(b"d", "", PictureRequest())
         end()
         with pytest.raises(BusyError, match=reason):
             last.result(1)
         assert served.state == "unloaded"  # the next one who asks has it tried again
     with pytest.raises(BusyError, match="stopping"):
-        served.submit(b"e", "", Wanted())
+        served.submit(b"e", "", PictureRequest())
 
 
 def test_a_version_that_comes_back_goes_on_with_its_drift(tmp_path: Path) -> None:
     engine = SimpleNamespace(resident=0, waiting=0, __exit__=lambda: None)
-    served = models.Served("disc", tmp_path)
+    served = models.ModelSlot("disc", tmp_path)
     for name, parts in (("1", 1), ("2", 1), ("1", 2)):
         served.use(models.Version(name, "", True, {}, {}, Drift([])), cast(Any, engine))
         assert served.now
@@ -202,7 +201,7 @@ def test_a_version_that_comes_back_goes_on_with_its_drift(tmp_path: Path) -> Non
 def test_drift_is_of_scores_that_the_version_in_use_has_no_doubt_of(
     score: float | None, model: str, reason: str, counts: bool, tmp_path: Path
 ) -> None:
-    served = models.Served("disc", tmp_path)
+    served = models.ModelSlot("disc", tmp_path)
     drift = Drift([])
     served.now = models.Version("new", "", True, {}, {}, drift)
     row = Row("a.png", "", "ok", score, None, 1.5, 2.0, "good", "", model, "1", "", reason)
@@ -220,11 +219,11 @@ def test_the_idle_leave_first_and_of_these_the_one_asked_for_longest_ago(
     names = ("second", "first", "third", "new")  # in the folder, not in time
     folders = {name: tmp_path / name for name in names}
     recorder, device = Recorder(cast(Any, None), print), torch.device("cpu")
-    lineup = Lineup(folders, recorder, device=device, workers=1, memory=400)
+    registry = ModelRegistry(folders, recorder, device=device, workers=1, memory=400)
     for i, name in enumerate(("first", "second", "third")):
         engine = SimpleNamespace(resident=100, waiting=waiting[i], __exit__=lambda: None)
-        lineup.models[name].engine, lineup.models[name].asked = cast(Any, engine), float(i)
-    lineup._make_room(lineup.models["new"], 100)
-    assert all(lineup.models[name].engine for name in names[:3])
-    lineup._make_room(lineup.models["new"], 101)
-    assert [name for name in names[:3] if not lineup.models[name].engine] == [leaves]
+        registry.models[name].engine, registry.models[name].asked = cast(Any, engine), float(i)
+    registry._make_room(registry.models["new"], 100)
+    assert all(registry.models[name].engine for name in names[:3])
+    registry._make_room(registry.models["new"], 101)
+    assert [name for name in names[:3] if not registry.models[name].engine] == [leaves]

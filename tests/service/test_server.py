@@ -19,8 +19,8 @@ import torch
 
 from anomaly.service import server
 from anomaly.service.bodies import Limits
-from anomaly.service.line import Line
-from anomaly.service.served import Served, Version
+from anomaly.service.inspection import InspectionService
+from anomaly.service.slot import ModelSlot, Version
 
 TOKEN = "0123456789abcdef"
 ASKED = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -33,10 +33,12 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
     stop = threading.Event()
     listener = server.listening("127.0.0.1", 0)
     limits = Limits(body_bytes=1_000_000)
-    with Line({}, tmp_path / "l.sqlite", device=torch.device("cpu"), limits=limits) as line:
+    with InspectionService(
+        {}, tmp_path / "l.sqlite", device=torch.device("cpu"), limits=limits
+    ) as line:
         # A model that is never asked: what is sent to it is refused before.
         engine = cast(Any, SimpleNamespace(resident=0, __exit__=lambda: None))
-        line.lineup.models["disc"] = Served("disc", tmp_path, engine=engine)
+        line.registry.models["disc"] = ModelSlot("disc", tmp_path, engine=engine)
         running = threading.Thread(target=server.serve, args=(line, listener, TOKEN, stop.is_set))
         running.start()
         end = time.monotonic() + 60
@@ -55,7 +57,7 @@ def test_a_version_is_no_longer_refused_once_the_next_is_in_use(tmp_path: Path) 
     """Even while the one before still answers what it took."""
     said: list[dict[str, Any]] = []
     leaving = cast(Any, SimpleNamespace(__exit__=lambda: said.append(served.short())))
-    served = Served("disc", tmp_path, engine=leaving, trouble="it was bad")
+    served = ModelSlot("disc", tmp_path, engine=leaving, trouble="it was bad")
     assert served.short()["refused"]
     served.use(Version("2", "", True, {}, {}, None), cast(Any, SimpleNamespace()))
     assert [(one["refused"], one["reason"]) for one in said] == [(False, "")]

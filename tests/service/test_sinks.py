@@ -18,10 +18,9 @@ from running import start, until_ready
 
 from anomaly.errors import AnomalyError
 from anomaly.inference.rows import Row
-from anomaly.service import outbox, sinks
-from anomaly.service.outbox import Outbox
+from anomaly.service import sinks
 from anomaly.service.record import Answer, Record
-from anomaly.service.sinks import Mqtt, Sink, Webhook
+from anomaly.service.sinks import Mqtt, Outbox, Sink, Webhook
 
 ROW = Row(
     path="part.png",
@@ -43,8 +42,8 @@ ROW = Row(
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "_FIRST_SECONDS", 0.02)
-    monkeypatch.setattr(outbox, "_LONGEST_SECONDS", 0.1)
+    monkeypatch.setattr(sinks, "_FIRST_SECONDS", 0.02)
+    monkeypatch.setattr(sinks, "_LONGEST_SECONDS", 0.1)
     monkeypatch.setattr(sinks, "_SECONDS", 1.0)
 
 
@@ -135,7 +134,7 @@ def test_what_a_webhook_answers_decides(tmp_path: Path, caplog: pytest.LogCaptur
 def test_a_mistake_in_sending_does_not_end_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(sinks, "_LOOK_SECONDS", 0.1)
     sent: list[bytes] = []
 
     class Mistaken:

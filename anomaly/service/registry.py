@@ -20,9 +20,8 @@ from anomaly.errors import AnomalyError, ModelError
 from anomaly.imaging.process_limits import resident_bytes
 from anomaly.model.checkpoint import load
 from anomaly.runtime.memory import release_memory
-from anomaly.service.engine import Engine
-from anomaly.service.recorder import Recorder
-from anomaly.service.served import Served, Version
+from anomaly.service.engine import Engine, Recorder
+from anomaly.service.slot import ModelSlot, Version
 from anomaly.service.versions import check, stamp_of
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0  # between two looks at the models' folders
 
 
-class Lineup:
+class ModelRegistry:
     """All models of the service. Used in a `with` statement, which answers what was taken.
 
     Loading goes on in a thread of its own: the service is alive meanwhile, but not ready. Then the
@@ -65,7 +64,7 @@ class Lineup:
     ) -> None:
         self._awake = threading.Event()
         self.models = {
-            name: Served(name, folder, most_waiting=most_waiting, wake=self._awake.set)
+            name: ModelSlot(name, folder, most_waiting=most_waiting, wake=self._awake.set)
             for name, folder in folders.items()
         }
         self._recorder = recorder
@@ -75,7 +74,7 @@ class Lineup:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="load models", daemon=True)
 
-    def __enter__(self) -> Lineup:
+    def __enter__(self) -> ModelRegistry:
         self._thread.start()
         return self
 
@@ -84,90 +83,90 @@ class Lineup:
         self._closing.set()
         self._awake.set()
         self._thread.join()
-        for served in self.models.values():
-            served.let_go()
+        for slot in self.models.values():
+            slot.let_go()
 
     @property
     def ready(self) -> bool:
         """Whether every model can be used."""
-        return all(served.state in ("ready", "unloaded") for served in self.models.values())
+        return all(slot.state in ("ready", "unloaded") for slot in self.models.values())
 
     def stop(self) -> None:
         """Let no part wait for its model any more."""
-        for served in self.models.values():
-            served.stop()
+        for slot in self.models.values():
+            slot.stop()
 
     def _keep_up(self) -> None:
         if self._memory is not None:
             self._warm_up()
-        for served in self.models.values():
+        for slot in self.models.values():
             self._load_asked()
             if not self._closing.is_set():
-                served.seen = served.tried = stamp_of(served.folder)
-                self._load(served)
+                slot.seen = slot.tried = stamp_of(slot.folder)
+                self._load(slot)
         looked = time.monotonic()
         while not self._closing.is_set():
             self._awake.wait(_LOOK_SECONDS)
             self._awake.clear()
             self._load_asked()
             if time.monotonic() >= looked + _LOOK_SECONDS:
-                for served in self.models.values():
-                    self._look(served)
+                for slot in self.models.values():
+                    self._look(slot)
                 looked = time.monotonic()
 
-    def _look(self, served: Served) -> None:
-        stamp = stamp_of(served.folder)
-        still, served.seen = stamp == served.seen, stamp  # not while files are being written
-        if still and stamp != served.tried and not self._closing.is_set():
-            served.tried = stamp
-            self._load(served)
+    def _look(self, slot: ModelSlot) -> None:
+        stamp = stamp_of(slot.folder)
+        still, slot.seen = stamp == slot.seen, stamp  # not while files are being written
+        if still and stamp != slot.tried and not self._closing.is_set():
+            slot.tried = stamp
+            self._load(slot)
 
     def _load_asked(self) -> None:
         """Load the models that parts wait for; one whose files have changed is for `_look`."""
         since = {name: one.waits_since for name, one in self.models.items()}
         for name in sorted((n for n, s in since.items() if s), key=lambda n: since[n] or 0.0):
-            served = self.models[name]
-            if not self._closing.is_set() and stamp_of(served.folder) == served.tried:
-                self._load(served)
+            slot = self.models[name]
+            if not self._closing.is_set() and stamp_of(slot.folder) == slot.tried:
+                self._load(slot)
 
-    def _load(self, served: Served) -> None:
-        again = served.tried == served.passed
+    def _load(self, slot: ModelSlot) -> None:
+        again = slot.tried == slot.passed
         try:
-            version, engine = self._version(served, served.now if again else None)
+            version, engine = self._version(slot, slot.now if again else None)
         except AnomalyError as error:
             reason = str(error)
         except Exception as error:  # one model mustn't take the others with it
-            log.exception("%s can't be loaded", served.name)
+            log.exception("%s can't be loaded", slot.name)
             reason = f"loading it failed: {type(error).__name__}"
         else:
-            served.passed = served.tried
-            if served.now and served.now.model_id != version.model_id:
-                log.info("%s is model %s from now on", served.name, version.model_id)
-            served.use(version, engine)
+            slot.passed = slot.tried
+            if slot.now and slot.now.model_id != version.model_id:
+                log.info("%s is model %s from now on", slot.name, version.model_id)
+            slot.use(version, engine)
             return
-        served.refuse(reason, stays=not again)
-        if served.engine:
+        slot.refuse(reason, stays=not again)
+        if slot.engine:
             log.error(
-                "the new version of %s is refused, the one before goes on: %s", served.name, reason
+                "the new version of %s is refused, the one before goes on: %s", slot.name, reason
             )
         else:
-            log.error("%s isn't served: %s", served.name, reason)
+            log.error("%s isn't served: %s", slot.name, reason)
 
-    def _version(self, served: Served, passed: Version | None) -> tuple[Version, Engine]:
+    def _version(self, slot: ModelSlot, passed: Version | None) -> tuple[Version, Engine]:
         """What is in a model's folder, checked and measured unless it has passed before."""
-        if not served.folder.is_dir():
-            raise ModelError(f"its folder {served.folder} isn't there any more")
+        if not slot.folder.is_dir():
+            raise ModelError(f"its folder {slot.folder} isn't there any more")
         if not passed:
-            size = sum(file.stat().st_size for file in served.folder.iterdir() if file.is_file())
+            size = sum(file.stat().st_size for file in slot.folder.iterdir() if file.is_file())
             self._refuse_above_limit(size, "its files have")
-            served.grown = max(size, served.grown)
-        self._make_room(served, served.memory)
+            slot.grown = max(size, slot.grown)
+        self._make_room(slot, slot.memory)
         before = _resident()
-        model = load(served.folder, self._device)
+        model = load(slot.folder, self._device)
         with ExitStack() as undone:
             engine = undone.enter_context(
                 Engine(
-                    served.name,
+                    slot.name,
                     model,
                     self._recorder,
                     workers=self._workers,
@@ -175,24 +174,24 @@ class Lineup:
                 )
             )
             if not passed:
-                passed = Version.of(model, check(model, served.folder, self._workers))
+                passed = Version.of(model, check(model, slot.folder, self._workers))
                 beside, grown = engine.begun(), max(size, _resident() - before)
                 self._refuse_above_limit(grown + beside, "in memory it takes")
-                self._make_room(served, grown + beside)
-                served.grown, served.beside = grown, beside
+                self._make_room(slot, grown + beside)
+                slot.grown, slot.beside = grown, beside
             undone.pop_all()
         return passed, engine
 
-    def _make_room(self, served: Served, needed: int) -> None:
+    def _make_room(self, slot: ModelSlot, needed: int) -> None:
         """Have others leave until a model fits beside the rest, or nothing more can leave."""
         while self._memory is not None:
             inside = [one for one in self.models.values() if one.engine]
             # Of a version that was refused since, nothing is left but what is in memory.
-            others = [one for one in inside if one is not served and not one.refused]
+            others = [one for one in inside if one is not slot and not one.refused]
             if not others or sum(one.memory for one in inside) + needed <= self._memory:
                 return
             last = min(others, key=lambda one: (one.waiting > 0, one.asked))
-            log.info("%s leaves the memory, for %s", last.name, served.name)
+            log.info("%s leaves the memory, for %s", last.name, slot.name)
             last.let_go()
 
     def _refuse_above_limit(self, size: int, what: str) -> None:

@@ -15,7 +15,7 @@ from anomaly.inference.rows import Row
 from anomaly.model.scoring import Model
 from anomaly.model.settings import portable
 from anomaly.service.engine import BusyError, Engine, Scored
-from anomaly.service.pictures import Wanted
+from anomaly.service.pictures import PictureRequest
 
 _AGAIN_SECONDS = 5  # after which to ask for a model that can't be used
 
@@ -62,11 +62,11 @@ class _Waiting:
 
     since: float
     done: Future[Scored]
-    part: tuple[bytes, str, Wanted]
+    part: tuple[bytes, str, PictureRequest]
 
 
 @dataclass
-class Served:
+class ModelSlot:
     """One model of the service.
 
     Attributes:
@@ -139,7 +139,7 @@ class Served:
         engine = self.engine
         return self.grown + max(self.beside, engine.resident if engine else 0)
 
-    def submit(self, data: bytes, name: str, wanted: Wanted) -> Future[Scored]:
+    def submit(self, data: bytes, name: str, wanted: PictureRequest) -> Future[Scored]:
         """Have the version in use take one part, once it is in memory; see `Engine.submit`.
 
         Raises:

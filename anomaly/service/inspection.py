@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 from anomaly.service.bodies import Bodies, Limits
-from anomaly.service.lineup import Lineup
-from anomaly.service.metrics import Gauge, Metrics
-from anomaly.service.outbox import Outbox
+from anomaly.service.engine import Recorder
 from anomaly.service.record import Answer, Keeping, Record
-from anomaly.service.recorder import Recorder
-from anomaly.service.served import Served
-from anomaly.service.sinks import Sink
+from anomaly.service.registry import ModelRegistry
+from anomaly.service.sinks import Outbox, Sink
+from anomaly.service.slot import ModelSlot
 
 if TYPE_CHECKING:
     import torch
+
 
 _RECENT = 120  # parts whose small heatmap is at hand whether it is kept or not
 _BEHIND = 200  # parts that a follower may be behind before it has to ask for them anew
 _SIGN_OF_LIFE_SECONDS = 10.0
 
 
-class Line:
+class InspectionService:
     """A line of parts. Used in a `with` statement, which answers and writes what was taken.
 
     Args:
@@ -60,7 +64,7 @@ class Line:
         self.record = Record(record, keeping)
         self._outboxes = [Outbox(self.record, sink) for sink in sinks]
         self._recorder = Recorder(self.record, self._told)
-        self.lineup = Lineup(
+        self.registry = ModelRegistry(
             folders,
             self._recorder,
             device=device,
@@ -74,12 +78,12 @@ class Line:
         self._followers: set[_Follower] = set()
         self._open = ExitStack()
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> InspectionService:
         self._open.callback(self.record.close)
         for outbox in self._outboxes:
             self._open.enter_context(outbox)
         self._open.enter_context(self._recorder)
-        self._open.enter_context(self.lineup)
+        self._open.enter_context(self.registry)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,14 +136,14 @@ class Line:
     def stop(self) -> None:
         """Let nobody follow any more, and take no more parts."""
         self.stopping = True
-        self.lineup.stop()
+        self.registry.stop()
         for follower in list(self._followers):
             follower.put(None)
 
     def _told(self, number: int, answer: Answer) -> None:
         """A part was written down; called in the record's thread."""
         self.metrics.note(answer)
-        self.lineup.models[answer.model].note(answer.row)
+        self.registry.models[answer.model].note(answer.row)
         for outbox in self._outboxes:
             outbox.wake()
         if answer.heatmap:
@@ -154,8 +158,8 @@ class Line:
             follower.put(event)
 
     def _gauges(self) -> list[Gauge]:
-        def of_models(value: Callable[[Served], float]) -> Callable[[], dict[str, float]]:
-            return lambda: {one.name: value(one) for one in self.lineup.models.values()}
+        def of_models(value: Callable[[ModelSlot], float]) -> Callable[[], dict[str, float]]:
+            return lambda: {one.name: value(one) for one in self.registry.models.values()}
 
         def of_outboxes(which: int) -> Callable[[], dict[str, float]]:
             return lambda: {outbox.name: outbox.state()[which] for outbox in self._outboxes}
@@ -193,3 +197,102 @@ class _Follower:
                 self.events.get_nowait()
             event = event and {"kind": "behind"}
         self.events.put_nowait(event)
+
+
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+_QUANTILES = (0.5, 0.9, 0.99)
+_LATEST = 1000  # scores of each model that the quantiles are of
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """A figure that is looked up when it is asked for.
+
+    Attributes:
+        name: in Prometheus, behind `anomaly_`.
+        text: what it is.
+        label: what its values differ in.
+        values: gives them, by that label's value.
+    """
+
+    name: str
+    text: str
+    label: str
+    values: Callable[[], Mapping[str, float]]
+
+
+class Metrics:
+    """The service's figures, in a registry of their own.
+
+    Args:
+        gauges: what is looked up.
+        bytes_held: gives the bytes of images that wait.
+    """
+
+    def __init__(self, gauges: Sequence[Gauge], bytes_held: Callable[[], int]) -> None:
+        self._registry = CollectorRegistry()
+        self._scores: dict[str, deque[float]] = {}
+        self.parts = Counter(
+            "anomaly_parts_total",
+            "Parts that were answered and written down",
+            ("model", "status", "verdict"),
+            registry=self._registry,
+        )
+        self.seconds = Histogram(
+            "anomaly_part_seconds",
+            "From when a part was taken until its row was made",
+            ("model",),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self.answers = Counter(
+            "anomaly_http_answers_total",
+            "Answers of the service by status code",
+            ("code",),
+            registry=self._registry,
+        )
+        self._registry.register(_Now(gauges, bytes_held, self._scores))
+
+    def note(self, answer: Answer) -> None:
+        """Count a part that was answered."""
+        row = answer.row
+        self.parts.labels(answer.model, row.status, row.verdict).inc()
+        self.seconds.labels(answer.model).observe((row.milliseconds or 0.0) / 1000)
+        if row.image_score is not None:
+            latest = self._scores.setdefault(answer.model, deque(maxlen=_LATEST))
+            latest.append(row.image_score)
+
+    def text(self) -> bytes:
+        """All figures in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _Now(Collector):
+    """Figures that are looked up when they are asked for."""
+
+    def __init__(
+        self,
+        gauges: Sequence[Gauge],
+        bytes_held: Callable[[], int],
+        scores: dict[str, deque[float]],
+    ) -> None:
+        self._gauges, self._bytes_held, self._scores = gauges, bytes_held, scores
+
+    def collect(self) -> Iterator[Metric]:
+        for gauge in self._gauges:
+            family = GaugeMetricFamily(f"anomaly_{gauge.name}", gauge.text, labels=[gauge.label])
+            for name, value in gauge.values().items():
+                family.add_metric([name], value)
+            yield family
+        yield GaugeMetricFamily(
+            "anomaly_held_bytes", "Bytes of images that wait", value=self._bytes_held()
+        )
+        quantiles = GaugeMetricFamily(
+            "anomaly_score", f"Quantiles of the last {_LATEST} scores", labels=["model", "quantile"]
+        )
+        for model, scores in list(self._scores.items()):
+            for quantile, value in zip(
+                _QUANTILES, np.quantile(list(scores), _QUANTILES), strict=True
+            ):
+                quantiles.add_metric([model, str(quantile)], float(value))
+        yield quantiles
