@@ -25,7 +25,14 @@ from numpy.typing import NDArray
 from anomaly.errors import ImageError, OutputError
 from anomaly.imaging import process_limits
 from anomaly.imaging.geometry import Tiling, View
-from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load, paint
+from anomaly.imaging.loading import (
+    NetworkInput,
+    Preprocessing,
+    UnusableImage,
+    load,
+    paint,
+    to_unusable,
+)
 from anomaly.imaging.read import Image, described
 
 _KEPT_BYTES = 256 * 1024**2

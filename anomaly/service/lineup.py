@@ -36,7 +36,7 @@ _LOOK_SECONDS = 1.0  # between two looks at the models' folders
 class Lineup:
     """All models of the service. Used in a `with` statement, which answers what was taken.
 
-    Preprocessing goes on in a thread of its own: the service is alive meanwhile, but not ready. Then the
+    Loading goes on in a thread of its own: the service is alive meanwhile, but not ready. Then the
     thread looks whether a folder's files have changed, and loads those that have.
 
     With a limit of memory every model is loaded once, too. When the next one needs the room, the
