@@ -1,6 +1,6 @@
-"""What the documentation takes from the code: settings, the drawing of the rooms, figures.
+"""What the documentation takes from the code: settings, messages, the drawing of rooms, figures.
 
-    python docs/generate.py    # writes docs/settings.md anew
+    python docs/generate.py    # writes docs/settings.md and docs/troubleshooting.md anew
 
 `make docs` loads it as MkDocs' hooks: pages that lie outside docs/ (the change log, the benchmarks)
 join the site, and `<!-- name -->` in a page becomes what is generated under that name.
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 # Files of the repository that the site shows, by their place in it.
 OUTSIDE = {
     "benchmarks.md": "benchmarks/RESULTS.md",
@@ -101,6 +102,13 @@ def settings_page() -> str:
     parts.append("\n".join(["## A region", "", about, "", *HEAD, *shape]) + "\n")
     parts.insert(1, "\n".join(["## The whole", "", *HEAD, *top]) + "\n")
     return "\n".join(parts)
+
+
+def troubleshooting_page() -> str:
+    """The page of remedies, which are written by hand, with all messages at its end."""
+    from messages import with_messages
+
+    return with_messages(TROUBLESHOOTING.read_text("utf-8"), ROOT / "anomaly")
 
 
 HEAD = ["| key | value | default | |", "|---|---|---|---|"]
@@ -298,3 +306,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 if __name__ == "__main__":
     (ROOT / "docs" / "settings.md").write_text(settings_page(), "utf-8")
+    TROUBLESHOOTING.write_text(troubleshooting_page(), "utf-8")
