@@ -127,18 +127,18 @@ class ClusterCache:
     ) -> dict[int, tuple[float, float]]:
         """Have all patches of some images scored; see `cross_fitting.scores_of`."""
         units = [
-            some[i : i + _SCORED]
-            for some in self._units(features.images)
-            for i in range(0, len(some), _SCORED)
+            shard[i : i + _SCORED]
+            for shard in self._units(features.images)
+            for i in range(0, len(shard), _SCORED)
         ]
-        found: dict[int, tuple[float, float]] = {}
+        pairs: dict[int, tuple[float, float]] = {}
         sent = self._cluster.put(detector.scorer.to("cpu"))  # and without what it has derived
-        told = self._on_images("score", units, sent, lambda done, _: progress(done))
-        for scores, worst in told:
-            found |= scores
+        results = self._on_images("score", units, sent, lambda done, _: progress(done))
+        for scores, worst in results:
+            pairs |= scores
             if suspects is not None:
                 suspects.take(worst)
-        return found
+        return pairs
 
     def close(self) -> None:
         """End the workers and delete the features."""

@@ -72,27 +72,29 @@ def cross_fit(
     distinct = sorted(set(first.values()))
     units = len({groups.get(i, i) for i in distinct})
     heeded = groups if units > 1 else {}
-    divided = split(indices, {i: heeded.get(one, one) for i, one in first.items()}, folds)
+    divided = split(
+        indices, {i: heeded.get(original, original) for i, original in first.items()}, folds
+    )
     log.debug("scoring %d images as %d held-out parts, for thresholds", len(indices), len(divided))
-    found: dict[int, tuple[float, float]] = {}
+    pairs: dict[int, tuple[float, float]] = {}
     grouped = bool(heeded) or len(distinct) < len(indices)
     held_out = fitter.held_out(detector.scorer, patches, divided, grouped=grouped)
     for images, scorer in held_out:
         stand_in = replace(detector, scorer=scorer)
-        some = patches.only(frozenset(images))
-        found.update(
+        left_out = patches.only(frozenset(images))
+        pairs.update(
             (score or scores_of)(
                 stand_in,
-                some,
+                left_out,
                 patches.views,
                 suspects=suspects,
-                progress=lambda done: progress(len(found) + done, len(indices)),
+                progress=lambda done: progress(len(pairs) + done, len(indices)),
             )
         )
     return GoodScores(
         names=tuple(names[i] for i in distinct),
-        image=tuple(found[i][0] for i in distinct),
-        peak=tuple(found[i][1] for i in distinct),
+        image=tuple(pairs[i][0] for i in distinct),
+        peak=tuple(pairs[i][1] for i in distinct),
         source=f"{len(distinct)} training images, each scored by a model that hasn't seen it",
         groups=units if groups else None,
     )
@@ -117,7 +119,7 @@ def scores_of(
         suspects: sees all the scores.
         progress: called with the images scored so far.
     """
-    found: dict[int, tuple[float, float]] = {}
+    pairs: dict[int, tuple[float, float]] = {}
     model = detector.config.model
     batches = (batch for batch in batches if not _is_turned(batch))
     if fitter_of(detector.config).compact:  # and scores of a batch take longer than its embeddings
@@ -131,10 +133,10 @@ def scores_of(
         maps = network_map(shown, layout.size, model.smoothing, batch.inside)
         peaks = image_scores(patches.scores, maps, "map_max")
         for image, *pair in zip(batch.images, scores.tolist(), peaks.tolist(), strict=True):
-            score, peak = found.get(image, pair)
-            found[image] = (max(score, pair[0]), max(peak, pair[1]))
-        progress(len(found))
-    return found
+            score, peak = pairs.get(image, pair)
+            pairs[image] = (max(score, pair[0]), max(peak, pair[1]))
+        progress(len(pairs))
+    return pairs
 
 
 def _is_turned(batch: PatchBatch) -> bool:

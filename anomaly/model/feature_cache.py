@@ -191,8 +191,8 @@ class CachedFeatures(PatchSet):
             for file in self.files:
                 for names, kept in file.read(self.images):
                     rows = [row for row, name in enumerate(names) if name.image in self.images]
-                    some = kept if len(rows) == len(names) else [t[rows] for t in kept]
-                    embeddings = some[0] if self.align is None else self.align(some)
+                    selected = kept if len(rows) == len(names) else [t[rows] for t in kept]
+                    embeddings = selected[0] if self.align is None else self.align(selected)
                     read = [names[row] for row in rows]
                     yield _patch_batch(embeddings, read, self.views, self.region)
 

@@ -111,8 +111,8 @@ def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> fl
     """H/W of most training images, where the model needs one for all."""
     if not config.one_aspect:
         return None
-    found = decoders.map(size_of, [s.path for s in samples if s.image is None])
-    sizes = [size for size in found if isinstance(size, tuple)]
+    headers = decoders.map(size_of, [s.path for s in samples if s.image is None])
+    sizes = [size for size in headers if isinstance(size, tuple)]
     sizes += [s.image.size for s in samples if s.image is not None]
     return statistics.median(height / width for height, width in sizes) if sizes else None
 

@@ -69,15 +69,15 @@ class ShardWorker:
             DataError: none of the images is there.
         """
         self._begin()
-        mine = self._job.shards()[chunk]
-        self._check_there(mine)
+        shard = self._job.shards()[chunk]
+        self._check_there(shard)
         # The first shard stands for all of them where it is asked whether the disk has room.
         expected = len(self._job.images) if chunk == 0 else None
-        return self._build([i for place, i in enumerate(mine) if place not in lost], expected)
+        return self._build([i for place, i in enumerate(shard) if place not in lost], expected)
 
-    def _check_there(self, mine: Sequence[int]) -> None:
+    def _check_there(self, shard: Sequence[int]) -> None:
         """See that this machine has the images' disk."""
-        files = [file for i in mine if isinstance(file := self._job.images[i], Path)]
+        files = [file for i in shard if isinstance(file := self._job.images[i], Path)]
         if files and not any(file.exists() for file in files):
             raise DataError(
                 f"the worker on {socket.gethostname()} sees no {files[0]}, nor any of "
@@ -87,8 +87,8 @@ class ShardWorker:
     def try_images(self, chunk: int, places: Sequence[int]) -> None:
         """Compute features of some of a shard's images, and keep nothing."""
         self._begin()
-        mine = self._job.shards()[chunk]
-        self._build([mine[place] for place in places])
+        shard = self._job.shards()[chunk]
+        self._build([shard[place] for place in places])
 
     def score(
         self, features: CachedFeatures, images: Container[int], scorer: Scorer

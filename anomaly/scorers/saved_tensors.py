@@ -1,8 +1,8 @@
-"""Checks of a saved scorer's tensors. Imports no torch: an exported model's are arrays."""
+"""Checks of what scorers have learned. Imports no torch: an exported model's tensors are arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -65,3 +65,20 @@ def is_finite(values: Array) -> bool:
     if "float" not in str(values.dtype) or 0 in values.shape:
         return True
     return bool(np.isfinite([float(values.min()), float(values.max())]).all())
+
+
+def check_apart(numbers: Sequence[Mapping[int, int]]) -> None:
+    """Refuse to join sums of models that have learned from the same images.
+
+    Args:
+        numbers: as `Fitter.merged` takes them.
+
+    Raises:
+        ModelError: an image was learned from more than once.
+    """
+    several = sum(map(len, numbers)) - len({i for known in numbers for i in known.values()})
+    if several:
+        raise ModelError(
+            f"{several} training images were learned from more than once, and would count so; "
+            "merge models that share no images"
+        )

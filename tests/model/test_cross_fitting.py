@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from anomaly.config.parsing import parse_config
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import Sizing
-from anomaly.model.cross_fitting import cross_fit, split
+from anomaly.model import cross_fitting
+from anomaly.model.cross_fitting import cross_fit, joined, split
 from anomaly.model.image_score import network_map
 from anomaly.model.scoring import Model
 from anomaly.scorers.padim.fitter import GaussianFitter
@@ -223,3 +225,49 @@ def test_folds_of_single_images_are_of_one_size_and_neighbours(images: int, fold
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
     assert [i for part in parts for i in part] == list(range(images))
+
+
+SMALL, LARGE, TILES = ((64, 64), True), ((96, 64), True), ((64, 64), False)
+
+
+def _batch(images: range, rows: int = 2, masked: bool = False) -> PatchBatch:
+    values = torch.tensor([float(image) for image in images]).reshape(-1, 1, 1, 1)
+    embeddings = values.expand(-1, rows, 2, 3).clone()
+    inside = embeddings[..., 0] % 2 == 0 if masked else None
+    return PatchBatch(embeddings, tuple(images), inside=inside)
+
+
+def _views(*kinds: Any) -> dict[int, Any]:
+    return {i: SimpleNamespace(size=size, whole=whole) for i, (size, whole) in enumerate(kinds)}
+
+
+@pytest.mark.parametrize(
+    ("room", "sizes"), [(1, [4] * 5 + [2]), (8, [8, 8, 6]), (15, [8, 8, 6]), (100, [16, 6])]
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_as_many_images_as_fit(room: int, sizes: list[int], masked: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(cross_fitting, "_MOST_BYTES", room * 2 * 2 * 3 * 4)
+    batches = [_batch(range(i, min(i + 4, 22)), masked=masked) for i in range(0, 22, 4)]
+    found = list(joined(batches, _views(*22 * [SMALL])))
+    assert [len(batch.images) for batch in found] == sizes
+    assert [image for batch in found for image in batch.images] == list(range(22))
+    for batch in found:
+        assert batch.embeddings[:, 0, 0, 0].tolist() == list(batch.images)
+        assert (batch.inside is not None) == masked
+        if batch.inside is not None:
+            assert batch.inside[:, 1, 1].tolist() == [image % 2 == 0 for image in batch.images]
+
+
+@pytest.mark.parametrize(
+    ("second", "view"),
+    [
+        (_batch(range(1, 2), masked=True), SMALL),
+        (_batch(range(1, 2)), LARGE),
+        (_batch(range(1, 2)), TILES),
+        (_batch(range(1, 2), rows=3), SMALL),
+    ],
+)
+def test_what_differs_stays_apart(second: Any, view: Any) -> None:
+    found = list(joined([_batch(range(1)), second], _views(SMALL, view)))
+    assert [len(batch.images) for batch in found] == [1, 1]
+    assert found[1] is second

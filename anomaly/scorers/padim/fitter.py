@@ -12,13 +12,13 @@ from torch import Tensor
 
 from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.scorers.base import Align, Fitter, Fold, Progress, Scorer
-from anomaly.scorers.merging import check_apart
 from anomaly.scorers.padim.accumulator import GaussianAccumulator
 from anomaly.scorers.padim.gaussian import PatchGaussian, projected
 from anomaly.scorers.padim.held_out import LeaveOneOut
 from anomaly.scorers.padim.layout import check_grid
 from anomaly.scorers.padim.projection import Projection, channel_projection
 from anomaly.scorers.patches import PatchBatch, PatchSet
+from anomaly.scorers.saved_tensors import check_apart
 
 
 def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> GaussianFitter:

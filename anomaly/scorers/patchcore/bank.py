@@ -80,8 +80,8 @@ class Bank(ArrayScorer):
                 f"embeddings have {channels} channels where the memory bank's have "
                 f"{self.dimensions}; use the backbone and layers it was made with"
             )
-        distances, found = self.neighbours(embeddings.reshape(-1, channels), 1)
-        return PatchScores(distances.reshape(grid), found.reshape(grid))
+        distances, nearest = self.neighbours(embeddings.reshape(-1, channels), 1)
+        return PatchScores(distances.reshape(grid), nearest.reshape(grid))
 
     def weighted(self, scores: PatchScores) -> Array:
         """Patch scores as the image score counts them: less where good patches are rare.

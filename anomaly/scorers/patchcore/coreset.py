@@ -163,8 +163,8 @@ def _pick_from_pool(
     values, members = values[:_POOL][left], members[:_POOL][left]
     pool = points.index_select(0, members).float()
     pool -= pool.mean(0)
-    found = _loop(pool.cpu(), values.cpu(), wanted, floor, covered)
-    picks, rest = (members[torch.tensor(x, dtype=torch.int64).to(members.device)] for x in found)
+    picked = _loop(pool.cpu(), values.cpu(), wanted, floor, covered)
+    picks, rest = (members[torch.tensor(x, dtype=torch.int64).to(members.device)] for x in picked)
     return picks, rest
 
 

@@ -201,8 +201,8 @@ class MemoryBankFitter(Fitter[MemoryBank]):
     def _farthest(self, bank: MemoryBank, patches: PatchSet) -> float:
         """The covering radius of patches, among projected embeddings."""
         centres = bank.vectors @ self._projection_of(bank)
-        points = (some for _, some in patches.projected(self.projection) if len(some))
-        return max((covering_radius(some, centres) for some in points), default=0.0)
+        parts = (part for _, part in patches.projected(self.projection) if len(part))
+        return max((covering_radius(part, centres) for part in parts), default=0.0)
 
     def _projection_of(self, bank: MemoryBank) -> Tensor:
         return self.projection(bank.dimensions).to(bank.vectors.device)
@@ -239,9 +239,9 @@ class ProjectedPatches:
     def distances(self, centres: Tensor) -> Iterator[Tensor]:
         """Distances (n,) to the nearest of some centres (K, d), of what each step gives."""
         assert self._matrix is not None, "points are measured once they have been read"
-        for found in self._patches.each(partial(_distances, self._matrix, centres)):
-            for some, lengths in found:
-                yield from torch.split(some, lengths)
+        for chunks in self._patches.each(partial(_distances, self._matrix, centres)):
+            for distances, lengths in chunks:
+                yield from torch.split(distances, lengths)
 
     def places(self, picks: Tensor) -> Tensor:
         """Where points come from.

@@ -66,7 +66,7 @@ class MemoryBank(Bank, Scorer):
     def only(self, rows: Tensor) -> MemoryBank:
         """The bank of some of its vectors (m,) int64; their index comes from this one's."""
         spacing = None if self.spacing is None else self.spacing[rows]
-        some = replace(
+        part = replace(
             self,
             vectors=self.vectors[rows],
             origins=self.origins[rows],
@@ -75,8 +75,8 @@ class MemoryBank(Bank, Scorer):
         )
         if self.search == "exact":
             # As if the property had made it, which `replace` forgets.
-            vars(some)["_neighbours"] = self._neighbours.only(some.vectors, rows)
-        return some
+            vars(part)["_neighbours"] = self._neighbours.only(part.vectors, rows)
+        return part
 
     def spaced(self, rows: Tensor | None = None) -> MemoryBank:
         """The same bank, which knows its `spacing`.
@@ -88,8 +88,8 @@ class MemoryBank(Bank, Scorer):
         if count < 1:
             return replace(self, spacing=None)
         known = None if rows is None else self.spacing
-        some = self.vectors if rows is None or known is None else self.vectors[rows]
-        distances, _ = self.neighbours(some, count + 1)
+        vectors = self.vectors if rows is None or known is None else self.vectors[rows]
+        distances, _ = self.neighbours(vectors, count + 1)
         apart = distances[:, 1:].mean(1)  # the first is the vector itself
         if rows is not None and known is not None:
             apart = known.index_copy(0, rows, apart)
@@ -107,8 +107,8 @@ class MemoryBank(Bank, Scorer):
         Returns:
             Distances (N, K) float32, ascending, and origins (N, K, 3) int32.
         """
-        distances, found = self.neighbours(patches, count)
-        return distances, self.origins[found]
+        distances, nearest = self.neighbours(patches, count)
+        return distances, self.origins[nearest]
 
     def graph(self) -> _BankGraph:
         """`score` as a module that can be traced."""
@@ -161,11 +161,13 @@ def gather(patches: PatchSet, places: Tensor) -> tuple[Tensor, Tensor]:
     missing = len(places)
     for part in patches.each(partial(_gathered, places.cpu())):
         while part:  # what is copied goes, so that nothing is there twice
-            rows, some, where = part.pop()
+            rows, embeddings, where = part.pop()
             if vectors is None:
-                vectors = some.new_empty(len(places), some.shape[1], device=places.device)
+                vectors = embeddings.new_empty(
+                    len(places), embeddings.shape[1], device=places.device
+                )
             rows = rows.to(places.device)
-            vectors[rows], origins[rows] = some.to(places.device), where.to(places.device)
+            vectors[rows], origins[rows] = embeddings.to(places.device), where.to(places.device)
             missing -= len(rows)
     if vectors is None or missing:
         raise DataError("the training patches changed while they were read; train again")
@@ -177,7 +179,7 @@ def _gathered(places: Tensor, patches: PatchSet) -> list[tuple[Tensor, Tensor, T
     order = places[:, 0].argsort(stable=True)
     images, ranks = places[order].T.contiguous()
     seen: dict[int, int] = {}
-    found = []
+    gathered = []
     for batch in patches:
         height, width = batch.embeddings.shape[1:3]
         corners = batch.corners or ((0, 0),) * len(batch.images)
@@ -187,15 +189,15 @@ def _gathered(places: Tensor, patches: PatchSet) -> list[tuple[Tensor, Tensor, T
                 counted = batch.inside[i].flatten().nonzero()[:, 0].cpu()
             first = seen.get(image, 0)
             seen[image] = first + len(counted)
-            mine = slice(*torch.searchsorted(images, torch.tensor([image, image + 1])).tolist())
-            here = (ranks[mine] >= first) & (ranks[mine] < seen[image])
-            cells = counted[ranks[mine][here] - first]
+            wanted = slice(*torch.searchsorted(images, torch.tensor([image, image + 1])).tolist())
+            here = (ranks[wanted] >= first) & (ranks[wanted] < seen[image])
+            cells = counted[ranks[wanted][here] - first]
             inner = torch.stack([cells // width, cells % width], 1)
             start = torch.tensor([image, *corners[i]])
             origins = start + torch.cat([torch.zeros_like(cells)[:, None], inner], 1)
             vectors = batch.embeddings[i].flatten(0, 1)[cells.to(batch.embeddings.device)]
-            found.append((order[mine][here], vectors, origins.int()))
-    return found
+            gathered.append((order[wanted][here], vectors, origins.int()))
+    return gathered
 
 
 def gather_origins(batches: Iterable[PatchBatch], origins: Tensor) -> Tensor:
@@ -259,8 +261,8 @@ class _BankGraph(nn.Module):
         patches, count = embeddings - self.centre, len(self.vectors)
         least, nearest = self._nearest(patches, 0)
         for start in range(_BLOCK, count, _BLOCK):
-            values, found = self._nearest(patches, start)
-            nearest = torch.where(values < least, found, nearest)
+            values, place = self._nearest(patches, start)
+            nearest = torch.where(values < least, place, nearest)
             least = torch.minimum(values, least)
         nearest = nearest.clamp(max=count - 1)  # of NaN none is the nearest
         difference = patches - self.vectors[nearest]

@@ -93,19 +93,19 @@ def squared_to_two_owners(
     cells = torch.cat(spread(partial(_nearest_origin, origins), blocks, device))
     members = cells.bincount(minlength=len(origins)).tolist()
     groups = enumerate(torch.split(cells.argsort(stable=True), members))
-    work = [(c, some) for c, group in groups for some in torch.split(group, rows) if len(some)]
+    work = [(c, block) for c, group in groups for block in torch.split(group, rows) if len(block)]
 
     def measure(item: tuple[int, Tensor]) -> None:
-        cell, some = item
-        if len(some) < _LEAST:
-            some = torch.cat([some, some[:1].expand(_LEAST - len(some))])
-        offsets = points.index_select(0, some).float().sub_(origins[cell])
+        cell, block = item
+        if len(block) < _LEAST:
+            block = torch.cat([block, block[:1].expand(_LEAST - len(block))])
+        offsets = points.index_select(0, block).float().sub_(origins[cell])
         around = origins[cell], order[cell], away[cell]
         by_owner = _to_owners(offsets, centres, owners, count, *around, enough)
-        values, found = by_owner.topk(min(2, count), 0, largest=False)
-        least[some], nearest[some] = values[0], found[0]
+        values, owner_of = by_owner.topk(min(2, count), 0, largest=False)
+        least[block], nearest[block] = values[0], owner_of[0]
         if count > 1:
-            others[some] = values[1]
+            others[block] = values[1]
 
     spread(measure, work, device)
     return least, nearest, others
@@ -145,19 +145,19 @@ def _to_owners(
     squared = offsets.new_full((count, len(offsets)), torch.inf)
     members = torch.arange(len(offsets), device=offsets.device)
     norms = offsets.square().sum(1)
-    some = squared.clone()
+    lowest = squared.clone()
     step = _COLUMNS[offsets.device.type]
     for first in range(0, len(centres), step):
         if first:
-            second = some.topk(min(2, len(some)), 0, largest=False).values[-1]
+            second = lowest.topk(min(2, len(lowest)), 0, largest=False).values[-1]
             left = int((~(second <= enough)).sum())  # what is NaN stays so, and is never done
             if not left:
                 break
             if left <= _LEFT * len(second):  # those that aren't done yet go on alone
-                squared[:, members] = some
+                squared[:, members] = lowest
                 going = second.topk(max(left, _LEAST)).indices
                 members, second, norms = members[going], second[going], norms[going]
-                some, offsets = some.index_select(1, going), offsets.index_select(0, going)
+                lowest, offsets = lowest.index_select(1, going), offsets.index_select(0, going)
             reach = float((norms.sqrt() + second.sqrt()).amax())
             if float(away[first]) > reach * _MARGIN:
                 break
@@ -165,13 +165,13 @@ def _to_owners(
         whose, by_owner = owners[near].sort(stable=True)
         around = centres.index_select(0, near[by_owner]).sub_(origin)
         product = torch.addmm(around.square().sum(1, True), around, offsets.T, alpha=-2)
-        sizes = whose.bincount(minlength=len(some)).tolist()
-        lower = torch.full_like(some, torch.inf)
+        sizes = whose.bincount(minlength=len(lowest)).tolist()
+        lower = torch.full_like(lowest, torch.inf)
         for owner, part in enumerate(torch.split(product, sizes)):
             if len(part):
                 torch.amin(part, 0, out=lower[owner])
-        torch.minimum(some, lower.add_(norms).clamp_(min=0), out=some)
-    squared[:, members] = some
+        torch.minimum(lowest, lower.add_(norms).clamp_(min=0), out=lowest)
+    squared[:, members] = lowest
     return squared
 
 
@@ -218,11 +218,11 @@ class MinDistances:
     def add_centres(self, members: Tensor) -> None:
         """Make centres of some points (n,) int64."""
         while len(members):
-            some = members[: self._wanted or _CENTRES]
-            members = members[len(some) :]
-            centres = self._points.index_select(0, some).float()
+            batch = members[: self._wanted or _CENTRES]
+            members = members[len(batch) :]
+            centres = self._points.index_select(0, batch).float()
             self._update(centres)
-            self.squared[some] = -1.0  # even where rounding leaves one above 0
+            self.squared[batch] = -1.0  # even where rounding leaves one above 0
             if self._wanted:
                 self._pivots = torch.cat([self._pivots, centres])
                 if len(self._pivots) >= self._wanted:
@@ -253,10 +253,10 @@ class MinDistances:
         order = owners.argsort(stable=True)
         sizes = torch.bincount(owners, minlength=len(pivots)).tolist()
         blocks = [
-            (some, pivot)
+            (part, pivot)
             for pivot, group in zip(pivots, torch.split(members[order], sizes), strict=True)
-            for some in torch.split(group, self._block)
-            if len(some)
+            for part in torch.split(group, self._block)
+            if len(part)
         ]
         self._cells = self._spread(self._cell, blocks)
         for cell in self._cells:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from anomaly.errors import ConfigError, DataError
 from anomaly.runtime.parallel import spread
 from anomaly.scorers.base import Align, Fitter, Fold, Progress, Scorer
-from anomaly.scorers.merging import check_apart
 from anomaly.scorers.patchcore.embedding import patchcore_concat
 from anomaly.scorers.patches import PatchBatch, PatchSet
+from anomaly.scorers.saved_tensors import check_apart
 from anomaly.scorers.subspace.residual import Subspace, check_subspace, residual_norms
 from anomaly.scorers.subspace.statistics import PatchStatistics
 
