@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, quick_and_slow
 from torch import Tensor, nn
 
 from anomaly.features.backbones import build, default_layers
@@ -55,20 +55,28 @@ def told(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["resnet18", "wide_resnet50_2", "timm/tf_efficientnet_lite2"])
+@pytest.mark.parametrize(
+    "name",
+    quick_and_slow(
+        ["resnet18", "wide_resnet50_2", "timm/tf_efficientnet_lite2"],
+        "timm/tf_efficientnet_lite2",
+    ),
+)
 def test_networks_are_built_and_cut_without_the_compiler(name: str) -> None:
     assert told(_BUILD, name).strip() == "light"
 
 
+@pytest.mark.slow
 def test_a_torchvision_that_wants_more_of_the_compiler_gets_it() -> None:
     assert told(_FALL_BACK).split() == ["False", "True"]
 
 
+@pytest.mark.slow
 def test_the_compiler_and_detection_work_afterwards() -> None:
     assert told(_ASK_LATER).split() == ["0", "2", "1", "2"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick_and_slow(FAMILIES, "resnet18", "timm/tf_efficientnet_lite2"))
 def test_shapes_without_values_are_those_of_a_real_pass(name: str) -> None:
     network = build(name)
     layers = default_layers(name, network, 2)
