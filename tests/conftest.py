@@ -24,7 +24,8 @@ hypothesis.settings.load_profile("any machine")
 # Here, and in processes that tests start, `backbone.name` may be `tiny`.
 TINY = str(Path(__file__).with_name("tiny"))
 sys.path.insert(0, TINY)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [TINY, os.environ.get("PYTHONPATH")]))
+PYTHONPATH = os.pathsep.join([TINY, str(Path(__file__).parents[1])])
+os.environ["PYTHONPATH"] = PYTHONPATH
 
 # Wide terminals and narrow ones must not change what argparse prints.
 os.environ["COLUMNS"] = "100"
