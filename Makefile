@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install browser demo test test-portable test-slow check docs dist clean
+.PHONY: install browser demo test test-all test-slow test-portable check docs dist clean
 
 install: $(INSTALLED)
 
@@ -22,15 +22,24 @@ browser:
 demo: $(INSTALLED)
 	$(BIN)/python -m anomaly demo
 
+# A test file belongs to one process, of which there are as many as processors.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# What protects users, in about five minutes on two cores.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(PYTEST) -n auto --dist loadfile
+
+# Everything.
+test-all: test test-slow test-portable
+
+# Exhaustive matrices, real data, notebooks, Ray; then, one at a time, what is held to a clock.
+test-slow: $(INSTALLED)
+	$(PYTEST) -n auto --dist loadfile -m "slow and not clock"
+	$(BIN)/python -m pytest -m clock
 
 # The tests that rounding could turn, as older x86 processors compute, with 1, 2 and 4 threads.
 test-portable: $(INSTALLED)
 	$(BIN)/python tests/portable.py
-
-test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """A tiny product, and the commands run in-process on it."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ hypothesis.settings.load_profile("any machine")
 # Here, and in processes that tests start, `backbone.name` may be `tiny`.
 TINY = str(Path(__file__).with_name("tiny"))
 sys.path.insert(0, TINY)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [TINY, os.environ.get("PYTHONPATH")]))
+PYTHONPATH = os.pathsep.join([TINY, str(Path(__file__).parents[1])])
+os.environ["PYTHONPATH"] = PYTHONPATH
 
 # Wide terminals and narrow ones must not change what argparse prints.
 os.environ["COLUMNS"] = "100"
@@ -33,8 +36,9 @@ _TIMES = ("time", "milliseconds")
 RUNS = {"patchcore": "run_folder", "padim": "padim_folder", "subspace": "subspace_folder"}
 SHARED = REPOSITORY.parent / "shared"
 FAST = [
-    "backbone.name=resnet18",
+    "backbone.name=tiny",
     "backbone.weights=random",
+    "precision=fp32",
     "image.area=64",
     "model.coreset_ratio=0.1",
     "model.dimensions=20",
@@ -114,22 +118,63 @@ def result_files(folder: Path) -> dict[str, bytes]:
     return files
 
 
-@pytest.fixture(scope="session")
-def product(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny product's folder; read only."""
-    return write_product(tmp_path_factory.mktemp("data") / "disc")
-
-
-@pytest.fixture(scope="session")
-def two_products(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of two products, `disc` and `stripes`; read only."""
-    root = tmp_path_factory.mktemp("products")
-    write_product(root / "disc")
-    write_stripes(root / "stripes")
-    return root
-
-
 Command = Callable[[str, Sequence[object]], tuple[int, str, str]]
+MadeOnce = Callable[[str, Callable[[Path], object]], Path]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[Any]:
+    """Output may hold file names that are no text, which pytest-xdist can't send on."""
+    report = yield
+    report.sections = [
+        (title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections
+    ]
+    return report
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """Fills a folder, read only from then on, in whichever worker of pytest-xdist asks first."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    shared.mkdir(exist_ok=True)
+
+    def make(name: str, fill: Callable[[Path], object]) -> Path:
+        folder, done = shared / name, shared / f"{name.replace('/', '-')}.done"
+        with done.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                folder.parent.mkdir(exist_ok=True)
+                fill(folder)
+                done.touch()
+        return folder
+
+    return make
+
+
+def train(product: Path, setting: str, output: Path) -> None:
+    """Train on the tiny product, with one setting besides the tests' usual ones."""
+    run_command("train", train_arguments(product, output, setting))
+
+
+def run_command(name: str, arguments: Sequence[object]) -> None:
+    """Run a command that has to succeed, in this process."""
+    from anomaly.cli import main
+
+    assert main([name, *map(str, arguments)]) == 0
+
+
+@pytest.fixture(scope="session")
+def product(made_once: MadeOnce) -> Path:
+    """The tiny product's folder; read only."""
+    return made_once("data/disc", write_product)
+
+
+@pytest.fixture(scope="session")
+def two_products(made_once: MadeOnce) -> Path:
+    """The folder of two products, `disc` and `stripes`; read only."""
+    made_once("products/disc", write_product)
+    return made_once("products/stripes", write_stripes).parent
 
 
 @pytest.fixture
@@ -166,13 +211,9 @@ def train_arguments(product: Path, output: Path, *overrides: str) -> list[object
 
 
 @pytest.fixture(scope="session")
-def run_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(product: Path, made_once: MadeOnce) -> Path:
     """A trained PatchCore run; read only."""
-    from anomaly.cli import main
-
-    output = tmp_path_factory.mktemp("runs") / "disc"
-    assert main(["train", *map(str, train_arguments(product, output))]) == 0
-    return output
+    return made_once("runs/disc", partial(train, product, "model.kind=patchcore"))
 
 
 def train_products_arguments(root: Path, output: Path, *overrides: str) -> list[object]:
@@ -182,24 +223,24 @@ def train_products_arguments(root: Path, output: Path, *overrides: str) -> list[
 
 
 @pytest.fixture(scope="session")
-def product_runs(two_products: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def product_runs(two_products: Path, made_once: MadeOnce) -> Path:
     """Trained PatchCore runs of both products in one folder; read only."""
-    from anomaly.cli import main
 
-    output = tmp_path_factory.mktemp("runs") / "both"
-    assert main(["train", *map(str, train_products_arguments(two_products, output))]) == 0
-    return output
+    def train(runs: Path) -> None:
+        run_command("train", train_products_arguments(two_products, runs))
+
+    return made_once("product_runs/both", train)
 
 
 @pytest.fixture(scope="session")
-def bank_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bank_export(run_folder: Path, made_once: MadeOnce) -> Path:
     """The PatchCore run for ONNX Runtime, the whole graph too; read only."""
-    from anomaly.cli import main
 
-    output = tmp_path_factory.mktemp("exports") / "disc"
-    arguments = ["--model", run_folder, "--to", "onnx", "--output", output, "--whole"]
-    assert main(["export", *map(str, arguments), "--threads", "2"]) == 0
-    return output
+    def export(folder: Path) -> None:
+        arguments = ["--model", run_folder, "--to", "onnx", "--output", folder, "--whole"]
+        run_command("export", [*arguments, "--threads", "2"])
+
+    return made_once("exports/disc", export)
 
 
 @pytest.fixture(scope="session")
@@ -213,25 +254,15 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def padim_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def padim_folder(product: Path, made_once: MadeOnce) -> Path:
     """A trained PaDiM run; read only."""
-    from anomaly.cli import main
-
-    output = tmp_path_factory.mktemp("runs") / "disc"
-    arguments = train_arguments(product, output, "model.kind=padim")
-    assert main(["train", *map(str, arguments)]) == 0
-    return output
+    return made_once("padim/disc", partial(train, product, "model.kind=padim"))
 
 
 @pytest.fixture(scope="session")
-def subspace_folder(product: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def subspace_folder(product: Path, made_once: MadeOnce) -> Path:
     """A trained subspace run; read only."""
-    from anomaly.cli import main
-
-    output = tmp_path_factory.mktemp("runs") / "disc"
-    arguments = train_arguments(product, output, "model.kind=subspace")
-    assert main(["train", *map(str, arguments)]) == 0
-    return output
+    return made_once("subspace/disc", partial(train, product, "model.kind=subspace"))
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,10 @@
 """One network of each family whose layers are known by name."""
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
 FAMILIES = [
     "wide_resnet50_2",
     "resnet18",
@@ -21,3 +26,8 @@ FAMILIES = [
     "vgg16_bn",
     "timm/tf_efficientnet_lite2",
 ]
+
+
+def quick_and_slow(names: Iterable[str], *quick: str) -> list[Any]:
+    """Parameters for a test of networks, of which all but some are marked slow."""
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names]

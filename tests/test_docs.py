@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from families import quick_and_slow
 
 from anomaly.config.schema import Config
 
@@ -30,7 +31,9 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", quick_and_slow(SCRIPTS, "hooks/capturing.py", "hooks/pre.py", "hooks/tensors.py")
+)
 def test_every_script_runs(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(DOCS / script), run_name="__main__")

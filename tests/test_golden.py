@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from conftest import FAST, REPOSITORY, SHARED, write_product
+from conftest import REPOSITORY, SHARED, write_product
 
 RECORDED = Path(__file__).with_name("golden.json")
 SCORES = 0.02  # relative; which patches a bank holds may turn on the last digit of a distance
@@ -31,7 +31,14 @@ _PASSING = {"time", "milliseconds", "path", "model_id", "software_version", "ima
 _FIGURES = ("image_auroc", "image_ap", "pixel_auroc", "pixel_ap", "aupro")
 BOTTLE = SHARED / "data" / "mvtec_ad" / "bottle"
 WEIGHTS = SHARED / "weights" / "resnet50_v1_imagenet_stem_to_layer3.safetensors"
-_SMALL = [*FAST, "precision=fp32"]
+_SMALL = [
+    "precision=fp32",
+    "backbone.name=resnet18",
+    "backbone.weights=random",
+    "image.area=64",
+    "model.coreset_ratio=0.1",
+    "model.dimensions=20",
+]
 _BOTTLE = [
     "precision=fp32",
     "backbone.name=resnet50_v1",

@@ -41,7 +41,7 @@ PLACES = {
     "/path/to/part.png": {".": "test/scratch/000.png"},
 }
 IN_THE_CHECKOUT = ("make ", "source ")
-RUNS_TESTS = ("make test", "make test-slow", "make test-portable")  # this very test among them
+RUNS_TESTS = ("make test", "make test-all")  # this very test among them
 # A run that follows a folder goes on until somebody stops it.
 UNTIL_A_ROW = " & until grep -q ,ok, shift/results.csv; do sleep 0.2; kill -0 $!; done; "
 UNTIL_A_ROW += "kill -TERM $!; wait $!"

@@ -17,7 +17,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, write_part, write_product
+from conftest import PYTHONPATH, REPOSITORY, write_part, write_product
 from PIL import Image as Pil
 
 import anomaly
@@ -444,7 +444,7 @@ def test_a_program_that_predicts_files_ends_by_itself(
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() in ("good", "review", "reject")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, write_part
+from conftest import PYTHONPATH, write_part
 
 from anomaly.model.folder import EXPORT
 from anomaly.model.manifest import MANIFEST
@@ -44,7 +44,7 @@ def _check(arguments: str, code: int, message: str, folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _RUN, *arguments.split()],
         cwd=folder,
-        env={"PYTHONPATH": str(REPOSITORY)},
+        env={"PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
     )

@@ -17,19 +17,14 @@ import pytest
 import torch
 import torchvision
 from conftest import REPOSITORY, Command, train_arguments, write_part
-from families import FAMILIES
+from families import FAMILIES, quick_and_slow
 
 from anomaly.export.feature_files import read_features
 
-# One of each of torchvision's families; the slow ones take seconds.
+# One of each of torchvision's families.
 OTHERS = ["alexnet", "inception_v3", "maxvit_t", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t"]
 OTHERS += ["vit_b_32"]
-QUICK = {"resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1"}
-QUICK |= {"timm/tf_efficientnet_lite2"}
-NETWORKS = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-    for name in [*FAMILIES, *OTHERS]
-]
+NETWORKS = quick_and_slow([*FAMILIES, *OTHERS], "resnet18", "timm/tf_efficientnet_lite2")
 SQUARE = {"vit_b_32", "swin_t", "maxvit_t"}  # Swin and MaxViT cut images into windows of 7
 
 

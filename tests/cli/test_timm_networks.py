@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Command, train_arguments
+from families import quick_and_slow
 from safetensors.torch import save_file
 
 from anomaly.errors import ConfigError, WeightsError
@@ -22,7 +23,8 @@ DINO = "timm/vit_small_patch14_dinov2.lvd142m"
     ("name", "kind", "hooked", "size"),
     [
         ("timm/test_vit", "patchcore", ["blocks.3", "blocks.5"], 64),
-        ("timm/test_convnext", "subspace", ["stages.1", "stages.2"], 64),
+        pytest.param("timm/test_convnext", "subspace", ["stages.1", "stages.2"], 64,
+                     marks=pytest.mark.slow),
         pytest.param(DINO, "patchcore", ["blocks.8", "blocks.11"], 56, marks=pytest.mark.slow),
         pytest.param(DINO, "padim", ["blocks.5", "blocks.8", "blocks.11"], 56,
                      marks=pytest.mark.slow),
@@ -204,10 +206,12 @@ def test_names_and_sides_that_do_not_fit_are_answered(
         ("test_maxvit", ["image.resize=64"], "64×64, which image.resize=64", "resize=160"),
         ("test_maxvit", ["image.resize=99", "image.crop=64"], "64×64", "crop=160"),
         ("test_maxvit", ["image.area=64", "image.tile=64"], "64×64, which image.area", "area=160"),
-        ("maxvit_tiny_rw_224", [], "256×288, which image.area=256", "resize=224"),
-        ("gcvit_xxtiny", [], "256×288", "resize=224"),
-        ("nest_tiny", [], "256×288", "resize=224"),
-        ("maxxvitv2_nano_rw_256", ["image.area=160"], "160×192", "resize=256"),
+        pytest.param("maxvit_tiny_rw_224", [], "256×288, which image.area=256", "resize=224",
+                     marks=pytest.mark.slow),
+        pytest.param("gcvit_xxtiny", [], "256×288", "resize=224", marks=pytest.mark.slow),
+        pytest.param("nest_tiny", [], "256×288", "resize=224", marks=pytest.mark.slow),
+        pytest.param("maxxvitv2_nano_rw_256", ["image.area=160"], "160×192", "resize=256",
+                     marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_network_that_takes_few_sizes_says_which(
@@ -235,7 +239,9 @@ def test_it_is_trained_at_the_size_that_it_takes(
     assert "doesn't take images of 224×224; give another size, such as 160×160" in err
 
 
-@pytest.mark.parametrize("name", ["twins_svt_small", "mvitv2_tiny", "coat_tiny"])
+@pytest.mark.parametrize(
+    "name", quick_and_slow(["twins_svt_small", "mvitv2_tiny", "coat_tiny"], "coat_tiny")
+)
 def test_layers_that_a_network_has_not_are_no_defaults(
     name: str, product: Path, tmp_path: Path, command: Command
 ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Command, write_part
+from conftest import PYTHONPATH, Command, write_part
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Ray's own
@@ -58,7 +58,7 @@ def _joined(manifest: Path, output: Path, code: int = 3) -> bytes:
 
 def _infer(*arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "anomaly", "infer", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_WAIT_POLICY": "passive"}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_WAIT_POLICY": "passive"}
     return subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -191,7 +191,7 @@ def test_nodes_come_and_go_and_poison_is_alone(
     from ray.cluster_utils import Cluster
 
     poison = manifest.parent / "images" / "017.png"
-    monkeypatch.setenv("PYTHONPATH", f"{_poisoning(tmp_path, [poison])}:{REPOSITORY}")
+    monkeypatch.setenv("PYTHONPATH", f"{_poisoning(tmp_path, [poison])}:{PYTHONPATH}")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
@@ -245,7 +245,7 @@ def test_twenty_thousand_images_on_two_nodes(
     one = [*_arguments(manifest, run_folder, tmp_path / "one" / "out"), "--heatmap", "none"]
     assert main(["infer", *one]) == 0
     alone = time.monotonic() - started
-    monkeypatch.setenv("PYTHONPATH", f"{_poisoning(tmp_path, poison)}:{REPOSITORY}")
+    monkeypatch.setenv("PYTHONPATH", f"{_poisoning(tmp_path, poison)}:{PYTHONPATH}")
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "200")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:

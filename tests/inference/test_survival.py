@@ -69,7 +69,7 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.clock
 def test_killed_at_random_points(
     run_folder: Path, inputs: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -91,7 +91,7 @@ def test_killed_at_random_points(
         assert result_files(output) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.clock
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to find processes")
 def test_killed_decoding_processes_are_replaced(
     run_folder: Path, inputs: Path, undisturbed: Path, tmp_path: Path

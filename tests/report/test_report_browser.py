@@ -626,7 +626,7 @@ def test_print_shows_every_part(browser: Browser, tmp_path: Path) -> None:
     assert (tmp_path / "report.pdf").stat().st_size > 20_000
 
 
-@pytest.mark.slow  # what it allows is wall time, and a busy machine takes longer
+@pytest.mark.clock  # what it allows is wall time, and a busy machine takes longer
 def test_1500_images_open_fast_and_follow_the_slider(browser: Browser, tmp_path: Path) -> None:
     tiles = [picture(i, 8.0 + i % 9, i % 2 == 1, size=264) for i in range(12)]
     category = case(1500, thresholds=limits(), tiles=tiles)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import REPOSITORY, train_arguments, write_part, write_product
+from conftest import PYTHONPATH, train_arguments, write_part, write_product
 from safetensors.torch import load_file
 
 pytest.importorskip("ray")
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # warning
 
 def _anomaly(command: str, arguments: Sequence[object]) -> "subprocess.Popen[str]":
     line = [sys.executable, "-m", "anomaly", command, *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_WAIT_POLICY": "passive"}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_WAIT_POLICY": "passive"}
     environment["RAY_raylet_start_wait_time_s"] = "200"  # of a machine that has much to do
     return subprocess.Popen(
         line, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

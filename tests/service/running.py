@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conftest import REPOSITORY
+from conftest import PYTHONPATH
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Served:
         return self.process.wait(30)
 
 
-def start(folder: Path, *options: str, token: str = "", path: str = str(REPOSITORY)) -> Served:
+def start(folder: Path, *options: str, token: str = "", path: str = PYTHONPATH) -> Served:
     """Start a service for a folder of models, with a PYTHONPATH; it may not be ready yet."""
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
     environment.pop("ANOMALY_TOKEN", None)
@@ -98,7 +98,7 @@ def until_ready(served: Served, seconds: float = 300.0) -> None:
 
 @contextmanager
 def serving(
-    folder: Path, *options: str, token: str = "", path: str = str(REPOSITORY)
+    folder: Path, *options: str, token: str = "", path: str = PYTHONPATH
 ) -> Iterator[Served]:
     """A service that is ready; it has to end by itself when it is asked to."""
     served = start(folder, *options, token=token, path=path)

@@ -53,7 +53,7 @@ def resident(process: int) -> int:
     return int(fields[1]) * 4096
 
 
-@pytest.mark.slow
+@pytest.mark.clock
 def test_sixteen_clients_get_one_right_answer_each(
     models: Path, bodies: dict[str, bytes], tmp_path: Path, command: Command
 ) -> None:
@@ -97,7 +97,7 @@ def rows_of_infer(
     return {names[row["path"]]: (row["status"], row["verdict"], row["image_score"]) for row in rows}
 
 
-@pytest.mark.slow
+@pytest.mark.clock
 def test_every_answer_survives_a_kill(
     bank_export: Path, tmp_path: Path, bodies: dict[str, bytes]
 ) -> None:
@@ -144,7 +144,7 @@ def send(served: Served, bodies: dict[str, bytes], name: str, answered: dict[str
             answered[f"{name}-{i}"] = row["id"]
 
 
-@pytest.mark.slow
+@pytest.mark.clock
 def test_what_was_taken_is_answered_before_it_ends(models: Path, bodies: dict[str, bytes]) -> None:
     data = next(iter(bodies.values()))
     served = start(models)
@@ -186,7 +186,7 @@ def limited(models: Path) -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.slow
+@pytest.mark.clock
 def test_ten_thousand_connections_and_slow_clients_leave_nothing(
     limited: Served, bodies: dict[str, bytes]
 ) -> None:

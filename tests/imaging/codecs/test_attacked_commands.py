@@ -25,7 +25,7 @@ _HOLES = (3 * 2**30, 19 * 2**30 // 10)  # more than any picture may have, and le
 _GOOD = [f"good {i}.png" for i in range(4)]
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.clock,
     pytest.mark.skipif(
         not Path("/proc/self/stat").exists(), reason="nothing says here what a process uses"
     ),

@@ -94,7 +94,7 @@ def test_each_attack_is_cheap(tmp_path):
     check(tmp_path, 0, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.clock
 @pytest.mark.parametrize("seed", range(3))
 def test_mutants_of_each_attack_are_cheap(tmp_path, seed):
     check(tmp_path, 8, seed)

@@ -1,14 +1,18 @@
-"""Folded batch norms: the same maps, fewer modules, and nothing folded that somebody else reads."""
+"""Folded batch norms, fused activations and sums: the same maps, wherever the hooks are."""
+
+import copy
 
 import pytest
 import torch
+from families import quick_and_slow
 from torch import Tensor, nn
 
 from anomaly.features.backbone_weights import load_state, read_weights
 from anomaly.features.backbones import build, default_layers
 from anomaly.features.extractor import FeatureExtractor
-from anomaly.features.optimise import foldable, folded
+from anomaly.features.optimise import foldable, folded, fused
 from anomaly.features.truncation import truncate
+from anomaly.hooks import capture
 
 # How many of each network's batch norms come right behind a convolution, up to the third stage.
 FOLDED = {
@@ -38,8 +42,8 @@ def unsettle(network: nn.Module) -> None:
                 tensor.data.uniform_(low, high, generator=generator)
 
 
-@pytest.mark.parametrize("name", FOLDED)
-def test_maps_stay_the_same(name: str) -> None:
+@pytest.mark.parametrize("name", quick_and_slow(FOLDED, "resnet18", "mobilenet_v2"))
+def test_maps_stay_the_same_with_norms_folded(name: str) -> None:
     full = build(name)
     truncated = truncate(build(name), default_layers(name, full, 3))
     load_state(truncated.network, read_weights(name, "random", 0)[0], full, name)
@@ -91,3 +95,67 @@ def test_only_what_nobody_else_reads_is_folded() -> None:
     torch.testing.assert_close(engine(images), network(images), rtol=1e-4, atol=1e-5)
     assert isinstance(engine.norm3, nn.Identity)
     assert isinstance(network.norm3, nn.BatchNorm2d)
+
+
+# By network: layers of which some lie inside what could be fused, and how many activations are
+# computed by themselves afterwards.
+NETWORKS = {
+    "resnet18": (["layer1", "layer3"], 0),
+    "resnet50": (["relu", "layer1", "layer2.1.bn2", "layer3"], 3),
+    "resnext50_32x4d": (["conv1", "layer2"], 1),
+    "mobilenet_v2": (["features.3.conv.0.0", "features.4", "features.7.conv.1"], 1),
+    "timm/tf_efficientnet_lite2": (["blocks.0.0.bn1", "blocks.1.0.bn1.drop", "blocks.2"], 4),
+    "vgg16_bn": (["features.5", "features.23"], 0),
+}
+
+
+def _prepared(name: str, layers: list[str]) -> tuple[FeatureExtractor, nn.Module]:
+    """An extractor with random weights, and its network as it was built."""
+    truncated = truncate(build(name), layers)
+    network = truncated.network.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for key, tensor in network.state_dict().items():
+        low = 0.5 if "var" in key or (key.endswith("weight") and tensor.ndim == 1) else -0.1
+        if tensor.is_floating_point():
+            tensor.uniform_(low, low + 0.2 if low < 0 else 1.5, generator=generator)
+    return truncated.extractor(), copy.deepcopy(network).eval()
+
+
+@pytest.mark.parametrize("name", quick_and_slow(NETWORKS, "resnet18", "mobilenet_v2"))
+def test_maps_stay_the_same_with_activations_fused(name: str) -> None:
+    layers, alone = NETWORKS[name]
+    extractor, plain = _prepared(name, layers)
+    images = torch.randn(3, 3, 64, 96, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode(), capture(plain, layers, stop=True) as captured:
+        captured.run(images)
+        expected = captured.pop()
+    for found in extractor(images):
+        mine, theirs = found.values, expected[found.layer]
+        assert (mine - theirs).norm() / theirs.norm() < 1e-5
+    engine = fused(folded(extractor.network, extractor.pairs, torch.float32), extractor.layers)
+    activations: list[str] = []
+    for path, module in engine.named_modules():
+        if isinstance(module, nn.ReLU | nn.ReLU6):
+            module.register_forward_hook(lambda *_, path=path: activations.append(path))
+    with torch.inference_mode(), capture(engine, extractor.layers, stop=True) as captured:
+        captured.run(images)
+    assert len(activations) == alone
+
+
+def test_a_map_that_is_kept_is_not_overwritten_by_the_next_block() -> None:
+    """A residual block reads its input once more at its end, and has to leave it as it was."""
+    extractor, _ = _prepared("resnet50", ["layer1.0", "layer1.1"])
+    alone, _ = _prepared("resnet50", ["layer1.0"])
+    images = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(extractor(images)[0].values, alone(images)[0].values)
+
+
+def test_what_onednn_would_pad_otherwise_is_left_alone() -> None:
+    odd = (
+        nn.Conv2d(3, 3, 3, padding="same"),
+        nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"),
+    )
+    for convolution in odd:
+        network = nn.Sequential(convolution, nn.ReLU())
+        assert fused(network, [])[0] is convolution
+        assert isinstance(network[1], nn.ReLU)
