@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import evaluate_ray, machine
+from anomaly.cli import machine
 from anomaly.cli.evaluate_sources import Source, made, sources
 from anomaly.datasets import open_test_images
 from anomaly.errors import AnomalyError, ConfigError, ModelError, first_of
@@ -172,7 +172,7 @@ def _run(options: argparse.Namespace) -> int:
             if cluster is None:
                 _one_by_one(options, take)
             else:
-                evaluate_ray.run(options, cluster, take)
+                machine.annex("cli.evaluate_ray").run(options, cluster, take)
     finally:
         # Whatever stopped the run, what was evaluated has its index.
         if categories:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import infer_ray, infer_shard, infer_watch, machine
+from anomaly.cli import infer_watch, machine
 from anomaly.cli.infer_page import write_page
 from anomaly.cli.progress import ProgressLine
 from anomaly.cli.speech import NOTE
@@ -139,8 +139,9 @@ def run(options: argparse.Namespace) -> int:
     elif len(products) == 1:
         log.log(NOTE, "%s holds one run, %s, which scores all images", options.model, *products)
     if options.manifest is not None:
-        infer_shard.check(options)
-        return infer_shard.run(options) if options.ray is None else infer_ray.run(options)
+        machine.annex("cli.infer_shard").check(options)
+        way = "cli.infer_shard" if options.ray is None else "cli.infer_ray"
+        return int(machine.annex(way).run(options))
     if given := [f"--{n}" for n in ("shard", "ray", "workers") if getattr(options, n) is not None]:
         raise DataError(f"{given[0]} is about chunks of a manifest: give --manifest")
     options.output = Path(options.output)

@@ -6,14 +6,14 @@ import argparse
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.model.exported import is_exported
 from anomaly.model.folder import find_products
-from anomaly.runtime.actors import joined
 from anomaly.runtime.devices import CPU, device_of
 from anomaly.runtime.threads import cores, use_threads
 
@@ -23,6 +23,23 @@ if TYPE_CHECKING:
     from anomaly.runtime.actors import Cluster
 
 log = logging.getLogger(__name__)
+
+
+def annex(name: str) -> Any:
+    """A module of `line`, `cluster` or `export`, which the core doesn't import.
+
+    Args:
+        name: below `anomaly`.
+
+    Raises:
+        AnomalyError: this installation came without it.
+    """
+    try:
+        return import_module(f"anomaly.{name}")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("anomaly."):
+            raise
+        raise AnomalyError(f"this installation has no anomaly.{name}; install all of it") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +125,9 @@ def cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
         yield None
         return
     threads = wanted_threads(options) if options.threads else 1
-    with joined(options.ray, threads, options.workers, options.device) as found:
+    with annex("runtime.actors").joined(
+        options.ray, threads, options.workers, options.device
+    ) as found:
         yield found
 
 

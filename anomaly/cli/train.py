@@ -42,7 +42,12 @@ def run(options: argparse.Namespace) -> int:
         device, threads = machine.device_and_threads(options)
         with machine.cluster(options) as cluster:
             calibrate, overwrite = not options.no_calibrate, options.overwrite
-            how = TrainOptions(device, threads, calibrate, overwrite, cluster)
+            shared = (
+                None
+                if cluster is None
+                else machine.annex("model.cluster_cache").computed_by(cluster)
+            )
+            how = TrainOptions(device, threads, calibrate, overwrite, shared)
             if isinstance(data.category, tuple):
                 return train_products(config, datasets, output, how)
             return train_and_say(config, datasets[0], output, how)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from anomaly.calibration import Thresholds
     from anomaly.config.schema import Config
     from anomaly.datasets import Dataset
-    from anomaly.runtime.actors import Cluster
+    from anomaly.model.training import SharedFeaturesOf
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +37,14 @@ class TrainOptions:
         threads: decoding processes.
         calibrate: whether to find thresholds.
         overwrite: replace an earlier run.
-        cluster: whose workers compute features and scores; None for this process.
+        shared: has other machines compute features and scores; None for this process.
     """
 
     device: torch.device
     threads: int
     calibrate: bool = True
     overwrite: bool = False
-    cluster: Cluster | None = None
+    shared: SharedFeaturesOf | None = None
 
 
 def train_and_say(
@@ -75,7 +75,7 @@ def train_and_say(
             workers=how.threads,
             calibrate=how.calibrate,
             overwrite=how.overwrite,
-            cluster=how.cluster,
+            shared=how.shared,
             progress=progress,
         )
     _say(summary, output, training.detector.thresholds)

@@ -21,7 +21,6 @@ from anomaly.imaging.listing import list_images
 from anomaly.model.checkpoint import load
 from anomaly.model.folder import check_run_folder, find_model
 from anomaly.model.golden import golden_of
-from anomaly.service.confirmed import Confirmed, confirmed_parts
 
 if TYPE_CHECKING:
     from anomaly.datasets import Sample
@@ -139,21 +138,23 @@ def _images(
         # Folders of defects have names in common; good images keep theirs in the model.
         return [Sample(path, path.name if option == "good" else str(path)) for path in paths]
 
-    said = Confirmed()
+    good, past, defects = named("good"), [], named("defects")
     if options.feedback is not None:
-        said = confirmed_parts(options.feedback, lineage(model), scratch)
-    if said.lost:
-        log.warning(
-            "left out, as the record keeps no picture of them (--keep-good, --keep-pictures of "
-            "serve): %d of the parts that people have judged",
-            said.lost,
-        )
-    good, golden = [*said.good, *named("good")], golden_of(folder)
+        record = machine.annex("service.confirmed")
+        said = record.confirmed_parts(options.feedback, lineage(model), scratch)
+        if said.lost:
+            log.warning(
+                "left out, as the record keeps no picture of them (--keep-good, --keep-pictures of "
+                "serve): %d of the parts that people have judged",
+                said.lost,
+            )
+        good, past, defects = [*said.good, *good], said.past, [*said.defects, *defects]
+    golden = golden_of(folder)
     if not good:
         raise DataError(f"{options.feedback} has no part with a picture that was called good")
     parts = list_images(golden) if golden else []
     return good, {
         GOLDEN_PARTS: [Sample(p, p.relative_to(golden or p).as_posix()) for p in parts],
-        "past parts": said.past,
-        DEFECTS: [*said.defects, *named("defects")],
+        "past parts": past,
+        DEFECTS: defects,
     }

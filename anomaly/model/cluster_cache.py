@@ -28,6 +28,7 @@ from anomaly.model.preparation import TrainingSetup
 from anomaly.model.scoring import Model
 from anomaly.model.shard_worker import ShardJob, ShardWorker
 from anomaly.model.suspects import Suspects
+from anomaly.model.training import SharedFeaturesOf
 from anomaly.runtime.actors import Actor, Cluster, then
 from anomaly.runtime.dispatch import Worker, dispatch
 from anomaly.scorers.base import Progress
@@ -40,6 +41,13 @@ _LEAST_SHARDS = 10
 _FOLDER = "features-"
 _SCORED = 16  # images at once
 _Ask = Callable[[Actor, int, Any], "Future[Any]"]
+
+
+def computed_by(cluster: Cluster) -> SharedFeaturesOf:
+    """Have a cluster's workers compute the features of a training."""
+    return lambda model, images, scratch, progress: ClusterCache(
+        model, images, cluster, scratch, progress
+    )
 
 
 class ClusterCache:

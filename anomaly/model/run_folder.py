@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from anomaly.model.scoring import Model
-    from anomaly.model.training import StageProgress, Training
-    from anomaly.runtime.actors import Cluster
+    from anomaly.model.training import SharedFeaturesOf, StageProgress, Training
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def train_run(
     workers: int,
     calibrate: bool = True,
     overwrite: bool = False,
-    cluster: Cluster | None = None,
+    shared: SharedFeaturesOf | None = None,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> tuple[Training, dict[str, Any]]:
     """Train a model into a run's folder.
@@ -67,7 +66,7 @@ def train_run(
         workers: decoding processes.
         calibrate: whether to find thresholds.
         overwrite: replace an earlier run there, once the new model is trained.
-        cluster: whose workers compute features and scores; all its machines see the run's folder.
+        shared: has other machines compute features and scores; all of them see the folder.
         progress: called with (stage, done, total).
 
     Returns:
@@ -89,7 +88,7 @@ def train_run(
         scratch=output,
         workers=workers,
         calibrate=calibrate,
-        cluster=cluster,
+        shared=shared,
         progress=progress,
     )
     before = time.perf_counter()

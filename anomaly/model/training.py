@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -17,16 +18,16 @@ from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.read import Image
 from anomaly.model.appearance_model import AppearanceModel, odd_among
-from anomaly.model.cluster_cache import ClusterCache
-from anomaly.model.cross_fitting import split
+from anomaly.model.cross_fitting import Scoring, split
 from anomaly.model.detector_fit import DetectorFit, fit_detector
 from anomaly.model.feature_cache import CachedFeatures, FeatureCache
-from anomaly.model.preparation import prepare
+from anomaly.model.preparation import TrainingSetup, prepare
 from anomaly.model.saving import manifest_of
 from anomaly.model.scoring import Model
 from anomaly.model.suspects import Suspect
-from anomaly.runtime.actors import Cluster
+from anomaly.scorers.base import Progress
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,29 @@ class Training:
     stand_out: Mapping[str, float]
 
 
+class SharedFeatures(Protocol):
+    """Features of the training images that other machines compute, keep and score."""
+
+    @property
+    def shard(self) -> int:
+        """How many images a worker computes together."""
+
+    @property
+    def score(self) -> Scoring:
+        """Scores images where their features are; see `cross_fit`."""
+
+    def build(self) -> CachedFeatures:
+        """Have all features computed."""
+
+    def close(self) -> None:
+        """Delete what was kept."""
+
+
+SharedFeaturesOf: TypeAlias = Callable[
+    [TrainingSetup, Mapping[int, Path | Image], Path, Progress], SharedFeatures
+]
+
+
 def train(
     config: Config,
     samples: Sequence[Sample],
@@ -72,7 +96,7 @@ def train(
     scratch: Path,
     workers: int = 2,
     calibrate: bool = True,
-    cluster: Cluster | None = None,
+    shared: SharedFeaturesOf | None = None,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> Training:
     """Learn what good looks like.
@@ -87,7 +111,7 @@ def train(
         scratch: an existing folder for temporary files.
         workers: decoding processes.
         calibrate: whether to find thresholds.
-        cluster: whose workers compute features and scores; all its machines see `scratch`.
+        shared: has other machines compute features and scores; all of them see `scratch`.
         progress: called with (stage, done, total).
 
     Raises:
@@ -101,7 +125,7 @@ def train(
     if calibrate or config.model.leave_out_suspects:  # told before anything is computed
         split(range(len(samples)), {}, config.calibration.folds)
     with Decoders(min(workers, len(samples))) as decoders:
-        return _train(config, samples, decoders, device, scratch, calibrate, cluster, progress)
+        return _train(config, samples, decoders, device, scratch, calibrate, shared, progress)
 
 
 def _train(
@@ -111,7 +135,7 @@ def _train(
     device: torch.device,
     scratch: Path,
     calibrate: bool,
-    cluster: Cluster | None,
+    shared: SharedFeaturesOf | None,
     progress: StageProgress,
 ) -> Training:
     clock = _Clock()
@@ -124,14 +148,14 @@ def _train(
             decoders.rest()
 
     images = {i: sample.source for i, sample in enumerate(samples)}
-    shared: ClusterCache | None = None
+    elsewhere: SharedFeatures | None = None
     with ExitStack() as opened:
-        if cluster is None:
+        if shared is None:
             cache = FeatureCache(setup, setup.fitter, decoders, scratch, computed)
             features = opened.enter_context(closing(cache)).build(images)
         else:
-            shared = ClusterCache(setup, images, cluster, scratch, computed)
-            features = opened.enter_context(closing(shared)).build()
+            elsewhere = opened.enter_context(closing(shared(setup, images, scratch, computed)))
+            features = elsewhere.build()
         features.checked()
         clock.lap("features")
         fit = fit_detector(
@@ -140,7 +164,7 @@ def _train(
             setup.fitter,
             samples,
             calibrate=calibrate,
-            score=None if shared is None else shared.score,
+            score=None if elsewhere is None else elsewhere.score,
             fitted=lambda: clock.lap("scorer"),
             selecting=lambda done, total: progress("scorer", done, total),
             calibrating=lambda done, total: progress("calibration", done, total),
@@ -149,7 +173,7 @@ def _train(
             clock.lap("calibration")
     spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in clock.seconds.items())
     log.debug("time: %s", spent)
-    shard = None if shared is None else shared.shard
+    shard = None if elsewhere is None else elsewhere.shard
     return _training(fit, features, samples, setup.weights_sha256, shard, clock.seconds)
 
 

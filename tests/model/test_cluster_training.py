@@ -20,6 +20,7 @@ from anomaly.config.files import load_config
 from anomaly.datasets import open_dataset
 from anomaly.errors import DataError, OutputError
 from anomaly.imaging.loading import turn_of
+from anomaly.model.cluster_cache import computed_by
 from anomaly.model.run_folder import train_run
 from anomaly.model.training import Training
 from anomaly.runtime.dispatch import WorkerDied
@@ -104,7 +105,8 @@ def _trained(
     config = load_config(str(REPOSITORY / "configs" / "folder.yaml"), [*where, *FAST, *overrides])
     data = open_dataset(config.data.format, config.data.root, config.data.category)
     (output / "features-of-one-that-was-killed").mkdir(parents=True)
-    more: dict[str, Any] = {"cluster": cluster, "calibrate": calibrate}
+    shared = None if cluster is None else computed_by(cluster)
+    more: dict[str, Any] = {"shared": shared, "calibrate": calibrate}
     return train_run(config, data, output, device=_CPU, workers=1, **more)
 
 

@@ -7,7 +7,7 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import faiss
 import numpy as np
@@ -15,11 +15,17 @@ import torch
 from torch import Tensor
 
 from anomaly.scorers.patchcore.distances import ROUNDING, squared_norms
-from anomaly.scorers.patchcore.search import ExactIndex
 
 Rows = np.ndarray[Any, Any]
 
 _LISTS_PROBED = 4
+
+
+class Candidates(Protocol):
+    """Any index: names the k nearest (Q, k) int64 of queries (Q, D)."""
+
+    def candidates(self, queries: Tensor, k: int) -> Tensor:
+        """The k nearest of each query."""
 
 
 class FaissIndex:
@@ -27,18 +33,19 @@ class FaissIndex:
 
     Args:
         bank: (M, D) float32 on the CPU.
-        inverted: search the vectors of the 4 nearest of about 4√M lists only. Approximate.
+        exact: finds what faiss's float32 products can't tell apart; None to search inverted lists,
+            of which the 4 nearest of about 4√M are: approximate.
         cache: folder for the trained inverted lists.
     """
 
-    def __init__(self, bank: Tensor, *, inverted: bool = False, cache: Path | None = None) -> None:
+    def __init__(self, bank: Tensor, exact: Candidates | None, cache: Path | None = None) -> None:
         # Relative to the mean: faiss multiplies distances out, and large norms would cancel.
         self._mean = bank.mean(0)
         vectors = np.ascontiguousarray((bank - self._mean).numpy())
-        self._exact = None if inverted else ExactIndex(bank, None)
+        self._exact = exact
         self._farthest = float(squared_norms(vectors).max())
         self._index: Any
-        if inverted:
+        if exact is None:
             self._index = _cached(vectors, cache) if cache is not None else _inverted(vectors)
         else:
             self._index = faiss.IndexFlatL2(vectors.shape[1])
@@ -58,7 +65,7 @@ class FaissIndex:
             found[short] = self._index.search(rows[short], k, params=every)[1]
         return torch.from_numpy(found).clamp_(min=0)
 
-    def _flat(self, exact: ExactIndex, queries: Tensor, rows: Rows, k: int) -> Tensor:
+    def _flat(self, exact: Candidates, queries: Tensor, rows: Rows, k: int) -> Tensor:
         """The k nearest by faiss; measured where its float32 products can't tell."""
         scores, found = self._index.search(rows, min(k + 1, self._index.ntotal))
         nearest = torch.from_numpy(found[:, :k].copy())

@@ -202,7 +202,7 @@ def _index_of(bank: Array, method: str, cache: Path | None) -> Index:
     # Heavy, and wanted by few.
     from anomaly.scorers.patchcore.faiss_index import FaissIndex
 
-    return FaissIndex(bank, inverted=method == "ivf", cache=cache)
+    return FaissIndex(bank, ExactIndex(bank, None) if method == "faiss" else None, cache)
 
 
 def quickest_screen(bank: Array) -> Dtype | None:
