@@ -2,6 +2,9 @@
 
     python -m benchmarks.search [--features FILE.npy --queries FILE.npy]
 
+`exact` is what a model does here: by a screen in bfloat16 or float32, or by a product of all
+dimensions. Each of these can be named as a method of its own, `product` for the last.
+
 Each round searches once with every method, so that a busy machine hits all alike; figures are
 medians, in milliseconds for an image of 1,024 patches. A neighbour counts as exact when its
 distance in float64 is the least there is, within a millionth.
@@ -18,12 +21,19 @@ import torch
 from torch import Tensor
 
 from anomaly.scorers.patchcore.coreset import greedy_k_center, random_projection
-from anomaly.scorers.patchcore.search import NearestNeighbors
+from anomaly.scorers.patchcore.distances import Dtype
+from anomaly.scorers.patchcore.search import METHODS, ExactIndex, NearestNeighbors, quickest_screen
 from benchmarks.inputs import PATCHES_AN_IMAGE, embeddings, generated, machine, whole_images
 
 # Seconds before each timed search: OpenMP's threads spin for a while after a product, in which they
 # take the next method's cores.
 _REST = 0.3
+# Of `exact`: the dtype of its screen.
+WAYS: dict[str, Dtype | None] = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "product": None,
+}
 
 
 def coreset(features: Tensor, size: int) -> Tensor:
@@ -31,6 +41,13 @@ def coreset(features: Tensor, size: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     points = features @ random_projection(features.shape[1], 128, generator=generator)
     return features[greedy_k_center(points, size, generator=generator).picks]
+
+
+def search_by(method: str, bank: Tensor) -> NearestNeighbors:
+    """The search of a bank by one of its methods, or `exact` in a certain way."""
+    if method in METHODS:
+        return NearestNeighbors(bank, method)
+    return NearestNeighbors(bank, index=ExactIndex(bank, WAYS[method]))
 
 
 def exact_share(bank: Tensor, queries: Tensor, found: Tensor) -> float:
@@ -46,10 +63,10 @@ def measure(bank: Tensor, queries: Tensor, args: argparse.Namespace) -> None:
     """The lines of one bank and one batch size."""
     indices: dict[str, NearestNeighbors] = {}
     built: dict[str, float] = {}
-    methods = ["auto", "product"] if args.device != "cpu" else args.methods
+    methods = ["exact"] if args.device != "cpu" else args.methods
     for method in methods:
         start = time.perf_counter()
-        indices[method] = NearestNeighbors(bank.to(args.device), method)
+        indices[method] = search_by(method, bank.to(args.device))
         built[method] = time.perf_counter() - start
     queries = queries.to(args.device)
     times: dict[str, list[float]] = {method: [] for method in methods}
@@ -67,7 +84,8 @@ def measure(bank: Tensor, queries: Tensor, args: argparse.Namespace) -> None:
     for method in methods:
         seconds = statistics.median(times[method])
         share = exact_share(bank, some, found[method][:: max(1, len(queries) // args.checked)])
-        name = f"auto ({indices[method].method})" if method == "auto" else method
+        way = quickest_screen(bank.to(args.device)) or "product"
+        name = f"exact ({way})" if method == "exact" else method
         print(
             f"| {len(bank):,} | {len(queries):,} | {name} | {1000 * seconds / images:.1f} ms "
             f"| {seconds / base:.2f}× | {share:.2%} | {built[method]:.2f} s |",
@@ -82,7 +100,12 @@ def main() -> None:
     parser.add_argument("--banks", type=int, nargs="+", default=[2_140, 21_401, 85_606])
     parser.add_argument("--batches", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--points", type=int, default=214_016, help="that banks are chosen from")
-    parser.add_argument("--methods", nargs="+", default=["auto", "product", "faiss", "ivf"])
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=[*METHODS, *WAYS],
+        default=["exact", "product", "faiss", "ivf"],
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--checked", type=int, default=512, help="queries checked in float64")
     parser.add_argument("--threads", type=int, default=2)

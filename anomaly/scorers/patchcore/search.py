@@ -174,9 +174,9 @@ class ExactIndex:
     def _nearest(self, queries: Array, k: int, screen: Screen | None) -> Array:
         """The k nearest (Q, k) of each query; -1 where the screen rules out too few."""
         xp, bank, centred = module_of(queries), self._bank, queries - self._mean
-        moved: Array | float
+        moved: Array = 0.0
         if screen is None:
-            bounds, moved = half_squared_distances(centred, bank, self._mean), 0.0
+            bounds = half_squared_distances(centred, bank, self._mean)
         else:
             bounds, moved = screen.bounds(centred)
         every = like(np.arange(len(queries)), queries)
