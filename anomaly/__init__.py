@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from anomaly.model.prediction import Prediction
     from anomaly.model.product_folder import load
     from anomaly.report.category import evaluate
-    from anomaly.report.index import write_report as write_report
 
 _HOME = {
     "AnomalyDetector": "model.detector",
@@ -44,7 +43,6 @@ _ABOVE = {
     "explained": "explain.score",
     "recalibrated": "evaluation.recalibration",
     "updated": "evaluation.updating",
-    "write_report": "report.index",
 }
 
 __all__ = [

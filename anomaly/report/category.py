@@ -103,7 +103,7 @@ class Category:
         Raises:
             OutputError: there is one already, or it can't be written.
         """
-        from anomaly import write_report
+        from anomaly.report.index import write_report
 
         return write_report(self, Path(folder), overwrite=overwrite)
 
