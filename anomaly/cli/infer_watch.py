@@ -93,6 +93,7 @@ def _follow(
         about,
         regions=options.regions,
         mm_per_pixel=model.lead.config.image.mm_per_pixel,
+        seen=seen,
     )
     outputs.write_scale(model)
     decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
@@ -109,7 +110,6 @@ def _follow(
                 stopped=lambda: stop.signal is not None,
                 heatmaps=outputs.heatmaps,
                 thumbnails=thumbnails,
-                seen=seen,
                 trouble=log.warning,
                 looking=_saying_changes(model),
             )

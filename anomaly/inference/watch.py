@@ -112,7 +112,7 @@ class Arrivals:
 
 
 class WatchJournal(Journal):
-    """The journal of watched folders, and the tables that grow with it.
+    """The record of watched folders, and the tables that grow with it.
 
     A line names files that are done and says how long the tables were then: whatever lies behind
     are rows that a killed process didn't finish, and is dropped.
@@ -122,13 +122,18 @@ class WatchJournal(Journal):
         about: what the rows depend on; tables about something else can't be continued.
         regions: whether there is a table of regions.
         mm_per_pixel: for that one; None where it isn't known.
+        seen: called with each image, once its row is in the tables.
 
     Attributes:
-        done: files in the tables that were unchanged, or not there, when this was made.
+        earlier: files in the tables that were unchanged, or not there, when this was made.
+        arrived: files that are being scored, in order, with their stamps.
+        done: none of them has a row yet.
 
     Raises:
         OutputError: the tables are about something else, or damaged.
     """
+
+    done: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -137,14 +142,16 @@ class WatchJournal(Journal):
         *,
         regions: bool,
         mm_per_pixel: float | None,
+        seen: Callable[[Finished], None] = lambda finished: None,
     ) -> None:
-        self._mm_per_pixel = mm_per_pixel
+        self._mm_per_pixel, self._seen = mm_per_pixel, seen
         self._headers = {_RESULTS: csv_header(Row), _LINES: ""}
         if regions:
             self._headers[_REGIONS] = csv_header(RegionRow)
         self._ends = dict.fromkeys(self._headers, 0)
         self._tables: dict[str, GrowingFile] = {}
-        self.done: dict[Path, Stamp] = {}
+        self.earlier: dict[Path, Stamp] = {}
+        self.arrived: list[tuple[Path, Stamp]] = []
         super().__init__(output / WATCHED, about)
 
     def __enter__(self) -> Self:
@@ -159,8 +166,8 @@ class WatchJournal(Journal):
         for table in self._tables.values():
             table.close()
 
-    def add(self, files: Mapping[Path, Stamp], batch: Sequence[Finished]) -> None:
-        """Write a batch's rows and regions; they are in the tables when this returns.
+    def add(self, batch: Sequence[Finished]) -> None:
+        """Write rows and regions of a batch of `arrived`; they are in the tables on return.
 
         Raises:
             OutputError: no room.
@@ -173,15 +180,18 @@ class WatchJournal(Journal):
             texts[_REGIONS] = csv_lines(found)
         for name, text in texts.items():
             self._tables[name].append(text.encode("utf-8", "surrogateescape"))
-        stamps = {str(path): asdict(stamp) for path, stamp in files.items()}
+        files = (self.arrived[one.index] for one in batch)
+        stamps = {str(path): asdict(stamp) for path, stamp in files}
         self.commit({"files": stamps, "ends": {n: t.end for n, t in self._tables.items()}})
+        for one in batch:
+            self._seen(one)
 
     def take(self, line: dict[str, Any]) -> None:
         """Remember the files of a line, and how long the tables were."""
         for name, said in line["files"].items():
             path, stamp = Path(name), Stamp(**said)
             if stamp_of(path) in (stamp, None):  # one that isn't there may come back
-                self.done[path] = stamp
+                self.earlier[path] = stamp
         self._ends.update(line["ends"])
 
 
@@ -196,7 +206,6 @@ def watch(
     stopped: Callable[[], bool],
     heatmaps: Literal["none", "reject", "all"] = "all",
     thumbnails: Thumbnails | None = None,
-    seen: Callable[[Finished], None] = lambda finished: None,
     trouble: Callable[[str], None] = lambda message: None,
     looking: Callable[[], None] = lambda: None,
 ) -> None:
@@ -215,14 +224,13 @@ def watch(
         stopped: asked all the time.
         heatmaps: which images have one, as for `Inputs`.
         thumbnails: as for `infer`.
-        seen: called with each row.
         trouble: called with what is wrong with the folders, once for each spell of it.
         looking: called before each look into them.
 
     Raises:
         OutputError: results can't be written.
     """
-    arrivals = Arrivals(folders, journal.done, settle)
+    arrivals = Arrivals(folders, journal.earlier, settle)
     complaint = told = ""
     numbers: dict[str, int] = {}  # of names that come again
     while not stopped():
@@ -243,8 +251,8 @@ def watch(
             paths = list(ready)
             names = picture_names(paths, folders, partial(picture_exists, output), numbers)
             inputs = Inputs(paths, names, heatmaps)
-            record = _Arrived(ready, journal, seen)
-            infer(model, inputs, record, decoders, stopped=stopped, thumbnails=thumbnails)
+            journal.arrived = list(ready.items())
+            infer(model, inputs, journal, decoders, stopped=stopped, thumbnails=thumbnails)
         _pause(polled + max(_POLL_SECONDS, (polled - begun) / _POLL_SHARE), stopped)
 
 
@@ -252,24 +260,3 @@ def _pause(until: float, stopped: Callable[[], bool]) -> None:
     """A signal doesn't end a sleep, so that sleeps are short."""
     while not stopped() and (left := until - time.monotonic()) > 0:
         time.sleep(min(left, _POLL_SECONDS))
-
-
-class _Arrived:
-    """Takes the rows of what one poll has found."""
-
-    done: tuple[int, ...] = ()
-
-    def __init__(
-        self,
-        ready: Mapping[Path, Stamp],
-        journal: WatchJournal,
-        seen: Callable[[Finished], None],
-    ) -> None:
-        self._files = list(ready.items())
-        self._journal = journal
-        self._seen = seen
-
-    def add(self, batch: Sequence[Finished]) -> None:
-        self._journal.add(dict(self._files[one.index] for one in batch), batch)
-        for one in batch:
-            self._seen(one)

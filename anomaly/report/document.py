@@ -24,11 +24,20 @@ if TYPE_CHECKING:
     from anomaly.evaluation.evaluate import Scored
     from anomaly.evaluation.metrics.curves import Curve
     from anomaly.report.category import Category
+    from anomaly.report.gallery import Run
     from anomaly.report.tiles import Tile
 
 
-STYLES = ("base.css", "report.css")
-SCRIPTS = ("parts.js", "histogram.js", "counts.js", "curves.js", "tiles.js", "viewer.js", "main.js")
+_STYLES = ("base.css", "report.css")
+_SCRIPTS = (
+    "parts.js",
+    "histogram.js",
+    "counts.js",
+    "curves.js",
+    "tiles.js",
+    "viewer.js",
+    "main.js",
+)
 FIGURES = (
     ("Image AUROC", "image_auroc"),
     ("Image AP", "image_ap"),
@@ -58,29 +67,57 @@ def report_html(category: Category) -> str:
     counted = f"{evaluation.n_good} good and {evaluation.n_defect} defective test images"
     data = {
         "labelled": True,
-        "name": category.name,
-        "subtitle": subtitle(category.method, category.settings, counted, category.model_id),
         "provenance": [
             *([("evaluated", category.date)] if category.date else []),
             *([("data in", category.data_folder)] if category.data_folder else []),
         ],
-        "unit": category.unit,
         "types": sorted(types, key=lambda name: (name != GOOD, name)),
         "good": GOOD,
-        "thresholds": limits(category.thresholds),
         "images": list(_images(category)),
         "refused": {"rows": refused, "count": len(refused)},
         "figures": list(_figures(category)),
         "curves": _curves(category),
         "by_type": list(_by_type(category)),
-        "colours": {"stops": colour_stops(), "opacity": OPACITY},
         "glossary": GLOSSARY,
-        "command": command(category.model),
-        "facts": _facts(category),
         "training_images": sorted(category.manifest.get("training_images", {}).items()),
     }
     title = f"{category.name} – inspection report"
-    return page(title, asset("report.html"), styles=STYLES, scripts=SCRIPTS, data=data)
+    return model_page(category, title, counted, _facts(category), data)
+
+
+def model_page(
+    model: Category | Run,
+    title: str,
+    counted: str,
+    facts: Mapping[str, Mapping[str, Any]],
+    data: Mapping[str, Any],
+) -> str:
+    """The page of images that one model has scored.
+
+    Args:
+        model: what is known of the model.
+        title: of the page.
+        counted: how many images there are, in words.
+        facts: tables of names and values, by title; empty values are left out.
+        data: what the page's scripts read of the images.
+    """
+    network = str(model.settings.get("backbone", {}).get("name", ""))
+    model_id = f"model {model.model_id}" if model.model_id else ""
+    about = {
+        "name": model.name,
+        "subtitle": " · ".join(filter(None, [model.method, network, counted, model_id])),
+        "unit": model.unit,
+        "thresholds": _limits(model.thresholds),
+        "colours": {"stops": colour_stops(), "opacity": OPACITY},
+        "command": _command(model.model),
+        "facts": [
+            {"title": title, "rows": [[k, str(v)] for k, v in rows.items() if v not in (None, "")]}
+            for title, rows in facts.items()
+        ],
+    }
+    return page(
+        title, asset("report.html"), styles=_STYLES, scripts=_SCRIPTS, data={**about, **data}
+    )
 
 
 def _quoted(model: str) -> str:
@@ -89,18 +126,7 @@ def _quoted(model: str) -> str:
     return subprocess.list2cmdline([path]) if os.name == "nt" else shlex.quote(path)
 
 
-def subtitle(method: str, settings: Mapping[str, Any], counted: str, model_id: str) -> str:
-    """The method, the network, how many images, and which model."""
-    parts = [
-        method,
-        str(settings.get("backbone", {}).get("name", "")),
-        counted,
-        f"model {model_id}" if model_id else "",
-    ]
-    return " · ".join(filter(None, parts))
-
-
-def command(model: str) -> str:
+def _command(model: str) -> str:
     """The shell command that sets thresholds of a model, but for the thresholds.
 
     Empty for a model that is in memory alone.
@@ -110,7 +136,7 @@ def command(model: str) -> str:
     return f"anomaly calibrate --model {_quoted(model)}"
 
 
-def limits(thresholds: Thresholds | None) -> dict[str, Any]:
+def _limits(thresholds: Thresholds | None) -> dict[str, Any]:
     """A model's thresholds as a page has them."""
     if thresholds is None:
         return {"review": None, "reject": None, "pixel": None, "review_pixel": None, "lines": []}
@@ -180,8 +206,8 @@ def _points(curve: Curve | None) -> list[list[float]] | None:
     return [[round(x, 5), round(y, 5)] for x, y in zip(curve.x, curve.y, strict=True)]
 
 
-def _facts(category: Category) -> list[dict[str, Any]]:
-    """Titled tables of names and values for the model's part of the page."""
+def _facts(category: Category) -> dict[str, dict[str, Any]]:
+    """Tables of names and values for the model's part of the page, by title."""
     manifest, training = category.manifest, category.training
     backbone = manifest.get("backbone", {})
     scored = len(category.evaluation.scored)
@@ -209,23 +235,13 @@ def _facts(category: Category) -> list[dict[str, Any]]:
     made = manifest.get("made_with", {})
     software = {"anomaly": __version__, "python": made.get("python"), **made.get("packages", {})}
     machine = {k: v for k, v in made.items() if k not in ("packages", "python")}
-    return tables(
-        {
-            "Settings": dict(flat(category.settings)),
-            "Learned": learned,
-            "Timings": timings,
-            "Hashes (sha256)": hashes,
-            "Made with": software | machine,
-        }
-    )
-
-
-def tables(titled: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Names and values under titles, for the model's part of a page; empty values are left out."""
-    return [
-        {"title": title, "rows": [[k, str(v)] for k, v in rows.items() if v not in (None, "")]}
-        for title, rows in titled.items()
-    ]
+    return {
+        "Settings": dict(flat(category.settings)),
+        "Learned": learned,
+        "Timings": timings,
+        "Hashes (sha256)": hashes,
+        "Made with": software | machine,
+    }
 
 
 def _digest(hashes: Any) -> str:

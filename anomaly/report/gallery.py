@@ -24,12 +24,11 @@ from anomaly.calibration import Thresholds
 from anomaly.files.own_outputs import PAGE, PAGES
 from anomaly.files.writing import write
 from anomaly.inference.rows import Row, counts_of, say_counts, total_of
-from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.maps.thumbnails import SHOWN, Thumbnail, Thumbnails, thumbnail
 from anomaly.model.products import AnyModel
 from anomaly.model.settings import flat, portable
-from anomaly.report.document import SCRIPTS, STYLES, command, limits, subtitle, tables
-from anomaly.report.page import asset, page, utc_now
+from anomaly.report.document import model_page
+from anomaly.report.page import page, utc_now
 
 NAMED = 200  # images named that couldn't be scored
 _LARGEST_FILE = 100_000_000
@@ -150,28 +149,20 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         )
     data = {
         "labelled": False,
-        "name": run.name,
-        "subtitle": subtitle(
-            run.method, run.settings, f"{scored} of {total} images scored", run.model_id
-        ),
         "provenance": [("scored until", utc_now()), ("input", run.inputs)],
-        "unit": run.unit,
         "types": [],
-        "thresholds": limits(run.thresholds),
         "images": images,
         "scores": _encoded(found.scores),
         "odd": found.odd,
         "left_out": left_out,
         "refused": {"rows": found.reasons, "count": found.refused},
         "figures": [],
-        "colours": {"stops": colour_stops(), "opacity": OPACITY},
         "glossary": {},
-        "command": command(run.model),
-        "facts": tables({"Run": run.facts, "Settings": dict(flat(run.settings))}),
         "training_images": [],
     }
-    title = f"{run.name} – {run.inputs}"
-    return page(title, asset("report.html"), styles=STYLES, scripts=SCRIPTS, data=data)
+    title, counted = f"{run.name} – {run.inputs}", f"{scored} of {total} images scored"
+    facts = {"Run": run.facts, "Settings": dict(flat(run.settings))}
+    return model_page(run, title, counted, facts, data)
 
 
 class _Found:
