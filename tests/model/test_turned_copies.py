@@ -21,7 +21,7 @@ from anomaly.imaging.turning import turn_of, turned
 from anomaly.model.merging import merge
 
 SETTINGS = {
-    "backbone": {"name": "resnet18", "weights": "random"},
+    "backbone": {"name": "tiny", "weights": "random"},
     "image": {"area": 64},
     "precision": "fp32",
 }
