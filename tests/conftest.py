@@ -27,6 +27,11 @@ sys.path.insert(0, TINY)
 PYTHONPATH = os.pathsep.join([TINY, str(Path(__file__).parents[1])])
 os.environ["PYTHONPATH"] = PYTHONPATH
 
+# A worker of pytest-xdist has a processor to itself; commands then start one decoding process.
+if (worker := os.environ.get("PYTEST_XDIST_WORKER", "")) and hasattr(os, "sched_setaffinity"):
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {processors[int(worker.removeprefix("gw")) % len(processors)]})
+
 # Wide terminals and narrow ones must not change what argparse prints.
 os.environ["COLUMNS"] = "100"
 

@@ -596,5 +596,5 @@ def test_a_network_that_cannot_run_to_its_end_is_told_in_words(
     arguments = ["--model", run_folder, "--to", "onnx", "--output", tmp_path / "x"]
     code, _, said = command("export", arguments)
     assert code == 2
-    assert "resnet18 doesn't run to its end on images of 128×160; train with another" in said
+    assert "tiny doesn't run to its end on images of 128×160; train with another" in said
     assert not (tmp_path / "x" / "model").exists()

@@ -209,7 +209,7 @@ def _commands(
 ) -> list[tuple[str, list[object], Path]]:
     image = product / "test" / "spot" / "000.png"
     infer = ["--model", model, "--input", product / "test", "--output", out]
-    features = ["--backbone", "resnet18", "--weights", "random", "--input", image]
+    features = ["--backbone", "tiny", "--weights", "random", "--input", image]
     settings = [part for setting in FAST for part in ("--set", setting)]
     return [
         ("start", [product, *settings, "--output", out], out),

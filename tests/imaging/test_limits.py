@@ -322,7 +322,7 @@ def _commands(tmp_path: Path, run: Path) -> dict[str, tuple[str, list[object]]]:
         "check": ("check", config),
         "features": (
             "features",
-            ["--backbone", "resnet18", "--weights", "random", "--input", line, *out],
+            ["--backbone", "tiny", "--weights", "random", "--input", line, *out],
         ),
         "explain": ("explain", [*model, "--input", line / "stuck.png", *out]),
         "selfcheck": ("selfcheck", [*model, "--golden", golden, "--record"]),

@@ -85,7 +85,7 @@ def test_a_model_needs_nothing_from_elsewhere(tmp_path: Path, command: Command) 
     from anomaly.features.backbone_weights import read_weights
 
     product = write_product(tmp_path / "disc")
-    save_file(read_weights("resnet18", "random", 0)[0], tmp_path / "own.safetensors")
+    save_file(read_weights("tiny", "random", 0)[0], tmp_path / "own.safetensors")
     weights = f"backbone.weights={tmp_path / 'own.safetensors'}"
     assert command("train", train_arguments(product, tmp_path / "run", weights))[0] == 0
     image = tmp_path / "image.png"

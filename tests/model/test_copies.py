@@ -15,7 +15,7 @@ from anomaly.model.appearance import look, same_pictures
 from anomaly.model.checkpoint import load
 
 SETTINGS = {
-    "backbone": {"name": "resnet18", "weights": "random"},
+    "backbone": {"name": "tiny", "weights": "random"},
     "image": {"area": 64},
     "precision": "fp32",
     "batch_size": 3,

@@ -114,7 +114,7 @@ def test_copies_of_what_stands_out_are_left_out_with_it() -> None:
     parts[3][20:40, 30:50] = 250
     parts[7] = parts[3].copy()
     settings = {
-        "backbone": {"name": "resnet18", "weights": "random"},
+        "backbone": {"name": "tiny", "weights": "random"},
         "image": {"area": 64},
         "model": {"leave_out_suspects": True},
         "precision": "fp32",

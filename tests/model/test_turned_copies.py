@@ -20,7 +20,7 @@ from anomaly.imaging.loading import NetworkInput, UnusableImage, turn_of, turned
 from anomaly.model.merging import merge
 
 SETTINGS = {
-    "backbone": {"name": "resnet18", "weights": "random"},
+    "backbone": {"name": "tiny", "weights": "random"},
     "image": {"area": 64},
     "precision": "fp32",
 }
