@@ -2,9 +2,11 @@
 
     python -m benchmarks.structure [--names] [--path]
 
-An importer is a module with an import statement, wherever in it that stands and whatever it is for
-(types, too). A name that a package's `__init__` passes on counts for the module that defines it;
-passing it on doesn't count as importing it, but in `anomaly/__init__.py`, whose names are the API.
+The annexes are what the core doesn't import: `line`, `cluster`, `export`, `sample_data`. An
+importer is a module with an import statement, wherever in it that stands and whatever it is for
+(types, too); circles are those of imports that can run, also inside functions. A name that a package's
+`__init__` passes on counts for the module that defines it; passing it on doesn't count as importing
+it, but in `anomaly/__init__.py`, whose names are the API.
 The path of one image is what `infer` runs from the file to the row of a PNG, decoding and drawing
 included, which are made to run in this process for it; loading the model and what a command prints
 aren't part of it.
@@ -30,7 +32,10 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-_FAST = ("backbone.name=resnet18", "backbone.weights=random", "image.area=64")
+ANNEXES = ("line", "cluster", "export", "sample_data")
+_SHORT = 130  # code lines below which a module with one importer had better be part of it
+# A bank of 4,096 vectors, which is searched as banks of a usual size are.
+_FAST = ("backbone.name=resnet18", "backbone.weights=random", "model.coreset_size=4096")
 _SKIPPED = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -95,12 +100,14 @@ class Imports:
         return (alias.asname or alias.name) not in used
 
     def cycles(self) -> list[set[str]]:
-        """Groups of modules that import one another, by whatever way."""
+        """Groups of modules that import one another, at the top or inside functions."""
         imports: dict[str, set[str]] = defaultdict(set)
-        for module, importers in self.edges.items():
-            for importer in importers:
-                if self._at_start(importer, module):
-                    imports[importer].add(module)
+        for module in self.trees:
+            types = self._for_types(module)
+            for node in self._statements(module):
+                if node not in types and isinstance(node, ast.ImportFrom) and node.module:
+                    names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                    imports[module] |= names & self.trees.keys() - {module}
         reached = {module: _reached(module, imports) for module in self.trees}
         groups = {
             frozenset(m for m in reached[module] if module in reached[m])
@@ -109,14 +116,28 @@ class Imports:
         }
         return [set(group) for group in groups]
 
-    def _at_start(self, importer: str, module: str) -> bool:
-        """Whether an import runs when the importer is imported, and isn't for types alone."""
-        for node in self.trees[importer].body:
-            if isinstance(node, ast.ImportFrom) and node.module:
-                found = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-                if module in found:
-                    return True
-        return False
+    def inside_functions(self) -> list[tuple[str, int]]:
+        """Where the package is imported inside functions: module and line."""
+        return sorted(
+            {
+                (module, node.lineno)
+                for module, tree in self.trees.items()
+                for function in ast.walk(tree)
+                if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+                for node in ast.walk(function)
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("anomaly")
+            }
+        )
+
+    def _for_types(self, module: str) -> set[ast.AST]:
+        return {
+            node
+            for block in ast.walk(self.trees[module])
+            if isinstance(block, ast.If)
+            and isinstance(block.test, ast.Name)
+            and block.test.id == "TYPE_CHECKING"
+            for node in ast.walk(block)
+        }
 
 
 def _reached(start: str, imports: dict[str, set[str]]) -> set[str]:
@@ -248,6 +269,11 @@ def trace() -> Route:
     return path
 
 
+def _code(package: Path, lines: dict[str, int], module: str) -> int:
+    place = Path(*module.split(".")[1:])
+    return lines.get(f"{place}.py", lines.get(f"{place}/__init__.py", 0))
+
+
 def _must(main: Callable[[list[str]], int], *arguments: object) -> None:
     if code := main([str(one) for one in arguments]):
         raise SystemExit(f"{arguments[0]} ended with {code}")
@@ -265,18 +291,28 @@ def main() -> None:
     lengths = [n for tree in imports.trees.values() for n in function_lengths(tree)]
     single = sorted((m, *who) for m, who in imports.edges.items() if len(who) == 1)
     serving = sorted((*name, *who) for name, who in imports.names.items() if len(who) == 1)
+    lines = {
+        file.relative_to(package).as_posix(): code_lines(text, ast.parse(text))
+        for file, text in sources.items()
+    }
+    core = {file: count for file, count in lines.items() if not file.startswith(ANNEXES)}
+    short = [(module, *rest) for module, *rest in single if _code(package, lines, module) < _SHORT]
     path = trace()
     rows = {
         "entries of anomaly/": sum(not p.name.startswith("__pyc") for p in package.iterdir()),
-        "modules": len(imports.trees),
+        "files": len(lines),
+        "files of the core": len(core),
         "modules with one importer": len(single),
+        f"of them under {_SHORT} lines": len(short),
         "names imported across modules": len(imports.names),
         "of them by one importer": len(serving),
-        "import cycles": len(imports.cycles()),
+        "import circles": len(imports.cycles()),
+        "imports inside functions": len(imports.inside_functions()),
         "modules on an image's path": len(path.modules),
         "calls between them on it": len(path.calls),
         "lines": sum(len(text.splitlines()) for text in sources.values()),
-        "lines of code": sum(code_lines(text, ast.parse(text)) for text in sources.values()),
+        "lines of code": sum(lines.values()),
+        "lines of code of the core": sum(core.values()),
         "functions": len(lengths),
         "function lines, median": median(lengths),
         "function lines, most": max(lengths),
@@ -284,8 +320,8 @@ def main() -> None:
     for what, count in rows.items():
         print(f"{what:<32}{count:>8g}")
     if options.names:
-        print("\none importer:")
-        print("\n".join(f"  {module} <- {who}" for module, who in single))
+        print(f"\none importer, under {_SHORT} lines:")
+        print("\n".join(f"  {module} <- {who}" for module, who in short))
         print("\nnames for one importer:")
         print("\n".join(f"  {module}.{name} <- {who}" for module, name, who in serving))
     if options.path:
