@@ -4,9 +4,9 @@
 
 The annexes are what the core doesn't import: `line`, `cluster`, `export`, `sample_data`. An
 importer is a module with an import statement, wherever in it that stands and whatever it is for
-(types, too); circles are those of imports that can run, also inside functions. A name that a package's
-`__init__` passes on counts for the module that defines it; passing it on doesn't count as importing
-it, but in `anomaly/__init__.py`, whose names are the API.
+(types, too); circles are those of imports that can run, also inside functions. A name that a
+package's `__init__` passes on counts for the module that defines it; passing it on doesn't count as
+importing it, but in `anomaly/__init__.py`, whose names are the API.
 The path of one image is what `infer` runs from the file to the row of a PNG, decoding and drawing
 included, which are made to run in this process for it; loading the model and what a command prints
 aren't part of it.
@@ -106,8 +106,10 @@ class Imports:
             types = self._for_types(module)
             for node in self._statements(module):
                 if node not in types and isinstance(node, ast.ImportFrom) and node.module:
-                    names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-                    imports[module] |= names & self.trees.keys() - {module}
+                    for alias in node.names:
+                        name = f"{node.module}.{alias.name}"
+                        imports[module].add(name if name in self.trees else node.module)
+            imports[module] &= self.trees.keys() - {module}
         reached = {module: _reached(module, imports) for module in self.trees}
         groups = {
             frozenset(m for m in reached[module] if module in reached[m])
