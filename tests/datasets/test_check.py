@@ -211,7 +211,7 @@ def test_a_mistake_in_a_decoder_is_one_images(
     def read(path: Path, **options: Any) -> Image:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(data_check, "read", read)
+    monkeypatch.setattr(data_check, "read_image", read)
     sample = open_dataset("folder", tmp_path, None).train[0]
     (fault,) = data_check._look_at(Reading(), ("train", sample)).faults
     assert (fault.kind, fault.severity, fault.name) == ("failed", Severity.UNUSABLE, "0.png")
