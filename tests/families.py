@@ -1,4 +1,4 @@
-"""One network of each family whose layers are known by name."""
+"""One network of each family whose layers are known by name, and parameters in two tiers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -29,5 +29,5 @@ FAMILIES = [
 
 
 def quick_and_slow(names: Iterable[str], *quick: str) -> list[Any]:
-    """Parameters for a test of networks, of which all but some are marked slow."""
+    """Parameters of a test, of which all but some are marked slow."""
     return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names]

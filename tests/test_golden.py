@@ -79,9 +79,11 @@ def walk(data: Path, settings: list[str], folder: Path) -> dict[str, Any]:
     common = ["--device", "cpu", "--threads", "2"]
     config = REPOSITORY / "configs" / "folder.yaml"
     run, results, figures = folder / "run", folder / "results", folder / "figures"
-    _anomaly("train", "--config", config, *flags, "--output", run, *common)
-    _anomaly("infer", "--model", run, "--input", data / "test", "--output", results, *common)
-    _anomaly("evaluate", "--model", run, "--output", figures, *common)
+    _anomaly(
+        ["train", "--config", config, *flags, "--output", run, *common],
+        ["infer", "--model", run, "--input", data / "test", "--output", results, *common],
+        ["evaluate", "--model", run, "--output", figures, *common],
+    )
     with (results / "results.csv").open(encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file))
     metrics = json.loads((figures / "metrics.json").read_text())["mean"]
@@ -101,10 +103,13 @@ def walk(data: Path, settings: list[str], folder: Path) -> dict[str, Any]:
     }
 
 
-def _anomaly(*arguments: object) -> None:
-    code = "import sys; from anomaly.cli import main; sys.exit(main())"
+def _anomaly(*commands: list[object]) -> None:
+    """Run commands one after the other in one process of their own."""
+    code = "import json, sys; from anomaly.cli import main; "
+    code += "sys.exit(any(main(command) for command in json.loads(sys.argv[1])))"
+    arguments = json.dumps([list(map(str, command)) for command in commands])
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
+        [sys.executable, "-c", code, arguments],
         capture_output=True, text=True, check=False, cwd=REPOSITORY,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

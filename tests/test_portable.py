@@ -101,7 +101,9 @@ def _assert_equal_on_terms(here: Path, there: Path) -> None:
 
 @X86
 @pytest.mark.skipif(bool(HELD), reason="compares with the whole of this processor")
-@pytest.mark.parametrize(("level", "threads"), [("avx2", 4), ("sse4.2", 1)])
+@pytest.mark.parametrize(
+    ("level", "threads"), [("avx2", 4), pytest.param("sse4.2", 1, marks=pytest.mark.slow)]
+)
 def test_another_processor_gives_the_same_verdicts(
     here: Path, run_folder: Path, product: Path, tmp_path: Path, level: str, threads: int
 ) -> None:

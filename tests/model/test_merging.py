@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Command, train_arguments
+from families import quick_and_slow
 from PIL import Image
 from sklearn.metrics import roc_auc_score
 
@@ -38,7 +39,7 @@ def plates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "brushed_plate"
 
 
-@pytest.mark.parametrize("kind", ["patchcore", "padim", "subspace"])
+@pytest.mark.parametrize("kind", quick_and_slow(["patchcore", "padim", "subspace"], "patchcore"))
 def test_models_of_two_halves_score_like_one_of_all(
     kind: str, plates: Path, tmp_path: Path, command: Command
 ) -> None:

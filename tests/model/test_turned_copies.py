@@ -8,6 +8,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from families import quick_and_slow
 
 import anomaly
 from anomaly.datasets.samples import listed
@@ -55,7 +56,7 @@ def test_each_of_the_eight_ways_is_another(turn: int) -> None:
     assert mine.shape == ((3, 2) if turn % 2 else (2, 3))
 
 
-@pytest.mark.parametrize("kind", ["patchcore", "subspace"])
+@pytest.mark.parametrize("kind", quick_and_slow(["patchcore", "subspace"], "patchcore"))
 @pytest.mark.parametrize(
     ("copies", "known"),
     [("none", ()), ("quarter_turns", (1, 2, 3)), ("quarter_turns_and_mirrors", range(1, 8))],

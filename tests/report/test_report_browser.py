@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import Browser, running_browser
+from families import quick_and_slow
 from pixel_map import pixel_map
 from report_cases import HOSTILE, LIMIT, case, limits, picture, with_odd
 
@@ -571,7 +572,7 @@ def test_the_policy_forbids_what_is_not_in_the_page(browser: Browser, tmp_path: 
     )
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", quick_and_slow(["light", "dark"], "light"))
 def test_text_can_be_read(browser: Browser, tmp_path: Path, scheme: str) -> None:
     """Every text's contrast with its ground is at least 4.5 to 1 (WCAG 2.2, AA)."""
     browser.prefer(prefers_color_scheme=scheme)
