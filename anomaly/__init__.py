@@ -12,14 +12,14 @@ from anomaly.errors import needs_training
 from anomaly.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from anomaly.config.files import load_config
+    from anomaly.config.load import load_config
     from anomaly.config.schema import Config
     from anomaly.datasets import open_dataset
     from anomaly.detector import AnomalyDetector, load
     from anomaly.errors import AnomalyError, ImageError
     from anomaly.evaluating import evaluate
     from anomaly.fitting import fit
-    from anomaly.model.prediction import Prediction
+    from anomaly.scoring.prediction import Prediction
 
 _HOME = {
     "AnomalyDetector": "detector",

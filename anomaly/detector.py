@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, overload
 from anomaly.calibration import Thresholds
 from anomaly.config.schema import Config
 from anomaly.errors import ImageError
-from anomaly.evaluation.recalibration import recalibrated
+from anomaly.evaluation.recalibrate import recalibrated
 from anomaly.imaging.array_input import AxisOrder, Channels, ImageLike, is_one
-from anomaly.model import product_folder, products
-from anomaly.model.prediction import Prediction
-from anomaly.model.products import AnyModel
-from anomaly.model.saving import save
-from anomaly.model.scoring import Model
+from anomaly.scoring import products
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.products import AnyModel
+from anomaly.storage import load as product_folder
+from anomaly.storage.save import save
 
 if TYPE_CHECKING:
     import torch
@@ -262,7 +263,7 @@ class AnomalyDetector(_Scoring):
     ) -> AnomalyDetector:
         """A detector that has learned further good images; this one and its folder stay.
 
-        Its thresholds are found anew, see `anomaly.model.updating.learn`.
+        Its thresholds are found anew, see `anomaly.training.update.learn`.
 
         Args:
             good_images: a folder, or images as for `predict`, that people have confirmed.
@@ -280,7 +281,7 @@ class AnomalyDetector(_Scoring):
             ModelError: an exported model, or a method that can't learn more.
             ImageError: an array can't be used as an image.
         """
-        from anomaly.evaluation.updating import updated  # needs torch, as above
+        from anomaly.evaluation.update import updated  # needs torch, as above
 
         return AnomalyDetector(
             updated(

@@ -10,11 +10,11 @@ from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample
 from anomaly.detector import AnomalyDetector, ProductSet
 from anomaly.errors import DataError
-from anomaly.evaluation.test_split import images_to_test, not_learned
-from anomaly.model.settings import images_meant
+from anomaly.evaluation.splits import images_to_test, not_learned
+from anomaly.methods.base import Progress
 from anomaly.report.category import Category, evaluated
 from anomaly.report.index import write_report
-from anomaly.scorers.base import Progress
+from anomaly.scoring.build import images_meant
 
 
 @dataclass(frozen=True, repr=False)

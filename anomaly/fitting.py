@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from anomaly.config.parsing import parse_config
+from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample, check_good_inputs
 from anomaly.datasets.inputs import find_inputs
@@ -19,8 +19,8 @@ from anomaly.detector import AnomalyDetector
 from anomaly.errors import ConfigError, DataError, ImageError
 from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, is_one
 from anomaly.imaging.read import described
-from anomaly.model.training import StageProgress, train
 from anomaly.runtime.devices import device_of
+from anomaly.training.fit import StageProgress, train
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from anomaly.evaluation.metrics import (
     recall_at_false_reject_rates,
 )
 from anomaly.maps.anomaly_map import without_halo
-from anomaly.model.image_score import image_scores, network_map, with_border_damped
+from anomaly.scoring.image_score import image_scores, network_map, with_border_damped
 from benchmarks.feature_cache import ImageMaps, Network, SetMaps, feature_maps
 from benchmarks.generated_sets import NAMES, write
 from benchmarks.inputs import machine

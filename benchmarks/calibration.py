@@ -27,20 +27,19 @@ import torch
 from scipy.stats import betabinom
 
 from anomaly.calibration import GoodScores, Threshold, thresholds_from
-from anomaly.config.files import load_config
+from anomaly.config.load import load_config
 from anomaly.datasets import open_dataset
-from anomaly.features.inside import inside_of
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import UnusableImage, by_shape, tile_by_tile
-from anomaly.model.build import fitter_of
-from anomaly.model.cross_fitting import cross_fit, scores_of, split
-from anomaly.model.scoring import Model
-from anomaly.model.training import train
-from anomaly.scorers.base import Fitter
-from anomaly.scorers.patchcore.fitter import MemoryBankFitter
-from anomaly.scorers.patches import PatchBatch, PatchSet
+from anomaly.methods.base import Fitter, PatchBatch, PatchSet
+from anomaly.methods.patchcore.fitter import MemoryBankFitter
+from anomaly.scoring.build import fitter_of
+from anomaly.scoring.image_score import inside_of
+from anomaly.scoring.pipeline import Model
+from anomaly.training.cross_fitting import cross_fit, scores_of, split
+from anomaly.training.fit import train
 from benchmarks.inputs import machine
 
 

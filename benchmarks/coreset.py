@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anomaly.scorers.patchcore.coreset import covering_radius, greedy_k_center, random_projection
+from anomaly.methods.patchcore.coreset import covering_radius, greedy_k_center, random_projection
 from benchmarks.inputs import embeddings, machine, of_few_dimensions
 
 # Prints the seconds that the given numbers of steps take, its random projection included, each at

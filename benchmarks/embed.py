@@ -11,15 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from anomaly.config.parsing import parse_config
+from anomaly.backbones.embedder import Embedder
+from anomaly.backbones.registry import normalisation
+from anomaly.config.load import parse_config
 from anomaly.datasets import open_dataset
-from anomaly.features.backbones import normalisation
-from anomaly.features.embedder import Embedder
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import by_shape
-from anomaly.model.build import backbone, fitter_of
-from anomaly.model.settings import loading_of
+from anomaly.scoring.build import backbone, fitter_of, loading_of
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from anomaly.model.exported import read_export
-from anomaly.model.folder import find_model
+from anomaly.storage.exported import read_export
+from anomaly.storage.folder import find_model
 from benchmarks.inputs import machine
 from benchmarks.process import run
 

@@ -17,18 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.config.parsing import parse_config
+from anomaly.backbones.embedder import Embedder
+from anomaly.backbones.registry import build, default_layers, normalisation
+from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample, ground_truth, open_dataset
-from anomaly.features.backbones import build, default_layers, normalisation
-from anomaly.features.embedder import Embedder
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import UnusableImage, by_shape
-from anomaly.model.build import backbone
-from anomaly.model.settings import loading_of
+from anomaly.methods.patchcore.embedding import patchcore_concat
 from anomaly.runtime.threads import cores
-from anomaly.scorers.patchcore.embedding import patchcore_concat
+from anomaly.scoring.build import backbone, loading_of
 
 
 @dataclass(frozen=True)

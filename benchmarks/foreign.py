@@ -19,14 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from anomaly.config.parsing import parse_config
+from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
 from anomaly.datasets import open_dataset
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.loading import UnusableImage, by_shape
-from anomaly.model.appearance import Appearance, appearances_of
-from anomaly.model.appearance_model import AppearanceModel
-from anomaly.model.preparation import prepare
+from anomaly.scoring.image_statistics import Appearance, AppearanceModel, appearances_of
+from anomaly.training.setup import prepare
 from benchmarks.inputs import machine
 
 _FOLDS = 10

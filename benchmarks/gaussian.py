@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from scipy.spatial.distance import mahalanobis
 
-from anomaly.scorers.padim.fitter import GaussianFitter
-from anomaly.scorers.padim.gaussian import PatchGaussian
-from anomaly.scorers.patches import PatchBatch
+from anomaly.methods.base import PatchBatch
+from anomaly.methods.padim.fitter import GaussianFitter
+from anomaly.methods.padim.gaussian import PatchGaussian
 from benchmarks.inputs import machine
 
 Clock = Callable[[], float]

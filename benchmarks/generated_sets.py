@@ -20,8 +20,17 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from anomaly.sample_data.camera import Camera, scene_side, visible_change
-from anomaly.sample_data.noise import Field, clouds, distance, grid, smoothstep, streaks
+from anomaly.sample_data.camera import (
+    Camera,
+    Field,
+    clouds,
+    distance,
+    grid,
+    scene_side,
+    smoothstep,
+    streaks,
+    visible_change,
+)
 
 _GREY = np.array([1.0, 0.98, 0.95], np.float32)
 

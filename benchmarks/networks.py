@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor
 from torchvision.models.feature_extraction import create_feature_extractor
 
+from anomaly.backbones.engine import ENGINES, Graph
+from anomaly.backbones.registry import build
 from anomaly.export.graph import write_graph
-from anomaly.features.backbones import build
-from anomaly.features.engine import ENGINES, Graph
 from benchmarks.inputs import machine
 
 COMPILED = "compiled"

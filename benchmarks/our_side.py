@@ -16,14 +16,14 @@ import cv2
 import torch
 
 from anomaly.cli import main
-from anomaly.config.parsing import parse_config
+from anomaly.config.load import parse_config
 from anomaly.datasets import open_dataset
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.model.checkpoint import load
-from anomaly.model.saving import save
-from anomaly.model.scoring import Model
-from anomaly.model.training import train as learn
+from anomaly.scoring.pipeline import Model
+from anomaly.storage.load import load_model
+from anomaly.storage.save import save
+from anomaly.training.fit import train as learn
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def infer(args: argparse.Namespace) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     if code:
         raise SystemExit(f"infer ended with {code}")
-    detector = load(args.checkpoint, torch.device(args.device))
+    detector = load_model(args.checkpoint, torch.device(args.device))
     return {"seconds": seconds, "images": len(files), **latency(detector, files[: args.singles])}
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly import fit
-from anomaly.config.files import load_config
+from anomaly.config.load import load_config
 from anomaly.datasets import ground_truth, open_dataset
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.regions import marked_regions, predicted_mask

@@ -58,9 +58,9 @@ def list_images(folder: Path, lines: int) -> None:
 
 def share_out(folder: Path) -> None:
     """What `infer --ray --resume` does beside its workers."""
+    from anomaly.cluster.actors import dispatch
+    from anomaly.cluster.parts import begin_job, chunks_done
     from anomaly.datasets.image_manifest import read_manifest
-    from anomaly.inference.parts import begin_job, chunks_done
-    from anomaly.runtime.dispatch import dispatch
 
     manifest, dest = read_manifest(str(folder / "m.parquet")), str(folder / "out")
     begin_job(str(folder / "job"), {"list of images": manifest.id})

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from anomaly.scorers.patchcore.coreset import greedy_k_center, random_projection
-from anomaly.scorers.patchcore.distances import Dtype
-from anomaly.scorers.patchcore.search import METHODS, ExactIndex, NearestNeighbors, quickest_screen
+from anomaly.methods.patchcore.coreset import greedy_k_center, random_projection
+from anomaly.methods.patchcore.distances import Dtype
+from anomaly.methods.patchcore.search import METHODS, ExactIndex, NearestNeighbors, quickest_screen
 from benchmarks.inputs import PATCHES_AN_IMAGE, embeddings, generated, machine, whole_images
 
 # Seconds before each timed search: OpenMP's threads spin for a while after a product, in which they

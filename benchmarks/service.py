@@ -128,9 +128,9 @@ def inferred_seconds(run: Path, files: Sequence[Path], images: int) -> float:
     from anomaly.inference.journal import RunJournal
     from anomaly.inference.outputs import PictureWriter
     from anomaly.inference.run import Inputs, infer
-    from anomaly.model.checkpoint import load
+    from anomaly.storage.load import load_model
 
-    model = load(run)
+    model = load_model(run)
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder, Decoders(cores) as decoders:
         decoders.begin(Task(model.loading, PictureWriter(Path(folder))))

@@ -17,11 +17,11 @@ import cv2
 import numpy as np
 import torch
 
-from anomaly.config.parsing import parse_config
+from anomaly.config.load import parse_config
 from anomaly.datasets import Sample
-from anomaly.evaluation.updating import update
+from anomaly.evaluation.update import update
 from anomaly.imaging.listing import list_images
-from anomaly.model.training import train
+from anomaly.training.fit import train
 from benchmarks.inputs import machine
 
 

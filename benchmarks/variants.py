@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anomaly.scorers.patchcore.embedding import ALIGNERS
-from anomaly.scorers.patchcore.fitter import MemoryBankFitter
-from anomaly.scorers.patches import PatchBatch, PatchSet
+from anomaly.methods.base import PatchBatch, PatchSet
+from anomaly.methods.patchcore.embedding import ALIGNERS
+from anomaly.methods.patchcore.fitter import MemoryBankFitter
 from benchmarks.feature_cache import ImageMaps, SetMaps
 
 

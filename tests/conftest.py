@@ -105,7 +105,7 @@ def write_stripes(root: Path, n_train: int = 12) -> Path:
 
 def result_files(folder: Path) -> dict[str, bytes]:
     """What `infer` has written, but for when it did so and how long that took."""
-    from anomaly.files.csv_files import csv_rows, csv_text
+    from anomaly.files.tables import csv_rows, csv_text
 
     files = {
         f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()

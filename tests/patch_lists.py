@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterable, Iterator
 
-from anomaly.scorers.patches import PatchBatch, PatchSet
+from anomaly.methods.base import PatchBatch, PatchSet
 
 
 class PatchList(PatchSet):

@@ -59,7 +59,7 @@ import importlib.util, sys
 class Finder:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name != "anomaly.features.weights":
+        if name != "anomaly.backbones.weights":
             return None
         sys.meta_path.remove(Finder)
         spec = importlib.util.find_spec(name)

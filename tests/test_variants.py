@@ -5,9 +5,9 @@ import torch
 from conftest import REPOSITORY
 from patch_lists import PatchList
 
-from anomaly.config.files import load_config
-from anomaly.scorers.patchcore.fitter import fitter as fitter_of
-from anomaly.scorers.patches import PatchBatch
+from anomaly.config.load import load_config
+from anomaly.methods.base import PatchBatch
+from anomaly.methods.patchcore.fitter import fitter as fitter_of
 from benchmarks.feature_cache import ImageMaps, SetMaps
 from benchmarks.variants import Variant, patch_scores
 

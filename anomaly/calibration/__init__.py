@@ -4,7 +4,6 @@ Pure statistics of scores; nothing here knows a model or sees a test split.
 """
 
 from anomaly.calibration.costs import Choice, Costs, cheapest_threshold, recall_at
-from anomaly.calibration.good_scores import GoodScores
 from anomaly.calibration.model_thresholds import (
     Thresholds,
     thresholds_by_cost,
@@ -18,6 +17,7 @@ from anomaly.calibration.rates import (
     rate_of,
     supported_rate,
 )
+from anomaly.calibration.scores import GoodScores
 from anomaly.calibration.thresholds import (
     Calibration,
     Threshold,

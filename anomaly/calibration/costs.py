@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from anomaly.calibration.placement import placed
-from anomaly.calibration.rates import Floats, Rate, rate_anywhere, rate_of, sorted_scores
+from anomaly.calibration.rates import Floats, Rate, placed, rate_anywhere, rate_of, sorted_scores
 from anomaly.calibration.thresholds import Threshold, threshold_at
 
 # Parts of the scores that are left out one after the other, to judge a choice by what it hasn't

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from anomaly.calibration.costs import Choice, Costs, cheapest_threshold
-from anomaly.calibration.good_scores import GoodScores
 from anomaly.calibration.rates import Floats, Rate, ScoreScale
+from anomaly.calibration.scores import GoodScores
 from anomaly.calibration.thresholds import (
     Calibration,
     Threshold,

@@ -16,13 +16,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from anomaly.calibration.placement import placed
 from anomaly.calibration.rates import (
     Floats,
     Rate,
     binomial,
     images_needed,
     percent,
+    placed,
     rate_anywhere,
     rate_of,
     sorted_scores,

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from types import ModuleType
 
-from anomaly.cli import speech
+from anomaly.cli import common_options
+from anomaly.cli import logging_setup as speech
 from anomaly.cli.stopping import Interrupted, Stopping
-from anomaly.config.files import load_config
+from anomaly.config.load import load_config
 from anomaly.errors import AnomalyError, nearest, needs_training
-from anomaly.model.folder import find_model, find_products
+from anomaly.storage.folder import find_model, find_products
 from anomaly.version import __version__
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,15 @@ COMMANDS = {
     "sample-data": "generate a small data set to try things on",
     "completion": "print what lets a shell complete commands and options",
 }
+
+# The annexes' commands, and where their modules lie.
+_ANNEXES = {
+    "line": ("serve", "deploy", "drift", "feedback"),
+    "cluster": ("manifest", "merge-results"),
+    "export": ("export", "features", "register"),
+    "sample_data": ("demo", "sample-data"),
+}
+_HOMES = {command: room for room, commands in _ANNEXES.items() for command in commands}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -213,4 +223,8 @@ def options_of(command: str) -> list[str]:
 
 
 def _module(command: str) -> ModuleType:
-    return importlib.import_module(f"anomaly.cli.{command.replace('-', '_')}")
+    room, name = _HOMES.get(command), command.replace("-", "_")
+    if room is None:
+        return importlib.import_module(f"anomaly.cli.{name}")
+    module: ModuleType = common_options.annex(f"{room}.cli.{name}")
+    return module

@@ -10,22 +10,84 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.calibration import Costs, recall_at, thresholds_by_cost, thresholds_from
-from anomaly.cli import machine
-from anomaly.cli.calibrate_images import scored_images
-from anomaly.cli.trained import say_raised
-from anomaly.errors import AnomalyError, DataError
-from anomaly.evaluation.recalibration import by_hand, known_scores
-from anomaly.files.output_lock import locked
-from anomaly.model.checkpoint import load
-from anomaly.model.folder import HISTORY, find_model
-from anomaly.model.threshold_files import change, replace_thresholds
+from anomaly.cli import common_options as machine
+from anomaly.cli.logging_setup import ProgressLine
+from anomaly.cli.train_report import say_raised
+from anomaly.datasets import check_good_inputs
+from anomaly.datasets.inputs import find_inputs
+from anomaly.errors import AnomalyError, DataError, first_of
+from anomaly.evaluation.recalibrate import by_hand, known_scores, score_held_out
+from anomaly.evaluation.splits import tested_hashes
+from anomaly.files.lock import locked
+from anomaly.storage.folder import HISTORY, find_model
+from anomaly.storage.load import load_model
+from anomaly.storage.thresholds import change, replace_thresholds
 
 if TYPE_CHECKING:
     from anomaly.calibration import Choice, GoodScores, Thresholds
-    from anomaly.evaluation.held_out import HeldOutScores
-    from anomaly.model.scoring import Model
+    from anomaly.evaluation.recalibrate import HeldOutScores
+    from anomaly.scoring.pipeline import Model
+
 
 log = logging.getLogger(__name__)
+
+
+def scored_images(
+    options: argparse.Namespace, model: Model, threads: int
+) -> dict[str, HeldOutScores]:
+    """The scores of the images that were given, by option.
+
+    Raises:
+        DataError: an image is given as good and as a defect, or belongs to the test split; or none
+            can be used.
+    """
+    given = {name: getattr(options, name) for name in ("good", "defects")}
+    given = {name: inputs for name, inputs in given.items() if inputs is not None}
+    found = {name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items()}
+    check_good_inputs(given.get("good", ()), found.get("good", ()))
+    # Copies are found by their hashes, once all are scored.
+    if twice := set(found.get("good", ())) & set(found.get("defects", ())):
+        raise _twice(min(twice))
+    tested = _tested(options, model) if given else frozenset()
+    scored: dict[str, HeldOutScores] = {}
+    for name, paths in found.items():
+        with ProgressLine() as progress:
+            scored[name] = score_held_out(
+                model,
+                paths,
+                what=f"--{name}",
+                tested=tested,
+                workers=threads,
+                progress=lambda done, total, name=name: progress(name, done, total),  # type: ignore[misc]
+            )
+        for reason in first_of(scored[name].refused, f" of --{name}"):
+            log.warning("skipped: %s", reason)
+    if len(scored) > 1:
+        defects = set(scored["defects"].hashes)
+        for path, sha256 in scored["good"].named_hashes().items():
+            if sha256 in defects:
+                raise _twice(path)
+    return scored
+
+
+def _twice(path: Path | str) -> DataError:
+    return DataError(f"{path} is given as good and as a defect; give it once")
+
+
+def _tested(options: argparse.Namespace, model: Model) -> frozenset[str]:
+    """Hashes of the test split, where the run remembers its data set and it is still there."""
+    try:
+        return tested_hashes(model, options.model, options.data_root)
+    except AnomalyError as error:
+        if options.data_root is not None:
+            raise
+        log.warning(
+            "%s: make sure yourself that these images aren't those the model is evaluated on, or "
+            "name the data set's folder with --data-root",
+            error,
+        )
+        return frozenset()
+
 
 _FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
 
@@ -90,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     device, threads = machine.device_and_threads(options)
-    model = load(options.model, device)
+    model = load_model(options.model, device)
     scored = scored_images(options, model, threads)
     good, defects = _good(options, model, scored), scored.get("defects")
     new, choice = _choose(options, model, good, defects)

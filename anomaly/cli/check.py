@@ -8,21 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly.cli import machine
-from anomaly.cli.progress import ProgressLine
-from anomaly.config.categories import by_product
-from anomaly.config.files import load_config
+from anomaly.cli import common_options as machine
+from anomaly.cli.logging_setup import ProgressLine
+from anomaly.config.load import load_config
+from anomaly.config.schema import by_product
 from anomaly.datasets import open_dataset
-from anomaly.datasets.check import Reading, check
-from anomaly.datasets.faults import Severity
+from anomaly.datasets.check import Reading, Severity, check
 from anomaly.errors import first_of
 from anomaly.imaging.decoder_pool import read_mask
-from anomaly.model.settings import region_of
 from anomaly.runtime.threads import cores
+from anomaly.scoring.build import region_of
 
 if TYPE_CHECKING:
     from anomaly.config.schema import Config
-    from anomaly.datasets.faults import DataReport, Fault, SplitSummary
+    from anomaly.datasets.check import DataReport, Fault, SplitSummary
 
 _SHOWN = 5  # files of a fault
 _COUNTED = 4  # names of a count

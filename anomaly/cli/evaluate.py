@@ -10,18 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import machine
-from anomaly.cli.evaluate_sources import Source, made, sources
+from anomaly.cli import common_options as machine
+from anomaly.cli.config_runs import Source, made, sources
 from anomaly.datasets import open_test_images
 from anomaly.errors import AnomalyError, ConfigError, ModelError, first_of
-from anomaly.files.output_lock import locked
-from anomaly.model.appearance_model import nearest
-from anomaly.model.folder import find_products
-from anomaly.model.product_folder import appearances
+from anomaly.files.lock import locked
 from anomaly.report.category import Failure
 from anomaly.report.comparison import summary, write_comparison
 from anomaly.report.index import EvaluationFolder
 from anomaly.report.tables import at_thresholds, table, undefined
+from anomaly.scoring.image_statistics import nearest
+from anomaly.storage.folder import find_products
+from anomaly.storage.load import appearances
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from anomaly.cli import machine
+from anomaly.backbones.weights import check_weights
+from anomaly.cli import common_options as machine
 from anomaly.errors import AnomalyError
-from anomaly.explain.saving import claim_folder, save_explanation
-from anomaly.features.weights import check_weights
-from anomaly.files.output_lock import locked
+from anomaly.explain.pictures import claim_folder, save_explanation
+from anomaly.files.lock import locked
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.model.checkpoint import load
-from anomaly.model.exported import check_layers
+from anomaly.storage.exported import check_layers
+from anomaly.storage.load import load_model
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     from anomaly.explain.classes import explain_class
-    from anomaly.explain.explanation import Findings, read_one
+    from anomaly.explain.evidence import Findings, read_one
     from anomaly.explain.score import explain_score, good_images
 
     device, _ = machine.device_and_threads(options)
@@ -90,7 +90,7 @@ def _explain(options: argparse.Namespace) -> int:
     score = seen = Findings()
     with Decoders(1) as decoders:
         if options.model is not None:
-            detector = load(options.model, device)
+            detector = load_model(options.model, device)
             item = read_one(options.input, detector.loading, decoders)
             there = good_images(detector, *options.good)
             found = explain_score(detector, item, there, decoders.load)

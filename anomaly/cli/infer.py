@@ -9,30 +9,30 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import infer_watch, machine
+from anomaly.cli import common_options as machine
+from anomaly.cli import infer_watch
 from anomaly.cli.infer_page import write_page
-from anomaly.cli.progress import ProgressLine
-from anomaly.cli.speech import NOTE
+from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import find_inputs, say_passed_over
 from anomaly.errors import DataError, first_of
-from anomaly.files.output_lock import locked
-from anomaly.files.own_outputs import DONE, FOLDERS, HEATMAPS, JOURNAL
+from anomaly.files.lock import locked
+from anomaly.files.outputs import DONE, FOLDERS, HEATMAPS, JOURNAL
 from anomaly.files.writing import remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.inference.journal import RunJournal, exit_code_of
 from anomaly.inference.outputs import Outputs
 from anomaly.inference.rows import counts_of, say_counts, say_verdicts
 from anomaly.inference.run import infer_files
-from anomaly.model.folder import find_products
-from anomaly.model.product_folder import load
-from anomaly.model.products import check_product
+from anomaly.scoring.products import check_product
+from anomaly.storage.folder import find_products
+from anomaly.storage.load import load
 
 if TYPE_CHECKING:
     from anomaly.inference.journal import RunJournal
     from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
-    from anomaly.model.products import AnyModel
+    from anomaly.scoring.products import AnyModel
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from anomaly.report.gallery import write_gallery
 
 if TYPE_CHECKING:
     from anomaly.inference.rows import Row
-    from anomaly.maps.thumbnails import Thumbnails
-    from anomaly.model.products import AnyModel
+    from anomaly.maps.encoding import Thumbnails
+    from anomaly.scoring.products import AnyModel
 
 
 def write_page(

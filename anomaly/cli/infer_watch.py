@@ -12,31 +12,31 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import machine
+from anomaly.cli import common_options as machine
 from anomaly.cli.infer_page import write_page
-from anomaly.cli.speech import NOTE
+from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import passed_over, say_passed_over
 from anomaly.errors import DataError, OutputError
-from anomaly.files.own_outputs import FOLDERS, INFER, JOURNAL, WATCHED
+from anomaly.files.outputs import FOLDERS, INFER, JOURNAL, WATCHED
 from anomaly.files.writing import claim, remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.listing import is_folder
 from anomaly.inference.rows import Row, counts_of, say_counts, total_of
 from anomaly.inference.watch import WatchJournal, stamp_of, watch
-from anomaly.maps.thumbnails import Thumbnails
-from anomaly.model.folder import model_id
-from anomaly.model.manifest import MANIFEST
-from anomaly.model.product_folder import load
+from anomaly.maps.encoding import Thumbnails
+from anomaly.storage.folder import model_id
+from anomaly.storage.load import load
+from anomaly.storage.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from anomaly.imaging.decoder_pool import Decoders
     from anomaly.inference.journal import Finished
     from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
-    from anomaly.maps.thumbnails import Thumbnails
-    from anomaly.model.products import AnyModel
+    from anomaly.maps.encoding import Thumbnails
+    from anomaly.scoring.products import AnyModel
 
 log = logging.getLogger(__name__)
 

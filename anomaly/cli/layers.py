@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly.config.methods import METHODS
+from anomaly.config.schema import METHODS
 from anomaly.errors import AnomalyError, ConfigError
-from anomaly.model.folder import find_model
-from anomaly.model.manifest import read_manifest
+from anomaly.storage.folder import find_model
+from anomaly.storage.manifest import read_manifest
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from anomaly.features.layer_table import Layer
+    from anomaly.backbones.layer_table import Layer
 
 _COLUMNS = ("layer", "type", "output", "stride", "parameters", "compute", "runs", "hooked")
 
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the table."""
-    from anomaly.features.backbones import build
-    from anomaly.features.layer_table import layer_table
+    from anomaly.backbones.layer_table import layer_table
+    from anomaly.backbones.registry import build
 
     for name, value in (("--input-size", options.input_size), ("--depth", options.depth)):
         if value is not None and value < 1:
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _hooked_by_default(name: str, network: nn.Module) -> dict[str, str]:
     """Which methods hook a layer when the config names none."""
-    from anomaly.features.backbones import default_layers
+    from anomaly.backbones.registry import default_layers
 
     hooked: dict[str, str] = {}
     try:

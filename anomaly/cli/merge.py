@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from anomaly.cli import machine
-from anomaly.files.output_lock import locked
-from anomaly.files.own_outputs import RUN
+from anomaly.cli import common_options as machine
+from anomaly.files.lock import locked
+from anomaly.files.outputs import RUN
 from anomaly.files.writing import claim
-from anomaly.model.checkpoint import load
-from anomaly.model.folder import check_run_folder, find_model
-from anomaly.model.run_folder import keep_run
+from anomaly.storage.folder import check_run_folder, find_model
+from anomaly.storage.load import load_model
+from anomaly.training.runs import keep_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,13 +28,13 @@ def run(options: argparse.Namespace) -> int:
     """Join models."""
     output: Path = options.output
     check_run_folder(output, [find_model(given, exported=False) for given in options.models])
-    from anomaly.model.merging import merge
+    from anomaly.training.merge import merge
 
     overwrite = options.overwrite
     with locked(output):
         claim(output, RUN, overwrite=overwrite)
         device, _ = machine.device_and_threads(options, options.models)
-        models = [load(folder, device) for folder in options.models]
+        models = [load_model(folder, device) for folder in options.models]
         merged = merge(models, [str(folder) for folder in options.models])
         model_id = keep_run(merged, output, options.models, overwrite=overwrite)
     if merged.thresholds is None:

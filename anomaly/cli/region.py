@@ -7,7 +7,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from anomaly.config.parsing import parse_config
+from anomaly.config.load import parse_config
 from anomaly.files.writing import claim, write
 from anomaly.report.page import region_page
 

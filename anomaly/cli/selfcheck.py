@@ -8,14 +8,14 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from anomaly.cli import machine
-from anomaly.cli.progress import ProgressLine
+from anomaly.cli import common_options as machine
+from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError
-from anomaly.files.output_lock import locked
-from anomaly.files.own_outputs import GOLDEN
-from anomaly.model.checkpoint import load
-from anomaly.model.golden import moved_since, read_record, score_golden, write_record
+from anomaly.files.lock import locked
+from anomaly.files.outputs import GOLDEN
+from anomaly.storage.golden import moved_since, read_record, score_golden, write_record
+from anomaly.storage.load import load_model
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def _run(options: argparse.Namespace, paths: list[Path]) -> int:
     recorded = None if options.record else read_record(options.golden)
 
     device, threads = machine.device_and_threads(options)
-    model = load(options.model, device)
+    model = load_model(options.model, device)
     with ProgressLine() as progress:
         told = partial(progress, "scoring")
         found = score_golden(model, paths, options.golden, threads, told)

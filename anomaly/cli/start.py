@@ -11,20 +11,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import execute, machine
-from anomaly.cli.progress import ProgressLine
-from anomaly.config.methods import readers
-from anomaly.config.parsing import parse_config
-from anomaly.config.schema import ModelConfig
+from anomaly.cli import common_options as machine
+from anomaly.cli import execute
+from anomaly.cli.logging_setup import ProgressLine
+from anomaly.config.load import parse_config
+from anomaly.config.schema import ModelConfig, readers
 from anomaly.datasets import open_dataset
 from anomaly.datasets.advice import advice
 from anomaly.datasets.check import Reading, check
 from anomaly.datasets.recognise import chosen, recognise
 from anomaly.errors import OutputError
-from anomaly.files.output_lock import locked
+from anomaly.files.lock import locked
 from anomaly.files.writing import at_home, claim, write
-from anomaly.model.folder import check_run_folder
 from anomaly.runtime.threads import cores
+from anomaly.storage.folder import check_run_folder
 
 if TYPE_CHECKING:
     from anomaly.datasets.advice import Advice
@@ -187,7 +187,7 @@ def _network(settings: Sequence[str]) -> tuple[str | None, str]:
     """The backbone whose weights can be had, and why it is that one."""
     if any(setting.startswith("backbone.") for setting in settings):
         return None, ""
-    from anomaly.features.torchvision_networks import backbone_at_hand
+    from anomaly.backbones.torchvision_networks import backbone_at_hand
 
     return backbone_at_hand()
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from anomaly.cli import machine
+from anomaly.backbones.weights import check_weights
+from anomaly.cli import common_options as machine
 from anomaly.cli.config_runs import train_products
-from anomaly.cli.trained import TrainOptions, train_and_say
-from anomaly.config.files import load_config
+from anomaly.cli.train_report import TrainOptions, train_and_say
+from anomaly.config.load import load_config
 from anomaly.datasets import open_dataset
-from anomaly.features.weights import check_weights
-from anomaly.files.output_lock import locked
+from anomaly.files.lock import locked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

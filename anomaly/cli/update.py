@@ -8,23 +8,23 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import machine
-from anomaly.cli.progress import ProgressLine
+from anomaly.cli import common_options as machine
+from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets import Sample, check_good_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
-from anomaly.evaluation.recalibration import tested_of
-from anomaly.files.output_lock import locked
-from anomaly.files.own_outputs import RUN
+from anomaly.evaluation.recalibrate import tested_of
+from anomaly.files.lock import locked
+from anomaly.files.outputs import RUN
 from anomaly.files.writing import claim
 from anomaly.imaging.listing import list_images
-from anomaly.model.checkpoint import load
-from anomaly.model.folder import check_run_folder, find_model
-from anomaly.model.golden import golden_of
+from anomaly.storage.folder import check_run_folder, find_model
+from anomaly.storage.golden import golden_of
+from anomaly.storage.load import load_model
 
 if TYPE_CHECKING:
     from anomaly.datasets import Sample
-    from anomaly.model.scoring import Model
+    from anomaly.scoring.pipeline import Model
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +88,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
-    from anomaly.evaluation.updating import DEFECTS, refusal, update
+    from anomaly.evaluation.update import DEFECTS, refusal, update
 
     device, threads = machine.device_and_threads(options)
-    model = load(folder, device)
+    model = load_model(folder, device)
     good, compare = _images(options, model, folder, scratch)
     with ProgressLine() as progress:
         made = update(
@@ -127,8 +127,8 @@ def _images(
     options: argparse.Namespace, model: Model, folder: Path, scratch: Path
 ) -> tuple[list[Sample], dict[str, list[Sample]]]:
     """The good images, and what verdicts are compared on."""
-    from anomaly.evaluation.updating import DEFECTS, GOLDEN_PARTS
-    from anomaly.model.updating import lineage
+    from anomaly.evaluation.update import DEFECTS, GOLDEN_PARTS
+    from anomaly.training.update import lineage
 
     def named(option: str) -> list[Sample]:
         given = getattr(options, option)

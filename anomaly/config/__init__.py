@@ -1,1 +1,1 @@
-"""Settings: their types and defaults, and the files that they come from."""
+"""Settings: types, defaults, methods, and the files that they come from."""

@@ -2,14 +2,125 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from anomaly.config.categories import Categories
-from anomaly.config.methods import METHODS
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Method:
+    """What has to be known of a method before torch is imported.
+
+    Attributes:
+        title: its name in the literature.
+        module: where its functions are.
+        arrays: where that of exported models is; empty where there is none.
+        stages: how many stages of a network it reads by default, of those at strides 4, 8 and 16;
+            the coarsest first.
+        one_grid: whether it learns each place of the image by itself, so that all images need one
+            aspect and none can be cut into tiles.
+        embedded_by: keys of a config, dotted, that decide what patch embeddings are, besides those
+            of the backbone and of images.
+        settings: keys of the section `model` that it alone reads.
+        image_scores: names of `model.image_score` that it alone has, see `Scorer.image_scores`.
+    """
+
+    title: str
+    module: str
+    arrays: str = ""
+    stages: int = 2
+    one_grid: bool = False
+    embedded_by: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    image_scores: tuple[str, ...] = ()
+
+
+METHODS = {
+    "patchcore": Method(
+        "PatchCore",
+        "anomaly.methods.patchcore.fitter",
+        "anomaly.methods.patchcore.bank",
+        embedded_by=("model.embedding",),
+        settings=("coreset_ratio", "coreset_size", "embedding", "neighbours", "search"),
+        image_scores=("reweighted",),
+    ),
+    "padim": Method(
+        "PaDiM",
+        "anomaly.methods.padim.fitter",
+        "anomaly.methods.padim.array_gaussian",
+        stages=3,
+        one_grid=True,
+        embedded_by=("model.dimensions", "model.projection", "seed"),
+        settings=("dimensions", "projection", "regularisation"),
+    ),
+    "subspace": Method(
+        "Subspace",
+        "anomaly.methods.subspace.fitter",
+        "anomaly.methods.subspace.residual",
+        settings=("variance", "components"),
+    ),
+}
+
+
+def readers(key: str) -> list[str]:
+    """The methods that alone read a config's dotted key; empty where it is there for all."""
+    section, _, name = key.rpartition(".")
+    return [kind for kind, one in METHODS.items() if section == "model" and name in one.settings]
+
+
+# A product's name becomes that of a folder in the run's, where these mean something else.
+_TAKEN = ("model", "suspects")
+
+
+def _known_categories(value: Any) -> Any:
+    """A category as it is; a list of them only if each can be a folder of its own.
+
+    Raises:
+        ValueError: it can't.
+    """
+    match value:
+        case None | str():
+            return value
+        case list() | tuple() if value:
+            listed = list(value)
+        case list() | tuple():
+            raise ValueError("data.category is an empty list; name a category, or leave it out")
+        case _:
+            raise ValueError(
+                f"data.category is {value!r}: must be text (put it in quotes), or a list of names, "
+                "e.g. [bottle, hazelnut]"
+            )
+    for name in listed:
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(f"data.category lists {name!r}, which isn't a name (put it in quotes)")
+        if name in _TAKEN or name.startswith(".") or set(name) & set("/\\\0") or len(name) > 100:
+            raise ValueError(
+                f"data.category lists {name!r}, which can't be the name of a folder for its run; "
+                "rename that folder, or train it with a config of its own"
+            )
+    folded = [name.casefold() for name in listed]  # not all file systems tell cases apart
+    if twice := [name for name in listed if folded.count(name.casefold()) > 1]:
+        raise ValueError(f"data.category lists {twice[-1]!r} twice; name each category once")
+    return tuple(listed)
+
+
+Categories: TypeAlias = Annotated[str | tuple[str, ...] | None, BeforeValidator(_known_categories)]
+
+
+def by_product(config: Config) -> dict[str, Config]:
+    """A config for each category that one lists, named after it; empty where it lists none."""
+    listed = config.data.category if isinstance(config.data.category, tuple) else ()
+    alone = {name: config.data.model_copy(update={"category": name}) for name in listed}
+    return {
+        name: config.model_copy(update={"name": name, "data": data}) for name, data in alone.items()
+    }
+
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=32, le=8192)]

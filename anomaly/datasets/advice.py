@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from anomaly.datasets.faults import DataReport, has_16_bits
+from anomaly.datasets.check import DataReport, has_16_bits
 
 _HANDFUL = 8  # images of which each patch may be the only one of its kind
 _FEW = 50  # images whose coreset is small at any ratio

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from anomaly.datasets.lists import COLUMNS
 from anomaly.errors import DataError
-from anomaly.files.csv_files import header_of, marked_encoding, read_rows, text_of
+from anomaly.files.tables import header_of, marked_encoding, read_rows, text_of
 from anomaly.files.writing import looked_in, short_name
 from anomaly.imaging.listing import is_folder, is_image, list_files
 

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from anomaly.datasets.folder_names import GOOD_WORDS
+from anomaly.datasets.folders import GOOD_WORDS
 from anomaly.datasets.samples import GOOD, Dataset, Sample, no_training_images, set_apart
 from anomaly.errors import DataError, nearest
-from anomaly.files.csv_files import Rows, read_rows
+from anomaly.files.tables import Rows, read_rows
 from anomaly.files.writing import like
 
 log = logging.getLogger(__name__)

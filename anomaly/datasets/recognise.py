@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from anomaly.datasets.folder_names import says_good, says_masks, says_not_good
-from anomaly.datasets.folders import Masks, folders_in
+from anomaly.datasets.folders import Masks, folders_in, says_good, says_masks, says_not_good
 from anomaly.datasets.lists import meant_by
 from anomaly.datasets.samples import GOOD
 from anomaly.errors import DataError, nearest

@@ -1,1 +1,1 @@
-"""Detector x images with labels -> figures."""
+"""Model x images with labels -> figures."""

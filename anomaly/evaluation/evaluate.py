@@ -22,9 +22,9 @@ from anomaly.evaluation.metrics import (
 )
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.loading import UnusableImage
-from anomaly.model.prediction import Prediction
-from anomaly.model.scoring import Model
-from anomaly.scorers.base import Progress
+from anomaly.methods.base import Progress
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import Prediction
 
 log = logging.getLogger(__name__)
 

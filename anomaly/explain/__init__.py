@@ -1,1 +1,1 @@
-"""What else hooks are good for: feature-map pictures, Grad-CAM, gradient monitoring."""
+"""Why an image has its score: evidence, feature maps, Grad-CAM, gradients."""

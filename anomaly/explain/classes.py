@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from anomaly.backbones.layer_table import last_map, layer_table, side_multiple, stages, token_layer
+from anomaly.backbones.registry import build, normalisation
+from anomaly.backbones.state import full_network
+from anomaly.backbones.torchvision_networks import official_weights
 from anomaly.errors import AnomalyError
-from anomaly.explain.explanation import Findings, read_one
-from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
+from anomaly.explain.evidence import Findings, read_one
 from anomaly.explain.patches import marked
-from anomaly.explain.tiles import RgbImage, beside, glowing, picture_of, signed, stacked
-from anomaly.features.backbone_weights import full_network
-from anomaly.features.backbones import build, normalisation
-from anomaly.features.layer_table import last_map, layer_table, side_multiple, stages, token_layer
-from anomaly.features.torchvision_networks import official_weights
+from anomaly.explain.pictures import RgbImage, beside, glowing, picture_of, signed, stacked
+from anomaly.explain.saliency import grad_cam, guided_grad_cam
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing

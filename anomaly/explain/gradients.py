@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anomaly.errors import LayerError
-from anomaly.explain.tiles import RgbImage, captioned, colored, shortened
+from anomaly.explain.pictures import RgbImage, captioned, colored, shortened
 from anomaly.hooks import HookSet
 from anomaly.hooks.paths import Selector, match, resolve
 

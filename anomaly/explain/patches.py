@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.explain.tiles import RgbImage, captioned, grid, shortened, stacked
+from anomaly.explain.pictures import RgbImage, captioned, grid, shortened, stacked
 from anomaly.imaging.geometry import AnyView, AxisView
 from anomaly.maps.regions import MarkedRegion
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
 from anomaly.errors import AnomalyError, LayerError
-from anomaly.explain.inputs import batch_of, check_eval
-from anomaly.hooks import HookSet
+from anomaly.explain.feature_maps import batch_of, check_eval, map_of
+from anomaly.hooks import HookSet, capture
 
 
 def image_gradient(score: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
@@ -103,3 +105,93 @@ def saliency_map(gradient: Tensor) -> NDArray[np.float32]:
 
 def _only_positive(module: nn.Module, grad_input: Any, grad_output: Any) -> tuple[Tensor, ...]:
     return tuple(gradient.clamp(min=0) for gradient in grad_input)
+
+
+def grad_cam(
+    model: nn.Module, image: Tensor, layer: str, target_class: int | None = None
+) -> NDArray[np.float32]:
+    """Where the evidence for a class lies (eq. 1 and 2).
+
+    Of a transformer the tokens of the patches stand for the positions of a map.
+
+    Args:
+        model: a classifier in eval mode, whose output for one image is (1, classes).
+        image: (3, H, W), normalised as the network wants it, on the network's device.
+        layer: path of the layer looked at, usually the last one before the pooling
+            (`features[-1]`, `layer4`).
+        target_class: index of the class; the highest-scoring one if not given.
+
+    Returns:
+        (H, W) in [0, 1], 1 where the evidence is strongest; all zero if there is none.
+
+    Raises:
+        LayerError: no such layer, or several, or its output isn't a feature map.
+        AnomalyError: the network isn't a classifier, is in train mode, or has no such class; or it
+            isn't an image (3, H, W) of finite floats.
+    """
+    check_eval(model)
+    batch = batch_of(image, model)
+    # Gradients also where the caller computes without; the copy is no inference tensor.
+    with torch.inference_mode(False), torch.enable_grad():
+        batch = batch.detach().clone().requires_grad_()
+        with capture(model, layer, grad=True) as captured:
+            score = _class_score(captured.run(batch), target_class)
+            found = captured.pop()
+            if len(found) != 1:
+                raise LayerError(
+                    f"Grad-CAM looks at one map, and {layer!r} names {len(found)}: "
+                    f"{', '.join(found)}"
+                )
+            ((path, maps),) = found.items()
+        (gradients,) = torch.autograd.grad(score, maps, materialize_grads=True)
+    maps, gradients = (map_of(one, image.shape[1:]) for one in (maps, gradients))
+    if maps.ndim != 4:
+        raise LayerError(
+            f"{path!r} puts out shape {tuple(maps.shape)}, not a feature map (1, C, h, w): "
+            "choose a layer before the pooling"
+        )
+    weights = gradients.mean(dim=(2, 3), keepdim=True)  # eq. 1
+    evidence = functional.relu((weights * maps).sum(dim=1, keepdim=True)).detach()  # eq. 2
+    cam = functional.interpolate(evidence.float(), image.shape[1:], mode="bilinear")[0, 0]
+    strongest = float(cam.max())
+    return np.asarray((cam / strongest if strongest > 0 else cam).cpu().numpy(), np.float32)
+
+
+def guided_grad_cam(
+    model: nn.Module, image: Tensor, layer: str, target_class: int | None = None
+) -> NDArray[np.float32]:
+    """Which details are the evidence for a class: Grad-CAM times guided backpropagation (3.2).
+
+    Args:
+        model: a classifier in eval mode, whose output for one image is (1, classes).
+        image: (3, H, W), normalised as the network wants it, on the network's device.
+        layer: path of the layer looked at, usually the last one before the pooling.
+        target_class: index of the class; the highest-scoring one if not given.
+
+    Returns:
+        (H, W, 3), signed, the largest absolute value 1 (all zero if there is no evidence).
+
+    Raises:
+        LayerError: no such layer, its output isn't a feature map, or there are no ReLU layers.
+        AnomalyError: the network isn't a classifier, is in train mode, or has no such class; or it
+            isn't an image (3, H, W) of finite floats.
+    """
+    cam = grad_cam(model, image, layer, target_class)
+    gradient = guided_backpropagation(
+        model, lambda batch: _class_score(model(batch), target_class), image
+    )
+    guided = gradient.permute(1, 2, 0).float().cpu().numpy() * cam[..., None]
+    strongest = float(np.abs(guided).max())
+    return np.asarray(guided / strongest if strongest > 0 else guided, np.float32)
+
+
+def _class_score(output: object, target_class: int | None) -> Tensor:
+    if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 1:
+        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise AnomalyError(f"Grad-CAM needs a classifier that puts out (1, classes), not {shape}")
+    n_classes = output.shape[1]
+    if target_class is None:
+        return output[0].max()
+    if not isinstance(target_class, Integral) or not 0 <= target_class < n_classes:
+        raise AnomalyError(f"target_class={target_class!r}: the network has 0 to {n_classes - 1}")
+    return output[0, target_class]

@@ -10,16 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from anomaly.backbones.embedder import network_input
 from anomaly.datasets import Sample
 from anomaly.datasets.samples import listed
 from anomaly.errors import DataError, ImageError
-from anomaly.evaluation.training_images import TrainingImages, dataset_images
-from anomaly.explain.explanation import (
-    GoodImages,
-    GoodPatch,
-    score_gradient,
-    tile_of,
-)
+from anomaly.evaluation.splits import TrainingImages, dataset_images
+from anomaly.explain.evidence import GoodImages, GoodPatch, score_gradient, tile_of
 from anomaly.explain.feature_maps import feature_map_pictures
 from anomaly.explain.patches import (
     comparison,
@@ -29,18 +25,23 @@ from anomaly.explain.patches import (
     patch_crop,
     worst_patches,
 )
+from anomaly.explain.pictures import (
+    RgbImage,
+    beside,
+    glowing,
+    picture_of,
+    save_explanation,
+    stacked,
+)
 from anomaly.explain.saliency import saliency_map
-from anomaly.explain.saving import save_explanation
-from anomaly.explain.tiles import RgbImage, beside, glowing, picture_of, stacked
-from anomaly.features.embedder import network_input
 from anomaly.imaging.array_input import ArrayFormat, ImageLike
 from anomaly.imaging.decoder_pool import load_shared
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.read import Image
 from anomaly.maps.heatmap import display, encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
-from anomaly.model.prediction import Prediction
-from anomaly.model.scoring import Model
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import Prediction
 
 
 @dataclass(frozen=True, eq=False, repr=False)

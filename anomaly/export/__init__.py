@@ -1,1 +1,1 @@
-"""Features and models as files for other programs."""
+"""Features and models as files for other programs and engines."""

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from anomaly.arrays import as_numpy
+from anomaly.backbones.engine import Graph
 from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, ModelError
-from anomaly.evaluation.training_images import TrainingImages, dataset_images
-from anomaly.features.engine import Graph
+from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape, tile_by_tile
-from anomaly.model.prediction import Prediction
-from anomaly.model.scoring import Model
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import Prediction
 
 COUNT = 16  # golden images that are taken of the training images
 # How far scores may be apart, as a share. bf16 rounds to 8 bits wherever an engine likes: up to a

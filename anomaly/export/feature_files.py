@@ -27,9 +27,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from anomaly.errors import DataError, OutputError, why
-from anomaly.files.csv_files import csv_rows, csv_text
+from anomaly.files.tables import csv_rows, csv_text
 from anomaly.files.writing import as_json, claim, clear, write
-from anomaly.model.settings import differences
+from anomaly.scoring.build import differences
 
 Array: TypeAlias = NDArray[np.float32]
 Format: TypeAlias = Literal["safetensors", "npy"]

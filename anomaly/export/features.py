@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from anomaly.backbones.layer_table import show, side_multiple
+from anomaly.backbones.registry import Normalisation, build, default_layers, normalisation
+from anomaly.backbones.state import load_state, read_weights
+from anomaly.backbones.truncation import truncate_in_place
 from anomaly.errors import ConfigError, LayerError, ModelError, OutputError
 from anomaly.export.feature_files import FeatureWriter
-from anomaly.features.backbone_weights import load_state, read_weights
-from anomaly.features.backbones import Normalisation, build, default_layers, normalisation
-from anomaly.features.layer_table import show, side_multiple
-from anomaly.features.truncation import truncate_in_place
 from anomaly.files.writing import sha256_of
 from anomaly.hooks import capture
 from anomaly.imaging.decoder_pool import Decoders
@@ -27,8 +27,8 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing, UnusableImage, by_shape
 from anomaly.imaging.read import MAX_PIXELS
-from anomaly.model.checkpoint import load
-from anomaly.model.training import StageProgress
+from anomaly.storage.load import load_model
+from anomaly.training.fit import StageProgress
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def from_model(folder: Path, layers: Sequence[str] | None = None) -> Source:
     Raises:
         AnomalyError: there is no model, no such layer, or the model cuts its images into tiles.
     """
-    detector = load(folder, torch.device("cpu"))
+    detector = load_model(folder, torch.device("cpu"))
     name = detector.config.backbone.name
     if detector.loading.sizing.tile is not None:
         raise ConfigError(

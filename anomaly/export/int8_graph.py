@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anomaly.backbones.registry import Normalisation
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.export.graph import quiet
-from anomaly.features.backbones import Normalisation
 from anomaly.runtime.threads import get_threads
 
 # Computed in int8 beside a convolution; attention and the method's alignment stay in fp32.

@@ -14,9 +14,9 @@ import numpy as np
 from anomaly.errors import OutputError
 from anomaly.imaging.array_input import ImageLike, is_one
 from anomaly.inference.rows import Row, row_of
-from anomaly.model.checkpoint import load
-from anomaly.model.folder import EXPORT, find_model
-from anomaly.model.scoring import Model
+from anomaly.scoring.pipeline import Model
+from anomaly.storage.folder import EXPORT, find_model
+from anomaly.storage.load import load_model
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def register(folder: Path, name: str | None = None, store: str | None = None) ->
     import mlflow
     from mlflow.exceptions import MlflowException
 
-    model, folder = load(folder, "cpu"), find_model(folder)
+    model, folder = load_model(folder, "cpu"), find_model(folder)
     engine = model.extractor.engine if (folder / EXPORT).exists() else "train"
     name = name or model.config.name
     if store is not None:
@@ -89,7 +89,7 @@ def _told(model: Model) -> dict[str, Any]:
 
 def _load_pyfunc(folder: str) -> ScoringModel:
     """MLflow calls this, by its name, with where the model folder is."""
-    return ScoringModel(load(folder))
+    return ScoringModel(load_model(folder))
 
 
 class ScoringModel:

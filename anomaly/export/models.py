@@ -6,12 +6,15 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anomaly.export.arguments import check_arguments
+from anomaly.backbones.engine import Graph, check_precision, installed
+from anomaly.datasets.inputs import find_inputs
+from anomaly.errors import DataError, ModelError, OutputError
 from anomaly.export.equality import (
     TOLERANCE,
     compare,
@@ -21,16 +24,89 @@ from anomaly.export.equality import (
 )
 from anomaly.export.graph import OPSET, write_graph
 from anomaly.export.quantised import quantised, training_images
-from anomaly.features.engine import Graph
-from anomaly.files.writing import as_json, remove_draft_folders, write
-from anomaly.model.checkpoint import load
-from anomaly.model.exported import exported_stages, open_network, write_export
-from anomaly.model.folder import BACKBONE, HISTORY, appearing, file_entry, model_id
-from anomaly.model.manifest import MANIFEST
-from anomaly.model.run_folder import made_of, training_record
-from anomaly.model.scoring import Model
-from anomaly.model.training import StageProgress
+from anomaly.files.writing import as_json, like, remove_draft_folders, write
+from anomaly.scoring.pipeline import Model
+from anomaly.storage.exported import exported_stages, open_network, write_export
+from anomaly.storage.folder import (
+    BACKBONE,
+    EXPORT,
+    HISTORY,
+    appearing,
+    check_run_folder,
+    claim_model,
+    file_entry,
+    find_model,
+    model_id,
+)
+from anomaly.storage.load import load_model
+from anomaly.storage.manifest import MANIFEST
+from anomaly.training.fit import StageProgress
+from anomaly.training.runs import made_of, training_record
 from anomaly.version import __version__
+
+
+def check_arguments(
+    source: Path,
+    output: Path,
+    engine: str,
+    *,
+    precision: str,
+    whole: bool,
+    golden: Path | None,
+    data_root: Path | None,
+    further: Sequence[Path],
+    overwrite: bool,
+) -> Path:
+    """See that a model can be exported as somebody wants it; see `export_model`.
+
+    Returns:
+        The model folder.
+
+    Raises:
+        ModelError: there is no model, it is an exported one, or the engine or what exporting needs
+            isn't installed or doesn't compute in the number format.
+        DataError: there are no images where they are said to be.
+        OutputError: something is there already, or the model itself would be written over.
+    """
+    folder = find_model(source, exported=False)
+    _check_output(folder, output / "model", overwrite)
+    if precision != "fp32" and whole:
+        raise ModelError("--whole is for other programs, and exported in fp32 only")
+    if golden is not None:
+        find_inputs([golden], option="--golden")
+    if further:
+        find_inputs(further, option="--training-images")
+    if data_root is not None and not data_root.is_dir():
+        raise DataError(f"--data-root {data_root} is no folder{like(data_root)}")
+    _check_installed(engine, precision)
+    check_precision(engine, precision, f"--precision {precision} was asked for")
+    return folder
+
+
+def _check_output(folder: Path, target: Path, overwrite: bool) -> None:
+    model, place = folder.resolve(), target.resolve()
+    if place.is_relative_to(model) or model.is_relative_to(place):
+        raise OutputError(
+            f"{target} is where the model is that is to be exported ({folder}); give another "
+            "--output"
+        )
+    check_run_folder(target.parent)
+    if (target / MANIFEST).is_file() and not (target / EXPORT).is_file():
+        raise OutputError(
+            f"{target} is a trained model, which an export isn't written over; give another "
+            "--output"
+        )
+    claim_model(target, overwrite=overwrite)
+
+
+def _check_installed(engine: str, precision: str) -> None:
+    needed = ["onnx", "onnxscript", *(["onnxruntime"] if precision == "int8" else [])]
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise ModelError(
+            f"exporting needs {' and '.join(missing)}: pip install 'anomaly[export,{engine}]'"
+        )
+    installed(engine, "the model is compared in")
+
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +130,7 @@ def export_model(
     Args:
         source: the run, or its model folder.
         output: a folder that gets `model/`, and what the run remembers of its training.
-        engine: a key of `anomaly.features.engine.ENGINES`.
+        engine: a key of `anomaly.backbones.engine.ENGINES`.
         precision: `fp32` or `bf16`, the number format to compute in; `int8` makes another model,
             which learns again from the training images.
         whole: whether to write a second graph, on to patch scores, for other programs.
@@ -87,7 +163,7 @@ def export_model(
         overwrite=overwrite,
     )
     remove_draft_folders(output)
-    parent = load(folder, "cpu")
+    parent = load_model(folder, "cpu")
     samples = training_images(parent, source, data_root, further) if precision == "int8" else {}
     paths = golden_images(parent, source, golden, [one.path for one in samples.values()])
     with appearing(output / "model") as draft:
@@ -101,7 +177,7 @@ def export_model(
             own, entry, inputs = parent, write_graph(parent, draft, engine), 0
             _copy_rest(folder, own, draft)
             same = precision == own.extractor.precision
-            reference = own if same else load(folder, "cpu", precision)
+            reference = own if same else load_model(folder, "cpu", precision)
         values: dict[str, Any] = {
             "source_model_id": parent.model_id,
             "precision": precision,

@@ -23,28 +23,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anomaly.backbones.engine import ENGINES, ExportedNetwork, Graph
 from anomaly.calibration import Thresholds, thresholds_from
 from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, ModelError, some
-from anomaly.evaluation.training_images import TrainingImages, dataset_images
+from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.export.graph import write_graph
 from anomaly.export.int8_graph import quantise
-from anomaly.features.engine import ENGINES, ExportedNetwork, Graph
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape, tile_by_tile
-from anomaly.model.appearance_model import AppearanceModel
-from anomaly.model.build import fitter_of
-from anomaly.model.cross_fitting import cross_fit
-from anomaly.model.feature_cache import CachedFeatures, FeatureCache
-from anomaly.model.folder import BACKBONE
-from anomaly.model.saving import save_rest
-from anomaly.model.scoring import Model
-from anomaly.model.threshold_files import change
-from anomaly.model.training import StageProgress
+from anomaly.methods.base import Fitter
 from anomaly.runtime.threads import get_threads
-from anomaly.scorers.base import Fitter
+from anomaly.scoring.build import fitter_of
+from anomaly.scoring.image_statistics import AppearanceModel
+from anomaly.scoring.pipeline import Model
+from anomaly.storage.folder import BACKBONE
+from anomaly.storage.save import save_rest
+from anomaly.storage.thresholds import change
+from anomaly.training.cross_fitting import cross_fit
+from anomaly.training.feature_cache import CachedFeatures, FeatureCache
+from anomaly.training.fit import StageProgress
 
 CALIBRATED_ON = 100  # training images whose activations say how far these reach
 _COMPARED_ON = 16  # training images whose embeddings have to be like the network's own
@@ -110,7 +110,7 @@ def quantised(
         parent: the model, on the CPU.
         samples: its training images by their numbers.
         draft: an empty folder.
-        engine: a key of `anomaly.features.engine.ENGINES`.
+        engine: a key of `anomaly.backbones.engine.ENGINES`.
         workers: decoding processes.
         progress: called with (stage, done, total).
 

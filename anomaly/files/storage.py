@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from anomaly.errors import AnomalyError, DataError, OutputError
-from anomaly.files.own_outputs import JOB, SHARDED
+from anomaly.files.outputs import JOB, SHARDED
 from anomaly.files.writing import draft_of, write
 
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts

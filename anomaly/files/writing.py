@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.errors import AnomalyError, OutputError, closest
-from anomaly.files.own_outputs import foreign, is_model, own_outputs
+from anomaly.files.outputs import foreign, is_model, own_outputs
 
 # File systems take 255 bytes a name; this leaves room for a suffix and a number.
 _LONGEST_NAME = 230

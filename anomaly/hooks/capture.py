@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from anomaly.errors import LayerError
-from anomaly.hooks.guard import Attached, refuse_compiled
-from anomaly.hooks.nested import map_tensors, named_tensors, refuse_hidden
+from anomaly.hooks.guard import Attached, map_tensors, named_tensors, refuse_compiled, refuse_hidden
 from anomaly.hooks.paths import Selector, select
 
 

@@ -1,1 +1,1 @@
-"""Image file -> network input: decoding, geometry, regions, batches. Imports no torch."""
+"""Image file -> network input: decoding within limits, geometry, regions. Imports no torch."""

@@ -31,7 +31,7 @@ from anomaly.imaging.decoder_worker import Task, load_alone, name_of
 from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load, paint
 from anomaly.imaging.read import Image
-from anomaly.prefetch import StoppedError, ahead
+from anomaly.runtime.parallel import StoppedError, ahead
 
 AHEAD = 4  # images that each process may be ahead of the network
 _MOST_SHARED = 4  # processes that wait for whatever a Python program asks for next

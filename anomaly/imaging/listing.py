@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from anomaly.errors import DataError, some, why
-from anomaly.files.own_outputs import is_model, own_outputs
-from anomaly.imaging.codecs import FORMATS
+from anomaly.files.outputs import is_model, own_outputs
+from anomaly.imaging.formats import FORMATS
 
 log = logging.getLogger(__name__)
 

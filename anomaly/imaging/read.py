@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from anomaly.errors import ImageError, why
 from anomaly.imaging import process_limits
-from anomaly.imaging.codecs import HEAD_BYTES, Format, ImageHeader, Pixels, identify
-from anomaly.imaging.codecs.base import damaged, unsupported
+from anomaly.imaging.formats import HEAD_BYTES, Format, ImageHeader, Pixels, identify
+from anomaly.imaging.formats.base import damaged, unsupported
 
 MAX_PIXELS = 250_000_000
 _LONGEST_SIDE = 1_000_000  # libpng goes no further

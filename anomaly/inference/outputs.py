@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import OutputError
 from anomaly.files import storage
-from anomaly.files.own_outputs import (
+from anomaly.files.outputs import (
     FOLDERS,
     HEATMAPS,
     INFER,
@@ -39,15 +39,13 @@ from anomaly.inference.rows import (
     region_rows,
 )
 from anomaly.maps.anomaly_map import SourceMap
-from anomaly.maps.colour_bar import colour_bar, with_colour_bar
-from anomaly.maps.heatmap import RgbImage, display, encode_png, heatmap
-from anomaly.maps.map_files import encode_float32, encode_uint16
+from anomaly.maps.encoding import Thumbnail, encode_float32, encode_uint16, thumbnail
+from anomaly.maps.heatmap import RgbImage, colour_bar, display, encode_png, heatmap, with_colour_bar
 from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_areas
-from anomaly.maps.thumbnails import Thumbnail, thumbnail
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
-    from anomaly.model.products import AnyModel
+    from anomaly.scoring.products import AnyModel
 
 
 Heatmaps: TypeAlias = Literal["none", "reject", "all"]

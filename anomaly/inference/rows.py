@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from anomaly.files.csv_files import csv_text
+from anomaly.files.tables import csv_text
 from anomaly.imaging.loading import UnusableImage
 from anomaly.maps.regions import MarkedRegion
 from anomaly.version import __version__
@@ -20,8 +20,8 @@ from anomaly.version import __version__
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from anomaly.model.prediction import Prediction
-    from anomaly.model.products import AnyModel
+    from anomaly.scoring.prediction import Prediction
+    from anomaly.scoring.products import AnyModel
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,18 @@ from typing import Literal
 
 from anomaly.datasets.inputs import Found, picture_names
 from anomaly.errors import OutputError
-from anomaly.files.own_outputs import HEATMAPS
+from anomaly.files.outputs import HEATMAPS
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
 from anomaly.inference.journal import Finished, Record, RunJournal
 from anomaly.inference.outputs import Outputs, RenderOptions, RenderResult
 from anomaly.inference.rows import Row, row_of
-from anomaly.maps.thumbnails import Thumbnails
-from anomaly.model.prediction import Prediction
-from anomaly.model.products import AnyModel
-from anomaly.prefetch import StoppedError
-from anomaly.scorers.base import Progress
+from anomaly.maps.encoding import Thumbnails
+from anomaly.methods.base import Progress
+from anomaly.runtime.parallel import StoppedError
+from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.products import AnyModel
 
 _BEHIND = 16  # scored images whose pictures may still be on their way
 _LAST_SECONDS = 5.0  # that their pictures may take once the run is to stop

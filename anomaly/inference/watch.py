@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from anomaly.datasets.inputs import picture_names
 from anomaly.errors import DataError
-from anomaly.files.own_outputs import WATCHED
+from anomaly.files.outputs import WATCHED
 from anomaly.files.writing import GrowingFile
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.listing import is_image, list_files
@@ -19,8 +19,8 @@ from anomaly.inference.journal import Finished, Journal
 from anomaly.inference.outputs import picture_exists
 from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lines, region_rows
 from anomaly.inference.run import Inputs, infer
-from anomaly.maps.thumbnails import Thumbnails
-from anomaly.model.products import AnyModel
+from anomaly.maps.encoding import Thumbnails
+from anomaly.scoring.products import AnyModel
 
 _POLL_SECONDS = 0.5
 # Looking into the folders takes at most this share of the time.

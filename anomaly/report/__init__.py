@@ -1,1 +1,1 @@
-"""Evaluations -> files and tables that people read."""
+"""Evaluations and runs -> pages and tables that people read."""

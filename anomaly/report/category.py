@@ -15,16 +15,16 @@ from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, Scored, score_test_split
 from anomaly.evaluation.metrics import Confusion, confusion
-from anomaly.model.appearance import Appearance
-from anomaly.model.folder import find_model
-from anomaly.model.prediction import Prediction
-from anomaly.model.run_folder import training_record
-from anomaly.model.scoring import Model
-from anomaly.model.settings import portable
-from anomaly.model.threshold_files import thresholds_alone_differ
+from anomaly.methods.base import Progress
 from anomaly.report.page import utc_now
 from anomaly.report.tiles import Tile, Tiles
-from anomaly.scorers.base import Progress
+from anomaly.scoring.build import portable
+from anomaly.scoring.image_statistics import Appearance
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import Prediction
+from anomaly.storage.folder import find_model
+from anomaly.storage.thresholds import thresholds_alone_differ
+from anomaly.training.runs import training_record
 
 if TYPE_CHECKING:
     pass

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.errors import DataError, why
-from anomaly.files.csv_files import csv_rows, csv_text
+from anomaly.files.tables import csv_rows, csv_text
 from anomaly.files.writing import claim, clear, write
 from anomaly.report.page import page
 from anomaly.report.tables import COLUMNS

@@ -16,8 +16,8 @@ from anomaly.calibration import Thresholds
 from anomaly.datasets import GOOD
 from anomaly.evaluation.metrics import pr_curve, roc_curve
 from anomaly.maps.heatmap import OPACITY, colour_stops
-from anomaly.model.settings import flat
 from anomaly.report.page import asset, page
+from anomaly.scoring.build import flat
 from anomaly.version import __version__
 
 if TYPE_CHECKING:

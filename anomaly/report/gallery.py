@@ -21,14 +21,14 @@ import cv2
 import numpy as np
 
 from anomaly.calibration import Thresholds
-from anomaly.files.own_outputs import PAGE, PAGES
+from anomaly.files.outputs import PAGE, PAGES
 from anomaly.files.writing import write
 from anomaly.inference.rows import Row, counts_of, say_counts, total_of
-from anomaly.maps.thumbnails import SHOWN, Thumbnail, Thumbnails, thumbnail
-from anomaly.model.products import AnyModel
-from anomaly.model.settings import flat, portable
+from anomaly.maps.encoding import SHOWN, Thumbnail, Thumbnails, thumbnail
 from anomaly.report.document import model_page
 from anomaly.report.page import page, utc_now
+from anomaly.scoring.build import flat, portable
+from anomaly.scoring.products import AnyModel
 
 NAMED = 200  # images named that couldn't be scored
 _LARGEST_FILE = 100_000_000

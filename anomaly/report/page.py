@@ -25,7 +25,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing, UnusableImage, size_of
-from anomaly.maps.thumbnails import jpeg
+from anomaly.maps.encoding import jpeg
 
 _PAGE = """\
 <!doctype html>

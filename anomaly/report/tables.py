@@ -10,7 +10,7 @@ from anomaly.calibration import Thresholds, rate_of
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics import Confusion
 from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
-from anomaly.files.csv_files import csv_text
+from anomaly.files.tables import csv_text
 from anomaly.files.writing import as_json
 
 COLUMNS = (

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.evaluation.evaluate import Map, Mask
+from anomaly.maps.encoding import encoded, jpeg, pixels_for
 from anomaly.maps.heatmap import display, layer, outlines
 from anomaly.maps.regions import predicted_mask
-from anomaly.maps.thumbnails import encoded, jpeg, pixels_for
-from anomaly.model.prediction import Prediction
+from anomaly.scoring.prediction import Prediction
 
 # All pictures of a page together, for about 30 MB at most: 190 images of 500 x 1254 are whole.
 _PIXELS = 120_000_000

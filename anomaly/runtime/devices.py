@@ -5,12 +5,15 @@ Imports torch only to ask for its devices: exported models are computed without 
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from anomaly.errors import AnomalyError
-from anomaly.runtime.threads import import_torch
+from anomaly.runtime.threads import imported_torch, wanted_threads
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +29,15 @@ class _Processor:
 
 # What stands for torch.device("cpu") where torch may be absent: with exported models.
 CPU: torch.device = cast(Any, _Processor())
+
+
+def import_torch() -> None:
+    """Import torch, which from then on computes with as many threads as the program."""
+    first = imported_torch() is None
+    import torch
+
+    if first and (threads := wanted_threads()):
+        torch.set_num_threads(threads)
 
 
 def device_of(device: str | torch.device) -> torch.device:
@@ -66,3 +78,34 @@ def has_bf16(device: torch.device) -> bool:
     if not any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "arm_bf16")):
         return False
     return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    """The C library where it can give memory back when asked (glibc), else None."""
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "malloc_trim") else None
+
+
+def release_memory() -> None:
+    """Give free memory back to the system.
+
+    Large arrays of many sizes that come and go leave gaps, which glibc keeps: without this, a
+    process that reads a few thousand images ends up holding gigabytes of them. Takes some
+    milliseconds.
+    """
+    library = _library()
+    if library is not None:
+        library.malloc_trim(0)
+
+
+def peak_memory() -> int:
+    """The most memory that this process has held so far, in bytes; 0 where the system can't say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

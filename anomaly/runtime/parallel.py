@@ -1,18 +1,21 @@
-"""Passes side by side: each of the program's threads computes one of them alone."""
+"""Work side by side on a few threads, bounded look-ahead, properties that are made once."""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from anomaly.prefetch import ahead
 from anomaly.runtime.threads import alone, get_threads, imported_torch, set_threads
 
 if TYPE_CHECKING:
     import torch
+
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -118,3 +121,67 @@ def _inference_mode() -> Callable[[], AbstractContextManager[Any]]:
         return nullcontext
     enabled = torch.is_inference_mode_enabled()
     return lambda: torch.inference_mode(enabled)
+
+
+Made = TypeVar("Made")
+
+
+class made_once(cached_property[Made]):  # noqa: N801 – used as a decorator
+    """`functools.cached_property` for what takes seconds or much memory to make.
+
+    Since Python 3.12 that has no lock: as many threads as ask at the same time each make their own.
+    Here the others wait for the first one's.
+    """
+
+    def __init__(self, make: Callable[[Any], Made]) -> None:
+        super().__init__(make)
+        self._making = threading.RLock()
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Made:  # type: ignore[override]
+        with self._making:
+            made: Made = super().__get__(instance, owner)
+            return made
+
+
+_ASKED_SECONDS = 0.2
+
+
+class StoppedError(Exception):
+    """What is waited for isn't wanted any more: a signal has come."""
+
+
+def ahead(
+    submit: Callable[[Item], Future[Result]],
+    items: Iterable[Item],
+    count: int,
+    stopped: Callable[[], bool] | None = None,
+) -> Iterator[Result]:
+    """What is made of each item, in order, begun up to `count` items ahead.
+
+    Args:
+        submit: begins to work on an item.
+        items: read no further ahead than that.
+        count: how many results may be on their way besides the one that is waited for.
+        stopped: asked now and then while a result is waited for.
+
+    Raises:
+        StoppedError: `stopped` has said so.
+    """
+    waiting: deque[Future[Result]] = deque()
+
+    def first() -> Result:
+        while stopped is not None and not wait([waiting[0]], _ASKED_SECONDS).done:
+            if stopped():
+                raise StoppedError
+        return waiting.popleft().result()
+
+    try:
+        for item in items:
+            waiting.append(submit(item))
+            if len(waiting) > count:
+                yield first()
+        while waiting:
+            yield first()
+    finally:
+        for future in waiting:
+            future.cancel()

@@ -11,9 +11,44 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
-from anomaly.runtime.blas import one_blas_thread
+_counting = threading.Lock()
+# What holds OpenBLAS down, one for all the blocks that threads are in.
+_limits: list[Any] = []
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """A block in which numpy computes matrix products in the thread that asks for them alone.
+
+    The threads of its library (OpenBLAS) go on spinning for a twentieth of a second once a product
+    is done. Where there are few cores they keep torch's threads from theirs: on two, the network's
+    next pass took eight times as long.
+
+    The number of threads is the whole process's: it is 1 while any thread is in such a block, and
+    what it was before once the last one has left.
+    """
+    with _counting:
+        _limits.append(_limits[0] if _limits else _openblas().limit(limits=1))
+    try:
+        yield
+    finally:
+        with _counting:
+            limit = _limits.pop()
+            if not _limits:
+                limit.restore_original_limits()
+
+
+@lru_cache(maxsize=1)
+def _openblas() -> Any:
+    """The copies of OpenBLAS that the process has loaded, numpy's among them if it has one."""
+    import numpy  # noqa: F401 – loads its own
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController().select(internal_api="openblas")
 
 
 def cores() -> int:
@@ -29,6 +64,11 @@ def use_threads(count: int) -> None:
     set_threads(count)
 
 
+def wanted_threads() -> int | None:
+    """How many threads `use_threads` was told; None where it wasn't."""
+    return _program.threads
+
+
 def get_threads() -> int:
     """How many threads this thread computes with: torch's setting, where torch is imported."""
     if torch := imported_torch():
@@ -41,15 +81,6 @@ def set_threads(count: int) -> None:
     _own.threads = count
     if torch := imported_torch():
         torch.set_num_threads(count)
-
-
-def import_torch() -> None:
-    """Import torch, which from then on computes with as many threads as the program."""
-    first = imported_torch() is None
-    import torch
-
-    if first and _program.threads:
-        torch.set_num_threads(_program.threads)
 
 
 def imported_torch() -> ModuleType | None:

@@ -5,8 +5,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
-from anomaly.explain.tiles import colored
+from anomaly.explain.pictures import colored
+from anomaly.explain.saliency import grad_cam, guided_grad_cam
 
 generator = torch.manual_seed(0)
 SPECK, HOLE, NOTHING = 0, 1, 2

@@ -23,7 +23,7 @@ from anomaly.calibration import (
     threshold_for_false_reject_rate,
     verdict,
 )
-from anomaly.calibration.placement import GAP, OUTSIDE, REACH, placed
+from anomaly.calibration.rates import GAP, OUTSIDE, REACH, placed
 from anomaly.errors import DataError
 
 SCORES = st.lists(st.floats(0, 100, width=32), min_size=1, max_size=60)

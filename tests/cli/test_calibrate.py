@@ -12,7 +12,7 @@ import pytest
 from conftest import Command, train_arguments, with_note, write_part, write_product
 
 import anomaly
-from anomaly.model.feature_cache import CachedFeatures
+from anomaly.training.feature_cache import CachedFeatures
 
 SAME = ("backbone.safetensors", "scorer.safetensors", "config.yaml")
 

@@ -163,13 +163,13 @@ def test_a_mark_on_a_cropped_oblong_image_comes_back_at_its_pixel(
 ) -> None:
     import torch
 
-    from anomaly.model.checkpoint import load
-    from anomaly.model.prediction import Prediction
+    from anomaly.scoring.prediction import Prediction
+    from anomaly.storage.load import load_model
 
     output = tmp_path / "run"
     overrides = ["image.resize=96", "image.crop=80", "backbone.layers=[layer1]"]
     assert command("train", train_arguments(product, output, *overrides))[0] == 0
-    detector = load(output, torch.device("cpu"))
+    detector = load_model(output, torch.device("cpu"))
     for mark in [(20, 40), (60, 75), (40, 90)]:
         write_part(tmp_path / "marked.png", seed=7, mark=mark)
         (result,) = detector.predict([tmp_path / "marked.png"])

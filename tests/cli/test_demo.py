@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from anomaly import cli
-from anomaly.cli import demo, main
+from anomaly.cli import main
+from anomaly.sample_data.cli import demo
 
 
 def test_each_step_is_a_command_and_a_failing_one_ends_it(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import PYTHONPATH, write_part
 
-from anomaly.model.folder import EXPORT
-from anomaly.model.manifest import MANIFEST
+from anomaly.storage.folder import EXPORT
+from anomaly.storage.manifest import MANIFEST
 
 _RUN = """
 import sys

@@ -13,9 +13,9 @@ import pytest
 from conftest import Command, result_files, train_products_arguments
 
 import anomaly
-from anomaly.features.extractor import FeatureExtractor
-from anomaly.model.folder import find_products
-from anomaly.model.saving import save
+from anomaly.backbones.extractor import FeatureExtractor
+from anomaly.storage.folder import find_products
+from anomaly.storage.save import save
 
 PRODUCTS = ("disc", "stripes")
 

@@ -4,9 +4,8 @@ import time
 
 import pytest
 
-from anomaly.cli import progress
-from anomaly.cli.progress import ProgressLine
-from anomaly.cli.speech import spoken
+from anomaly.cli import logging_setup as progress
+from anomaly.cli.logging_setup import ProgressLine, spoken
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import cv2
 import pytest
 from conftest import Command, train_arguments, write_part
 
-from anomaly.model.golden import moved_since
+from anomaly.storage.golden import moved_since
 
 
 @pytest.fixture

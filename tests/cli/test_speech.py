@@ -11,8 +11,9 @@ import torch
 from conftest import Command, train_arguments
 
 from anomaly import cli
-from anomaly.cli import region, speech
-from anomaly.cli.progress import ProgressLine
+from anomaly.cli import logging_setup as speech
+from anomaly.cli import region
+from anomaly.cli.logging_setup import ProgressLine
 
 UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (\w+) +(.*)")
 

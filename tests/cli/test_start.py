@@ -10,12 +10,12 @@ import pytest
 import yaml
 from conftest import FAST, Command, write_part
 
-from anomaly.config.files import load_config
+from anomaly.backbones import timm_networks
+from anomaly.backbones.timm_networks import INSTALLED
+from anomaly.backbones.torchvision_networks import backbone_at_hand
+from anomaly.config.load import load_config
 from anomaly.errors import WeightsError
-from anomaly.features import timm_networks
-from anomaly.features.timm_networks import INSTALLED
-from anomaly.features.torchvision_networks import backbone_at_hand
-from anomaly.model.checkpoint import load
+from anomaly.storage.load import load_model
 
 SETTINGS = [part for setting in FAST for part in ("--set", setting)]
 
@@ -140,7 +140,7 @@ def test_a_name_that_no_folder_can_have(
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Without a network connection, and with one folder for weights, which is empty."""
-    from anomaly.features import weights
+    from anomaly.backbones import weights
 
     def unreachable(url: str) -> None:
         raise urllib.error.URLError("Name or service not known")
@@ -183,7 +183,7 @@ def test_a_folder_ends_in_a_page_without_a_network_connection(
     assert out.count("the network is timm/tf_efficientnet_lite2: its weights came with") == 1
     assert "no network to get" not in out + err
     assert (tmp_path / "run" / "evaluation" / "index.html").is_file()
-    backbone = load(tmp_path / "run").manifest["backbone"]
+    backbone = load_model(tmp_path / "run").manifest["backbone"]
     assert backbone["name"] == INSTALLED
     assert backbone["weights_sha256"].startswith("9656183e")
     assert backbone["weights_licence"] == "apache-2.0"

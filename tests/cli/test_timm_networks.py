@@ -11,10 +11,12 @@ from conftest import Command, train_arguments
 from families import quick_and_slow
 from safetensors.torch import save_file
 
+from anomaly.backbones import registry as backbones
+from anomaly.backbones import state as backbone_weights
+from anomaly.backbones import timm_networks
+from anomaly.backbones.truncation import truncate
 from anomaly.errors import ConfigError, WeightsError
-from anomaly.features import backbone_weights, backbones, timm_networks
-from anomaly.features.truncation import truncate
-from anomaly.model.checkpoint import load
+from anomaly.storage.load import load_model
 
 DINO = "timm/vit_small_patch14_dinov2.lvd142m"
 
@@ -49,7 +51,7 @@ def test_the_whole_way(
     settings = [f"backbone.name={name}", f"model.kind={kind}", f"image.area={size}"]
     code, _, err = command("train", train_arguments(product, run, *settings))
     assert code == 0, err
-    detector = load(run)
+    detector = load_model(run)
     assert list(detector.extractor.layers) == hooked
     backbone = detector.manifest["backbone"]
     assert (backbone["weights_sha256"], "weights_licence" in backbone) == (None, False)
@@ -107,7 +109,7 @@ def test_exported_it_says_the_same(
     code, _, err = command("export", export)
     assert code == 0, err
     part = product / "test" / "spot" / "001.png"
-    one, two = load(run, "cpu").predict(part), load(tmp_path / "e").predict(part)
+    one, two = load_model(run, "cpu").predict(part), load_model(tmp_path / "e").predict(part)
     assert two.score == pytest.approx(one.score, rel=1e-4)
 
 
@@ -173,11 +175,11 @@ def test_weights_come_from_the_users_cache_and_are_never_downloaded(
     save_file(backbone_weights.read_weights(name, "random", 0)[0], snapshot / "model.safetensors")
     code, _, err = command("train", arguments)
     assert code == 0, err
-    backbone = load(tmp_path / "run").manifest["backbone"]
+    backbone = load_model(tmp_path / "run").manifest["backbone"]
     assert backbone["weights_licence"] == "apache-2.0"
     assert len(backbone["weights_sha256"]) == 64
     shutil.rmtree(tmp_path / "hub")  # the model keeps what it needs
-    assert load(tmp_path / "run").predict(product / "test" / "spot" / "001.png").score > 0
+    assert load_model(tmp_path / "run").predict(product / "test" / "spot" / "001.png").score > 0
 
 
 def test_names_and_sides_that_do_not_fit_are_answered(
@@ -233,7 +235,7 @@ def test_it_is_trained_at_the_size_that_it_takes(
     code, _, err = command("train", train_arguments(product, tmp_path / "run", *settings))
     assert code == 0, err
     part = product / "test" / "spot" / "001.png"
-    assert load(tmp_path / "run").predict(part).view.size == (160, 160)
+    assert load_model(tmp_path / "run").predict(part).view.size == (160, 160)
     code, _, err = command("layers", ["--backbone", "timm/test_maxvit"])
     assert code == 2
     assert "doesn't take images of 224×224; give another size, such as 160×160" in err

@@ -15,8 +15,8 @@ from conftest import Command, write_part
 import anomaly
 from anomaly.errors import AnomalyError
 from anomaly.files.writing import sha256_of
-from anomaly.model.checkpoint import load
 from anomaly.sample_data import write_sample_data
+from anomaly.storage.load import load_model
 
 
 def relit(
@@ -43,7 +43,7 @@ def lamp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verdicts(model: Path, folder: Path) -> list[str]:
-    return [p.verdict for p in load(model, "cpu").predict(sorted(folder.glob("*.png")))]
+    return [p.verdict for p in load_model(model, "cpu").predict(sorted(folder.glob("*.png")))]
 
 
 def history(run: Path) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def test_good_parts_under_another_lamp_are_learned(
     assert verdicts(new, lamp / "other").count("good") >= 8
     assert "good" not in verdicts(new, lamp / "defects")
     assert {f.name: sha256_of(f) for f in (run / "model").iterdir()} == before
-    parent, child = load(run, "cpu"), load(new, "cpu")
+    parent, child = load_model(run, "cpu"), load_model(new, "cpu")
     assert child.manifest["parents"] == [parent.model_id]
     assert len(child.manifest["training_images"]) == 24
     assert child.thresholds is not None
@@ -103,7 +103,7 @@ def test_images_that_the_model_was_calibrated_with_count_once(
     assert command("calibrate", arguments)[0] == 0
     code, _, err, new = update(run, "--good", tmp_path / "more", "--include-suspects")
     assert code == 0, err
-    thresholds = load(new, "cpu").thresholds
+    thresholds = load_model(new, "cpu").thresholds
     assert thresholds is not None
     assert thresholds.images == len(set(thresholds.good.hashes)) == 12
 
@@ -122,7 +122,7 @@ def test_what_is_usual_is_learned_once_there_are_images_enough(
         write_part(tmp_path / "good" / f"{i}.png", seed=700 + i)
     code, _, err, new = update(tmp_path / "run", "--good", tmp_path / "good")
     assert code == 0, err
-    learned = load(new, "cpu")
+    learned = load_model(new, "cpu")
     assert learned.appearance is not None
     assert learned.appearance.images == 18
     white = np.full((96, 120, 3), 255, np.uint8)
@@ -178,12 +178,12 @@ def test_suspects_are_left_out_unless_somebody_insists(
     assert "suspect, not learned: 005b.png" in out
     assert "add --include-suspects" in out
     assert "no confirmed defects were given" in out
-    manifest = load(new, "cpu").manifest
+    manifest = load_model(new, "cpu").manifest
     assert "005b.png" not in manifest["training_images"]
     assert manifest["refused_images"] == {"005b.png": 18, "broken.png": 25}
     assert verdicts(new, lamp / "defects").count("good") == 0
     # Names of the images that bank vectors come from stay theirs.
-    scorer = load(new, "cpu").scorer
+    scorer = load_model(new, "cpu").scorer
     images = scorer.tensors()["origins"][:, 0].tolist()
     assert (18 in images, max(images)) == (False, 24)
     only = tmp_path / "only"
@@ -205,7 +205,7 @@ def test_a_folder_of_defects_is_told_by_the_threshold_that_rises(
     code, out, err, new = update(run_folder, "--good", tmp_path / "new")
     assert code == 0, err
     assert "the model as it was, by their scores: 0 good, 0 review, 8 reject" in out
-    before, after = (load(run, "cpu").thresholds for run in (run_folder, new))
+    before, after = (load_model(run, "cpu").thresholds for run in (run_folder, new))
     assert before is not None
     assert after is not None
     rise = f"the reject threshold rises from {before.image:.4g} to {after.image:.4g}"

@@ -8,10 +8,8 @@ import pytest
 from conftest import REPOSITORY
 from pydantic import BaseModel
 
-from anomaly.config.categories import by_product
-from anomaly.config.files import load_config
-from anomaly.config.methods import METHODS
-from anomaly.config.schema import Config
+from anomaly.config.load import load_config
+from anomaly.config.schema import METHODS, Config, by_product
 from anomaly.errors import AnomalyError, ConfigError
 
 CONFIGS = REPOSITORY / "configs"

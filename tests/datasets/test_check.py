@@ -14,8 +14,7 @@ from conftest import REPOSITORY, Command, write_part, write_product
 
 from anomaly.datasets import check as data_check
 from anomaly.datasets import open_dataset
-from anomaly.datasets.check import Reading, check
-from anomaly.datasets.faults import Severity
+from anomaly.datasets.check import Reading, Severity, check
 from anomaly.imaging.read import Image
 from anomaly.sample_data import write_sample_data
 

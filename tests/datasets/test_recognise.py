@@ -7,7 +7,7 @@ import pytest
 
 from anomaly.datasets import open_dataset
 from anomaly.datasets.advice import advice
-from anomaly.datasets.faults import DataReport, SplitSummary
+from anomaly.datasets.check import DataReport, SplitSummary
 from anomaly.datasets.recognise import chosen, recognise
 from anomaly.errors import DataError
 from anomaly.files.writing import write

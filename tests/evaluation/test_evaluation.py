@@ -18,13 +18,13 @@ from anomaly.errors import DataError
 from anomaly.evaluation.evaluate import Evaluation, Scored, score_test_split
 from anomaly.evaluation.metrics import Metrics
 from anomaly.imaging.read import read_mask
-from anomaly.model.checkpoint import load
-from anomaly.model.prediction import Prediction
 from anomaly.report.tables import metrics_json, scores_csv, table
+from anomaly.scoring.prediction import Prediction
+from anomaly.storage.load import load_model
 
 
 def test_figures_agree_with_scikit_learn(run_folder: Path, product: Path) -> None:
-    detector = load(run_folder, torch.device("cpu"))
+    detector = load_model(run_folder, torch.device("cpu"))
     samples = open_dataset("mvtec", product, None).test
     evaluation = score_test_split(detector, samples)
     scores, pixels, truth = [], [], []
@@ -56,7 +56,7 @@ def test_a_mask_of_another_size_is_an_error(run_folder: Path, tmp_path: Path) ->
     product = write_product(tmp_path / "disc", n_train=1)
     mask = product / "ground_truth" / "spot" / "001_mask.png"
     cv2.imwrite(str(mask), np.zeros((50, 60), np.uint8))
-    detector = load(run_folder, torch.device("cpu"))
+    detector = load_model(run_folder, torch.device("cpu"))
     with pytest.raises(DataError, match=r"001_mask\.png is 60×50 pixels, but its image"):
         score_test_split(detector, open_dataset("mvtec", product, None).test)
 
@@ -65,7 +65,7 @@ def test_an_image_whose_mask_is_damaged_is_left_out(run_folder: Path, tmp_path: 
     product = write_product(tmp_path / "disc", n_train=1)
     mask = product / "ground_truth" / "spot" / "001_mask.png"
     mask.write_bytes(mask.read_bytes()[:-30])
-    detector = load(run_folder, torch.device("cpu"))
+    detector = load_model(run_folder, torch.device("cpu"))
     seen: list[str] = []
     evaluation = score_test_split(
         detector,
@@ -83,7 +83,7 @@ def test_an_image_whose_mask_is_damaged_is_left_out(run_folder: Path, tmp_path: 
 def test_defects_without_masks_count_for_the_image_only(run_folder: Path, tmp_path: Path) -> None:
     product = write_product(tmp_path / "disc", n_train=1)
     shutil.rmtree(product / "ground_truth")
-    detector = load(run_folder, torch.device("cpu"))
+    detector = load_model(run_folder, torch.device("cpu"))
     metrics = score_test_split(detector, open_dataset("mvtec", product, None).test).metrics
     assert metrics.values["image_auroc"] == 1.0
     assert metrics.values["pixel_auroc"] is None
@@ -94,7 +94,7 @@ def test_a_mask_that_marks_nothing_makes_no_good_image(
     run_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     product = write_product(tmp_path / "disc", n_train=1)
-    detector = load(run_folder, torch.device("cpu"))
+    detector = load_model(run_folder, torch.device("cpu"))
     masks = product / "ground_truth" / "spot"
     (masks / "000_mask.png").unlink()
     expected = score_test_split(detector, open_dataset("mvtec", product, None).test).metrics
@@ -107,7 +107,7 @@ def test_a_mask_that_marks_nothing_makes_no_good_image(
 def test_an_unreadable_test_image_is_left_out_and_listed(run_folder: Path, tmp_path: Path) -> None:
     product = write_product(tmp_path / "disc", n_train=1)
     (product / "test" / "good" / "001.png").write_text("no image")
-    detector = load(run_folder, torch.device("cpu"))
+    detector = load_model(run_folder, torch.device("cpu"))
     evaluation = score_test_split(detector, open_dataset("mvtec", product, None).test)
     assert (evaluation.n_good, evaluation.n_defect) == (2, 3)
     assert evaluation.scored[1].image_score is None

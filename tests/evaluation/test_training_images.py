@@ -6,7 +6,7 @@ import pytest
 
 from anomaly.datasets import Sample
 from anomaly.datasets.samples import listed
-from anomaly.evaluation.training_images import TrainingImages
+from anomaly.evaluation.splits import TrainingImages
 from anomaly.files.writing import sha256_of
 
 NAMES = ("train/good/0.png", "train/good/1.png", "train/good/2.png")

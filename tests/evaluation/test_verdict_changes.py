@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anomaly.evaluation.verdict_changes import Compared
+from anomaly.evaluation.update import Compared
 
 
 @pytest.mark.parametrize("before", ["good", "review", "reject"])

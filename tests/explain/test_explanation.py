@@ -20,22 +20,17 @@ from pixel_map import pixel_map
 from scipy import ndimage
 
 from anomaly.datasets.samples import listed
-from anomaly.evaluation.training_images import TrainingImages
-from anomaly.explain.explanation import (
-    GoodImages,
-    score_gradient,
-    tile_of,
-    training_names,
-)
+from anomaly.evaluation.splits import TrainingImages
+from anomaly.explain.evidence import GoodImages, score_gradient, tile_of, training_names
 from anomaly.explain.patches import patch_box, worst_patches
 from anomaly.explain.score import good_images
 from anomaly.files.writing import sha256_of
 from anomaly.hooks import live_hooks
 from anomaly.imaging.loading import NetworkInput, load
 from anomaly.maps.regions import MarkedRegion, marked_regions
-from anomaly.model.checkpoint import load as load_model
-from anomaly.model.scoring import Model
-from anomaly.scorers.patchcore.memory_bank import MemoryBank
+from anomaly.methods.patchcore.memory_bank import MemoryBank
+from anomaly.scoring.pipeline import Model
+from anomaly.storage.load import load_model
 
 
 def opened(folder: Path) -> Model:

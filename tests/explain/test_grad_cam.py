@@ -14,12 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from anomaly.backbones.state import full_network
+from anomaly.backbones.timm_networks import INSTALLED
 from anomaly.errors import AnomalyError, LayerError
 from anomaly.explain.feature_maps import feature_map_pictures
-from anomaly.explain.grad_cam import grad_cam, guided_grad_cam
-from anomaly.explain.saliency import guided_backpropagation, image_gradient
-from anomaly.features.backbone_weights import full_network
-from anomaly.features.timm_networks import INSTALLED
+from anomaly.explain.saliency import (
+    grad_cam,
+    guided_backpropagation,
+    guided_grad_cam,
+    image_gradient,
+)
 from anomaly.hooks import live_hooks
 
 Array = np.ndarray

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from anomaly.errors import AnomalyError, LayerError
 from anomaly.explain.saliency import guided_backpropagation, image_gradient, saliency_map
 from anomaly.hooks import live_hooks
-from anomaly.model.image_score import image_scores, network_map
+from anomaly.scoring.image_score import image_scores, network_map
 
 
 def test_image_gradient_equals_finite_differences() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anomaly.explain.tiles import (
+from anomaly.explain.pictures import (
     beside,
     captioned,
     colored,

@@ -18,20 +18,20 @@ import torch
 from conftest import SHARED, Command, train_arguments
 from patch_lists import PatchList
 
+from anomaly.backbones.engine import Array, Graph
 from anomaly.cli import main
 from anomaly.datasets import Sample
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import DataError
-from anomaly.export import arguments as export_arguments
+from anomaly.export import models as export_arguments
 from anomaly.export import quantised
-from anomaly.features.engine import Array, Graph
 from anomaly.files.writing import sha256_of
 from anomaly.imaging.loading import NetworkInput, turned_corner
 from anomaly.imaging.loading import load as load_image
-from anomaly.model.checkpoint import load
-from anomaly.model.scoring import Model
-from anomaly.scorers.patchcore.fitter import MemoryBankFitter
-from anomaly.scorers.patches import PatchBatch
+from anomaly.methods.base import PatchBatch
+from anomaly.methods.patchcore.fitter import MemoryBankFitter
+from anomaly.scoring.pipeline import Model
+from anomaly.storage.load import load_model
 
 ENGINES = ("onnx", "openvino")
 
@@ -61,7 +61,7 @@ def int8(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_another_model_with_the_same_patches_in_its_bank(
     int8: Path, run_folder: Path, product: Path
 ) -> None:
-    parent, detector = load(run_folder, "cpu", "fp32"), load(int8)
+    parent, detector = load_model(run_folder, "cpu", "fp32"), load_model(int8)
     said = json.loads((int8 / "model" / "export.json").read_text())
     record = json.loads((int8 / "train.json").read_text())
     assert said["source_model_id"] == parent.model_id != detector.model_id == record["model_id"]
@@ -84,7 +84,7 @@ def test_it_is_another_model_with_the_same_patches_in_its_bank(
 
 
 def test_its_thresholds_are_found_anew_at_the_parents_rates(int8: Path, run_folder: Path) -> None:
-    before, after = load(run_folder, "cpu").thresholds, load(int8).thresholds
+    before, after = load_model(run_folder, "cpu").thresholds, load_model(int8).thresholds
     assert before is not None
     assert after is not None
     assert after.label == "calibrated"
@@ -93,8 +93,8 @@ def test_its_thresholds_are_found_anew_at_the_parents_rates(int8: Path, run_fold
     assert after.calibration.review.target == before.calibration.review.target
     last = json.loads((int8 / "model" / "history.jsonl").read_text().splitlines()[-1])
     assert last["asked"] == {"quantised": "int8"}
-    assert last["model_before"] == load(run_folder, "cpu").model_id
-    assert last["model_after"] == load(int8).model_id
+    assert last["model_before"] == load_model(run_folder, "cpu").model_id
+    assert last["model_after"] == load_model(int8).model_id
 
 
 def test_commands_take_it_without_torch(
@@ -140,7 +140,7 @@ def test_defects_are_found_with_both_engines(
     engine: str, int8: Path, run_folder: Path, product: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip({"onnx": "onnxruntime"}.get(engine, engine))
-    detector = load(int8 if engine == "onnx" else export(run_folder, engine, tmp_path / "e"))
+    detector = load_model(int8 if engine == "onnx" else export(run_folder, engine, tmp_path / "e"))
     assert detector.extractor.engine == engine
     for image in sorted((product / "test").rglob("*.png")):
         found = detector.predict(image)
@@ -201,7 +201,7 @@ def test_verdicts_that_differ_from_the_parents_are_told(
     run_folder: Path, product: Path, tmp_path: Path, command: Command
 ) -> None:
     """Here the parent calls everything good."""
-    parent = AnomalyDetector(load(run_folder, "cpu")).calibrate(threshold=1e6)
+    parent = AnomalyDetector(load_model(run_folder, "cpu")).calibrate(threshold=1e6)
     parent.save(tmp_path / "lax" / "model")
     shutil.copy(run_folder / "train.json", tmp_path / "lax")
     spots = product / "test" / "spot"
@@ -231,7 +231,7 @@ def test_training_images_that_are_gone_or_changed(
     assert "--training-images" in err
     assert not (tmp_path / "e").exists()
 
-    detector = load(run, "cpu")
+    detector = load_model(run, "cpu")
     original = sha256_of(product / "train" / "good" / "001.png")
     shutil.copy(product / "train" / "good" / "001.png", away / "y.png")
     found = quantised.training_images(detector, run, None, [away])
@@ -334,8 +334,8 @@ def test_methods_and_settings(
     run = tmp_path / "run"
     code, _, err = command("train", train_arguments(product, run, *overrides))
     assert code == 0, err
-    detector = load(export(run, engine, tmp_path / "e"))
-    parent = load(run, "cpu")
+    detector = load_model(export(run, engine, tmp_path / "e"))
+    parent = load_model(run, "cpu")
     paths = sorted((product / "test").rglob("*.png"))
     scores = np.array([[d.predict(p).score for p in paths] for d in (parent, detector)])
     assert scores[1, :3].max() < scores[1, 3:].min()  # good, then defective

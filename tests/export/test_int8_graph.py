@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from anomaly.backbones.engine import Graph
+from anomaly.backbones.registry import Normalisation
 from anomaly.errors import ModelError
 from anomaly.export import int8_graph
-from anomaly.features.backbones import Normalisation
-from anomaly.features.engine import Graph
 
 PLAIN = Normalisation(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 

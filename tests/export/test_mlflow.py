@@ -12,7 +12,7 @@ from conftest import Command
 import anomaly
 from anomaly.errors import DataError
 from anomaly.export.mlflow_model import ScoringModel
-from anomaly.model.prediction import Prediction
+from anomaly.scoring.prediction import Prediction
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_store_that_is_not_there(run_folder: Path, command: Command) -> None:
 def test_mlflow_is_asked_for_where_it_is_missing(
     run_folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anomaly.cli import register
+    from anomaly.export.cli import register
 
     monkeypatch.setattr(register, "find_spec", lambda name: None)
     code, _, err = command("register", ["--model", run_folder])

@@ -24,26 +24,27 @@ import torch
 from conftest import SHARED, Command, train_arguments, write_part
 from families import FAMILIES
 
-from anomaly.cli import machine, main
+from anomaly.backbones import engine as engine_module
+from anomaly.backbones.engine import Graph
+from anomaly.backbones.registry import build, default_layers
+from anomaly.backbones.state import load_state, read_weights
+from anomaly.backbones.truncation import truncate
+from anomaly.cli import common_options as machine
+from anomaly.cli import main
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
 from anomaly.export import models
 from anomaly.export.equality import compare, golden_images
 from anomaly.export.graph import write_graph
-from anomaly.features import engine as engine_module
-from anomaly.features.backbone_weights import load_state, read_weights
-from anomaly.features.backbones import build, default_layers
-from anomaly.features.engine import Graph
-from anomaly.features.truncation import truncate
 from anomaly.files.writing import as_json, sha256_of
 from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.loading import load as load_image
-from anomaly.model.checkpoint import load
-from anomaly.model.manifest import read_manifest, sealed, write_manifest
-from anomaly.model.prediction import Prediction
-from anomaly.model.saving import save
-from anomaly.model.scoring import Model
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import Prediction
+from anomaly.storage.load import load_model
+from anomaly.storage.manifest import read_manifest, sealed, write_manifest
+from anomaly.storage.save import save
 
 ENGINES = ("onnx", "openvino")
 
@@ -83,13 +84,13 @@ def predictions(detector: Model, paths: Sequence[Path], batch: int) -> list[Pred
 
 def test_an_export_takes_few_images_at_a_time(run_folder: Path, bank_export: Path) -> None:
     """More of them take memory, and neither engines nor torch on a CPU are faster for it."""
-    model, exported = load(run_folder, "cpu"), load(bank_export)
+    model, exported = load_model(run_folder, "cpu"), load_model(bank_export)
     assert model.config.batch_size == exported.config.batch_size == 8
     assert (model.batch_size, exported.batch_size) == (4, 2)
 
 
 def check_equal(run: Path, exported: Path, paths: Sequence[Path]) -> None:
-    torch_, other = load(run, "cpu", "fp32"), load(exported)
+    torch_, other = load_model(run, "cpu", "fp32"), load_model(exported)
     expected = predictions(torch_, paths, 8)
     for batch in (1, 3, 8):
         for one, two in zip(expected, predictions(other, paths, batch), strict=True):
@@ -106,7 +107,7 @@ def test_scores_and_verdicts_are_torchs_in_batches_of_1_3_and_8(
 
 
 def test_one_graph_takes_images_of_all_shapes(run_folder: Path, bank_export: Path) -> None:
-    torch_, other = load(run_folder, "cpu", "fp32"), load(bank_export)
+    torch_, other = load_model(run_folder, "cpu", "fp32"), load_model(bank_export)
     rng = np.random.default_rng(0)
     for size in ((96, 120), (300, 60), (50, 400), (64, 64)):
         image = rng.integers(0, 255, (*size, 3), dtype=np.uint8)
@@ -121,7 +122,7 @@ def test_the_whole_graph_needs_nothing_of_this_program(
     run, exported = pair
     said = json.loads((exported / "model" / "export.json").read_text())
     file = exported / "model" / said["whole"]["file"]
-    detector = load(run, "cpu", "fp32")
+    detector = load_model(run, "cpu", "fp32")
     paths = sorted((product / "test").rglob("*.png"))
     items = [load_image(i, path, detector.loading) for i, path in enumerate(paths)]
     pixels = np.stack([item.pixels for item in items if isinstance(item, NetworkInput)])
@@ -150,8 +151,8 @@ def test_the_whole_graph_needs_nothing_of_this_program(
 def test_what_an_export_says_of_itself(run_folder: Path, bank_export: Path) -> None:
     folder = bank_export / "model"
     said = json.loads((folder / "export.json").read_text())
-    source = load(run_folder)
-    assert said["source_model_id"] == source.model_id == load(bank_export).model_id
+    source = load_model(run_folder)
+    assert said["source_model_id"] == source.model_id == load_model(bank_export).model_id
     (images,), (embeddings,) = said["network"]["inputs"], said["network"]["outputs"]
     assert images["shape"] == ["batch", 3, "height", "width"]
     assert embeddings["shape"] == ["batch", "h", "w", source.scorer.dimensions]
@@ -212,7 +213,7 @@ def test_what_needs_a_network_is_refused_and_names_the_source(
         assert "export" in err
         assert "Traceback" not in err
     with pytest.raises(ModelError, match="exported model"):
-        save(load(bank_export), tmp_path / "saved")
+        save(load_model(bank_export), tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 
@@ -265,7 +266,7 @@ def test_what_was_compared_is_counted_and_what_was_left_behind_goes(
 def test_a_verdict_that_changes_is_refused_however_little_scores_differ(
     run_folder: Path, product: Path
 ) -> None:
-    detector = load(run_folder, "cpu")
+    detector = load_model(run_folder, "cpu")
     assert detector.thresholds is not None
     paths = sorted((product / "test").rglob("*.png"))
     assert compare(detector, detector, detector, paths, workers=2).share == 0
@@ -275,7 +276,7 @@ def test_a_verdict_that_changes_is_refused_however_little_scores_differ(
 
 
 def test_images_to_compare_on(run_folder: Path, product: Path, tmp_path: Path) -> None:
-    detector = load(run_folder, "cpu")
+    detector = load_model(run_folder, "cpu")
     drawn = golden_images(detector, run_folder, None)
     assert len(drawn) == 12
     assert drawn == golden_images(detector, run_folder, None)
@@ -322,7 +323,7 @@ def test_damaged_and_half_copied_folders(copied: Path) -> None:
 
     def refused(match: str) -> None:
         with pytest.raises(ModelError, match=match) as caught:
-            load(copied)
+            load_model(copied)
         assert str(copied) in str(caught.value)
         assert "again" in str(caught.value) or "remove it" in str(caught.value)
         for name, content in good.items():
@@ -353,7 +354,7 @@ def test_damaged_and_half_copied_folders(copied: Path) -> None:
     files = json.loads(good["export.json"])["files"]
     edited(copied, files=files | {"network.onnx": size})
     with pytest.raises(ModelError, match="can't be loaded by ONNX Runtime") as caught:
-        load(copied).predict(np.zeros((64, 64, 3), np.uint8))
+        load_model(copied).predict(np.zeros((64, 64, 3), np.uint8))
     assert "Protobuf" not in str(caught.value)
 
 
@@ -361,7 +362,7 @@ def test_files_of_two_models_are_not_mixed(
     copied: Path, run_folder: Path, tmp_path: Path, command: Command, product: Path
 ) -> None:
     """Each file is whole, and export.json vouches for the network."""
-    other = AnomalyDetector(load(run_folder, "cpu", "fp32")).calibrate(threshold=1)
+    other = AnomalyDetector(load_model(run_folder, "cpu", "fp32")).calibrate(threshold=1)
     other.save(tmp_path / "other" / "model")
     exported = export(tmp_path / "other", "onnx", tmp_path / "e", "--golden", product / "train")
     for file in (exported / "model").glob("network.*"):
@@ -379,17 +380,17 @@ def test_exports_that_do_not_name_their_model_have_the_source_to_go_by(
     precision: str, copied: Path
 ) -> None:
     """As those that were made before had."""
-    source = load(copied).model_id
+    source = load_model(copied).model_id
     if precision == "int8":
         manifest = read_manifest(copied)
         write_manifest(copied, manifest | {"parents": [source]})
         with pytest.raises(ModelError, match="mixes files of two models"):
-            load(copied)
+            load_model(copied)
     edited(copied, precision=precision, model_id=None)
-    assert load(copied).model_id == sha256_of(copied / "manifest.json")[:16]
+    assert load_model(copied).model_id == sha256_of(copied / "manifest.json")[:16]
     edited(copied, precision=precision, model_id=None, source_model_id="0" * 16)
     with pytest.raises(ModelError, match="mixes files of two models"):
-        load(copied)
+        load_model(copied)
 
 
 def test_a_graph_that_the_engine_cannot_compute_here_ends_in_one_line(
@@ -400,8 +401,8 @@ def test_a_graph_that_the_engine_cannot_compute_here_ends_in_one_line(
     def run(images: object) -> list[object]:
         raise RuntimeError("[CPU] Interpolate node with name 'x' bad combination")
 
-    detector = load(copied)
-    monkeypatch.setattr("anomaly.features.engine._onnx", lambda *_: run)
+    detector = load_model(copied)
+    monkeypatch.setattr("anomaly.backbones.engine._onnx", lambda *_: run)
     with pytest.raises(ModelError, match="can't be computed by ONNX Runtime") as caught:
         detector.predict(np.zeros((64, 64, 3), np.uint8))
     assert "Interpolate" not in str(caught.value)
@@ -414,7 +415,7 @@ def test_an_engine_that_is_not_installed_names_its_extra(
     edited(copied, engine=engine)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModelError, match=rf"pip install 'anomaly\[{engine}\]'"):
-        load(copied)
+        load_model(copied)
 
 
 def test_a_precision_or_device_that_an_engine_lacks(
@@ -430,8 +431,8 @@ def test_a_precision_or_device_that_an_engine_lacks(
     assert "fp32" in err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(AnomalyError, match="computes on the CPU"):
-        load(bank_export, "cuda")
-    assert load(bank_export).device.type == "cpu"
+        load_model(bank_export, "cuda")
+    assert load_model(bank_export).device.type == "cpu"
     for named in (bank_export, [bank_export / "model"]):
         options = argparse.Namespace(device="auto", threads=2, model=named)
         assert machine.device_and_threads(options)[0].type == "cpu"
@@ -474,7 +475,7 @@ def test_each_family_of_networks(
     full = build(name)
     truncated = truncate(build(name), default_layers(name, full, 2))
     load_state(truncated.network, read_weights(name, "random", 0)[0], full, "a test")
-    detector = replace(load(run_folder, "cpu", "fp32"), extractor=truncated.extractor())
+    detector = replace(load_model(run_folder, "cpu", "fp32"), extractor=truncated.extractor())
     for engine in ENGINES:
         said = write_graph(detector, tmp_path, engine)
         graph = Graph(tmp_path / said["file"], engine, "fp32", 2)
@@ -542,7 +543,7 @@ def test_a_run_that_was_broken_off_ends_with_the_same_bytes(
 
 
 def test_an_engine_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
-    code = "from anomaly.features.engine import installed; installed('openvino', '').Core()"
+    code = "from anomaly.backbones.engine import installed; installed('openvino', '').Core()"
     environment = {**os.environ, "HOME": str(tmp_path), "USERPROFILE": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     assert not list(tmp_path.iterdir())

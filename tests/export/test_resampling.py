@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
 
-from anomaly.export.resampling import bicubic_antialiased, resampled_by_products
+from anomaly.export.graph import bicubic_antialiased, resampled_by_products
 
 SIZES = [(4, 5), (16, 12), (32, 40), (2, 2), (17, 9), (1, 1)]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 
-from anomaly.model.checkpoint import load
+from anomaly.storage.load import load_model
 
 EXAMPLES = REPOSITORY / "examples"
 
@@ -32,7 +32,7 @@ def picture(product: Path, tmp_path: Path) -> Path:
 
 def check(said: str, run_folder: Path, picture: Path) -> None:
     image = cv2.cvtColor(np.asarray(cv2.imread(str(picture))), cv2.COLOR_BGR2RGB)
-    expected = load(run_folder, "cpu", "fp32").predict(image).patch_scores
+    expected = load_model(run_folder, "cpu", "fp32").predict(image).patch_scores
     *rows, highest = said.splitlines()
     scores = np.array([[float(value) for value in row.split()] for row in rows])
     assert scores.shape == expected.shape
@@ -51,7 +51,7 @@ def test_in_python(bank_export: Path, run_folder: Path, picture: Path) -> None:
     assert (short.returncode, short.stderr) == (1, f"{picture_of_half} is cut short\n")
     said, _, score = done.stdout.partition("image score: ")
     check(said, run_folder, picture)
-    detector = load(run_folder, "cpu", "fp32")
+    detector = load_model(run_folder, "cpu", "fp32")
     assert detector.config.model.border_damping == 0.2
     image = cv2.cvtColor(np.asarray(cv2.imread(str(picture))), cv2.COLOR_BGR2RGB)
     assert float(score) == pytest.approx(detector.predict(image).score, rel=1e-4)

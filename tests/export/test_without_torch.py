@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anomaly.cli import main
-from anomaly.config.methods import METHODS, Method
+from anomaly.config.schema import METHODS, Method
 from anomaly.errors import ModelError
-from anomaly.model.build import array_scorer_of, scorer_of
-from anomaly.model.checkpoint import load
-from anomaly.model.image_score import image_scores, network_map
-from anomaly.scorers.patchcore.search import NearestNeighbors
+from anomaly.methods.patchcore.search import NearestNeighbors
+from anomaly.scoring.build import array_scorer_of, scorer_of
+from anomaly.scoring.image_score import image_scores, network_map
+from anomaly.storage.load import load_model
 
 CPU = torch.device("cpu")
 
@@ -124,7 +124,7 @@ for what in (lambda: anomaly.fit, lambda: anomaly.load(sys.argv[3]),
     done = bare("-c", code, bank_export, image, run_folder)
     assert done.returncode == 0, done.stderr
     score, verdict = done.stdout.split()
-    expected = load(run_folder, "cpu", "fp32").predict(image)
+    expected = load_model(run_folder, "cpu", "fp32").predict(image)
     assert float(score) == pytest.approx(expected.score, rel=1e-4)
     assert verdict == expected.verdict
 
@@ -255,7 +255,7 @@ def test_search_of_what_is_like_nothing() -> None:
 
 @pytest.mark.parametrize("folder", ["run_folder", "padim_folder", "subspace_folder"])
 def test_scorers_are_torchs(folder: str, request: pytest.FixtureRequest) -> None:
-    detector = load(request.getfixturevalue(folder), "cpu", "fp32")
+    detector = load_model(request.getfixturevalue(folder), "cpu", "fp32")
     tensors = detector.scorer.tensors()
     arrays = {name: value.numpy() for name, value in tensors.items()}
     array_scorer = array_scorer_of(detector.config, arrays)
@@ -310,7 +310,7 @@ def test_maps_and_image_scores_are_torchs(how: str) -> None:
 def test_a_method_without_such_a_form_is_refused(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load(run_folder, "cpu").config
+    config = load_model(run_folder, "cpu").config
     monkeypatch.setitem(METHODS, "patchcore", Method("Mean embedding", "mean_embedding"))
     with pytest.raises(ModelError, match="Mean embedding computes with torch alone"):
         array_scorer_of(config, {})

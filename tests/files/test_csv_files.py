@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anomaly.datasets.inputs import find_inputs
-from anomaly.files.csv_files import csv_rows, csv_text, read_rows
+from anomaly.files.tables import csv_rows, csv_text, read_rows
 
 _NASTY = st.text(st.sampled_from("=+-@'\t\r\n\",; ab1\u2028\x85\udc80é"), max_size=8)
 

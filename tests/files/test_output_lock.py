@@ -18,13 +18,13 @@ from conftest import FAST, REPOSITORY, Command, train_arguments, write_part, wri
 
 from anomaly.cli import COMMANDS
 from anomaly.errors import OutputError
-from anomaly.files import output_lock
-from anomaly.files.output_lock import LOCK, locked, locked_file
+from anomaly.files import lock as output_lock
+from anomaly.files.lock import LOCK, locked, locked_file
 
 _HOLD = """
 import sys
 from pathlib import Path
-from anomaly.files.output_lock import locked, locked_file
+from anomaly.files.lock import locked, locked_file
 place = Path(sys.argv[1])
 try:
     with locked_file(place) if place.suffix else locked(place):

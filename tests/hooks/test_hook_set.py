@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from anomaly.backbones import timm_networks
 from anomaly.errors import LayerError
-from anomaly.features import timm_networks
 from anomaly.hooks import HookSet, capture, live_hooks, match
-from anomaly.hooks.backward import BackwardGates
+from anomaly.hooks.hook_set import BackwardGates
 
 # What these networks need; the others take small images.
 SIDES = {"alexnet": 80, "inception_v3": 96, "maxvit_t": 224, "swin_t": 64, "swin_v2_t": 64}

@@ -16,8 +16,8 @@ from anomaly.errors import DataError
 from anomaly.imaging.geometry import Sizing, View
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.region import DrawnMask, Polygons, Region
-from anomaly.model.checkpoint import load
-from anomaly.model.prediction import Prediction
+from anomaly.scoring.prediction import Prediction
+from anomaly.storage.load import load_model
 
 _NUMBER = st.floats(0, 30, allow_nan=False).map(lambda x: round(x, 2) + 0.003)
 _POLYGON = st.lists(st.tuples(_NUMBER, _NUMBER), min_size=3, max_size=7).map(tuple)
@@ -113,7 +113,7 @@ def test_what_lies_outside_counts_nowhere(
     run = tmp_path / "run"
     arguments = train_arguments(product, run, LEFT, f"model.kind={kind}")
     assert command("train", arguments)[0] == 0
-    detector = load(run, torch.device("cpu"))
+    detector = load_model(run, torch.device("cpu"))
     if kind == "patchcore":  # nothing outside is in the bank: the grid has 16 columns
         columns = detector.scorer.tensors()["origins"][:, 2]
         assert columns.max() <= 4
@@ -148,10 +148,10 @@ def test_a_drawn_mask_travels_with_the_model(
     assert command("train", train_arguments(product, run, setting))[0] == 0
     (tmp_path / "mask.png").unlink()
     picture = product / "test" / "spot" / "000.png"
-    (drawn,) = load(run, torch.device("cpu")).predict([picture])
+    (drawn,) = load_model(run, torch.device("cpu")).predict([picture])
     assert "ignore.png" in json.loads((run / "model" / "manifest.json").read_text())["files"]
     assert command("train", train_arguments(product, tmp_path / "other", LEFT))[0] == 0
-    (polygons,) = load(tmp_path / "other", torch.device("cpu")).predict([picture])
+    (polygons,) = load_model(tmp_path / "other", torch.device("cpu")).predict([picture])
     assert isinstance(drawn, Prediction)
     np.testing.assert_array_equal(drawn.anomaly_map, polygons.anomaly_map)
 
@@ -175,7 +175,7 @@ def test_an_image_that_the_region_does_not_fit_has_a_row_that_says_so(
     cv2.imwrite(str(product / "train" / "good" / "small.png"), np.full((50, 60, 3), 90, np.uint8))
     assert command("train", train_arguments(product, run, corner))[0] == 3
     assert list(json.loads((run / "train.json").read_text())["refused"]) == ["train/good/small.png"]
-    detector = load(run, torch.device("cpu"))
+    detector = load_model(run, torch.device("cpu"))
     files = [product / "train" / "good" / name for name in ("000.png", "small.png")]
     results = sorted(detector.score_all(files), key=lambda r: r.index)
     assert isinstance(results[0], Prediction)
@@ -214,7 +214,7 @@ def test_an_image_that_the_region_misses_leaves_its_batch_alone(
     _enlarged(inputs / "0.png", inputs / "1.png", 10)
     write_part(inputs / "2.png", seed=51, mark=(5, 5))
     files = sorted(inputs.iterdir())
-    detector = load(run, torch.device("cpu"))
+    detector = load_model(run, torch.device("cpu"))
     assert len({detector.loading.sizing.view(size).size for size in ((96, 120), (960, 1200))}) == 1
     found = {result.index: result for result in detector.score_all(files)}
     assert isinstance(found[1], UnusableImage)

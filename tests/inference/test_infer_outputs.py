@@ -14,8 +14,8 @@ import torch
 from conftest import Command, result_files, train_arguments, write_part
 from scipy import ndimage
 
-from anomaly.model.checkpoint import load
-from anomaly.model.prediction import Prediction
+from anomaly.scoring.prediction import Prediction
+from anomaly.storage.load import load_model
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_masks_regions_and_maps_say_the_same(
     base = ["--model", run_folder, "--input", inputs, "--output", output]
     more = ["--masks", "--regions", "--maps", "float32"]
     assert command("infer", [*base, *more])[0] == 3
-    detector = load(run_folder, torch.device("cpu"))
+    detector = load_model(run_folder, torch.device("cpu"))
     assert detector.thresholds is not None
     limit = detector.thresholds.pixel
     rows = [row for row in _csv(output / "results.csv") if row["status"] == "ok"]

@@ -19,7 +19,7 @@ from conftest import REPOSITORY, Command, write_part
 import anomaly
 from anomaly.cli import infer_watch
 from anomaly.inference import watch as watching
-from anomaly.model.folder import model_id
+from anomaly.storage.folder import model_id
 
 
 class _Shift:

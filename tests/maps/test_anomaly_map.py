@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from anomaly.imaging.geometry import AxisView, Sizing
 from anomaly.maps.anomaly_map import SourceMap, _Operators, source_map, without_halo
-from anomaly.model.image_score import image_scores, network_map, with_border_damped
+from anomaly.scoring.image_score import image_scores, network_map, with_border_damped
 
 
 @pytest.mark.parametrize("grid", [(28, 28), (14, 20), (3, 2), (1, 5)])

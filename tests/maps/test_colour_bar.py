@@ -4,8 +4,7 @@ import cv2
 import numpy as np
 import pytest
 
-from anomaly.maps.colour_bar import colour_bar, with_colour_bar
-from anomaly.maps.heatmap import overlay
+from anomaly.maps.heatmap import colour_bar, overlay, with_colour_bar
 
 
 @pytest.mark.parametrize("height", [40, 400, 2000])

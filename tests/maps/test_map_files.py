@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image as Pil
 
 from anomaly.maps import regions as marked
-from anomaly.maps.map_files import encode_float32, encode_uint16
+from anomaly.maps.encoding import encode_float32, encode_uint16
 
 
 def _scores(size: tuple[int, int], seed: int = 0) -> np.ndarray:

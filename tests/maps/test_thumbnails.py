@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 import pytest
 
-from anomaly.maps.thumbnails import SHOWN, Thumbnail, Thumbnails, thumbnail
+from anomaly.maps.encoding import SHOWN, Thumbnail, Thumbnails, thumbnail
 
 
 @pytest.mark.parametrize("size", [(900, 900), (1254, 500), (7, 3000), (1, 1), (3001, 2999)])

@@ -12,9 +12,9 @@ import torch
 
 import anomaly
 from anomaly.errors import OutputError
-from anomaly.scorers.patchcore.embedding import ALIGNERS
-from anomaly.scorers.patchcore.fitter import MemoryBankFitter
-from anomaly.scorers.patches import PatchSet
+from anomaly.methods.base import PatchSet
+from anomaly.methods.patchcore.embedding import ALIGNERS
+from anomaly.methods.patchcore.fitter import MemoryBankFitter
 
 SETTINGS = {
     "backbone": {"name": "tiny", "weights": "random", "layers": ["layer2", "layer3"]},
@@ -55,7 +55,7 @@ def test_tiles_are_counted_but_not_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Six tiles of 64 pixels; other images may have fewer."""
-    monkeypatch.setattr("anomaly.model.tensor_file._WORTH_SAYING", 17 * BYTES)
+    monkeypatch.setattr("anomaly.training.tensor_file._WORTH_SAYING", 17 * BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=BYTES))
     images = [np.full((128, 192, 3), 9 + i, np.uint8) for i in range(3)]
     settings = SETTINGS | {"image": {"area": 64, "tile": 64}}
@@ -67,7 +67,7 @@ def test_tiles_are_counted_but_not_refused(
 def test_much_space_is_announced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("anomaly.model.tensor_file._WORTH_SAYING", 3 * BYTES)
+    monkeypatch.setattr("anomaly.training.tensor_file._WORTH_SAYING", 3 * BYTES)
     with caplog.at_level(logging.INFO, "anomaly"):
         _train(3)
         assert not any("features of 3 images" in message for message in caplog.messages)
@@ -78,7 +78,7 @@ def test_much_space_is_announced(
 @pytest.mark.parametrize("kept", [False, True])
 def test_points_come_in_the_order_of_the_parts(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
     """Batches of images of two sizes don't: what is measured by parts goes with what is read."""
-    monkeypatch.setattr("anomaly.model.feature_cache._PART", 3)
+    monkeypatch.setattr("anomaly.training.feature_cache._PART", 3)
     fit, seen = MemoryBankFitter.fit, []
 
     def watched(self: MemoryBankFitter, batches: Any, progress: Any = None) -> Any:

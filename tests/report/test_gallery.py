@@ -15,7 +15,7 @@ from browser import Browser, running_browser
 from report_cases import HOSTILE, limits
 
 from anomaly.inference.rows import Row
-from anomaly.maps.thumbnails import SHOWN, Thumbnails
+from anomaly.maps.encoding import SHOWN, Thumbnails
 from anomaly.report.gallery import Run, gallery_html
 
 REVIEW, REJECT = 8.5, 10.0

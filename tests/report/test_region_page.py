@@ -12,7 +12,7 @@ import yaml
 from browser import Browser, running_browser
 
 from anomaly.cli import main
-from anomaly.config.parsing import parse_config
+from anomaly.config.load import parse_config
 
 WIDTH, HEIGHT = 3000, 1500
 

@@ -9,8 +9,8 @@ import pytest
 from pixel_map import pixel_map
 
 from anomaly.imaging.read import Image
+from anomaly.maps.encoding import pixels_for
 from anomaly.maps.heatmap import outlines
-from anomaly.maps.thumbnails import pixels_for
 from anomaly.report.tiles import _PIXELS, Tile, Tiles, svg_path
 
 

@@ -9,9 +9,9 @@ from threadpoolctl import ThreadpoolController, threadpool_limits
 
 from anomaly.imaging.geometry import AxisView, View
 from anomaly.maps import anomaly_map
-from anomaly.runtime.blas import one_blas_thread
 from anomaly.runtime.devices import CPU
 from anomaly.runtime.parallel import in_parallel, spread
+from anomaly.runtime.threads import one_blas_thread
 
 
 def threads() -> set[int]:

@@ -4,7 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from anomaly.runtime.once import made_once
+from anomaly.runtime.parallel import made_once
 
 
 class _Owner:

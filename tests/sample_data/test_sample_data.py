@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from anomaly.errors import ConfigError, OutputError
-from anomaly.sample_data import DEFECT_TYPES, PRODUCTS, noise, write_sample_data, writer
+from anomaly.sample_data import DEFECT_TYPES, PRODUCTS, write_sample_data
+from anomaly.sample_data import camera as noise
+from anomaly.sample_data import products as writer
 from anomaly.sample_data.camera import Camera, scene_side, visible_change
 from anomaly.sample_data.products import CATALOGUE, Shot
 

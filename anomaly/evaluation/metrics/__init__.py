@@ -4,8 +4,11 @@ A part or pixel counts as flagged when its score is *greater than* the threshold
 everywhere else. Metrics only measure; no threshold in use is ever taken from them.
 """
 
-from anomaly.evaluation.metrics.curves import Curve
+from anomaly.evaluation.metrics.curves import Curve, Metrics
 from anomaly.evaluation.metrics.images import (
+    Confusion,
+    VerdictCounts,
+    confusion,
     image_intervals,
     image_metrics,
     metrics_by_type,
@@ -14,8 +17,6 @@ from anomaly.evaluation.metrics.images import (
     roc_curve,
 )
 from anomaly.evaluation.metrics.pixels import PixelAccumulator
-from anomaly.evaluation.metrics.result import Metrics
-from anomaly.evaluation.metrics.verdicts import Confusion, VerdictCounts, confusion
 
 __all__ = [
     "Confusion",

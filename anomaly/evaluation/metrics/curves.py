@@ -8,11 +8,97 @@ exact curve may take any rising path from the group's first corner to its last.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from anomaly.evaluation.metrics.tally import Floats
+
+@dataclass(frozen=True)
+class Metrics:
+    """Named figures of one evaluation.
+
+    Attributes:
+        values: the figures; None where the data leave one undefined.
+        reasons: for each None in `values`, why.
+        error_bounds: how far a binned figure can lie from the exact one, at most. A figure
+            that isn't named here is exact.
+    """
+
+    values: dict[str, float | None]
+    reasons: dict[str, str] = field(default_factory=dict)
+    error_bounds: dict[str, float] = field(default_factory=dict)
+
+    def __or__(self, other: Metrics) -> Metrics:
+        """Both sets of figures; those of `other` win where a name is in both."""
+        kept = {name: why for name, why in self.reasons.items() if name not in other.values}
+        sharp = {name: e for name, e in self.error_bounds.items() if name not in other.values}
+        return Metrics(self.values | other.values, kept | other.reasons, sharp | other.error_bounds)
+
+    def only(self, name: str) -> Metrics:
+        """One of the figures."""
+        reasons = {name: self.reasons[name]} if name in self.reasons else {}
+        bounds = {name: self.error_bounds[name]} if name in self.error_bounds else {}
+        return Metrics({name: self.values[name]}, reasons, bounds)
+
+    @classmethod
+    def undefined(cls, names: tuple[str, ...], reason: str) -> Metrics:
+        """All of `names` undefined for one reason."""
+        return cls(dict.fromkeys(names), dict.fromkeys(names, reason))
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Weights in K groups of equal (or, when binned, nearly equal) scores, highest group first.
+
+    Flagging the first k groups, k = 0 … K, gives the K + 1 points of every curve.
+
+    Attributes:
+        lowest: (K,) smallest score that falls into each group.
+        highest: (K,) largest score that falls into each group; equal to `lowest` when exact.
+        weights: (rows, K) float64; what a row stands for is the maker's business.
+    """
+
+    lowest: Floats
+    highest: Floats
+    weights: Floats
+
+    @classmethod
+    def of(cls, scores: ArrayLike, weights: ArrayLike) -> Tally:
+        """Group equal scores.
+
+        Args:
+            scores: (n,) finite.
+            weights: (rows, n).
+        """
+        distinct, group = np.unique(np.asarray(scores), return_inverse=True)
+        summed = [
+            np.bincount(group, weights=row, minlength=len(distinct))
+            for row in np.asarray(weights, dtype=np.float64)
+        ]
+        edges = distinct[::-1].astype(np.float64)
+        return cls(edges, edges, np.array(summed, dtype=np.float64)[:, ::-1])
+
+    @property
+    def exact(self) -> bool:
+        """Whether each group is one score."""
+        return bool(np.array_equal(self.lowest, self.highest))
+
+    def thresholds(self) -> Floats:
+        """(K + 1,) thresholds: scores above the k-th flag exactly the first k groups.
+
+        Each lies midway between the groups it parts, and is a float32 wherever one fits in
+        between, so that it does the same when compared in single precision.
+        """
+        above, below = self.lowest[:-1], self.highest[1:]
+        midway = (above / 2 + below / 2).astype(np.float32).astype(np.float64)
+        parting = np.where((midway >= below) & (midway < above), midway, below)
+        with np.errstate(over="ignore"):
+            under_all = np.nextafter(self.lowest[-1:].astype(np.float32), np.float32(-np.inf))
+        return np.concatenate([self.highest[:1], parting, under_all.astype(np.float64)])
 
 
 @dataclass(frozen=True)

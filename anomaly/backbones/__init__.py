@@ -1,0 +1,1 @@
+"""Network input -> feature maps -> patch embeddings: networks, weights, hooked layers."""

@@ -1,0 +1,222 @@
+"""Options that several commands have, and what is settled once: the device and the threads."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anomaly.datasets.inputs import find_inputs
+from anomaly.errors import AnomalyError, ModelError
+from anomaly.runtime.devices import CPU, device_of
+from anomaly.runtime.threads import cores, use_threads
+from anomaly.storage.exported import is_exported
+from anomaly.storage.folder import find_products
+
+if TYPE_CHECKING:
+    import torch
+
+    from anomaly.cluster.actors import Cluster
+
+log = logging.getLogger(__name__)
+
+
+def annex(name: str) -> Any:
+    """A module of `line`, `cluster` or `export`, which the core doesn't import.
+
+    Args:
+        name: below `anomaly`.
+
+    Raises:
+        AnomalyError: this installation came without it.
+    """
+    try:
+        return import_module(f"anomaly.{name}")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("anomaly."):
+            raise
+        raise AnomalyError(f"this installation has no anomaly.{name}; install all of it") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that every command with a network takes."""
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to compute; auto takes the GPU where there is one",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=None,
+        metavar="N",
+        help="processor threads (default: as many as this process may use)",
+    )
+
+
+def number(text: str) -> float:
+    """A number of an option, as `argparse` takes it; says how to write one that people mean."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    plain, share = text.replace(",", ".").rstrip("% "), text.rstrip().endswith("%")
+    try:
+        meant = f"; write {float(plain) / (100 if share else 1):g}"
+    except ValueError:
+        meant = ""
+    raise argparse.ArgumentTypeError(f"{text!r} is no number{meant}")
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """The options that name a config and change its values."""
+    parser.add_argument(
+        "--config", required=True, help="a YAML file, or a bare name looked up in configs/"
+    )
+    add_settings(parser, "override a setting, e.g. --set model.kind=padim; may be repeated")
+
+
+def add_settings(parser: argparse.ArgumentParser, told: str) -> None:
+    """The option that changes a config's values; `told` is its help."""
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=told
+    )
+
+
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """The option of commands that use a trained model."""
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16"),
+        help="compute in this number format instead of the model's own",
+    )
+
+
+def add_cluster(parser: argparse._ActionsContainer, told: str) -> None:
+    """The options of commands that a Ray cluster can share; `told` is what it does."""
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help=f"{told} (auto, HOST:PORT, ray://…), or of one that is started here (local); "
+        "--threads is then for each worker (default: 1)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="of --ray: at most so many (default: as many as the cluster has room for)",
+    )
+
+
+@contextmanager
+def cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
+    """The Ray cluster that is asked for, while the block lasts; None without --ray.
+
+    Raises:
+        AnomalyError: an impossible number of workers or threads, or no cluster answers.
+    """
+    check_cluster(options)
+    if options.ray is None:
+        yield None
+        return
+    threads = wanted_threads(options) if options.threads else 1
+    with annex("runtime.actors").joined(
+        options.ray, threads, options.workers, options.device
+    ) as found:
+        yield found
+
+
+def check_cluster(options: argparse.Namespace) -> None:
+    """See that --workers goes with --ray.
+
+    Raises:
+        AnomalyError: it doesn't.
+    """
+    if options.workers is not None and options.ray is None:
+        raise AnomalyError("--workers is about a Ray cluster: give --ray")
+    if options.workers is not None and options.workers < 1:
+        raise AnomalyError(f"--workers is {options.workers}; it must be 1 or more")
+
+
+def check_images(options: argparse.Namespace, *names: str) -> None:
+    """See that options which name image files or folders name some, before torch is imported.
+
+    Args:
+        options: of the command.
+        names: of these options, without the dashes; those that aren't given are passed over.
+
+    Raises:
+        DataError: a file or a folder doesn't exist, or there is no image.
+    """
+    for name in names:
+        if given := getattr(options, name):
+            find_inputs(given, option=f"--{name}")
+
+
+def passed_on(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Arguments for further commands: what changes settings, and where and how to compute."""
+    settings = [part for override in options.overrides for part in ("--set", override)]
+    threads = [] if options.threads is None else ["--threads", str(options.threads)]
+    return settings, ["--device", options.device, *threads]
+
+
+def wanted_threads(options: argparse.Namespace) -> int:
+    """How many threads `device_and_threads` will use.
+
+    Raises:
+        AnomalyError: an impossible number.
+    """
+    threads: int = cores() if options.threads is None else options.threads
+    if threads < 1:
+        raise AnomalyError(f"--threads is {threads}; it must be 1 or more")
+    return threads
+
+
+def device_and_threads(
+    options: argparse.Namespace, models: Sequence[Path] | None = None
+) -> tuple[torch.device, int]:
+    """Set the threads of every library and choose the device.
+
+    Torch is imported for it unless exported models are all that is asked for.
+
+    Args:
+        options: of the command.
+        models: the folders it works with; by default those given with --model.
+
+    Returns:
+        The device, and the number of threads.
+
+    Raises:
+        AnomalyError: a GPU was asked for and isn't there, or isn't for the model; or an impossible
+            number of threads.
+    """
+    threads = wanted_threads(options)
+    import cv2
+
+    use_threads(threads)  # torch and faiss follow when they are imported
+    cv2.setNumThreads(1)  # files are decoded in parallel already
+    exported = [_is_exported(folder) for folder in models or _named(options)]
+    if not any(exported):
+        device = device_of(options.device)
+        log.debug("on %s (--device %s), %d threads", device, options.device, threads)
+        return device, threads
+    if options.device == "cuda":
+        raise AnomalyError("an exported model computes on the CPU; leave --device out")
+    return CPU if all(exported) else device_of("cpu"), threads
+
+
+def _named(options: argparse.Namespace) -> Sequence[Path]:
+    named = getattr(options, "model", None) or []
+    return named if isinstance(named, list) else [named]
+
+
+def _is_exported(folder: Path) -> bool:
+    with suppress(ModelError):  # said where it is loaded
+        places = find_products(folder).values() or (folder, folder / "model")
+        return any(map(is_exported, places))
+    return False

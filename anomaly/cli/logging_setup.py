@@ -1,0 +1,244 @@
+"""What commands say: how much of it the terminal shows, and a log file that gets all of it.
+
+A command prints its results and logs everything else:
+
+| level    | what                                             | on                 | with -q |
+|----------|--------------------------------------------------|--------------------|---------|
+| error    | why nothing or not all was done                  | stderr, `error:`   | shown   |
+| warning  | what may make results other than expected        | stderr, `warning:` |         |
+| NOTE     | what is worth knowing                            | stderr, `note:`    |         |
+| PROGRESS | how far a long stage is                          | stderr             |         |
+| info     | remarks, hints, where else to look               | stdout             |         |
+| debug    | what was decided and why, times of stages        | stderr, with -v    |         |
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from anomaly.errors import OutputError, why
+from anomaly.files.writing import at_home
+from anomaly.version import __version__
+
+NOTE, RESULT, PROGRESS = 27, 25, 22
+for _level, _name in (
+    (logging.ERROR, "error"),
+    (logging.WARNING, "warning"),
+    (NOTE, "note"),
+    (RESULT, "result"),
+    (PROGRESS, "progress"),
+    (logging.INFO, "remark"),
+    (logging.DEBUG, "detail"),
+):
+    logging.addLevelName(_level, _name)
+_COLOURS = {"error": "31", "warning": "33"}
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that every command takes."""
+    how = parser.add_argument_group("what is said").add_mutually_exclusive_group()
+    how.add_argument("-q", "--quiet", action="store_true", help="only results and errors")
+    how.add_argument(
+        "-v", "--verbose", action="store_true", help="also what was decided and why, and times"
+    )
+    parser.add_argument(
+        "--log-file", type=Path, metavar="FILE", help="add all of it, with UTC times, to a file"
+    )
+
+
+@contextmanager
+def spoken(*, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
+    """Show what is logged on the terminal, inside the `with` statement."""
+    own = logging.getLogger("anomaly")
+    level, handler = own.level, _Terminal()
+    handler.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
+    own.setLevel(min(handler.level, logging.INFO))
+    logging.root.addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.root.removeHandler(handler)
+        own.setLevel(level)
+
+
+@contextmanager
+def written(file: Path, command: Sequence[str]) -> Iterator[None]:
+    """Add all that is printed and logged to a file, with times, inside the `with` statement.
+
+    Raises:
+        OutputError: the file can't be written.
+        AnomalyError: its `~` stands for nobody's home folder.
+    """
+    place = at_home(file)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handler = _File(place, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise OutputError(f"--log-file {file} can't be written: {why(error)}") from None
+    form = logging.Formatter(
+        "%(asctime)s.%(msecs)03dZ %(levelname)-8s %(message)s", "%Y-%m-%dT%H:%M:%S"
+    )
+    form.converter = time.gmtime
+    handler.setFormatter(form)
+    logging.root.addHandler(handler)
+    logging.getLogger("anomaly").setLevel(logging.DEBUG)
+    log.debug("$ anomaly %s", shlex.join(command))
+    log.debug("anomaly %s, Python %s, %s", __version__, sys.version.split()[0], platform.platform())
+    try:
+        with redirect_stdout(_Copied(sys.stdout, handler)):
+            yield
+        if not handler.ended:
+            log.log(NOTE, "all that was said and decided is in %s", file)
+    except Exception:  # a defect of the program: its traceback isn't only for the terminal
+        handler.handle(_record(logging.ERROR, "unforeseen", sys.exc_info()))
+        raise
+    finally:
+        logging.root.removeHandler(handler)
+        with suppress(OSError):  # said already
+            handler.close()
+
+
+def is_quiet() -> bool:
+    """Whether only results and errors are shown."""
+    shown = [h.level for h in logging.root.handlers if isinstance(h, _Terminal)]
+    return bool(shown) and min(shown) >= logging.ERROR
+
+
+class _Terminal(logging.Handler):
+    """Shows records, in colour where that is wanted; the level's name stands there as well."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        out = sys.stdout.shown if isinstance(sys.stdout, _Copied) else sys.stdout
+        stream = out if record.levelno == logging.INFO else sys.stderr
+        text = self.format(record)
+        if record.levelno >= NOTE:
+            text = f"{_coloured(record.levelname, stream)}: {text}"
+        if stream is sys.stderr and stream.isatty():
+            text = f"\r\x1b[K{text}"  # over a line of progress
+        print(text, file=stream, flush=True)
+
+
+def _coloured(level: str, stream: TextIO) -> str:
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    colour = None if plain else _COLOURS.get(level)
+    return f"\x1b[{colour}m{level}\x1b[0m" if colour else level
+
+
+class _File(logging.FileHandler):
+    """A file that ends, with one warning, where its disk is full; the command goes on."""
+
+    ended = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.ended:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        self.ended = True
+        log.warning("the log file ends here: %s", why(cast(Exception, sys.exc_info()[1])))
+
+
+class _Copied:
+    """A stream whose lines go to a log file, too."""
+
+    def __init__(self, shown: TextIO, file: logging.Handler) -> None:
+        self.shown = shown
+        self._file, self._begun = file, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._file.handle(_record(RESULT, line))
+        return self.shown.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.shown, name)
+
+
+def _record(level: int, text: str, error: Any = None) -> logging.LogRecord:
+    return logging.LogRecord(__name__, level, __file__, 0, text, None, error)
+
+
+_PLAIN_SECONDS = 30.0
+
+
+class ProgressLine:
+    """Shows done, total, rate and the time left on stderr.
+
+    On a terminal one line changes as the work goes on; elsewhere, as in a log, a plain line is
+    added every half minute, whether anything has moved or not. Where only results and errors are
+    wanted there is neither.
+
+    Used in a `with` statement; call it with (stage, done, total).
+    """
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty() and not is_quiet()
+        self._stage = ""
+        self._done = self._total = 0
+        self._started = self._shown = 0.0
+        self._ended = threading.Event()
+        self._speaker = threading.Thread(target=self._speak, daemon=True)
+
+    def __enter__(self) -> ProgressLine:
+        if not self._terminal:
+            self._speaker.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_stage()
+        self._ended.set()
+        if not self._terminal:
+            self._speaker.join()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Report that `done` of `total` are through in a stage."""
+        now = time.monotonic()
+        if stage != self._stage:
+            self._end_stage()
+            self._started, self._shown = now, 0.0
+        self._stage, self._done, self._total = stage, done, total
+        if self._terminal and (now - self._shown >= 0.1 or done >= total):
+            self._shown = now
+            print(f"\r  {self._text()}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _speak(self) -> None:
+        while not self._ended.wait(_PLAIN_SECONDS):
+            if self._stage:
+                log.log(PROGRESS, self._text())
+
+    def _text(self) -> str:
+        seconds = time.monotonic() - self._started
+        text = f"{self._stage}: {self._done} of {self._total}"
+        if self._done >= self._total:
+            return f"{text}, finishing"
+        rate = self._done / seconds if seconds > 0.2 else 0.0
+        left = f", {rate:.1f} a second, {_said((self._total - self._done) / rate)}" if rate else ""
+        return text + left
+
+    def _end_stage(self) -> None:
+        if self._stage:
+            if self._terminal:
+                print(file=sys.stderr)
+            seconds = time.monotonic() - self._started
+            log.debug("%s: %d of %d in %.1f s", self._stage, self._done, self._total, seconds)
+
+
+def _said(seconds: float) -> str:
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * length:
+            return f"about {seconds / length:.2g} {unit} left"
+    return f"about {seconds:.0f} s left"

@@ -1,0 +1,304 @@
+"""Other thresholds for a trained model, from good images that it has not learned from."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from pathlib import Path
+
+import numpy as np
+
+from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand, thresholds_from
+from anomaly.datasets import check_good_inputs
+from anomaly.datasets.inputs import find_inputs
+from anomaly.errors import AnomalyError, DataError, ImageError, some
+from anomaly.evaluation.splits import tested_hashes
+from anomaly.imaging.array_input import ArrayFormat, ImageLike, is_one
+from anomaly.imaging.loading import UnusableImage
+from anomaly.imaging.read import Image, described
+from anomaly.maps.regions import strips
+from anomaly.methods.base import Progress
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import Prediction
+from anomaly.storage.thresholds import change
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HeldOutScores:
+    """Images with their scores, in the order of their files.
+
+    Attributes:
+        paths: of the images that were scored; mere names of those that came from memory.
+        image: their image scores.
+        peak: the highest value of each one's anomaly map.
+        hashes: sha256 of each file.
+        reasons: why a person has to look at each one whatever its score; empty where there is none.
+        refused: why others can't be used.
+    """
+
+    paths: tuple[Path, ...]
+    image: tuple[float, ...]
+    peak: tuple[float, ...]
+    hashes: tuple[str, ...]
+    reasons: tuple[str, ...]
+    refused: tuple[str, ...]
+
+    def named_hashes(self) -> dict[str, str]:
+        """sha256 of each image that was scored, by its path."""
+        return dict(zip(map(str, self.paths), self.hashes, strict=True))
+
+    def good_scores(self) -> GoodScores:
+        """What thresholds are found with, where all of these images are good.
+
+        Those that a person has to look at whatever their score say nothing of thresholds: they are
+        left out, and a warning in the log names some.
+
+        Raises:
+            DataError: they are all like that.
+        """
+        kept = [i for i, reason in enumerate(self.reasons) if not reason]
+        if not kept:
+            raise DataError(
+                f"all {len(self.paths)} good images would be for review whatever their score "
+                f"({self.reasons[0]}), so they say nothing of thresholds; where parts look like "
+                "that from now on, the model can learn them (update)"
+            )
+        if odd := [f"{p}: {why}" for p, why in zip(self.paths, self.reasons, strict=True) if why]:
+            log.warning(
+                "%d good images would be for review whatever their score, and say nothing of "
+                "thresholds; left out: %s",
+                len(odd),
+                some(odd, "; "),
+            )
+        names = _names([self.paths[i] for i in kept])
+        return GoodScores(
+            tuple(names),
+            tuple(self.image[i] for i in kept),
+            tuple(self.peak[i] for i in kept),
+            f"{len(kept)} good images that the model hasn't learned from",
+            hashes=tuple(self.hashes[i] for i in kept),
+        )
+
+
+def score_held_out(
+    detector: Model,
+    images: Sequence[Path | Image],
+    *,
+    what: str,
+    tested: Collection[str],
+    workers: int = 2,
+    progress: Progress = lambda done, total: None,
+) -> HeldOutScores:
+    """Score images that thresholds may hang on.
+
+    Those that the detector has learned from, whose scores say too little, and copies of others are
+    left out; warnings in the log say how many.
+
+    Args:
+        detector: trained.
+        images: files, or pixels that are decoded already.
+        what: the images are, for messages.
+        tested: sha256 of the test split's images, which no threshold may see.
+        workers: decoding processes.
+        progress: called with (images done, all of them).
+
+    Raises:
+        DataError: an image belongs to the test split, or none is left.
+    """
+    rows: dict[int, tuple[float, float, str, str]] = {}
+    paths = [described(i) if isinstance(im, Image) else im for i, im in enumerate(images)]
+    refused: list[str] = []
+    met: set[str] = set()
+    known = repeated = 0
+    learned = frozenset(detector.manifest["training_images"].values())
+    for done, result in enumerate(detector.score_all(images, workers=workers), 1):
+        progress(done, len(images))
+        if isinstance(result, UnusableImage):
+            refused.append(result.reason)
+            continue
+        sha256 = result.sha256
+        if sha256 in tested:
+            raise DataError(
+                f"{paths[result.index]} belongs to the test split that the model is evaluated on, "
+                "which no threshold may see; give other images"
+            )
+        if sha256 in learned:
+            known += 1
+        elif sha256 in met:
+            repeated += 1
+        else:
+            rows[result.index] = (result.score, _peak(result), sha256, result.reason)
+        met.add(sha256)
+    if not rows:
+        reasons = [f"{known} the model has learned from"] if known else []
+        reasons += refused[:3]
+        raise DataError(f"none of {len(images)} images can be used: {'; '.join(reasons)}")
+    if known:
+        log.warning("%s: the model has learned from %d; left out", what, known)
+    if repeated:
+        log.warning("%s: %d are copies of others; left out", what, repeated)
+    order = sorted(rows)
+    image, peak, hashes, odd = zip(*(rows[i] for i in order), strict=True)
+    files = tuple(Path(paths[i]) for i in order)
+    return HeldOutScores(files, image, peak, hashes, odd, tuple(refused))
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Images' names: those of their files, with as many folders as it takes to tell them apart."""
+    names = [path.name for path in paths]
+    if len(set(names)) == len(names):
+        return names
+    places = [path.absolute() for path in paths]
+    common = Path(os.path.commonpath([place.parent for place in places]))
+    return [place.relative_to(common).as_posix() for place in places]
+
+
+def _peak(result: Prediction) -> float:
+    # Rows outside the region to look at are NaN all along.
+    rows = strips(result.view.source)
+    peaks = [np.fmax.reduce(result.source_map(strip), axis=None) for strip in rows]
+    return float(np.fmax.reduce(peaks))
+
+
+def recalibrated(
+    detector: Model,
+    good: str | Path | Iterable[ImageLike] | None,
+    given: ArrayFormat,
+    *,
+    reject_rate: float | None,
+    review_rate: float | None,
+    threshold: float | None,
+    review_threshold: float | None,
+) -> Model:
+    """A detector with other thresholds; see `AnomalyDetector.calibrate`."""
+    asked = {
+        "reject_rate": reject_rate,
+        "review_rate": review_rate,
+        "threshold": threshold,
+        "review_threshold": review_threshold,
+    }
+    if threshold is None:
+        if review_threshold is not None:
+            raise DataError("review_threshold needs threshold, where rejection begins")
+        wanted = detector.rates(review_rate, reject_rate)
+    elif reject_rate is not None or review_rate is not None:
+        raise DataError("thresholds are set by hand or found by rates, not both")
+    else:
+        check_by_hand(threshold, review_threshold)
+    scored = {} if good is None else {"good": _scored(detector, good, given)}
+    scores = scored["good"].good_scores() if scored else known_scores(detector)
+    if threshold is None:
+        limits = thresholds_from(scores, *wanted)
+    else:
+        limits = by_hand(scores, threshold, review_threshold)
+    asked = {name: value for name, value in asked.items() if value is not None}
+    images = {name: one.named_hashes() for name, one in scored.items()}
+    made = change(asked, detector.thresholds, limits, images) | {"model_before": detector.model_id}
+    changes = (*detector.changes, made)
+    return replace(detector, thresholds=limits, model_id="", folder=None, changes=changes)
+
+
+def by_hand(good: GoodScores, reject: float, review: float | None) -> Thresholds:
+    """Thresholds that somebody has chosen; without one of review, nothing is for review.
+
+    Raises:
+        DataError: review lies above rejection, or one isn't a number of 0 or more.
+    """
+    check_by_hand(reject, review)
+    return thresholds_by_hand(good, reject if review is None else review, reject)
+
+
+def check_by_hand(reject: float, review: float | None) -> None:
+    """See that chosen thresholds can be thresholds.
+
+    Raises:
+        DataError: review lies above rejection, or one isn't a number of 0 or more.
+    """
+    chosen = reject if review is None else review
+    for name, value in (("threshold", reject), ("review threshold", chosen)):
+        if not isinstance(value, Real) or not 0 <= value < float("inf"):
+            raise DataError(f"the {name} is {value!r}; it must be a number of 0 or more")
+    if chosen > reject:
+        raise DataError(f"the review threshold {chosen:g} lies above the threshold {reject:g}")
+
+
+def known_scores(detector: Model, without: Sequence[str] = ()) -> GoodScores:
+    """The scores of good images that a detector came with; what was left out counts again.
+
+    Args:
+        detector: has thresholds, or none.
+        without: names of images to leave out.
+
+    Raises:
+        DataError: it knows no scores, or no image has such a name.
+    """
+    if detector.thresholds is None:
+        raise DataError("the model knows no scores of good images; give some good images")
+    before = detector.thresholds.good
+    now = before.without(without)
+    if back := {out.name for out in before.left_out} - {out.name for out in now.left_out}:
+        log.warning("left out before, and counted again: %s", ", ".join(sorted(back)))
+    return now
+
+
+def _scored(
+    detector: Model, good: str | Path | Iterable[ImageLike], given: ArrayFormat
+) -> HeldOutScores:
+    unseen = score_held_out(
+        detector,
+        sources(good, given),
+        what="good images",
+        tested=tested_of(detector),
+    )
+    for reason in unseen.refused:
+        log.warning("skipped: %s", reason)
+    return unseen
+
+
+def sources(
+    images: str | Path | Iterable[ImageLike], given: ArrayFormat, what: str = "good images"
+) -> list[Path | Image]:
+    """Images as a program names them: a folder, or a collection.
+
+    Args:
+        images: what it names; a single image is one of them.
+        given: how arrays are to be taken.
+        what: the images are, for messages; by that it is seen whether folders are called defects.
+
+    Raises:
+        DataError: there are none.
+        ImageError: one can't be used; says which and why.
+    """
+    if isinstance(images, str | Path):
+        paths = find_inputs([Path(images)], option=what).paths
+        if what == "good images":
+            check_good_inputs([Path(images)], paths)
+        return list(paths)
+    found: list[Path | Image] = []
+    for index, image in enumerate([images] if is_one(images) else images):
+        try:
+            found.append(given.source(image))
+        except ImageError as error:
+            raise ImageError(f"{described(index)}: {error}", error.status) from None
+    if not found:
+        raise DataError(f"no {what} were given")
+    return found
+
+
+def tested_of(detector: Model) -> frozenset[str]:
+    """Hashes of the test split, where the run remembers its data set and it is still there."""
+    if detector.folder is None:
+        return frozenset()
+    try:
+        return tested_hashes(detector, detector.folder, None)
+    except AnomalyError as error:
+        log.warning(
+            "%s: make sure yourself that the good images aren't those the model is evaluated on",
+            error,
+        )
+        return frozenset()

@@ -1,0 +1,189 @@
+"""Which images a model is tested with, and which it has learned from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from anomaly.datasets import TEST_IMAGES, Dataset, Sample, open_dataset, open_test_images
+from anomaly.errors import DataError, some
+from anomaly.files.writing import sha256_of
+from anomaly.scoring.pipeline import Model
+from anomaly.training.runs import trained_on
+
+log = logging.getLogger(__name__)
+
+
+def images_to_test(
+    model: Model,
+    folder: Path,
+    *,
+    data_root: Path | None = None,
+    good: Sequence[Path] = (),
+    defects: Sequence[Path] = (),
+    masks: Path | None = None,
+) -> tuple[Sequence[Sample], str]:
+    """The named images that the model hasn't learned from; without names the data set's.
+
+    Args:
+        model: trained.
+        folder: the run, or the model folder, that it was loaded from.
+        data_root: where the data sets are, if they have moved since training.
+        good: folders of good images.
+        defects: folders of defects, whose subfolders name the types.
+        masks: folder of the defects' masks.
+
+    Returns:
+        The images, and the folders that they come from, for people.
+
+    Raises:
+        DataError: there are none, or nothing says where they are.
+    """
+    if good or defects:
+        samples = not_learned(model, folder, open_test_images(good, defects, masks))
+        return samples, ", ".join(map(str, [*good, *defects]))
+    dataset = dataset_of(model, folder, data_root)
+    if dataset.test:
+        return dataset.test, str(dataset.folder)
+    layout = model.config.data.format
+    raise DataError(
+        f"{dataset.folder} has no test images: data.format={layout} {TEST_IMAGES[layout]}. Give "
+        "--good FOLDER with other good images and --defects FOLDER with defects"
+    )
+
+
+def tested_hashes(model: Model, folder: Path, data_root: Path | None) -> frozenset[str]:
+    """sha256 of the test images of the data set that a model was trained on.
+
+    What can't be read is left out: it can't be evaluated on either.
+
+    Raises:
+        DataError: the data set isn't there, or nothing says where it is.
+    """
+    hashes = set()
+    for sample in dataset_of(model, folder, data_root).test:
+        with suppress(OSError):
+            hashes.add(sha256_of(sample.path))
+    return frozenset(hashes)
+
+
+def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:
+    """The data set that a model was trained on: where it was, or in another root folder.
+
+    Raises:
+        DataError: it isn't there, or nothing says where it is.
+    """
+    data = model.config.data
+    if data_root is None:
+        return open_dataset(data.format, trained_on(folder), None)
+    return open_dataset(data.format, data_root, data.category)
+
+
+def not_learned(model: Model, name: object, named: Sequence[Sample]) -> list[Sample]:
+    """The images that the model hasn't learned from; those that can't be read stay, to be told.
+
+    What is among the good ones and among the defects is told in a warning.
+
+    Args:
+        model: what learned.
+        name: of the model, for the message.
+        named: the images that somebody names.
+
+    Raises:
+        DataError: it has learned from all of them.
+    """
+    learned = frozenset(model.manifest["training_images"].values())
+    samples = []
+    by_label: dict[bool, dict[str, str]] = {False: {}, True: {}}
+    for sample in named:
+        with suppress(OSError):
+            known = sample.image.sha256 if sample.image else sha256_of(sample.path)
+            if known in learned:
+                continue
+            by_label[sample.is_defect][known] = sample.name
+        samples.append(sample)
+    if both := [by_label[True][known] for known in by_label[False] if known in by_label[True]]:
+        log.warning(
+            "%d images are among the good ones and among the defects, by their content (%s): "
+            "one of the two is wrong, and so are the figures",
+            len(both),
+            some(both),
+        )
+    if len(samples) < len(named):
+        out = len(named) - len(samples)
+        log.warning("the model has learned from %d of %d images; left out", out, len(named))
+    if named and not samples:
+        raise DataError(f"{name} has learned from all of these images; give others")
+    return samples
+
+
+def dataset_images(model: Model, folder: Path, data_root: Path | None) -> list[Sample]:
+    """All images of the data set that a model was trained on, whichever split they are in.
+
+    A split that was drawn may have been drawn anew since.
+
+    Args:
+        model: trained.
+        folder: the run, or the model folder, that it was loaded from.
+        data_root: where the data sets are, if they have moved since training.
+
+    Raises:
+        DataError: the data set isn't there, or nothing says where it is.
+    """
+    splits = dataset_of(model, folder, data_root).splits
+    return [sample for samples in splits.values() for sample in samples]
+
+
+class TrainingImages:
+    """Finds training images by their names, and knows them by their content.
+
+    Args:
+        hashes: sha256 of each by name, as a model's manifest has them.
+        there: images among which they may be. Their names may be the ends of those in the
+            manifest: `good/1.png` or `1.png` for `train/good/1.png`.
+        renamed: those of them that may have any name; all are read to find one.
+    """
+
+    def __init__(
+        self,
+        hashes: Mapping[str, str],
+        there: Iterable[Sample],
+        *,
+        renamed: Iterable[Sample] = (),
+    ) -> None:
+        self._hashes = hashes
+        self._renamed = list(renamed)
+        self._there: dict[str, list[Sample]] = {}
+        for sample in there:
+            self._there.setdefault(sample.name, []).append(sample)
+
+    def find(self, name: str) -> Sample | str:
+        """A training image, or why it isn't there."""
+        reason = "not found"
+        parts = PurePosixPath(name).parts
+        ends = [PurePosixPath(*parts[i:]).as_posix() for i in range(len(parts))]
+        for sample in (one for end in ends for one in self._there.get(end, ())):
+            try:
+                if sha256_of(sample.path) == self._hashes[name]:
+                    return sample
+                reason = "changed since training"
+            except FileNotFoundError:
+                continue
+            except OSError:
+                reason = "can't be read"
+        return self._by_content.get(self._hashes[name], reason)
+
+    @cached_property
+    def _by_content(self) -> dict[str, Sample]:
+        found: dict[str, Sample] = {}
+        for sample in self._renamed:
+            with suppress(OSError):
+                found.setdefault(sha256_of(sample.path), sample)
+        return found
+
+    def find_all(self) -> dict[str, Sample | str]:
+        """All training images by name; else why one isn't there."""
+        return {name: self.find(name) for name in self._hashes}

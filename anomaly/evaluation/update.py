@@ -1,0 +1,371 @@
+"""Good images that people have confirmed -> an updated model, and which verdicts change."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from anomaly.calibration import Thresholds
+from anomaly.calibration.rates import percent, supported_rate
+from anomaly.datasets import Sample
+from anomaly.errors import DataError, first_of, some
+from anomaly.evaluation.recalibrate import sources, tested_of
+from anomaly.files.writing import sha256_of
+from anomaly.imaging.array_input import ArrayFormat, ImageLike
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.read import Image, described
+from anomaly.scoring.build import fitter_of
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import verdict
+from anomaly.storage.folder import find_model
+from anomaly.storage.golden import golden_of
+from anomaly.storage.thresholds import change
+from anomaly.training.cross_fitting import scores_of
+from anomaly.training.feature_cache import FeatureCache
+from anomaly.training.fit import StageProgress
+from anomaly.training.runs import keep_run
+from anomaly.training.update import Learned, learn
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 64  # images whose features are kept in a temporary file
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What two detectors say of one image.
+
+    Attributes:
+        name: of the image.
+        before: the verdict of the one.
+        after: of the other.
+        scores: of both.
+    """
+
+    name: str
+    before: str
+    after: str
+    scores: tuple[float, float]
+
+    @property
+    def escapes(self) -> bool:
+        """It was caught, and would pass."""
+        return self.before != "good" and self.after == "good"
+
+    def __str__(self) -> str:
+        before, after = self.scores
+        return f"{self.name}: {self.before} -> {self.after} ({before:.4g} -> {after:.4g})"
+
+
+def verdict_changes(
+    both: tuple[Model, Model],
+    samples: Sequence[Sample],
+    scratch: Path,
+    workers: int,
+    progress: partial[None],
+) -> Iterator[Compared]:
+    """What two detectors that share their network say of images.
+
+    Args:
+        both: the detectors.
+        samples: the images.
+        scratch: where temporary files go.
+        workers: decoding processes.
+        progress: called with (done, total).
+
+    Yields:
+        One for each image that can be used; of the others a warning in the log says why.
+    """
+    before = both[0]
+    with Decoders(min(workers, len(samples)), Task(before.loading)) as decoders:
+        for start in range(0, len(samples), _AT_ONCE):
+            some = samples[start : start + _AT_ONCE]
+            images = {i: sample.source for i, sample in enumerate(some)}
+            cache = FeatureCache(before, fitter_of(before.config), decoders, scratch)
+            with closing(cache):
+                features = cache.build(images, turned=False)
+                found = [scores_of(detector, features, features.views) for detector in both]
+            for i in sorted(found[0]):
+                pair = found[0][i][0], found[1][i][0]
+                first, second = (
+                    verdict(score, detector.thresholds, detector.reason_to_look(features.looks[i]))
+                    for detector, score in zip(both, pair, strict=True)
+                )
+                yield Compared(some[i].name, first, second, pair)
+            for refused in features.refused:
+                log.warning("skipped: %s", refused.reason)
+            progress(start + len(some), len(samples))
+
+
+_LISTED = 10  # changed verdicts of a kind
+_FAR = 1.1  # times the reject threshold so far, from which on a new one is told to be higher
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """An updated detector, not saved yet, and what it changes.
+
+    Attributes:
+        detector: has learned the new images.
+        learned: how it came to be.
+        known: images left out because it has learned from them already, and copies.
+        before: the thresholds so far.
+        compared: what both detectors say, by what the images are: `confirmed defects`, say.
+    """
+
+    detector: Model
+    learned: Learned
+    known: int
+    before: Thresholds
+    compared: Mapping[str, tuple[Compared, ...]]
+
+    @property
+    def escapes(self) -> list[str]:
+        """The confirmed defects that were caught, and would pass."""
+        return [one.name for one in self.compared.get(DEFECTS, ()) if one.escapes]
+
+    def keep(self, source: Path, output: Path, *, overwrite: bool = False) -> str:
+        """Write the new run: model, where its data set is, and golden parts with today's scores.
+
+        Args:
+            source: the model folder that was updated, or its run.
+            output: the new run's folder.
+            overwrite: replace an earlier run there.
+
+        Returns:
+            The new model's id.
+
+        Raises:
+            OutputError: an earlier run is there, or there is no room.
+        """
+        parts = golden_of(find_model(source))
+        said = {
+            one.name: {"image_score": one.scores[1], "verdict": one.after}
+            for one in self.compared.get(GOLDEN_PARTS, ())
+        }
+        golden = None if parts is None else (parts, said)
+        return keep_run(self.detector, output, [source], golden=golden, overwrite=overwrite)
+
+    @property
+    def caution(self) -> str:
+        """Said where the reject threshold rises by far, as it does where defects are learned."""
+        limits = self.detector.thresholds
+        assert limits is not None
+        if limits.image <= _FAR * self.before.image:
+            return ""
+        return (
+            f"the reject threshold rises from {self.before.image:.4g} to {limits.image:.4g}, and "
+            "what scores between them is no longer rejected: look at the new images again, for "
+            "defects among them are learned as good"
+        )
+
+    def lines(self) -> list[str]:
+        """What was learned and what it changes, for people."""
+        return [*self._learned(), *self._changed()]
+
+    def _learned(self) -> Iterator[str]:
+        new, limits = self.learned.good, self.detector.thresholds
+        assert limits is not None
+        if self.known:
+            yield f"left out, as known already or copies of others: {self.known}"
+        for name, score in self.learned.suspects.items():
+            yield f"suspect, not learned: {name} (score {score:.4g})"
+        images = "1 good image" if len(new.names) == 1 else f"{len(new.names)} good images"
+        yield f"learned {images}; each scored without itself: {_verdicts(limits, new.image)}"
+        yield f"the model as it was, by their scores: {_verdicts(self.before, self.learned.before)}"
+        if self.before.label != "calibrated":
+            yield (
+                f"the thresholds were found {self.before.label} so far, and are found by rates now"
+            )
+        yield from limits.lines()
+        yield (
+            f"the new ones alone ({len(new.names)}) can vouch for no less than "
+            f"{percent(supported_rate(len(new.names)))} of parts like them"
+        )
+
+    def _changed(self) -> Iterator[str]:
+        for kind, images in self.compared.items():
+            changed = [one for one in images if one.before != one.after]
+            yield f"{kind}: {len(changed)} of {len(images)} verdicts change"
+            # What passes first.
+            changed.sort(key=lambda one: (not one.escapes, one.name))
+            yield from (f"  {one}" for one in first_of([*map(str, changed)], most=_LISTED))
+
+
+DEFECTS, GOLDEN_PARTS = "confirmed defects", "golden parts"
+
+
+def update(
+    detector: Model,
+    good: Sequence[Sample],
+    *,
+    compare: Mapping[str, Sequence[Sample]],
+    tested: Collection[str] = frozenset(),
+    include_suspects: bool = False,
+    workers: int = 2,
+    scratch: Path | None = None,
+    progress: StageProgress = lambda stage, done, total: None,
+) -> Update:
+    """Learn from good images, and compare verdicts before and after.
+
+    Args:
+        detector: trained; it stays as it is.
+        good: images that people have confirmed to be good.
+        compare: further images by what they are; those called `DEFECTS` must stay caught.
+        tested: sha256 of the test split's images, which nothing may be learned from.
+        include_suspects: learn from images that may be defects, too, see `learn`.
+        workers: decoding processes.
+        scratch: where temporary files go.
+        progress: called with (stage, done, total).
+
+    Raises:
+        ModelError: an exported model, or a method that can't learn more.
+        DataError: an image is given as good and as a defect, or belongs to the test split; or
+            nothing is left to learn from.
+    """
+    compare = {**compare, DEFECTS: _distinct(compare.get(DEFECTS, ()))}
+    kept = _fresh(detector, good, compare[DEFECTS], tested)
+    with tempfile.TemporaryDirectory(prefix=".update-", dir=scratch) as folder:
+        learned = learn(
+            detector,
+            kept,
+            scratch=Path(folder),
+            workers=workers,
+            include_suspects=include_suspects,
+            progress=progress,
+        )
+        both = detector, learned.detector
+        compared = {
+            kind: tuple(
+                verdict_changes(both, images, Path(folder), workers, partial(progress, kind))
+            )
+            for kind, images in compare.items()
+            if images
+        }
+    assert detector.thresholds is not None  # learn has asked for some
+    found = [one.after != "good" for one in compared.get(DEFECTS, ())]
+    made = change(
+        {"updated": {"include_suspects": include_suspects}},
+        detector.thresholds,
+        learned.detector.thresholds,
+        {"learned": learned.hashes},
+        {"not called good": sum(found), "images": len(found)} if found else None,
+    )
+    changes = (*detector.changes, made | {"model_before": detector.model_id})
+    return Update(
+        replace(learned.detector, changes=changes),
+        learned,
+        len(good) - len(kept),
+        detector.thresholds,
+        compared,
+    )
+
+
+def _fresh(
+    detector: Model,
+    good: Sequence[Sample],
+    defects: Sequence[Sample],
+    tested: Collection[str],
+) -> list[Sample]:
+    """The good images that aren't known yet, each once; those that can't be read stay, to be told.
+
+    Raises:
+        DataError: one is a defect, or of the test split; or none is left.
+    """
+    met = set(detector.manifest["training_images"].values())
+    bad = {_hash(sample) for sample in defects} - {""}
+    kept = []
+    for sample in good:
+        sha256 = _hash(sample)
+        if sha256 in bad:
+            raise DataError(f"{sample.path} is given as good and as a defect; give it once")
+        if sha256 in tested:
+            raise DataError(
+                f"{sample.path} belongs to the test split that the model is evaluated on, which "
+                "nothing may be learned from; give other images"
+            )
+        if sha256 not in met:
+            kept.append(sample)
+        met |= {sha256} - {""}
+    if not kept:
+        raise DataError(
+            f"there is nothing to learn: the model knows all of the {len(good)} good images"
+        )
+    return kept
+
+
+def _distinct(samples: Sequence[Sample]) -> list[Sample]:
+    """Each image once, by its content; those that can't be read stay, to be told."""
+    first: dict[str, Sample] = {}
+    for i, sample in enumerate(samples):
+        first.setdefault(_hash(sample) or str(i), sample)
+    return list(first.values())
+
+
+def _hash(sample: Sample) -> str:
+    with suppress(OSError):
+        return sample.image.sha256 if sample.image else sha256_of(sample.path)
+    return ""
+
+
+def _verdicts(thresholds: Thresholds, scores: Sequence[float]) -> str:
+    """How many scores are good, for review, to be rejected."""
+    counts = Counter(map(thresholds.verdict, scores))
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("good", "review", "reject"))
+
+
+def updated(
+    detector: Model,
+    good: str | Path | Iterable[ImageLike],
+    given: ArrayFormat,
+    *,
+    defects: str | Path | Iterable[ImageLike] | None,
+    include_suspects: bool,
+    force: bool,
+) -> Model:
+    """A detector that has learned more; see `AnomalyDetector.update`."""
+    bad = {} if defects is None else {DEFECTS: _samples(sources(defects, given, "defects"))}
+    made = update(
+        detector,
+        _samples(sources(good, given)),
+        compare=bad,
+        tested=tested_of(detector),
+        include_suspects=include_suspects,
+    )
+    for reason in made.learned.refused.values():
+        log.warning("skipped: %s", reason)
+    for line in made.lines():
+        log.info(line)
+    if made.caution:
+        log.warning(made.caution)
+    if made.learned.suspects:
+        log.warning("suspects, not learned: %s", ", ".join(made.learned.suspects))
+    if made.escapes and not force:
+        raise DataError(refusal(made.escapes))
+    return made.detector
+
+
+def refusal(escapes: Sequence[str]) -> str:
+    """Why an update isn't taken."""
+    count = len(escapes)
+    them = "1 confirmed defect that was" if count == 1 else f"{count} confirmed defects that were"
+    return (
+        f"{them} caught would pass ({some(escapes)}), "
+        "so the update isn't taken; look at what was confirmed as good, or force it"
+    )
+
+
+def _samples(images: Iterable[Path | Image]) -> list[Sample]:
+    return [
+        Sample(one, one.name)
+        if isinstance(one, Path)
+        else Sample(Path(described(i)), described(i), image=one)
+        for i, one in enumerate(images)
+    ]

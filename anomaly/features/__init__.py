@@ -1,1 +1,0 @@
-"""Network input -> patch embeddings: backbones, hooked layers, alignment."""

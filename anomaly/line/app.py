@@ -1,0 +1,398 @@
+"""The HTTP routes. What they answer is made elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from importlib.resources import files
+from typing import Annotated, Any, Literal
+
+from fastapi import Body, FastAPI, HTTPException, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from anomaly.errors import AnomalyError, DataError, nearest
+from anomaly.inference.rows import region_rows
+from anomaly.line.bodies import credentials, shown_name
+from anomaly.line.engine import BusyError, PictureRequest, Scored
+from anomaly.line.record import in_utc
+from anomaly.line.service import InspectionService
+from anomaly.line.slot import ModelSlot
+from anomaly.version import __version__
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_SAFE = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+# The page's files by route, with their types.
+_PAGE = {
+    "/": ("line.html", "text/html"),
+    "/line.css": ("line.css", "text/css"),
+    "/line.js": ("line.js", "text/javascript"),
+}
+
+Include = Literal["heatmap", "mask", "regions"]
+Number = Annotated[int, Path(ge=1, lt=2**63, description="id of the part")]
+
+
+class Feedback(BaseModel):
+    """What a person says of a part."""
+
+    model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
+
+    verdict: Literal["good", "defect"]
+    defect_type: str = Field("", max_length=80)
+    note: str = Field("", max_length=2000)
+    who: str = Field("", max_length=80)
+
+
+def make_app(service: InspectionService) -> FastAPI:
+    """The application for a line of parts."""
+    app = FastAPI(
+        title="anomaly",
+        version=__version__,
+        description="Scores parts, writes each answer down, and takes what people say of it.",
+        docs_url=None,  # FastAPI's own pages load scripts from another site
+        redoc_url=None,
+    )
+    app.openapi = partial(described, app)  # type: ignore[method-assign]
+    app.middleware("http")(_answers(service))
+    app.add_exception_handler(RequestValidationError, _misunderstood)
+    app.add_exception_handler(AnomalyError, _in_trouble)
+    _score_routes(app, service)
+    _model_routes(app, service)
+    _part_routes(app, service)
+    _page_routes(app)
+    return app
+
+
+def _answers(service: InspectionService) -> Callable[..., Awaitable[Response]]:
+    async def counted(
+        request: Request, following: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        response = await following(request)
+        service.metrics.answers.labels(str(response.status_code)).inc()
+        for name, value in _SAFE.items():
+            response.headers.setdefault(name, value)
+        return response
+
+    return counted
+
+
+async def _misunderstood(request: Request, error: Exception) -> Response:
+    """A parameter that isn't a legal value: 400, for 422 speaks of images."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if first["type"] in ("json_invalid", "model_attributes_type"):
+        said = "the body isn't a JSON object; send one with Content-Type: application/json"
+        return JSONResponse({"detail": said}, 400)
+    where = ".".join(map(str, first["loc"][1:])) or "the body"
+    legal = first.get("ctx", {}).get("expected")
+    said = {"missing": "is missing", "extra_forbidden": "isn't known"}.get(
+        first["type"], f"can't be {str(first.get('input'))[:40]!r}"
+    )
+    return JSONResponse({"detail": f"{where} {said}" + (f"; give {legal}" if legal else "")}, 400)
+
+
+async def _in_trouble(request: Request, error: Exception) -> Response:
+    """The record can't be read or written."""
+    return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "10"})
+
+
+def _score_routes(app: FastAPI, service: InspectionService) -> None:
+    @app.post(
+        "/v1/models/{name}/score",
+        summary="Score one part",
+        openapi_extra={"requestBody": SCORE_BODY},
+        responses={200: SCORED, 422: REFUSED},
+    )
+    async def score(
+        request: Request,
+        name: str,
+        include: Annotated[
+            tuple[Include, ...], Query(description="what to answer beside the row")
+        ] = (),
+    ) -> JSONResponse:
+        slot = _taking(service, name)
+        wanted = PictureRequest("heatmap" in include, "mask" in include, "regions" in include)
+        if not (slot.now and slot.now.marks) and (wanted.mask or wanted.regions):
+            raise HTTPException(400, f"{name} has no thresholds, so nothing says what is marked")
+        with service.bodies.holding() as body:
+            data, called = await body.image(request)
+            scored = await _answered(service, partial(slot.submit, data, called, wanted))
+        return JSONResponse(
+            _answer(scored, wanted), 200 if scored.answer.row.status == "ok" else 422
+        )
+
+
+async def _answered(service: InspectionService, submit: Callable[[], Future[Scored]]) -> Scored:
+    try:
+        async with asyncio.timeout(service.limits.answer_seconds):
+            return await asyncio.shield(asyncio.wrap_future(submit()))
+    except TimeoutError:
+        raise HTTPException(
+            504,
+            f"there is no answer after {service.limits.answer_seconds:g} s; once there is, it is "
+            "written down",
+        ) from None
+    except BusyError as error:
+        raise HTTPException(503, str(error), {"Retry-After": str(error.seconds)}) from None
+    except AnomalyError as error:  # nothing is answered that isn't written down
+        raise HTTPException(503, str(error), {"Retry-After": "10"}) from None
+
+
+def _answer(scored: Scored, wanted: PictureRequest) -> dict[str, Any]:
+    row, drawn = scored.answer.row, scored.drawn
+    answer: dict[str, Any] = {**asdict(row), "id": scored.number}
+    if drawn is not None:
+        if wanted.heatmap:
+            answer["heatmap_png"] = base64.b64encode(drawn.heatmap).decode()
+        if wanted.mask:
+            answer["mask_png"] = base64.b64encode(drawn.mask).decode()
+        if drawn.regions is not None:
+            regions = region_rows(row.path, drawn.regions, scored.mm_per_pixel)
+            answer["regions"] = [asdict(one) for one in regions]
+    return answer
+
+
+def _taking(service: InspectionService, name: str) -> ModelSlot:
+    slot = _slot(service, name)
+    if said := "the service is stopping" if service.stopping else slot.unusable:
+        raise HTTPException(503, said, {"Retry-After": "5"})
+    return slot
+
+
+def _slot(service: InspectionService, name: str) -> ModelSlot:
+    if name not in service.registry.models:
+        known = nearest(name, service.registry.models)
+        raise HTTPException(404, f"there is no model {shown_name(name)!r}; {known}")
+    return service.registry.models[name]
+
+
+def _model_routes(app: FastAPI, service: InspectionService) -> None:
+    @app.get("/v1/models", summary="The models", responses={200: LISTED})
+    def models() -> dict[str, Any]:
+        return {"models": [slot.short() for slot in service.registry.models.values()]}
+
+    @app.get(
+        "/v1/models/{name}",
+        summary="One model: settings, thresholds and what they promise",
+        responses={200: SERVED},
+    )
+    def model(name: str) -> dict[str, Any]:
+        return _slot(service, name).long()
+
+    @app.get("/v2/health/live", summary="Whether the service runs")
+    def live() -> dict[str, bool]:
+        return {"live": True}
+
+    @app.get(
+        "/v2/health/ready",
+        summary="Whether all models can be used, and score their golden parts as recorded",
+    )
+    def ready() -> JSONResponse:
+        ready = service.registry.ready and not service.stopping
+        states = {slot.name: slot.state for slot in service.registry.models.values()}
+        return JSONResponse({"ready": ready, "models": states}, 200 if ready else 503)
+
+    @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
+    def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def _part_routes(app: FastAPI, service: InspectionService) -> None:
+    @app.get("/v1/parts", summary="The newest parts, the newest first")
+    def parts(
+        limit: Annotated[int, Query(ge=1, le=500)] = 60,
+        before: Annotated[
+            int | None, Query(ge=1, lt=2**63, description="only parts with a lower id")
+        ] = None,
+        verdict: Literal["", "good", "review", "reject"] = "",
+    ) -> dict[str, Any]:
+        return {"parts": service.parts(before, verdict, limit)}
+
+    @app.get("/v1/parts/{number}", summary="One part")
+    def part(number: Number) -> dict[str, Any]:
+        found = service.part(number)
+        if found is None:
+            raise HTTPException(404, f"there is no part {number}")
+        return found
+
+    @app.get(
+        "/v1/parts/{number}/heatmap",
+        summary="A part's heatmap, made small",
+        response_class=Response,
+        responses={200: {"content": {"image/jpeg": {}}}},
+    )
+    def heatmap(number: Number) -> Response:
+        picture = service.heatmap(number)
+        if picture is None:
+            raise HTTPException(404, f"no picture of part {number} is kept")
+        kept = {"Cache-Control": "private, max-age=86400, immutable"}
+        return Response(picture, media_type="image/jpeg", headers=kept)
+
+    @app.post("/v1/parts/{number}/feedback", summary="Say what a part really is")
+    def feedback(
+        number: Number, said: Annotated[Feedback, Body()], request: Request
+    ) -> dict[str, Any]:
+        user = credentials(request.headers.get("authorization", ""))[0]
+        try:
+            service.record.add_feedback(
+                said.verdict,
+                who=shown_name(said.who or user),
+                part=number,
+                defect_type=said.defect_type,
+                note=said.note,
+            )
+        except DataError as error:
+            raise HTTPException(409, str(error)) from None
+        service.changed(number)
+        return service.part(number) or {}
+
+    @app.get("/v1/counts", summary="Counts of parts since a time, by verdict")
+    def counts(
+        since: Annotated[str, Query(description="ISO 8601, in UTC", max_length=40)],
+    ) -> dict[str, int]:
+        try:
+            return service.record.counts(in_utc(since))
+        except ValueError:
+            raise HTTPException(400, f"since can't be {since!r}; give a time in ISO 8601") from None
+
+    @app.get("/v1/drift", summary="Whether parts have drifted since the start, by model")
+    def drift() -> dict[str, dict[str, Any]]:
+        return {slot.name: slot.drifted() for slot in service.registry.models.values()}
+
+    @app.get("/v1/events", summary="What happens from now on, as server-sent events")
+    async def events() -> StreamingResponse:
+        return StreamingResponse(_events(service), media_type="text/event-stream")
+
+
+async def _events(service: InspectionService) -> AsyncIterator[str]:
+    yield "retry: 1000\n\n"
+    async for event in service.follow():
+        yield ": nothing new\n\n" if event is None else f"data: {json.dumps(event)}\n\n"
+
+
+def _page_routes(app: FastAPI) -> None:
+    for route, (name, kind) in _PAGE.items():
+        app.get(route, include_in_schema=False)(partial(_asset, name, kind))
+
+
+def _asset(name: str, kind: str) -> Response:
+    text = files("anomaly.line").joinpath("assets", name).read_text("utf-8")
+    if name == "line.css":  # the look of all pages
+        text = files("anomaly.report").joinpath("assets", "base.css").read_text("utf-8") + text
+    return Response(text, media_type=kind)
+
+
+_ROW = {
+    "path": "part-0731.png",
+    "image_sha256": "9f2c6b0c8f6d4f6a3d6f2a1d6c5b4a39281706f5e4d3c2b1a09f8e7d6c5b4a39",
+    "status": "ok",
+    "image_score": 3.412,
+    "calibrated_score": 2.6,
+    "review_threshold": 2.31,
+    "threshold": 2.75,
+    "verdict": "reject",
+    "heatmap": "",
+    "model_id": "5d1f0c2b7a9e8c64",
+    "software_version": "0.1.0",
+    "threshold_label": "calibrated",
+    "reason": "",
+    "model_name": "plate",
+    "time": "2026-05-04T09:41:07.312+00:00",
+    "milliseconds": 61.4,
+    "engine": "torch",
+    "product": "",
+    "id": 731,
+}
+_NO_SCORE = {
+    "image_sha256": "",
+    "status": "unreadable",
+    "image_score": None,
+    "calibrated_score": None,
+    "verdict": "",
+    "reason": "its data ends too early",
+    "id": 732,
+}
+_MODEL = {
+    "name": "plate",
+    "state": "ready",
+    "refused": False,
+    "reason": "",
+    "model_id": "5d1f0c2b7a9e8c64",
+    "model_name": "plate",
+    "method": "PatchCore",
+    "unit": "distance to the nearest good patch",
+}
+
+
+def _json(description: str, example: Any) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"example": example}}}
+
+
+_FILE = {"type": "string", "format": "binary"}
+_FORM = {"type": "object", "properties": {"image": _FILE}, "required": ["image"]}
+SCORE_BODY: dict[str, Any] = {
+    "description": "an image file: PNG, JPEG, TIFF, BMP or WebP, told apart by content",
+    "required": True,
+    "content": {
+        "application/octet-stream": {"schema": _FILE},
+        "multipart/form-data": {"schema": _FORM},
+    },
+}
+_REGION = {
+    "path": "part-0731.png",
+    "region": 1,
+    "x": 311,
+    "y": 402,
+    "width": 44,
+    "height": 37,
+    "area": 1103,
+    "peak_score": 3.41,
+    "peak_x": 330,
+    "peak_y": 417,
+    "width_uncertainty": 15.63,
+    "height_uncertainty": 15.63,
+    "width_mm": None,
+    "height_mm": None,
+    "area_mm2": None,
+    "width_uncertainty_mm": None,
+    "height_uncertainty_mm": None,
+}
+SCORED = _json("A row of results.jsonl, and what was asked for", {**_ROW, "regions": [_REGION]})
+REFUSED = _json("The image can't be used: status and reason say why", {**_ROW, **_NO_SCORE})
+LISTED = _json("All models", {"models": [_MODEL]})
+SERVED = _json(
+    "One model",
+    {
+        **_MODEL,
+        "checked": "every file's hash, and 12 golden parts, which score as recorded",
+        "drift": {"alarm": False, "lines": []},
+        "config": {"name": "plate", "backbone": {"name": "wide_resnet50_2"}},
+        "thresholds": {"label": "calibrated", "reject": {"value": 2.75}, "pixel": 2.75},
+        "calibration": ["thresholds calibrated on 209 training images"],
+        "training_images": 209,
+    },
+)
+
+
+def described(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI description, with what is null in an example, which FastAPI leaves out."""
+    if app.openapi_schema is None:
+        description = FastAPI.openapi(app)
+        score = description["paths"]["/v1/models/{name}/score"]["post"]["responses"]
+        score["200"], score["422"] = SCORED, REFUSED
+    return app.openapi_schema or description

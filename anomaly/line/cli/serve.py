@@ -1,0 +1,211 @@
+"""`anomaly serve`: models behind HTTP, and a page for the people at the line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anomaly.cli import common_options as machine
+from anomaly.cli.logging_setup import NOTE
+from anomaly.cli.stopping import Stopping
+from anomaly.errors import AnomalyError, OutputError
+from anomaly.files.lock import locked_file
+from anomaly.line.bodies import is_loopback
+from anomaly.line.record import Keeping
+from anomaly.line.sinks import Mqtt, Webhook
+from anomaly.storage.folder import find_models, product_folders
+
+if TYPE_CHECKING:
+    from anomaly.line.sinks import Sink
+
+TOKEN_VARIABLE = "ANOMALY_TOKEN"
+SINK_VARIABLES = ("ANOMALY_WEBHOOK", "ANOMALY_MQTT")
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--models", type=Path, required=True, help="a folder of runs, or one run or model folder"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen at (8000)")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="SQLite file that takes every answer (line.sqlite in the folder of --models)",
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"a file with the token that requests have to show; else ${TOKEN_VARIABLE}, if set. "
+        "Without a token only this machine may ask",
+    )
+    webhook, mqtt = SINK_VARIABLES
+    parser.add_argument(
+        "--webhook",
+        metavar="URL",
+        help=f"post every row there, too, until it is taken; else ${webhook}, if set",
+    )
+    parser.add_argument(
+        "--mqtt",
+        metavar="URL",
+        help=f"publish every row at mqtt://HOST:PORT/TOPIC, too; else ${mqtt}, if set",
+    )
+    more = parser.add_argument_group("limits")
+    more.add_argument(
+        "--max-body", type=machine.number, default=64, metavar="MB", help="longest image file (64)"
+    )
+    more.add_argument(
+        "--queue", type=int, default=64, metavar="N", help="parts of a model that may wait (64)"
+    )
+    more.add_argument(
+        "--memory",
+        type=machine.number,
+        metavar="MB",
+        help="room for models in memory; the one asked for longest ago leaves when another needs "
+        "it, and comes back when it is asked for (all stay)",
+    )
+    more.add_argument(
+        "--keep-good",
+        type=machine.number,
+        default=0.02,
+        metavar="SHARE",
+        help="share of good parts whose picture is kept, beside all others' (0.02)",
+    )
+    more.add_argument(
+        "--keep-pictures",
+        type=int,
+        default=2000,
+        metavar="MB",
+        help="room for pictures in the record; then the oldest go, good parts' first (2000)",
+    )
+    machine.add_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    _check(options)
+    token = _token(options)
+    _check_open(options, token)
+    record, sinks = _record(options), _sinks(options)
+    folders = find_models(options.models)
+    for name in product_folders(options.models):
+        log.warning(
+            "%s holds runs itself, which are left out; to serve them, give --models %s",
+            options.models / name,
+            options.models / name,
+        )
+    with locked_file(record), Stopping() as stop:
+        from anomaly.line.bodies import Limits
+        from anomaly.line.server import listening, serve
+        from anomaly.line.service import InspectionService
+
+        device, threads = machine.device_and_threads(options, list(folders.values()))
+        listener = listening(options.host, options.port)
+        service = InspectionService(
+            folders,
+            record,
+            device=device,
+            workers=threads,
+            keeping=Keeping(options.keep_good, options.keep_pictures),
+            limits=Limits.of(round(options.max_body * 1e6)),
+            most_waiting=options.queue,
+            memory=None if options.memory is None else round(options.memory * 1e6),
+            sinks=sinks,
+        )
+        with service:
+            host, port = listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(f"serving {', '.join(folders)} at http://{shown}:{port}; Ctrl-C ends it")
+            sent = "".join(f" and sent to {sink.shown}" for sink in sinks)
+            print(f"every answer is written to {record}{sent}", flush=True)
+            serve(service, listener, token, lambda: stop.signal is not None)
+        log.info("stopped; what was taken is answered and written down")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    missing = [n for n in ("fastapi", "uvicorn", "prometheus_client") if not _installed(n)]
+    if missing:
+        raise AnomalyError(
+            f"serve needs {', '.join(missing)}, which aren't installed: "
+            "pip install 'anomaly[serve]'"
+        )
+    for name, value, low, high in (
+        ("--port", options.port, 0, 65535),
+        ("--max-body", options.max_body, 0.001, 4000),
+        ("--queue", options.queue, 1, 10000),
+        ("--memory", 1 if options.memory is None else options.memory, 1, 10**7),
+        ("--keep-good", options.keep_good, 0, 1),
+        ("--keep-pictures", options.keep_pictures, 0, 10**7),
+    ):
+        if not low <= value <= high:
+            raise AnomalyError(f"{name} is {value}; it must be {low} to {high}")
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _token(options: argparse.Namespace) -> str:
+    if options.token_file is None:
+        token = os.environ.get(TOKEN_VARIABLE, "").strip()
+        origin = f"${TOKEN_VARIABLE}"
+    else:
+        origin = str(options.token_file)
+        try:
+            token = options.token_file.read_text("utf-8").strip()
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or "it isn't text"
+            raise AnomalyError(f"--token-file {options.token_file} can't be read: {why}") from None
+        if not token:
+            raise AnomalyError(f"--token-file {options.token_file} is empty")
+    if token and (len(token) < 16 or not token.isascii() or not token.isprintable()):
+        raise AnomalyError(
+            f"the token in {origin} must have 16 characters or more, all plain ASCII: "
+            "openssl rand -hex 16 makes one"
+        )
+    return token
+
+
+def _check_open(options: argparse.Namespace, token: str) -> None:
+    if not token and not is_loopback(options.host):
+        raise AnomalyError(
+            f"--host {options.host} lets other machines ask, for which a token has to be set: "
+            f"give --token-file, or ${TOKEN_VARIABLE}"
+        )
+    if token and not is_loopback(options.host):
+        log.log(
+            NOTE,
+            "token and pictures travel unencrypted; put a proxy with TLS in front where others "
+            "share the network",
+        )
+
+
+def _sinks(options: argparse.Namespace) -> list[Sink]:
+    webhook, mqtt = (os.environ.get(name, "").strip() for name in SINK_VARIABLES)
+    found: list[Sink] = []
+    if url := options.webhook or webhook:
+        found.append(Webhook(url))
+    if url := options.mqtt or mqtt:
+        found.append(Mqtt(url))
+    return found
+
+
+def _record(options: argparse.Namespace) -> Path:
+    if options.record is not None:
+        return Path(options.record)
+    if (options.models / "manifest.json").is_file():
+        raise OutputError(
+            f"{options.models} is a model folder, which holds nothing else: say where answers are "
+            "written with --record FILE"
+        )
+    return Path(options.models) / "line.sqlite"

@@ -1,0 +1,322 @@
+"""What was said of each part, and what people say of it: an SQLite file that survives being killed.
+
+    parts      one row for each answer, in the order of answers; never changed
+    pictures   the file and a small heatmap of some of them, the oldest of which go when they
+               take too much room
+    feedback   what people say; a trigger refuses changes
+    outboxes   the last part that each receiver has confirmed
+
+Write-ahead log, each batch of answers in one transaction: what `add` has returned for is there
+after the process was killed. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from anomaly.errors import DataError, OutputError
+from anomaly.inference.rows import Row
+
+_FORMAT = 1
+_STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
+# Of each part what was said last. Rows are ordered by the newest part first.
+_PARTS = """
+SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL,
+       feedback.verdict, feedback.defect_type, feedback.note, feedback.who
+FROM parts LEFT JOIN pictures ON pictures.part = parts.id
+LEFT JOIN feedback ON feedback.id = (SELECT MAX (id) FROM feedback WHERE part = parts.id)
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was said of one part.
+
+    Attributes:
+        model: the model's name in the service.
+        row: what was answered.
+        file: the image file's bytes.
+        heatmap: a small JPEG; empty where there is none.
+    """
+
+    model: str
+    row: Row
+    file: bytes
+    heatmap: bytes = b""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Which pictures are kept: all of parts not called good, and a share of the good ones.
+
+    Attributes:
+        goods: share of good parts, drawn by their numbers.
+        megabytes: of all pictures together; then the oldest go, good parts' first.
+    """
+
+    goods: float = 0.02
+    megabytes: int = 2000
+
+
+class Record:
+    """The file. Threads may share it.
+
+    Args:
+        file: made if need be.
+        keeping: which pictures are kept.
+
+    Raises:
+        OutputError: it can't be written, or is something else.
+    """
+
+    def __init__(self, file: Path, keeping: Keeping | None = None) -> None:
+        self.file = file
+        self._keeping = keeping or Keeping()
+        self._lock = threading.RLock()
+        with self._explained():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
+            self._db.execute("PRAGMA busy_timeout = 5000")
+            version, tables = self._db.execute(_STATE).fetchone()
+            if version not in (0, _FORMAT):
+                raise OutputError(
+                    f"{file} was written by another version of this program; give another --record"
+                )
+            if tables and not version:
+                raise OutputError(f"{file} is a database of another program; give another --record")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            schema = files("anomaly.line").joinpath("assets", "record.sql")
+            made = f"{schema.read_text('utf-8')}; PRAGMA user_version = {_FORMAT}"
+            self._db.executescript(f"BEGIN IMMEDIATE; {made}; COMMIT")
+            held = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
+            self._held = int(self._db.execute(held).fetchone()[0])
+
+    def close(self) -> None:
+        """Once nothing more is written; the log is folded into the file."""
+        with self._lock:
+            self._db.close()
+
+    def add(self, answers: Sequence[Answer]) -> list[int]:
+        """Write answers down; they are kept when this returns.
+
+        Returns:
+            The number of each part.
+
+        Raises:
+            OutputError: no room; none of them is written.
+        """
+        held = self._held
+        with self.changing():
+            try:
+                numbers = [self._add(answer) for answer in answers]
+                self._make_room()
+            except BaseException:
+                self._held = held
+                raise
+        return numbers
+
+    def _add(self, answer: Answer) -> int:
+        row = answer.row
+        line = json.dumps(asdict(row), allow_nan=False)
+        values = (answer.model, row.model_id, row.time, row.image_sha256, row.status, row.verdict)
+        cursor = self._db.execute(
+            "INSERT INTO parts (model, model_id, time, sha256, status, verdict, score, line)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (*values, row.image_score, line),
+        )
+        number = int(cursor.lastrowid or 0)
+        asked = row.verdict != "good"
+        drawn = random.Random(number).random()
+        if row.status == "ok" and (asked or drawn < self._keeping.goods):
+            size = len(answer.file) + len(answer.heatmap)
+            self._db.execute(
+                "INSERT INTO pictures (part, asked, bytes, file, heatmap) VALUES (?, ?, ?, ?, ?)",
+                (number, asked, size, answer.file, answer.heatmap),
+            )
+            self._held += size
+        return number
+
+    def _make_room(self) -> None:
+        while self._held > self._keeping.megabytes * 1_000_000:
+            oldest = "SELECT part, bytes FROM pictures ORDER BY asked, part LIMIT 1"
+            part, size = self._db.execute(oldest).fetchone()
+            self._db.execute("DELETE FROM pictures WHERE part = ?", (part,))
+            self._held -= size
+
+    def add_feedback(
+        self,
+        verdict: str,
+        *,
+        who: str,
+        part: int | None = None,
+        sha256: str = "",
+        defect_type: str = "",
+        note: str = "",
+    ) -> int | None:
+        """Write down what a person says of a part.
+
+        Args:
+            verdict: `good` or `defect`.
+            who: says so.
+            part: its number; None takes the newest one of this image, if there is any.
+            sha256: of the image; taken from the part where there is one.
+            defect_type: what is wrong with it.
+            note: anything.
+
+        Returns:
+            The part's number; None for an image that was never scored here.
+
+        Raises:
+            DataError: there is no such part, or it couldn't be read: nobody can have seen it.
+            OutputError: no room.
+        """
+        with self.changing():
+            if part is not None:
+                sha256 = self.check_part(part)
+            else:
+                newest = "SELECT MAX (id) FROM parts WHERE sha256 = ?"
+                part = self._db.execute(newest, (sha256,)).fetchone()[0]
+            self._db.execute(
+                "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (part, sha256, who, verdict, defect_type, note, now()),
+            )
+        return part
+
+    def check_part(self, number: int) -> str:
+        """The sha256 of a part's image; a DataError where nobody can have seen it."""
+        found = self.read("SELECT sha256, status FROM parts WHERE id = ?", (number,))
+        if not found or found[0][1] != "ok":
+            what = "has no image that could be read" if found else "doesn't exist"
+            raise DataError(f"part {number} {what}; nothing is noted")
+        return str(found[0][0])
+
+    def parts(
+        self, before: int | None = None, verdict: str = "", limit: int = 60
+    ) -> list[dict[str, Any]]:
+        """The newest parts, the newest first.
+
+        Args:
+            before: only those with a lower number.
+            verdict: only those with this verdict; empty for all.
+            limit: so many at most.
+
+        Returns:
+            Rows as of results.jsonl, with `id`, `model`, whether its picture is kept (`picture`),
+            and what a person said last (`feedback`).
+        """
+        wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict}
+        given = {condition: value for condition, value in wanted.items() if value}
+        where = f"WHERE {' AND '.join(given)} " if given else ""
+        rows = self.read(
+            f"{_PARTS} {where}ORDER BY parts.id DESC LIMIT ?", (*given.values(), limit)
+        )
+        return [_part(*row) for row in rows]
+
+    def part(self, number: int) -> dict[str, Any] | None:
+        """One part, as `parts` gives it; None where there is none of this number."""
+        rows = self.read(f"{_PARTS} WHERE parts.id = ?", (number,))
+        return _part(*rows[0]) if rows else None
+
+    def heatmap(self, number: int) -> bytes | None:
+        """A part's small heatmap; None where it wasn't kept."""
+        rows = self.read("SELECT heatmap FROM pictures WHERE part = ?", (number,))
+        return (rows[0][0] or None) if rows else None
+
+    def counts(self, since: str) -> dict[str, int]:
+        """How many parts there were since a time (ISO 8601, UTC), by verdict; else by status."""
+        rows = self.read(
+            "SELECT CASE WHEN status = 'ok' THEN verdict ELSE status END AS said, COUNT (*)"
+            " FROM parts WHERE time >= ? GROUP BY said",
+            (since,),
+        )
+        return {said or "no verdict": count for said, count in rows}
+
+    def feedback(self) -> Iterator[dict[str, Any]]:
+        """All that people have said, in order."""
+        names = ("part", "sha256", "who", "verdict", "defect_type", "note", "time")
+        for row in self.read(f"SELECT {', '.join(names)} FROM feedback ORDER BY id", ()):
+            yield dict(zip(names, row, strict=True))
+
+    def read(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """The rows that a query finds."""
+        with self._lock, self._explained():
+            return self._db.execute(query, values).fetchall()
+
+    @contextmanager
+    def changing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it is written at its end, or nothing on an error."""
+        with self._lock, self._explained():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise OutputError(f"{self.file} can't be used as a record: {_why(error)}") from None
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or "it can't be reached"
+    known: Mapping[str, str] = {
+        "SQLITE_FULL": "there is no room left on the disk",
+        "SQLITE_BUSY": "another process is writing to it",
+        "SQLITE_READONLY": "it may not be written to",
+        "SQLITE_CANTOPEN": "it can't be opened or made there",
+        "SQLITE_NOTADB": "it is no SQLite file",
+        "SQLITE_CORRUPT": "it is damaged",
+    }
+    code = str(getattr(error, "sqlite_errorname", ""))
+    return next((said for name, said in known.items() if code.startswith(name)), "SQLite fails")
+
+
+def _part(
+    number: int, model: str, line: str, picture: int, verdict: str | None, *more: str
+) -> dict[str, Any]:
+    said = None
+    if verdict is not None:
+        said = dict(zip(("verdict", "defect_type", "note", "who"), (verdict, *more), strict=True))
+    row = {**json.loads(line), "id": number, "model": model, "picture": bool(picture)}
+    return {**row, "feedback": said}
+
+
+def now() -> str:
+    """The time now."""
+    return _in_milliseconds(datetime.now(UTC))
+
+
+def in_utc(given: str) -> str:
+    """A time that somebody has given in ISO 8601; in UTC where it names no zone.
+
+    Raises:
+        ValueError: it is none.
+    """
+    moment = datetime.fromisoformat(given)
+    try:
+        return _in_milliseconds(moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC))
+    except OverflowError:
+        raise ValueError(given) from None
+
+
+def _in_milliseconds(moment: datetime) -> str:
+    return moment.isoformat(timespec="milliseconds")

@@ -1,0 +1,380 @@
+"""The models of the service by name, and the versions of each that are deployed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from anomaly.errors import AnomalyError, ModelError, OutputError, some, why
+from anomaly.files.lock import locked
+from anomaly.files.writing import draft_of
+from anomaly.imaging.listing import list_images
+from anomaly.imaging.process_limits import resident_bytes
+from anomaly.imaging.read import Image
+from anomaly.line.engine import Engine, Recorder
+from anomaly.line.slot import ModelSlot, Version
+from anomaly.runtime.devices import release_memory
+from anomaly.scoring.pipeline import Model
+from anomaly.storage.folder import EXPORT, check_run_folder, model_id
+from anomaly.storage.golden import golden_of, moved_since, read_record, score_golden
+from anomaly.storage.load import load_model
+from anomaly.storage.manifest import MANIFEST
+
+if TYPE_CHECKING:
+    import torch
+
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0  # between two looks at the models' folders
+
+
+class ModelRegistry:
+    """All models of the service. Used in a `with` statement, which answers what was taken.
+
+    Loading goes on in a thread of its own: the service is alive meanwhile, but not ready. Then the
+    thread looks whether a folder's files have changed, and loads those that have.
+
+    With a limit of memory every model is loaded once, too. When the next one needs the room, the
+    one that was asked for longest ago leaves, one without parts on their way first; what it took
+    is answered. Parts for a model that isn't in memory wait for it, and all that wait are taken
+    once it is: two models that take turns both get on.
+
+    Args:
+        folders: the models' folders by name.
+        recorder: writes answers down.
+        device: where the networks are.
+        workers: decoding processes of each model.
+        most_waiting: parts of each model that may be on their way at once.
+        memory: bytes that the models in memory may take together; None for no limit.
+    """
+
+    def __init__(
+        self,
+        folders: dict[str, Path],
+        recorder: Recorder,
+        *,
+        device: torch.device,
+        workers: int,
+        most_waiting: int = 64,
+        memory: int | None = None,
+    ) -> None:
+        self._awake = threading.Event()
+        self.models = {
+            name: ModelSlot(name, folder, most_waiting=most_waiting, wake=self._awake.set)
+            for name, folder in folders.items()
+        }
+        self._recorder = recorder
+        self._device = device
+        self._workers, self._most_waiting = workers, most_waiting
+        self._memory = memory
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._keep_up, name="load models", daemon=True)
+
+    def __enter__(self) -> ModelRegistry:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._closing.set()
+        self._awake.set()
+        self._thread.join()
+        for slot in self.models.values():
+            slot.let_go()
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model can be used."""
+        return all(slot.state in ("ready", "unloaded") for slot in self.models.values())
+
+    def stop(self) -> None:
+        """Let no part wait for its model any more."""
+        for slot in self.models.values():
+            slot.stop()
+
+    def _keep_up(self) -> None:
+        if self._memory is not None:
+            self._warm_up()
+        for slot in self.models.values():
+            self._load_asked()
+            if not self._closing.is_set():
+                slot.seen = slot.tried = stamp_of(slot.folder)
+                self._load(slot)
+        looked = time.monotonic()
+        while not self._closing.is_set():
+            self._awake.wait(_LOOK_SECONDS)
+            self._awake.clear()
+            self._load_asked()
+            if time.monotonic() >= looked + _LOOK_SECONDS:
+                for slot in self.models.values():
+                    self._look(slot)
+                looked = time.monotonic()
+
+    def _look(self, slot: ModelSlot) -> None:
+        stamp = stamp_of(slot.folder)
+        still, slot.seen = stamp == slot.seen, stamp  # not while files are being written
+        if still and stamp != slot.tried and not self._closing.is_set():
+            slot.tried = stamp
+            self._load(slot)
+
+    def _load_asked(self) -> None:
+        """Load the models that parts wait for; one whose files have changed is for `_look`."""
+        since = {name: one.waits_since for name, one in self.models.items()}
+        for name in sorted((n for n, s in since.items() if s), key=lambda n: since[n] or 0.0):
+            slot = self.models[name]
+            if not self._closing.is_set() and stamp_of(slot.folder) == slot.tried:
+                self._load(slot)
+
+    def _load(self, slot: ModelSlot) -> None:
+        again = slot.tried == slot.passed
+        try:
+            version, engine = self._version(slot, slot.now if again else None)
+        except AnomalyError as error:
+            reason = str(error)
+        except Exception as error:  # one model mustn't take the others with it
+            log.exception("%s can't be loaded", slot.name)
+            reason = f"loading it failed: {type(error).__name__}"
+        else:
+            slot.passed = slot.tried
+            if slot.now and slot.now.model_id != version.model_id:
+                log.info("%s is model %s from now on", slot.name, version.model_id)
+            slot.use(version, engine)
+            return
+        slot.refuse(reason, stays=not again)
+        if slot.engine:
+            log.error(
+                "the new version of %s is refused, the one before goes on: %s", slot.name, reason
+            )
+        else:
+            log.error("%s isn't served: %s", slot.name, reason)
+
+    def _version(self, slot: ModelSlot, passed: Version | None) -> tuple[Version, Engine]:
+        """What is in a model's folder, checked and measured unless it has passed before."""
+        if not slot.folder.is_dir():
+            raise ModelError(f"its folder {slot.folder} isn't there any more")
+        if not passed:
+            size = sum(file.stat().st_size for file in slot.folder.iterdir() if file.is_file())
+            self._refuse_above_limit(size, "its files have")
+            slot.grown = max(size, slot.grown)
+        self._make_room(slot, slot.memory)
+        before = _resident()
+        model = load_model(slot.folder, self._device)
+        with ExitStack() as undone:
+            engine = undone.enter_context(
+                Engine(
+                    slot.name,
+                    model,
+                    self._recorder,
+                    workers=self._workers,
+                    most_waiting=self._most_waiting,
+                )
+            )
+            if not passed:
+                passed = Version.of(model, check(model, slot.folder, self._workers))
+                beside, grown = engine.begun(), max(size, _resident() - before)
+                self._refuse_above_limit(grown + beside, "in memory it takes")
+                self._make_room(slot, grown + beside)
+                slot.grown, slot.beside = grown, beside
+            undone.pop_all()
+        return passed, engine
+
+    def _make_room(self, slot: ModelSlot, needed: int) -> None:
+        """Have others leave until a model fits beside the rest, or nothing more can leave."""
+        while self._memory is not None:
+            inside = [one for one in self.models.values() if one.engine]
+            # Of a version that was refused since, nothing is left but what is in memory.
+            others = [one for one in inside if one is not slot and not one.refused]
+            if not others or sum(one.memory for one in inside) + needed <= self._memory:
+                return
+            last = min(others, key=lambda one: (one.waiting > 0, one.asked))
+            log.info("%s leaves the memory, for %s", last.name, slot.name)
+            last.let_go()
+
+    def _refuse_above_limit(self, size: int, what: str) -> None:
+        if self._memory is not None and size > self._memory:
+            raise ModelError(
+                f"{what} {size / 1e6:.0f} MB, more than all models together may take "
+                f"({self._memory / 1e6:.0f} MB); give a larger --memory"
+            )
+
+    def _warm_up(self) -> None:
+        """Have what comes with the first model in memory, libraries above all: it's no model's."""
+        with suppress(Exception):  # said when it is loaded to be used
+            folder = next(iter(self.models.values())).folder
+            check(load_model(folder, self._device), folder, self._workers)
+
+
+def _resident() -> int:
+    """Bytes that this process holds, less what is free; 0 where the system doesn't say."""
+    gc.collect()
+    release_memory()
+    return resident_bytes(os.getpid())
+
+
+_TOLERANCE = 0.01  # by which a golden part's score may have moved, as in `selfcheck`
+_EARLIER, _WITHDRAWN = "earlier", "withdrawn"
+# In the order in which they move: nobody finds a new model without its golden parts.
+_BESIDE = ("train.json", "suspects", "golden")
+_PARTS = (*_BESIDE, "model")
+
+
+def check(model: Model, folder: Path, workers: int) -> str:
+    """Score the golden parts beside a model, if there are any; `load` has compared its files.
+
+    Args:
+        model: the model.
+        folder: its folder.
+        workers: decoding processes.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ModelError: a score or a verdict isn't as it was recorded.
+        DataError: the record of golden parts is damaged.
+    """
+    golden = golden_of(folder)
+    if golden is None:
+        # The first pass of a network takes longer than the others.
+        grey = Image(np.full((256, 256, 3), 128, np.uint8), 255.0, "rgb8", "array", "")
+        list(model.score_all([grey], workers=1))
+        return "every file's hash; no golden parts are recorded beside the model"
+    recorded = read_record(golden)["images"]
+    found = score_golden(model, list_images(golden), golden, workers)
+    moved = moved_since(recorded, found, _TOLERANCE)
+    if moved:
+        said = some([f"{name}: {change}" for name, change in moved.items()], "; ")
+        raise ModelError(f"its golden parts aren't scored as recorded in {golden}: {said}")
+    return f"every file's hash, and {len(found)} golden parts, which score as recorded"
+
+
+def stamp_of(folder: Path) -> tuple[object, ...]:
+    """What tells whether a model folder's files or its golden parts were written since."""
+    golden = folder.parent / "golden" if folder.name == "model" else folder / "golden"
+    found: list[object] = []
+    for place in (folder, golden):
+        try:
+            for file in sorted(place.rglob("*")):
+                said = file.stat()
+                found.append((str(file), said.st_mtime_ns, said.st_size, said.st_ino))
+        except OSError:  # being replaced right now
+            found.append(place)
+    return tuple(found)
+
+
+def deploy(new: Path, run: Path) -> bool:
+    """Put a copy of a model in the place of a run's, which is kept.
+
+    With it go its golden parts and what is known of its training: on which data set, above all.
+
+    Args:
+        new: the model folder.
+        run: made if need be.
+
+    Returns:
+        Whether there was a version before, which `back` can put in use again.
+
+    Raises:
+        OutputError: it is what is there already, or the folder can't be written, or holds runs.
+    """
+    if (run / MANIFEST).is_file():
+        raise OutputError(
+            f"{run} is a model folder, which holds one version; give the run's folder"
+        )
+    check_run_folder(run)
+    draft = draft_of(run / "model")
+    with _changing(run):
+        before = _id(run)
+        if _holds(run / "model", new):
+            raise OutputError(f"{run} holds this model already ({before}); nothing is changed")
+        try:
+            shutil.copytree(new, draft / "model")
+            for part in _BESIDE if new.name == "model" else ():
+                _copy(new.parent / part, draft / part)
+            _move(run, _numbered(run, _EARLIER))
+            _move(draft, run)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return bool(before)
+
+
+def back(run: Path) -> str:
+    """Put the version before in use again; the one in use is kept among those withdrawn.
+
+    Args:
+        run: as `deploy` has left it.
+
+    Returns:
+        The id of the model that is in use again.
+
+    Raises:
+        OutputError: there is none before, or the folder can't be written.
+    """
+    with _changing(run):
+        before = [one for one in _kept(run, _EARLIER) if (one / "model" / MANIFEST).is_file()]
+        if not before:
+            raise OutputError(f"{run} has no earlier version (none in {run / _EARLIER})")
+        _move(run, _numbered(run, _WITHDRAWN))
+        _move(before[-1], run)
+        shutil.rmtree(before[-1])
+        return _id(run)
+
+
+def _id(run: Path, name: str = "model") -> str:
+    return model_id(run / name) if (run / name / MANIFEST).is_file() else ""
+
+
+def _holds(old: Path, new: Path) -> bool:
+    """Whether two model folders are of one model in one engine; an export keeps its model's id."""
+
+    def told(folder: Path) -> list[bytes]:
+        files = [folder / MANIFEST, folder / EXPORT]
+        return [file.read_bytes() if file.is_file() else b"" for file in files]
+
+    return told(old) == told(new)
+
+
+def _kept(run: Path, kind: str) -> list[Path]:
+    folder = run / kind
+    return sorted(one for one in folder.iterdir() if one.is_dir()) if folder.is_dir() else []
+
+
+def _numbered(run: Path, kind: str) -> Path:
+    """A new folder for the version in use, behind all others of its kind."""
+    kept = _kept(run, kind)
+    last = int(kept[-1].name.partition("-")[0]) if kept else 0
+    return run / kind / f"{last + 1:03}-{_id(run)}"
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+    elif source.exists():
+        shutil.copy2(source, target)
+
+
+def _move(source: Path, target: Path) -> None:
+    for part in _PARTS:
+        if (source / part).exists():
+            target.mkdir(parents=True, exist_ok=True)
+            (source / part).rename(target / part)
+
+
+@contextmanager
+def _changing(run: Path) -> Iterator[None]:
+    with locked(run):
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise OutputError(f"the versions in {run} can't be changed: {why(error)}") from None

@@ -1,0 +1,298 @@
+"""Everything behind the HTTP routes: the models, the record, and who follows along."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from anomaly.line.bodies import Bodies, Limits
+from anomaly.line.engine import Recorder
+from anomaly.line.record import Answer, Keeping, Record
+from anomaly.line.registry import ModelRegistry
+from anomaly.line.sinks import Outbox, Sink
+from anomaly.line.slot import ModelSlot
+
+if TYPE_CHECKING:
+    import torch
+
+
+_RECENT = 120  # parts whose small heatmap is at hand whether it is kept or not
+_BEHIND = 200  # parts that a follower may be behind before it has to ask for them anew
+_SIGN_OF_LIFE_SECONDS = 10.0
+
+
+class InspectionService:
+    """A line of parts. Used in a `with` statement, which answers and writes what was taken.
+
+    Args:
+        folders: the models' folders by name.
+        record: where answers are written down.
+        device: where the networks are.
+        workers: decoding processes of each model.
+        keeping: which pictures are kept.
+        limits: what requests may take.
+        most_waiting: parts of each model that may be on their way at once.
+        memory: bytes that the models in memory may take together; None for no limit.
+        sinks: where answers are sent on to.
+    """
+
+    def __init__(
+        self,
+        folders: dict[str, Path],
+        record: Path,
+        *,
+        device: torch.device,
+        workers: int = 2,
+        keeping: Keeping | None = None,
+        limits: Limits | None = None,
+        most_waiting: int = 64,
+        memory: int | None = None,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        self.limits = limits or Limits()
+        self.bodies = Bodies(self.limits)
+        self.record = Record(record, keeping)
+        self._outboxes = [Outbox(self.record, sink) for sink in sinks]
+        self._recorder = Recorder(self.record, self._told)
+        self.registry = ModelRegistry(
+            folders,
+            self._recorder,
+            device=device,
+            workers=workers,
+            most_waiting=most_waiting,
+            memory=memory,
+        )
+        self.metrics = Metrics(self._gauges(), lambda: self.bodies.held)
+        self.stopping = False
+        self._recent: OrderedDict[int, bytes] = OrderedDict()
+        self._followers: set[_Follower] = set()
+        self._open = ExitStack()
+
+    def __enter__(self) -> InspectionService:
+        self._open.callback(self.record.close)
+        for outbox in self._outboxes:
+            self._open.enter_context(outbox)
+        self._open.enter_context(self._recorder)
+        self._open.enter_context(self.registry)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def heatmap(self, number: int) -> bytes | None:
+        """A part's small heatmap; None where it is neither recent nor kept."""
+        return self._recent.get(number) or self.record.heatmap(number)
+
+    def parts(self, before: int | None, verdict: str, limit: int) -> list[dict[str, Any]]:
+        """The newest parts, as `Record.parts` gives them; `picture` says whether there is one."""
+        return [self._seen(one) for one in self.record.parts(before, verdict, limit)]
+
+    def part(self, number: int) -> dict[str, Any] | None:
+        """One part; None where there is none of this number."""
+        part = self.record.part(number)
+        return None if part is None else self._seen(part)
+
+    def _seen(self, part: dict[str, Any]) -> dict[str, Any]:
+        return part | {"picture": part["picture"] or part["id"] in self._recent}
+
+    def changed(self, number: int) -> None:
+        """Tell followers that something was said of a part."""
+        part = self.part(number)
+        if part is not None:
+            self._tell({"kind": "feedback", "part": part})
+
+    async def follow(self) -> AsyncIterator[dict[str, Any] | None]:
+        """What happens from now on; None now and then where nothing does.
+
+        Yields:
+            `{"kind": "part" or "feedback", "part": …}`, and `{"kind": "behind"}` for one that
+            follows too slowly and has missed some.
+        """
+        follower = _Follower(asyncio.get_running_loop())
+        self._followers.add(follower)
+        try:
+            while not self.stopping:
+                try:
+                    async with asyncio.timeout(_SIGN_OF_LIFE_SECONDS):
+                        event = await follower.events.get()
+                except TimeoutError:
+                    yield None
+                    continue
+                if event is not None:
+                    yield event
+        finally:
+            self._followers.discard(follower)
+
+    def stop(self) -> None:
+        """Let nobody follow any more, and take no more parts."""
+        self.stopping = True
+        self.registry.stop()
+        for follower in list(self._followers):
+            follower.put(None)
+
+    def _told(self, number: int, answer: Answer) -> None:
+        """A part was written down; called in the record's thread."""
+        self.metrics.note(answer)
+        self.registry.models[answer.model].note(answer.row)
+        for outbox in self._outboxes:
+            outbox.wake()
+        if answer.heatmap:
+            self._recent[number] = answer.heatmap
+            while len(self._recent) > _RECENT:
+                self._recent.popitem(last=False)
+        row = {**asdict(answer.row), "id": number, "model": answer.model, "feedback": None}
+        self._tell({"kind": "part", "part": {**row, "picture": bool(answer.heatmap)}})
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        for follower in list(self._followers):
+            follower.put(event)
+
+    def _gauges(self) -> list[Gauge]:
+        def of_models(value: Callable[[ModelSlot], float]) -> Callable[[], dict[str, float]]:
+            return lambda: {one.name: value(one) for one in self.registry.models.values()}
+
+        def of_outboxes(which: int) -> Callable[[], dict[str, float]]:
+            return lambda: {outbox.name: outbox.state()[which] for outbox in self._outboxes}
+
+        waiting = of_models(lambda one: one.waiting)
+        loaded = of_models(lambda one: one.engine is not None)
+        memory = of_models(lambda one: one.memory if one.engine else 0)
+        drifted = of_models(lambda one: one.drifted()["alarm"])
+        refused = of_models(lambda one: one.refused)
+        return [
+            Gauge("waiting_parts", "Parts that were taken and aren't answered", "model", waiting),
+            Gauge("model_loaded", "1 while a model is in memory", "model", loaded),
+            Gauge("model_bytes", "Memory that a model takes", "model", memory),
+            Gauge("drift_alarm", "1 once a model's parts have drifted", "model", drifted),
+            Gauge("version_refused", "1 while a model's new version is refused", "model", refused),
+            Gauge("unsent_parts", "Parts that wait for a receiver", "receiver", of_outboxes(0)),
+            Gauge("refused_parts", "Parts that a receiver won't take", "receiver", of_outboxes(1)),
+        ]
+
+
+class _Follower:
+    """Somebody who follows along, on an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(_BEHIND)
+        self._loop = loop
+
+    def put(self, event: dict[str, Any] | None) -> None:
+        """Hand over an event, from any thread."""
+        self._loop.call_soon_threadsafe(self._put, event)
+
+    def _put(self, event: dict[str, Any] | None) -> None:
+        if self.events.full():
+            while not self.events.empty():
+                self.events.get_nowait()
+            event = event and {"kind": "behind"}
+        self.events.put_nowait(event)
+
+
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+_QUANTILES = (0.5, 0.9, 0.99)
+_LATEST = 1000  # scores of each model that the quantiles are of
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """A figure that is looked up when it is asked for.
+
+    Attributes:
+        name: in Prometheus, behind `anomaly_`.
+        text: what it is.
+        label: what its values differ in.
+        values: gives them, by that label's value.
+    """
+
+    name: str
+    text: str
+    label: str
+    values: Callable[[], Mapping[str, float]]
+
+
+class Metrics:
+    """The service's figures, in a registry of their own.
+
+    Args:
+        gauges: what is looked up.
+        bytes_held: gives the bytes of images that wait.
+    """
+
+    def __init__(self, gauges: Sequence[Gauge], bytes_held: Callable[[], int]) -> None:
+        self._registry = CollectorRegistry()
+        self._scores: dict[str, deque[float]] = {}
+        self.parts = Counter(
+            "anomaly_parts_total",
+            "Parts that were answered and written down",
+            ("model", "status", "verdict"),
+            registry=self._registry,
+        )
+        self.seconds = Histogram(
+            "anomaly_part_seconds",
+            "From when a part was taken until its row was made",
+            ("model",),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self.answers = Counter(
+            "anomaly_http_answers_total",
+            "Answers of the service by status code",
+            ("code",),
+            registry=self._registry,
+        )
+        self._registry.register(_Now(gauges, bytes_held, self._scores))
+
+    def note(self, answer: Answer) -> None:
+        """Count a part that was answered."""
+        row = answer.row
+        self.parts.labels(answer.model, row.status, row.verdict).inc()
+        self.seconds.labels(answer.model).observe((row.milliseconds or 0.0) / 1000)
+        if row.image_score is not None:
+            latest = self._scores.setdefault(answer.model, deque(maxlen=_LATEST))
+            latest.append(row.image_score)
+
+    def text(self) -> bytes:
+        """All figures in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _Now(Collector):
+    """Figures that are looked up when they are asked for."""
+
+    def __init__(
+        self,
+        gauges: Sequence[Gauge],
+        bytes_held: Callable[[], int],
+        scores: dict[str, deque[float]],
+    ) -> None:
+        self._gauges, self._bytes_held, self._scores = gauges, bytes_held, scores
+
+    def collect(self) -> Iterator[Metric]:
+        for gauge in self._gauges:
+            family = GaugeMetricFamily(f"anomaly_{gauge.name}", gauge.text, labels=[gauge.label])
+            for name, value in gauge.values().items():
+                family.add_metric([name], value)
+            yield family
+        yield GaugeMetricFamily(
+            "anomaly_held_bytes", "Bytes of images that wait", value=self._bytes_held()
+        )
+        quantiles = GaugeMetricFamily(
+            "anomaly_score", f"Quantiles of the last {_LATEST} scores", labels=["model", "quantile"]
+        )
+        for model, scores in list(self._scores.items()):
+            for quantile, value in zip(
+                _QUANTILES, np.quantile(list(scores), _QUANTILES), strict=True
+            ):
+                quantiles.add_metric([model, str(quantile)], float(value))
+        yield quantiles

@@ -1,0 +1,365 @@
+"""Where answers are sent on to: a webhook, or a topic of an MQTT broker.
+
+Only the address that was configured is asked; no redirect is followed, and no proxy of the
+environment is used. Messages and logs name scheme, host and port, no more: the rest of an address
+may be secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import importlib.util
+import json
+import logging
+import ssl
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import Any, Protocol
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from anomaly.errors import AnomalyError, OutputError, why
+from anomaly.line.record import Record
+from anomaly.version import __version__
+
+_SECONDS = 5.0  # that connecting may take, and each answer
+_SHORT_BYTES = 65_536  # of an answer's body, which nobody reads
+_ABOUT_THE_ROW = (400, 413, 422)  # what a webhook answers to a row that it won't ever take
+_DEFAULT_PORTS = {"http": 80, "https": 443, "mqtt": 1883, "mqtts": 8883}
+
+
+class NotTakenError(AnomalyError):
+    """A receiver hasn't taken a row.
+
+    Args:
+        message: why.
+        for_good: it won't take this one; otherwise it may take it later.
+    """
+
+    def __init__(self, message: str, *, for_good: bool = False) -> None:
+        super().__init__(message)
+        self.for_good = for_good
+
+
+class Sink(Protocol):
+    """Takes rows; used by one thread.
+
+    Attributes:
+        shown: what messages call it.
+        name: tells it from others, from one start of the service to the next; no password is in it.
+    """
+
+    shown: str
+    name: str
+
+    def send(self, message: bytes, key: str) -> None:
+        """Deliver a row.
+
+        Args:
+            message: as JSON.
+            key: the same one each time that this row is sent.
+
+        Raises:
+            NotTakenError: it hasn't confirmed it.
+        """
+
+    def close(self) -> None:
+        """Leave the receiver; `send` may be called again."""
+
+
+class Webhook:
+    """A POST request for each row, which any 2xx status confirms.
+
+    Args:
+        url: `http://` or `https://`; a user and a password in it are sent as basic authentication.
+
+    Raises:
+        AnomalyError: it makes no sense.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts, port = _split(url, "--webhook", ("http", "https"))
+        self.shown, self.name = _names(parts, port)
+        self._where = parts.scheme, str(parts.hostname), port
+        self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self._headers = {
+            "Content-Type": "application/json",
+            "User-Agent": f"anomaly/{__version__}",
+        }
+        if parts.username is not None:
+            given = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            basic = base64.b64encode(given.encode()).decode()
+            self._headers["Authorization"] = f"Basic {basic}"
+        self._open: http.client.HTTPConnection | None = None
+
+    def send(self, message: bytes, key: str) -> None:
+        """Deliver a row; see `Sink`."""
+        try:
+            status = self._status(message, key)
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise NotTakenError(_reason(error)) from None
+        if 200 <= status < 300:
+            return
+        hint = ", and no redirect is followed" if 300 <= status < 400 else ""
+        raise NotTakenError(f"it answers {status}{hint}", for_good=status in _ABOUT_THE_ROW)
+
+    def close(self) -> None:
+        """Leave the receiver."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _status(self, message: bytes, key: str) -> int:
+        headers = self._headers | {"Idempotency-Key": key}
+        kept = self._open is not None
+        connection = self._open = self._open or self._connection()
+        try:
+            connection.request("POST", self._target, message, headers)
+            answer = connection.getresponse()
+        except (ConnectionError, http.client.BadStatusLine):
+            self.close()
+            if kept:  # closed by the receiver while nothing was sent
+                return self._status(message, key)
+            raise
+        with answer:
+            if len(answer.read(_SHORT_BYTES)) == _SHORT_BYTES:
+                self.close()
+        return answer.status
+
+    def _connection(self) -> http.client.HTTPConnection:
+        scheme, host, port = self._where
+        if scheme == "http":
+            return http.client.HTTPConnection(host, port, timeout=_SECONDS)
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(host, port, timeout=_SECONDS, context=context)
+
+
+class Mqtt:
+    """A message with QoS 1 for each row, which the broker confirms (MQTT 3.1.1).
+
+    Args:
+        url: `mqtt://` or, with TLS, `mqtts://`, host, port and topic, perhaps user and password.
+
+    Raises:
+        AnomalyError: it makes no sense, or paho-mqtt isn't installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts, port = _split(url, "--mqtt", ("mqtt", "mqtts"))
+        self._topic = unquote(parts.path.lstrip("/"))
+        if not self._topic or parts.query or set("+#\0") & set(self._topic):
+            raise AnomalyError(
+                "--mqtt needs a topic without + and # behind the host: mqtt://HOST/factory/line-1"
+            )
+        if importlib.util.find_spec("paho") is None:
+            raise AnomalyError(
+                "--mqtt needs paho-mqtt, which isn't installed: pip install 'anomaly[mqtt]'"
+            )
+        self.shown, self.name = _names(parts, port)
+        self._parts, self._port = parts, port
+        self._client: Any = None
+
+    def send(self, message: bytes, key: str) -> None:
+        """Deliver a row; see `Sink`."""
+        try:
+            self._client = self._client or self._connected()
+            said = self._client.publish(self._topic, message, qos=1)
+            said.wait_for_publish(_SECONDS)
+            if not said.is_published():
+                raise NotTakenError("it doesn't confirm a message")
+        except (OSError, RuntimeError, ValueError) as error:
+            self.close()
+            raise NotTakenError(_reason(error)) from None
+        except NotTakenError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the broker."""
+        if self._client is not None:
+            with suppress(OSError):
+                self._client.disconnect()
+            self._client.loop_stop()
+            self._client = None
+
+    def _connected(self) -> Any:
+        from paho.mqtt.client import Client
+        from paho.mqtt.enums import CallbackAPIVersion
+
+        client = Client(CallbackAPIVersion.VERSION2, reconnect_on_failure=False)
+        answered, answers = threading.Event(), []
+
+        def on_connect(_: Any, __: Any, ___: Any, code: Any, ____: Any) -> None:
+            answers.append(code)
+            answered.set()
+
+        client.on_connect = on_connect
+        client.connect_timeout = _SECONDS
+        if self._parts.username is not None:
+            password = self._parts.password
+            given = None if password is None else unquote(password)
+            client.username_pw_set(unquote(self._parts.username), given)
+        if self._parts.scheme == "mqtts":
+            client.tls_set_context(ssl.create_default_context())
+        client.connect(str(self._parts.hostname), self._port, keepalive=30)
+        client.loop_start()
+        if not answered.wait(_SECONDS) or answers[0].is_failure:
+            client.loop_stop()
+            refused = answered.is_set()
+            raise NotTakenError("it refuses this user" if refused else "it says nothing")
+        return client
+
+
+def _split(url: str, option: str, schemes: tuple[str, ...]) -> tuple[SplitResult, int]:
+    try:
+        parts = urlsplit(url)
+        port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
+        (parts.hostname or "").encode("idna")  # as looking it up will
+    except ValueError:  # UnicodeError is one
+        parts, port = urlsplit(""), 0
+    plain = url.isascii() and url.isprintable() and " " not in url
+    if parts.scheme not in schemes or not parts.hostname or not plain:
+        raise AnomalyError(
+            f"{option} takes an address that begins with {' or '.join(f'{s}://' for s in schemes)}"
+            " and a valid host, without spaces"
+        )
+    return parts, port
+
+
+def _names(parts: SplitResult, port: int) -> tuple[str, str]:
+    """What messages call a receiver, and what tells it from others."""
+    host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
+    shown = f"{parts.scheme}://{host}:{port}"
+    where = parts.path or "/"  # a query may hold a key, which may change
+    return shown, f"{shown} {hashlib.sha256(where.encode()).hexdigest()[:8]}"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return "its certificate isn't valid here"
+    if isinstance(error, TimeoutError):
+        return f"there is no answer within {_SECONDS:g} s"
+    if isinstance(error, ssl.SSLError):
+        return "an encrypted connection to it fails"
+    if isinstance(error, http.client.HTTPException):
+        return "its answer isn't HTTP"
+    return why(error) if isinstance(error, OSError) else "the connection is lost"
+
+
+log = logging.getLogger(__name__)
+
+_UNSENT = """
+SELECT id, model, line FROM parts
+WHERE id > (SELECT sent FROM outboxes WHERE sink = ?) ORDER BY id LIMIT ?
+"""
+_AT_ONCE = 100  # rows that are looked up together
+_TRIES = 5  # for a row that the receiver won't take
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.5, 60.0  # between tries; each pause is twice the one before
+_LOOK_SECONDS = 5.0  # after which rows are looked for that nobody has told of
+_LAST_SECONDS = 1.0  # for what is left when the service ends
+
+
+class Outbox:
+    """Sends rows on, in a thread of its own. Used in a `with` statement.
+
+    Args:
+        record: where the rows are; those from now on are sent, or from where the last process of
+            this record has stopped.
+        sink: the receiver.
+    """
+
+    def __init__(self, record: Record, sink: Sink) -> None:
+        self._record, self._sink = record, sink
+        self._due: deque[tuple[int, str, str]] = deque()
+        self._failed = 0  # tries since the receiver has last taken a row
+        self._refused = 0  # of them those at which it has refused the row itself
+        self._news, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"send {sink.shown}", daemon=True)
+
+    @property
+    def name(self) -> str:
+        """What messages call the receiver."""
+        return self._sink.shown
+
+    def __enter__(self) -> Outbox:
+        newest = "SELECT ?, COALESCE (MAX (id), 0), 0 FROM parts"
+        with self._record.changing() as db:
+            db.execute(f"INSERT OR IGNORE INTO outboxes {newest}", (self._sink.name,))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._news.set()
+        self._thread.join(_LAST_SECONDS)
+
+    def wake(self) -> None:
+        """There are new rows."""
+        self._news.set()
+
+    def state(self) -> tuple[int, int]:
+        """Rows that wait to be sent, and those that the receiver has refused for good."""
+        waiting = "(SELECT COALESCE (MAX (id), 0) FROM parts) - sent"
+        query = f"SELECT {waiting}, refused FROM outboxes WHERE sink = ?"
+        ((unsent, refused),) = self._record.read(query, (self._sink.name,))
+        return unsent, refused
+
+    def _work(self) -> None:
+        while True:
+            try:
+                pause = self._send_next()
+            except OutputError as error:  # the record is in trouble, or closed
+                if not self._closing.is_set():
+                    log.error("nothing is sent to %s: %s", self._sink.shown, error)
+                pause = _LOOK_SECONDS
+            except Exception as error:  # a mistake of ours; its text may hold what is secret
+                log.error("sending to %s failed: %s", self._sink.shown, type(error).__name__)
+                pause = _LOOK_SECONDS
+            if pause and self._closing.is_set():
+                self._sink.close()
+                return
+            if not self._due:
+                self._news.wait(pause)
+            elif pause:
+                self._closing.wait(pause)
+            self._news.clear()
+
+    def _send_next(self) -> float:
+        """Send one row.
+
+        Returns:
+            Seconds to wait before the next one.
+        """
+        if not self._due:
+            self._due.extend(self._record.read(_UNSENT, (self._sink.name, _AT_ONCE)))
+        if not self._due:
+            return _LOOK_SECONDS
+        number, model, line = self._due[0]
+        row = json.loads(line)
+        message = json.dumps({**row, "id": number, "model": model})
+        try:
+            self._sink.send(message.encode(), f"{number}@{row['time']}")
+        except NotTakenError as error:
+            self._failed += 1
+            self._refused += error.for_good
+            if self._refused < _TRIES:
+                if self._failed == 1:
+                    log.warning("%s takes no part: %s; trying again", self._sink.shown, error)
+                return min(_FIRST_SECONDS * 2.0 ** min(self._failed - 1, 20), _LONGEST_SECONDS)
+            log.error("%s won't take part %d: %s; it is left out", self._sink.shown, number, error)
+            self._done(number, refused=True)
+        else:
+            if self._failed:
+                log.warning("%s takes parts again", self._sink.shown)
+            self._done(number)
+        self._failed = self._refused = 0
+        self._due.popleft()
+        return 0.0
+
+    def _done(self, number: int, *, refused: bool = False) -> None:
+        change = "UPDATE outboxes SET sent = ?, refused = refused + ? WHERE sink = ?"
+        with self._record.changing() as db:
+            db.execute(change, (number, refused, self._sink.name))

@@ -1,0 +1,233 @@
+"""One model of the service: the version that was let in, in memory or not, and who asks for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from anomaly.inference.rows import Row
+from anomaly.line.drift import Drift, levels_of
+from anomaly.line.engine import BusyError, Engine, PictureRequest, Scored
+from anomaly.scoring.build import portable
+from anomaly.scoring.pipeline import Model
+
+_AGAIN_SECONDS = 5  # after which to ask for a model that can't be used
+
+
+@dataclass(frozen=True)
+class Version:
+    """What was let in, and is known of it even while it isn't in memory.
+
+    Attributes:
+        model_id: of its folder.
+        checked: what was looked at before it was let in.
+        marks: whether it has thresholds, so that masks and regions can be asked for.
+        short: what a list of models says of it.
+        long: what else can be asked of it.
+        drift: watches its scores since then; None without thresholds.
+    """
+
+    model_id: str
+    checked: str
+    marks: bool
+    short: dict[str, Any]
+    long: dict[str, Any]
+    drift: Drift | None
+
+    @classmethod
+    def of(cls, model: Model, checked: str) -> Version:
+        """The version that a model is."""
+        limits = model.thresholds
+        short = {"model_id": model.model_id, "model_name": model.config.name}
+        short |= {"method": model.method, "unit": model.unit}
+        long = {
+            "config": portable(model.config),
+            "thresholds": None if limits is None else limits.to_json(),
+            "calibration": [] if limits is None else limits.lines(),
+            "training_images": len(model.manifest.get("training_images", ())),
+        }
+        drift = None if limits is None else Drift(levels_of(limits))
+        return cls(model.model_id, checked, limits is not None, short, long, drift)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A part that waits until its model is in memory."""
+
+    since: float
+    done: Future[Scored]
+    part: tuple[bytes, str, PictureRequest]
+
+
+@dataclass
+class ModelSlot:
+    """One model of the service.
+
+    Attributes:
+        name: in the service.
+        folder: the model folder.
+        now: the version in use; None until one was let in.
+        engine: scores its parts; None while it isn't in memory.
+        trouble: why what is in the folder can't be used; empty while that isn't so.
+        seen: what the folder's files were like at the last look.
+        tried: what they were like when they were loaded last, with or without success.
+        passed: what they were like when they were let in.
+        grown: bytes by which loading it has made this process grow, or its files' when it is new.
+        beside: bytes that its decoding processes hold at least.
+        asked: when somebody has asked for it last, or when it was loaded.
+        most_waiting: parts that may wait until it is in memory.
+        wake: called when it isn't, and is asked for.
+    """
+
+    name: str
+    folder: Path
+    now: Version | None = None
+    engine: Engine | None = None
+    trouble: str = ""
+    seen: object = None
+    tried: object = None
+    passed: object = None
+    grown: int = 0
+    beside: int = 0
+    asked: float = 0.0
+    most_waiting: int = 64
+    wake: Callable[[], object] = lambda: None
+    _waiting: list[_Waiting] = field(default_factory=list, repr=False)
+    _drifts: dict[str, Drift | None] = field(default_factory=dict, repr=False)
+    _stopping: bool = False
+    _changing: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def state(self) -> str:
+        """`loading`, `ready`, `unloaded` or `failed`; ready, too, where a new one was refused."""
+        if self.engine is not None:
+            return "ready"
+        return "failed" if self.trouble else "unloaded" if self.now else "loading"
+
+    @property
+    def unusable(self) -> str:
+        """Why no parts are taken; empty where they are, at once or once it is in memory."""
+        said = {"failed": self.trouble, "loading": "it is still being loaded"}.get(self.state)
+        return f"{self.name} can't be used: {said}" if said else ""
+
+    @property
+    def refused(self) -> bool:
+        """Whether another version is in use than the one in the folder, which has failed."""
+        return bool(self.engine and self.trouble)
+
+    @property
+    def waiting(self) -> int:
+        """Parts that were taken and aren't answered yet."""
+        engine = self.engine
+        return len(self._waiting) + (engine.waiting if engine else 0)
+
+    @property
+    def waits_since(self) -> float | None:
+        """Since when parts wait until it is in memory; None while there are none."""
+        with self._changing:
+            return self._waiting[0].since if self._waiting else None
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it takes in memory, or, while it isn't there, that it has taken or will."""
+        engine = self.engine
+        return self.grown + max(self.beside, engine.resident if engine else 0)
+
+    def submit(self, data: bytes, name: str, wanted: PictureRequest) -> Future[Scored]:
+        """Have the version in use take one part, once it is in memory; see `Engine.submit`.
+
+        Raises:
+            BusyError: too many wait already, or the model can't be used.
+        """
+        done: Future[Scored] = Future()
+        with self._changing:
+            self.asked = time.monotonic()
+            if self.engine is not None:
+                return self.engine.submit(data, name, wanted, done)
+            if unusable := "the service is stopping" if self._stopping else self.unusable:
+                raise BusyError(unusable, _AGAIN_SECONDS)
+            if len(self._waiting) >= self.most_waiting:
+                raise BusyError(
+                    f"{self.most_waiting} parts wait until {self.name} is loaded; try again in "
+                    f"{_AGAIN_SECONDS} s",
+                    _AGAIN_SECONDS,
+                )
+            self._waiting.append(_Waiting(self.asked, done, (data, name, wanted)))
+        self.wake()
+        return done
+
+    def use(self, version: Version, engine: Engine) -> None:
+        """Let an engine take all further parts, and those that wait; what the last one took is
+        answered.
+        """
+        # A version that comes back goes on with what was seen of it.
+        drift = self._drifts.setdefault(version.model_id, version.drift)
+        version = replace(version, drift=drift)
+        with self._changing:
+            last, self.engine = self.engine, engine
+            self.now, self.trouble, self.asked = version, "", time.monotonic()
+            for one in self._waiting:
+                engine.submit(*one.part, one.done)
+            self._waiting = []
+        if last is not None:
+            last.__exit__()
+
+    def let_go(self) -> None:
+        """Have it leave the memory; what it took is answered, further parts wait."""
+        with self._changing:
+            last, self.engine = self.engine, None
+        if last is not None:
+            last.__exit__()
+
+    def refuse(self, reason: str, *, stays: bool) -> None:
+        """It can't be loaded: answer the parts that wait for it.
+
+        Args:
+            reason: why.
+            stays: until its files change; else the next one who asks has it tried again.
+        """
+        with self._changing:
+            self.trouble = reason if stays else self.trouble
+            waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            one.done.set_exception(
+                BusyError(f"{self.name} can't be used: {reason}", _AGAIN_SECONDS)
+            )
+
+    def stop(self) -> None:
+        """Let no part wait any more."""
+        self._stopping = True
+        self.refuse("the service is stopping", stays=False)
+
+    def short(self) -> dict[str, Any]:
+        """What a list of models says of it."""
+        with self._changing:
+            said: dict[str, Any] = {"name": self.name, "state": self.state}
+            said |= {"refused": self.refused, "reason": self.trouble}
+            return said | (self.now.short if self.now else {})
+
+    def long(self) -> dict[str, Any]:
+        """All that can be asked of it: settings, thresholds, and what they were found with."""
+        now = self.now
+        said = {"checked": now.checked if now else "", "drift": self.drifted()}
+        return {**self.short(), **said, **(now.long if now else {})}
+
+    def note(self, row: Row) -> None:
+        """A part was answered: see whether parts drift."""
+        now = self.now
+        if now is None or now.drift is None or row.image_score is None or row.reason:
+            return
+        if row.model_id == now.model_id:  # not by the version before
+            now.drift.add(row.image_score)
+
+    def drifted(self) -> dict[str, Any]:
+        """Whether its parts have drifted while this version was in use, and what was seen."""
+        drift = self.now and self.now.drift
+        if not drift:
+            return {"alarm": False, "lines": []}
+        return {"alarm": drift.alarm is not None, "lines": drift.lines()}

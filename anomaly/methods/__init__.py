@@ -1,0 +1,1 @@
+"""Patch embeddings -> patch scores: a folder for each method, behind the protocol in `base`."""

@@ -1,0 +1,376 @@
+"""What a method is: patches in, a fitter, an immutable scorer; and the tensors it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from anomaly.arrays import Array, module_of
+from anomaly.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+# D, the channels of embeddings -> a matrix (D, d) float32 that they are multiplied by.
+MatrixOf: TypeAlias = "Callable[[int], Tensor]"
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class PatchBatch:
+    """The patch embeddings of a few images that share one grid.
+
+    Attributes:
+        embeddings: (B, h, w, D) float32.
+        images: the B training-image indices.
+        corners: row and column by which each grid's first patch is known in its image: (0, 0) but
+            in tiles, and in turned copies (see `anomaly.imaging.loading.turned_corner`).
+        inside: (B, h, w) bool, which patches count; None for all.
+    """
+
+    embeddings: Tensor
+    images: tuple[int, ...]
+    corners: tuple[tuple[int, int], ...] | None = None
+    inside: Tensor | None = None
+
+    def counted(self) -> Iterator[Tensor]:
+        """The patches (n, D) that count, of one image after the other.
+
+        A sum's or product's rounding depends on its shape. What is computed image by image doesn't
+        depend on which of them share a batch.
+        """
+        for i, patches in enumerate(self.embeddings.flatten(1, 2)):
+            yield patches if self.inside is None else patches[self.inside[i].flatten()]
+
+
+class PatchSet(Protocol):
+    """The patches of all training images; re-iterable, the same each time."""
+
+    @property
+    def count(self) -> int:
+        """How many patches all images have."""
+        ...
+
+    def __iter__(self) -> Iterator[PatchBatch]: ...
+
+    def only(self, images: Container[int]) -> PatchSet:
+        """The patches of some of the images."""
+        ...
+
+    def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
+        """The patches that count, projected; where images are read once alone, by this.
+
+        Args:
+            matrix_of: called once before the first patches, with their D; gives (D, d).
+
+        Yields:
+            A training image, and its points (n, d) float32, or some of them: a tile's. Images
+            ascend where the whole set is read from files.
+        """
+        matrix: Tensor | None = None
+        for batch in self:
+            if matrix is None:
+                matrix = matrix_of(batch.embeddings.shape[3]).to(batch.embeddings.device)
+            for image, patches in zip(batch.images, batch.counted(), strict=True):
+                yield image, patches @ matrix
+
+    def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
+        """What a function makes of the patches: of all of them, unless parts lie elsewhere.
+
+        Args:
+            function: of a set of patches; on a cluster it is pickled, and called where each part
+                is, with the images ascending from part to part.
+        """
+        yield function(self)
+
+
+def check_tensors(
+    tensors: Mapping[str, Array], wanted: Mapping[str, tuple[object, tuple[int, ...]]]
+) -> None:
+    """See that saved tensors are those of a scorer.
+
+    Args:
+        tensors: by name; arrays, too.
+        wanted: dtype (`float32`, say, or torch's) and shape of each; -1 takes any length but 0.
+
+    Raises:
+        ModelError: one is missing, unknown, of another dtype or shape, or holds NaN or infinity.
+    """
+    if odd := sorted(tensors.keys() ^ wanted.keys()):
+        raise ModelError(f"the scorer's tensors {', '.join(odd)} are missing or unknown")
+    for name, (dtype, shape) in wanted.items():
+        tensor = tensors[name]
+        same = _name(tensor.dtype) == _name(dtype)
+        fits = len(shape) == tensor.ndim and all(
+            length == size or (length == -1 and size)
+            for length, size in zip(shape, tensor.shape, strict=True)
+        )
+        if not (same and fits):
+            raise ModelError(
+                f"the scorer's tensor {name} is {tuple(tensor.shape)} of {_name(tensor.dtype)}, "
+                "which doesn't go with the others"
+            )
+        if not is_finite(tensor):
+            raise ModelError(f"the scorer's tensor {name} holds NaN or infinite values")
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_fits(channels: int, learned: int) -> None:
+    """See that a scorer was learned from embeddings of a network's channels.
+
+    Raises:
+        ModelError: it wasn't.
+    """
+    if channels != learned:
+        raise ModelError(f"its network has {channels} channels where its scorer has {learned}")
+
+
+def leading(tensors: Mapping[str, Array], name: str, axis: int = 0) -> int:
+    """The length of one axis of a saved tensor, for `check_tensors`; -1 where it has no such."""
+    shape = tensors[name].shape if name in tensors else ()
+    return shape[axis] if -len(shape) <= axis < len(shape) else -1
+
+
+def is_finite(values: Array) -> bool:
+    """Whether no value is NaN or infinite; reads a tensor once and makes no other."""
+    if "float" not in str(values.dtype) or 0 in values.shape:
+        return True
+    return bool(np.isfinite([float(values.min()), float(values.max())]).all())
+
+
+def check_apart(numbers: Sequence[Mapping[int, int]]) -> None:
+    """Refuse to join sums of models that have learned from the same images.
+
+    Args:
+        numbers: as `Fitter.merged` takes them.
+
+    Raises:
+        ModelError: an image was learned from more than once.
+    """
+    several = sum(map(len, numbers)) - len({i for known in numbers for i in known.values()})
+    if several:
+        raise ModelError(
+            f"{several} training images were learned from more than once, and would count so; "
+            "merge models that share no images"
+        )
+
+
+Progress: TypeAlias = Callable[[int, int], None]
+# Feature maps (B, C_i, h_i, w_i) of several layers -> patch embeddings (B, h, w, D) float32.
+Align: TypeAlias = "Callable[[Sequence[Tensor]], Tensor]"
+Fold: TypeAlias = tuple[int, ...]  # training images that are left out together
+
+
+@dataclass(frozen=True)
+class PatchScores:
+    """How anomalous each patch is. Tensors of a `Scorer`, arrays of an `ArrayScorer`.
+
+    Attributes:
+        scores: (B, h, w) float32, a distance (never squared); higher is more anomalous.
+        nearest: (B, h, w) int64, the nearest bank vector of each patch; None without a bank.
+    """
+
+    scores: Array
+    nearest: Array | None = None
+
+
+class ArrayScorer(Protocol):
+    """What scoring asks of a model of good patches; an exported model's has no more.
+
+    It takes and gives numpy arrays where it stands alone, and tensors where it is a `Scorer`.
+    """
+
+    @property
+    def unit(self) -> str:
+        """What patch scores are, for people: `distance`, say."""
+        ...
+
+    @property
+    def dimensions(self) -> int:
+        """D, the channels of the embeddings that `score` takes."""
+        ...
+
+    def score(self, embeddings: Array) -> PatchScores:
+        """Score patch embeddings (B, h, w, D)."""
+        ...
+
+    def weighted(self, scores: PatchScores) -> Array:
+        """Patch scores (B, h, w) as image scores count them; maps have those of `score`."""
+        return scores.scores
+
+    def image_scores(self, embeddings: Array, scores: PatchScores) -> Array:
+        """The method's own image score, where a config names one that it alone has.
+
+        Without one of its own it is the highest patch score.
+
+        Args:
+            embeddings: (B, h, w, D), those that were scored.
+            scores: what `score` said about them; -inf on patches that don't count.
+
+        Returns:
+            (B,) float32, in score units.
+        """
+        values = scores.scores
+        return module_of(values).amax(values.reshape(len(values), -1), 1)
+
+    def check_origin(self, channels: int, images: int) -> None:
+        """See that this can have been learned from a network's embeddings of so many images.
+
+        Args:
+            channels: of all hooked layers together.
+            images: training images, numbered from 0.
+
+        Raises:
+            ModelError: it can't; the message says what doesn't fit.
+        """
+        ...
+
+
+class Scorer(ArrayScorer, Protocol):
+    """An immutable model of good patches. What has a body here serves most methods."""
+
+    @property
+    def align(self) -> Align:
+        """How feature maps become the embeddings that `score` takes."""
+        ...
+
+    def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+        """The training patches that patches were compared with.
+
+        Args:
+            patches: (N, D) float32.
+            count: K, how many for each.
+
+        Returns:
+            Their distances (N, K) float32, ascending, and where they come from, (N, K, 3) int32:
+            training image, patch row, patch column. None for a method that keeps no patches and
+            compares places.
+        """
+        return None
+
+    def graph(self) -> nn.Module:
+        """What `score` does, as a module that `torch.export` can follow: reductions, no indices.
+
+        Returns:
+            A module that takes embeddings (B, h, w, D) and gives patch scores (B, h, w) float32,
+            and where there is a bank the nearest vectors (B, h, w) int64 after them, in a tuple.
+
+        Raises:
+            ModelError: the method has no such form.
+        """
+        raise ModelError("the model's method can't be a graph; export it without --whole")
+
+    def to(self, target: torch.device | str) -> Scorer:
+        """An equal scorer on another device."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that has to be saved, by name."""
+        ...
+
+
+S = TypeVar("S", bound=Scorer)
+
+
+class Fitter(Protocol[S]):
+    """Settings of a scorer that isn't there yet. Holds nothing that is learned from images."""
+
+    @property
+    def align(self) -> Align:
+        """How feature maps become the embeddings to learn from."""
+        ...
+
+    @property
+    def compact(self) -> bool:
+        """Whether aligned embeddings take less room than the feature maps that they come from."""
+        return False
+
+    def prepared(self, channels: int, device: torch.device) -> Fitter[S]:
+        """The fitter for a network, with what has to be drawn before images are read.
+
+        Args:
+            channels: of all hooked layers together.
+            device: where the embeddings will be.
+
+        Raises:
+            ConfigError: the settings don't fit that many channels.
+        """
+        return self
+
+    @property
+    def projected_by(self) -> MatrixOf | None:
+        """What `fit` wants patches projected by; None where it reads embeddings."""
+        return None
+
+    def fit(self, batches: PatchSet, progress: Progress | None = None) -> S:
+        """Learn from good patches.
+
+        Args:
+            batches: of the training images; may be read more than once.
+            progress: called with (done, total) while something takes long.
+        """
+        ...
+
+    def again(self, scorer: S, patches: PatchSet) -> S:
+        """What a scorer has learned, in the embeddings of another network.
+
+        Args:
+            scorer: of these settings.
+            patches: of the images that it was learned from, by the other network.
+
+        Raises:
+            DataError: patches that it was learned from are missing.
+        """
+        return self.fit(patches)
+
+    def continuing(self, scorer: S, learned: int) -> Fitter[S]:
+        """A fitter whose `fit` adds to what a scorer has learned already.
+
+        Args:
+            scorer: of these settings.
+            learned: from how many images.
+
+        Raises:
+            ModelError: the method can't add to what it has learned.
+        """
+        raise ModelError("the model's method can't learn more images; train again with all of them")
+
+    def merged(self, scorers: Sequence[S], numbers: Sequence[Mapping[int, int]]) -> S:
+        """What scorers have learned apart, in one.
+
+        Args:
+            scorers: of these settings.
+            numbers: for each of them the training images it has learned from, and which numbers
+                these get; an image that several have learned from gets one.
+
+        Raises:
+            ModelError: the method can't join what it has learned, or not from these images.
+        """
+        raise ModelError("the model's method can't be merged; train one with the images of all")
+
+    def held_out(
+        self, scorer: S, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
+    ) -> Iterator[tuple[Fold, Scorer]]:
+        """Scorers that haven't learned from the images which they are to score.
+
+        Args:
+            scorer: fitted on all of `patches`.
+            patches: of all training images.
+            folds: disjoint sets of images which together hold all of them; at least two.
+            grouped: whether folds keep images together that show one part; without it, images may
+                also be left out one by one.
+
+        Yields:
+            Images, and the scorer for them; each image once.
+        """
+        for fold in folds:
+            rest = frozenset(image for other in folds if other != fold for image in other)
+            yield fold, self.fit(patches.only(rest))

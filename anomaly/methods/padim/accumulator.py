@@ -1,0 +1,296 @@
+"""Training patches -> means and whitening of every position, in a bounded amount of memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import reduce
+from threading import Lock
+from typing import IO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anomaly.errors import OutputError
+from anomaly.methods.base import Progress
+from anomaly.methods.padim.layout import position_blocks
+from anomaly.methods.padim.whitening import (
+    CholeskyWhitening,
+    GaussianStatistics,
+    LowRankWhitening,
+    centre,
+    flat_width,
+)
+from anomaly.runtime.parallel import spread
+
+
+class PositionFile:
+    """An array (rows, P, width) float32 on disk, read and written by positions, by several threads.
+
+    The file has no name and is gone with this object, or with the process. It isn't mapped, so its
+    pages never count as this program's memory.
+    """
+
+    def __init__(self, positions: int, width: int) -> None:
+        self._positions = positions
+        self._width = width
+        self._lock = Lock()
+        self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, lives on
+
+    def write(self, row: int, first: int, values: Tensor) -> None:
+        """Write values (..., width) from position `first` of a row on, and on into further rows.
+
+        Raises:
+            OutputError: no room on the disk.
+        """
+        data = values.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        try:
+            with self._lock:
+                self._file.seek(self._offset(row, first))
+                while data:  # an unbuffered write may stop short
+                    data = data[self._file.write(data) :]
+        except OSError as error:
+            raise OutputError(
+                f"no room for training patches in {tempfile.gettempdir()} ({error.strerror}); "
+                "free some disk space, or set TMPDIR to a folder on another disk"
+            ) from None
+
+    def read(self, rows: int, positions: slice) -> Tensor:
+        """A slice of positions of the first rows, (rows, p, width)."""
+        first, last, _ = positions.indices(self._positions)
+        values = np.empty((rows, last - first, self._width), np.float32)
+        with self._lock:
+            for row, target in enumerate(values):
+                self._file.seek(self._offset(row, first))
+                self._file.readinto(target)  # type: ignore[attr-defined]
+        return torch.from_numpy(values)
+
+    def _offset(self, row: int, position: int) -> int:
+        return (row * self._positions + position) * self._width * 4
+
+
+class SampleStore:
+    """Patches (N, P, d): appended image by image, read position by position.
+
+    They stay in memory up to a limit, then go to a file.
+    """
+
+    def __init__(self, positions: int, dimensions: int, device: torch.device) -> None:
+        self._positions = positions
+        self._dimensions = dimensions
+        self._device = device
+        self._in_memory: list[Tensor] = []
+        self._file: PositionFile | None = None
+        self._in_file = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return sum(batch.nbytes for batch in self._in_memory)
+
+    def append(self, patches: Tensor, memory_limit: int) -> None:
+        """Take the patches (B, P, d) float32 of further images.
+
+        Args:
+            patches: on the store's device. They are kept as they are where they are all of a
+                tensor, and mustn't change.
+            memory_limit: bytes that may be held in memory; a batch that would exceed it, and all
+                that follow, go to the file.
+
+        Raises:
+            OutputError: no room on the disk.
+        """
+        self._count += len(patches)
+        if not self._in_file and self.nbytes + patches.nbytes <= memory_limit:
+            whole = patches.is_contiguous() and patches.untyped_storage().nbytes() == patches.nbytes
+            self._in_memory.append(
+                patches if whole else patches.clone(memory_format=torch.contiguous_format)
+            )
+            return
+        self._file = self._file or PositionFile(self._positions, self._dimensions)
+        self._file.write(self._in_file, 0, patches)
+        self._in_file += len(patches)
+
+    def read(self, positions: slice) -> Tensor:
+        """The samples (p, N, d) of a slice of positions."""
+        parts = [batch[:, positions] for batch in self._in_memory]
+        if self._file is not None:
+            parts.append(self._file.read(self._in_file, positions).to(self._device))
+        return torch.cat(parts).transpose(0, 1)
+
+    def clear(self) -> None:
+        """Forget all samples; the file's room is used again."""
+        self._in_memory.clear()
+        self._in_file = self._count = 0
+
+
+class StatisticsStore:
+    """One vector of numbers (width,) for each position, written and read by positions.
+
+    Args:
+        positions: P.
+        width: numbers of one position.
+        in_memory: keep them in memory, not in a file.
+        device: where they are read.
+    """
+
+    def __init__(self, positions: int, width: int, in_memory: bool, device: torch.device) -> None:
+        self._device = device
+        self._values = (
+            torch.empty(positions, width, device=device)
+            if in_memory
+            else PositionFile(positions, width)
+        )
+
+    def __getitem__(self, positions: slice) -> Tensor:
+        if isinstance(self._values, Tensor):
+            return self._values[positions]
+        return self._values.read(1, positions)[0].to(self._device)
+
+    def __setitem__(self, positions: slice, values: Tensor) -> None:
+        if isinstance(self._values, Tensor):
+            self._values[positions] = values
+        else:
+            self._values.write(0, positions.start, values)
+
+
+# Numbers that one block of positions works on, which is what each thread holds. A GPU wants few
+# launches.
+_FITTING_BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}
+_BLOCKS_A_STEP = 16
+
+
+class GaussianAccumulator:
+    """Takes training patches, gives Gaussians, within bounds that no number of images moves.
+
+    At most d samples of a position wait; more are folded into its statistics. So products are
+    large, and few images never need d × d numbers for each position.
+
+    Args:
+        positions: P.
+        dimensions: d.
+        device: where the patches are.
+        memory_limit: bytes of waiting patches, and of statistics, that are kept in memory.
+    """
+
+    def __init__(
+        self, positions: int, dimensions: int, device: torch.device, memory_limit: int
+    ) -> None:
+        self._blocks = position_blocks(positions, dimensions**2, _FITTING_BLOCK[device.type])
+        self._shape = (positions, dimensions)
+        self._device = device
+        self._memory_limit = memory_limit
+        self._waiting = SampleStore(positions, dimensions, device)
+        self._statistics: StatisticsStore | None = None
+        self._folded = 0
+
+    @property
+    def count(self) -> int:
+        """How many images it has taken."""
+        return self._folded + len(self._waiting)
+
+    def add(self, patches: Tensor) -> None:
+        """Take the patches (B, P, d) of further images."""
+        while len(patches):  # folded after as many, whichever of them share a batch
+            room = self._shape[1] + 1 - len(self._waiting)
+            self._waiting.append(patches[:room], self._memory_limit)
+            patches = patches[room:]
+            if len(self._waiting) > self._shape[1]:
+                self._fold()
+
+    def take(
+        self,
+        mean: Tensor,
+        whitening: CholeskyWhitening | LowRankWhitening,
+        images: int,
+        regularisation: float,
+    ) -> None:
+        """Take what Gaussians have learned: means (P, d) float64 and whitening, from N images."""
+        if isinstance(whitening, LowRankWhitening):
+            samples = torch.empty(images, *self._shape, device=self._device)
+            for block in self._blocks:
+                samples[:, block] = whitening.samples(mean[block], block).transpose(0, 1)
+            self.add(samples)
+            return
+
+        def statistics(block: slice) -> GaussianStatistics:
+            scatter = whitening.scatter(images, regularisation, block)
+            return GaussianStatistics(images, mean[block], scatter)
+
+        self._fold(statistics, images)
+
+    def gaussians(
+        self, regularisation: float, progress: Progress
+    ) -> tuple[Tensor, CholeskyWhitening | LowRankWhitening]:
+        """Means (P, d) float64 and whitening of all positions."""
+        mean = torch.empty(self._shape, dtype=torch.float64, device=self._device)
+        whole: CholeskyWhitening | LowRankWhitening
+        if self._folded:
+            whole, fill = self._cholesky(mean, regularisation)
+        else:
+            whole, fill = self._low_rank(mean, regularisation)
+        for done in range(0, len(self._blocks), _BLOCKS_A_STEP):
+            step = self._blocks[done : done + _BLOCKS_A_STEP]
+            spread(fill, step, self._device)
+            progress(done + len(step), len(self._blocks))
+        return mean, whole
+
+    def _cholesky(
+        self, mean: Tensor, regularisation: float
+    ) -> tuple[CholeskyWhitening, Callable[[slice], None]]:
+        """Room for the whitening, and what fills a block of it and of the means."""
+        whole = CholeskyWhitening.empty(*self._shape, self._device)
+
+        def fill(block: slice) -> None:
+            statistics = self._statistics_of(block)
+            mean[block] = statistics.mean
+            whole[block] = CholeskyWhitening.of(statistics, regularisation)
+
+        return whole, fill
+
+    def _low_rank(
+        self, mean: Tensor, regularisation: float
+    ) -> tuple[LowRankWhitening, Callable[[slice], None]]:
+        """Room for the whitening of few images, and what fills a block of it and of the means."""
+        whole = LowRankWhitening.empty(
+            *self._shape, self.count - 1, regularisation=regularisation, device=self._device
+        )
+
+        def fill(block: slice) -> None:
+            mean[block], centred = centre(self._waiting.read(block))
+            whole[block] = LowRankWhitening.of(centred, regularisation)
+
+        return whole, fill
+
+    def _fold(
+        self, more: Callable[[slice], GaussianStatistics] | None = None, images: int = 0
+    ) -> None:
+        """Turn waiting samples into statistics; `more` are those of further images."""
+        if self._statistics is None:
+            positions, width = self._shape[0], flat_width(self._shape[1])
+            in_memory = 4 * positions * width <= self._memory_limit
+            store = StatisticsStore(positions, width, in_memory, self._device)
+        else:
+            store = self._statistics
+
+        def fill(block: slice) -> None:
+            parts = [self._statistics_of(block)] if self.count else []
+            parts += [more(block)] if more is not None else []
+            store[block] = reduce(GaussianStatistics.merge, parts).flat()
+
+        spread(fill, self._blocks, self._device)
+        self._statistics, self._folded = store, self.count + images
+        self._waiting.clear()
+
+    def _statistics_of(self, block: slice) -> GaussianStatistics:
+        """Of all samples so far, folded and waiting."""
+        if self._statistics is None:
+            return GaussianStatistics.of(self._waiting.read(block))
+        flat = self._statistics[block]
+        folded = GaussianStatistics.from_flat(self._folded, flat, self._shape[1])
+        return folded.update(self._waiting.read(block)) if len(self._waiting) else folded

@@ -1,0 +1,281 @@
+"""Good patches -> a memory bank: PatchCore's coreset, and what a config says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anomaly.errors import DataError
+from anomaly.methods.base import Align, Fitter, Fold, MatrixOf, PatchSet, Progress
+from anomaly.methods.patchcore.bank import spacing_for
+from anomaly.methods.patchcore.coreset import (
+    coreset_size,
+    covering_radius,
+    random_projection,
+    select_streamed,
+)
+from anomaly.methods.patchcore.embedding import ALIGNERS
+from anomaly.methods.patchcore.held_out import (
+    banks_without,
+    extended,
+    extended_without,
+    in_chunks,
+    merged,
+)
+from anomaly.methods.patchcore.memory_bank import MemoryBank, gather, gather_origins
+from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
+
+
+def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> MemoryBankFitter:
+    """What a config's section `model` learns with.
+
+    Args:
+        settings: its values by key.
+        seed: of the projection and the first pick.
+        memory_limit: bytes of projected patches held at once.
+    """
+    size = settings["coreset_size"]
+    return MemoryBankFitter(
+        None if size is not None else settings["coreset_ratio"],
+        size,
+        seed=seed,
+        memory_limit=memory_limit,
+        embedding=settings["embedding"],
+        reweighting=settings["neighbours"],
+        spacing_neighbours=settings["spacing_neighbours"],
+    )
+
+
+def scorer(
+    tensors: dict[str, Tensor], settings: Mapping[str, Any], *, device: torch.device, cache: Path
+) -> MemoryBank:
+    """The memory bank that was saved.
+
+    Args:
+        tensors: as `MemoryBank.tensors` gave them.
+        settings: the config's section `model`, by key.
+        device: where the bank goes.
+        cache: folder for what an approximate search has to train first.
+
+    Raises:
+        ModelError: they aren't those of a memory bank.
+    """
+    bank = MemoryBank.from_tensors(tensors)
+    # A GPU multiplies faster than faiss looks for neighbours on the CPU.
+    search = settings["search"] if device.type == "cpu" else "exact"
+    return replace(
+        bank,
+        search=search,
+        cache=cache if search == "ivf" else None,
+        embedding=settings["embedding"],
+        reweighting=settings["neighbours"],
+        spacing_neighbours=settings["spacing_neighbours"],
+        spacing=spacing_for(tensors, settings),
+    ).to(device)
+
+
+@dataclass(frozen=True)
+class MemoryBankFitter(Fitter[MemoryBank]):
+    """Settings of PatchCore.
+
+    Attributes:
+        coreset_ratio: share of the training patches that the bank keeps; None with coreset_size.
+        coreset_size: how many it keeps; None with coreset_ratio.
+        projection_dim: dimensions in which the coreset is selected (PatchCore, section 3.2).
+        seed: of the projection and the first pick.
+        memory_limit: bytes of projected patches held at once. With more, the selection is nearly
+            as good, see `select_streamed`, and reads their points twice more.
+        embedding: how feature maps become embeddings, see `MemoryBank`.
+        reweighting: of the bank's image scores, see `MemoryBank`.
+        spacing_neighbours: of the bank's image scores, see `MemoryBank`.
+        base: the bank that `fit` adds to; None where it makes one.
+    """
+
+    coreset_ratio: float | None = 0.1
+    coreset_size: int | None = None
+    projection_dim: int = 128
+    seed: int = 0
+    memory_limit: int = 256 * 1024**2
+    embedding: str = "sharp"
+    reweighting: int = 3
+    spacing_neighbours: int = 0
+    base: MemoryBank | None = None
+
+    @property
+    def align(self) -> Align:
+        """How feature maps become the embeddings to learn from."""
+        return ALIGNERS[self.embedding]
+
+    @property
+    def projected_by(self) -> MatrixOf:
+        """What makes the points that bank vectors are selected from."""
+        return self.projection
+
+    def projection(self, channels: int) -> Tensor:
+        """(D, d), what embeddings with D = `channels` are multiplied by for the selection."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return random_projection(channels, self.projection_dim, generator=generator)
+
+    def fit(self, batches: PatchSet, progress: Progress | None = None) -> MemoryBank:
+        """Choose the bank: one reading for the projections, another for the chosen vectors.
+
+        Args:
+            batches: good patches, of any grids.
+            progress: called with (bank vectors selected, all of them).
+
+        Raises:
+            ConfigError: the coreset's ratio or size can't be had.
+            DataError: no patches, or some that hold NaN or infinite values.
+        """
+        if self.base is not None:
+            projection = self._projection_of(self.base)
+            limit = self.memory_limit
+            more = extended(self.base, batches, projection=projection, memory_limit=limit)
+            return more.spaced()
+        generator = torch.Generator().manual_seed(self.seed)
+        # Batches that are made in inference mode switch it on between them, but not at the end;
+        # what is written to all along has to live in one mode.
+        with torch.inference_mode():
+            points = ProjectedPatches(batches, self.projection_dim, generator)
+            chosen = select_streamed(
+                points,
+                self._size,
+                memory_limit=self.memory_limit,
+                generator=generator,
+                progress=progress,
+            )
+            vectors, origins = gather(batches, points.places(chosen.picks))
+            bank = MemoryBank(
+                vectors,
+                origins,
+                chosen.covering_radius,
+                chosen.exact,
+                embedding=self.embedding,
+                reweighting=self.reweighting,
+                spacing_neighbours=self.spacing_neighbours,
+            )
+            return bank.spaced()
+
+    def held_out(
+        self, scorer: MemoryBank, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
+    ) -> Iterator[tuple[Fold, MemoryBank]]:
+        """Banks without the images of one fold after another, each repaired, never fitted anew.
+
+        One that was extended is repaired from the patches that it was extended by.
+        """
+        projection = self._projection_of(scorer)
+        if self.base is not None:
+            known = len(self.base.vectors)
+            learned = patches.only(frozenset(image for fold in folds for image in fold))
+            banks = extended_without(scorer, known, learned, folds, projection=projection)
+            yield from zip(folds, banks, strict=True)
+            return
+        share = self.memory_limit / (4 * projection.shape[1] * patches.count)
+        banks = banks_without(scorer, patches, folds, projection=projection, share=share)
+        yield from zip(folds, banks, strict=True)
+
+    def again(self, scorer: MemoryBank, patches: PatchSet) -> MemoryBank:
+        """The same patches of the same images in the bank, embedded by another network."""
+        with torch.inference_mode():
+            new = replace(scorer, vectors=gather_origins(patches, scorer.origins))
+            return replace(new, covering_radius=self._farthest(new, patches)).spaced()
+
+    def continuing(self, scorer: MemoryBank, learned: int) -> MemoryBankFitter:
+        """A fitter whose `fit` adds vectors to a bank, see `MemoryBankFitter.base`."""
+        return replace(self, base=scorer)
+
+    def merged(
+        self, scorers: Sequence[MemoryBank], numbers: Sequence[Mapping[int, int]]
+    ) -> MemoryBank:
+        """All vectors of several banks; a patch that more than one has kept, once."""
+        return merged(scorers, numbers).spaced()
+
+    def _farthest(self, bank: MemoryBank, patches: PatchSet) -> float:
+        """The covering radius of patches, among projected embeddings."""
+        centres = bank.vectors @ self._projection_of(bank)
+        parts = (part for _, part in patches.projected(self.projection) if len(part))
+        return max((covering_radius(part, centres) for part in parts), default=0.0)
+
+    def _projection_of(self, bank: MemoryBank) -> Tensor:
+        return self.projection(bank.dimensions).to(bank.vectors.device)
+
+    def _size(self, patches: int) -> int:
+        if patches == 0:
+            raise DataError("no training patches; check the training images")
+        return coreset_size(patches, ratio=self.coreset_ratio, size=self.coreset_size)
+
+
+class ProjectedPatches:
+    """The points of all training patches, image by image; re-iterable.
+
+    Args:
+        patches: of the training images.
+        dimensions: d of the points.
+        generator: draws the projection.
+    """
+
+    def __init__(self, patches: PatchSet, dimensions: int, generator: torch.Generator) -> None:
+        self._patches = patches
+        self._dimensions = dimensions
+        self._generator = generator
+        self._matrix: Tensor | None = None
+        self._pieces: list[tuple[int, int]] = []
+
+    def __iter__(self) -> Iterator[Tensor]:
+        pieces = []
+        for image, points in self._patches.projected(self._matrix_of):
+            pieces.append((image, len(points)))
+            yield points
+        self._pieces = pieces
+
+    def distances(self, centres: Tensor) -> Iterator[Tensor]:
+        """Distances (n,) to the nearest of some centres (K, d), of what each step gives."""
+        assert self._matrix is not None, "points are measured once they have been read"
+        for chunks in self._patches.each(partial(_distances, self._matrix, centres)):
+            for distances, lengths in chunks:
+                yield from torch.split(distances, lengths)
+
+    def places(self, picks: Tensor) -> Tensor:
+        """Where points come from.
+
+        Args:
+            picks: (M,) int64, their numbers in the order in which they are read.
+
+        Returns:
+            (M, 2) int64: training image, and which of its patches that count.
+        """
+        lengths = [count for _, count in self._pieces]
+        ends = torch.tensor(list(accumulate(lengths)), device=picks.device)
+        before: dict[int, int] = {}  # of the same image
+        origins = []
+        for (image, count), end in zip(self._pieces, ends.tolist(), strict=True):
+            first = before.get(image, 0)
+            origins.append((image, end - count - first))
+            before[image] = first + count
+        piece = torch.searchsorted(ends, picks, right=True)
+        places = torch.tensor(origins, device=picks.device)[piece]
+        places[:, 1] = picks - places[:, 1]
+        return places
+
+    def _matrix_of(self, channels: int) -> Tensor:
+        if self._matrix is None:
+            self._matrix = random_projection(channels, self._dimensions, generator=self._generator)
+        return self._matrix
+
+
+def _distances(
+    matrix: Tensor, centres: Tensor, patches: PatchSet
+) -> list[tuple[Tensor, list[int]]]:
+    """Distances of some images' points to the nearest of some centres, and how many of each."""
+    with torch.inference_mode():
+        return [
+            (distances_to_nearest(points, centres), lengths)
+            for points, _, lengths in in_chunks(patches.projected(lambda _: matrix))
+        ]

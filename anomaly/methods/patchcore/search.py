@@ -1,0 +1,258 @@
+"""Nearest bank vectors. An index is derived from the bank, and never part of a model.
+
+Torch tensors and numpy arrays alike; imports torch to ask what a processor can do.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from anomaly.arrays import Array, as_numpy, like, module_of
+from anomaly.errors import ConfigError, nearest
+from anomaly.methods.patchcore.distances import (
+    AXES,
+    ROUNDING,
+    Dtype,
+    Screen,
+    distances_to,
+    half_squared_distances,
+    squared_distances,
+    squared_norms,
+)
+from anomaly.runtime.devices import CPU, has_bf16
+from anomaly.runtime.parallel import spread
+from anomaly.runtime.threads import get_threads, one_blas_thread
+
+if TYPE_CHECKING:
+    import torch
+
+METHODS = ("exact", "faiss", "ivf")
+# Numbers of one product, queries × bank: 16 MiB stay in a CPU's cache; a GPU wants few launches.
+_BLOCK = {"cpu": 1 << 22, "cuda": 1 << 26}
+# Queries of one product at most.
+_QUERIES = {"cpu": 512, "cuda": 8192}
+# Below so many vectors one product of all dimensions is quicker than a screen.
+_LEAST_SCREENED = 1024
+# When more than this share of the bank may be nearest to a query, the whole product is quicker.
+_MANY = 1 / 16
+# Queries whose squared norms are larger are as good as infinite: products would overflow.
+_LARGEST = 1e30
+
+
+class Index(Protocol):
+    """A way to find which bank vectors are nearest."""
+
+    def candidates(self, queries: Array, k: int) -> Array:
+        """The k nearest (Q, k) int64 of queries (Q, D), in any order, 1 <= k <= M."""
+        ...
+
+
+class NearestNeighbors:
+    """The k nearest bank vectors, with distances measured directly.
+
+    An index only names candidates. Their distances are taken afterwards as ‖x − y‖, not from
+    ‖x‖² − 2xy + ‖y‖², which cancels: a vector of the bank is at distance 0 from itself, and a
+    query's distance doesn't depend on what else is searched with it.
+
+    Args:
+        bank: (M, D) float32, a tensor on the device where queries will be, or an array.
+        method: `exact`, or `faiss` (Flat, CPU), or `ivf` (faiss inverted lists, approximate, CPU).
+        cache: a folder for trained `ivf` indices; they are trained anew where it is None.
+        index: what finds candidates; None to make it.
+
+    Raises:
+        ConfigError: an unknown method, or one that doesn't run on the bank's device.
+    """
+
+    def __init__(
+        self,
+        bank: Array,
+        method: str = "exact",
+        cache: Path | None = None,
+        index: Index | None = None,
+    ) -> None:
+        if method not in METHODS:
+            raise ConfigError(f"search method {method!r} is unknown; {nearest(method, METHODS)}")
+        if method != "exact" and _device(bank).type != "cpu":
+            raise ConfigError(f"search method {method!r} runs on the CPU only; use 'exact'")
+        self._bank = bank
+        self._index = index or _index_of(bank, method, cache)
+
+    def search(self, queries: Array, k: int = 1) -> tuple[Array, Array]:
+        """Find the nearest bank vectors.
+
+        Args:
+            queries: (Q, D) float32.
+            k: how many each; at most M are returned.
+
+        Returns:
+            (Q, k) float32 Euclidean distances, ascending and differentiable in the queries, and
+            (Q, k) int64 indices. NaN, and any vector, for a query with NaN.
+        """
+        k = min(k, len(self._bank))
+        if not len(queries):
+            empty = np.empty((0, k))
+            return like(empty.astype(np.float32), queries), like(empty.astype(np.int64), queries)
+        candidates = self._index.candidates(queries, k)
+        distances = distances_to(self._bank, queries, candidates)
+        if k == 1:
+            return distances, candidates
+        order = like(np.arange(len(queries))[:, None], queries), _ascending(distances)
+        return distances[order], candidates[order]
+
+    def only(self, bank: Array, rows: Array) -> NearestNeighbors:
+        """The exact search of some of the vectors, for which nothing is computed anew.
+
+        Args:
+            bank: these vectors (m, D).
+            rows: (m,) int64, which ones they are.
+        """
+        index = self._index.only(bank, rows) if isinstance(self._index, ExactIndex) else None
+        return NearestNeighbors(bank, index=index)
+
+
+class ExactIndex:
+    """The k nearest vectors of a bank, by lower bounds of distances and by measuring.
+
+    The k vectors with the least bounds are measured first. No other vector whose bound is beyond
+    the farthest of these can be among the k nearest; the rest are measured, too. Patch embeddings
+    lie near few dimensions, so that the bounds of a `Screen` rule out all but some dozen vectors of
+    a large bank. Where they don't (a query unlike anything, or embeddings without structure), in
+    small banks and on a GPU the bounds are the distances by a product of all dimensions, less
+    rounding. The result is exact in every case.
+
+    Args:
+        bank: (M, D) float32. Tensors on the CPU are searched as arrays.
+        dtype: of the screen, on the CPU; None for the product of all dimensions.
+    """
+
+    def __init__(self, bank: Array, dtype: Dtype | None) -> None:
+        self._device = _device(bank)
+        self._bank = as_numpy(bank) if self._device.type == "cpu" else bank
+        self._mean = self._bank.mean(0)
+        self._screen = None
+        if dtype is not None:
+            with one_blas_thread():
+                self._screen = Screen.of(self._bank, self._mean, dtype)
+
+    def only(self, bank: Array, rows: Array) -> ExactIndex:
+        """The index of some of the vectors, see `NearestNeighbors.only`."""
+        same = copy(self)
+        same._bank = as_numpy(bank) if self._device.type == "cpu" else bank
+        if self._screen is not None:
+            same._screen = self._screen.only(as_numpy(rows))
+        return same
+
+    def candidates(self, queries: Array, k: int) -> Array:
+        """The k nearest (Q, k) int64 of queries (Q, D); any of a query that isn't finite."""
+        values = as_numpy(queries) if self._device.type == "cpu" else queries.detach()
+        finite = squared_norms(values) <= _LARGEST
+        values = module_of(values).where(finite[:, None], values, 0)
+        indices = self._in_blocks(values, k, self._screen)
+        undecided = indices[:, 0] < 0
+        if undecided.any():
+            indices[undecided] = self._in_blocks(values[undecided], k, None)
+        return like(indices, queries) if self._device.type == "cpu" else indices
+
+    def _in_blocks(self, queries: Array, k: int, screen: Screen | None) -> Array:
+        """`_nearest` of queries (Q, D), block by block."""
+        kind, threads = self._device.type, get_threads()
+        most = max(1, min(_QUERIES[kind], _BLOCK[kind] // len(self._bank)))
+        count = -(-len(queries) // (most * threads)) * threads  # so that threads have equal shares
+        step = -(-len(queries) // count)
+        blocks = [queries[start : start + step] for start in range(0, len(queries), step)]
+        with one_blas_thread():
+            indices = spread(partial(self._nearest, k=k, screen=screen), blocks, self._device)
+        return module_of(queries).concatenate(indices)
+
+    def _nearest(self, queries: Array, k: int, screen: Screen | None) -> Array:
+        """The k nearest (Q, k) of each query; -1 where the screen rules out too few."""
+        xp, bank, centred = module_of(queries), self._bank, queries - self._mean
+        moved: Array = 0.0
+        if screen is None:
+            bounds = half_squared_distances(centred, bank, self._mean)
+        else:
+            bounds, moved = screen.bounds(centred)
+        every = like(np.arange(len(queries)), queries)
+        rows = xp.concatenate([every] * k)
+        columns = xp.concatenate([_take_least(bounds, every) for _ in range(k)])
+        squared = squared_distances(queries, bank, rows, columns)
+        farthest = xp.amax(squared.reshape(k, -1), 0)
+        rounding = ROUNDING * (squared_norms(centred) + farthest)
+        limits = ((xp.sqrt(farthest) + moved) ** 2 + rounding) / 2
+        near, others = _places(bounds <= (screen.limits(limits) if screen else limits)[:, None])
+        many = xp.bincount(near, minlength=len(queries)) > (_MANY if screen else 1) * len(bank)
+        near, others = near[~many[near]], others[~many[near]]
+        more = squared_distances(queries, bank, near, others)
+        rows, columns = xp.concatenate([rows, near]), xp.concatenate([columns, others])
+        nearest = columns[_first_of_each(rows, xp.concatenate([squared, more]), k)]
+        nearest[many] = -1
+        return nearest
+
+
+def _index_of(bank: Array, method: str, cache: Path | None) -> Index:
+    if method == "exact":
+        return ExactIndex(bank, quickest_screen(bank))
+    # Heavy, and wanted by few.
+    from anomaly.methods.patchcore.faiss_index import FaissIndex
+
+    return FaissIndex(bank, ExactIndex(bank, None) if method == "faiss" else None, cache)
+
+
+def quickest_screen(bank: Array) -> Dtype | None:
+    """The dtype of the screen that takes least time for a bank (M, D) on this machine.
+
+    None where one product of all dimensions is quicker: in small banks, and on a GPU, which
+    multiplies faster than it gathers. Arrays are searched where torch may be absent: in float32.
+    """
+    device = _device(bank)
+    if device.type != "cpu" or len(bank) < _LEAST_SCREENED:
+        return None
+    dimensions, is_tensor = bank.shape[1], not isinstance(bank, np.ndarray)
+    if is_tensor and dimensions > AXES["bfloat16"] and has_bf16(device):
+        return "bfloat16"
+    return "float32" if dimensions > AXES["float32"] else None
+
+
+def _device(values: Array) -> torch.device:
+    return CPU if isinstance(values, np.ndarray) else values.device
+
+
+def _take_least(bounds: Array, rows: Array) -> Array:
+    """The column (Q,) of each row's least bound, which becomes larger than any other."""
+    columns = bounds.argmin(1)
+    bounds[rows, columns] = np.iinfo(np.int16).max if bounds.dtype == np.int16 else np.inf
+    return columns
+
+
+def _places(mask: Array) -> tuple[Array, Array]:
+    """Rows and columns of what is True; a third of the time that `nonzero` of two axes takes."""
+    flat = module_of(mask).argwhere(mask.reshape(-1))[:, 0]
+    return flat // mask.shape[1], flat % mask.shape[1]
+
+
+def _first_of_each(rows: Array, values: Array, k: int) -> Array:
+    """The places (Q, k) of the k least values of each row, ascending.
+
+    Args:
+        rows: (n,) int64; each of the numbers from 0 to Q − 1 occurs k times at least.
+        values: (n,).
+        k: how many.
+    """
+    xp, order = module_of(values), _ascending(values)
+    order = order[_ascending(rows[order])]
+    counts = xp.bincount(rows)
+    starts = counts.cumsum(0) - counts
+    return xp.stack([order[starts + place] for place in range(k)], 1)
+
+
+def _ascending(values: Array) -> Array:
+    """The order along the last axis, equal values as they come."""
+    if isinstance(values, np.ndarray):
+        return values.argsort(kind="stable")
+    return values.argsort(stable=True)

@@ -1,1 +1,0 @@
-"""Learn, keep, ask: good images -> a detector -> a model folder, and predictions."""

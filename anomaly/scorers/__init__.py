@@ -1,1 +1,0 @@
-"""Scorers: what good patches look like, and how far a patch is from that."""

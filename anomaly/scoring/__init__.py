@@ -1,0 +1,1 @@
+"""Images -> predictions: the stages of a trained model, wired to one another."""

@@ -1,0 +1,163 @@
+"""Patch scores -> anomaly maps at the network's size, and image scores: tensors or numpy arrays.
+
+`anomaly.maps.anomaly_map` makes the map in an image's own pixels, by the same matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.arrays import Array, like, module_of
+from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.loading import NetworkInput, turned
+from anomaly.imaging.region import Region, counted
+from anomaly.maps.anomaly_map import upsample_and_smooth
+
+_BORDER = 24.0  # network pixels
+
+
+def network_map(
+    scores: Array, size: tuple[int, int], smoothing: float, inside: Array | None = None
+) -> Array:
+    """Anomaly maps at the size of the network's input.
+
+    Args:
+        scores: patch scores (B, h, w).
+        size: (H, W).
+        smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
+        inside: (B, h, w) bool, the patches that count; None for all.
+
+    Returns:
+        (B, H, W) float32, in score units, on the device of `scores`; NaN on patches that don't
+        count.
+    """
+    height, width = scores.shape[1:]
+    rows = like(upsample_and_smooth(height, size[0], smoothing), scores)
+    columns = like(upsample_and_smooth(width, size[1], smoothing), scores).T
+    if inside is None:
+        return rows @ scores @ columns
+    where = module_of(scores).where
+    weights = rows @ (inside * like(np.ones(1, np.float32), scores)) @ columns
+    # Beyond the blur's reach of all of them nothing counts, and 0 / 0 has no gradient.
+    maps = rows @ where(inside, scores, 0.0) @ columns / where(weights > 0, weights, 1.0)
+    shown = inside[:, _nearest(height, size[0])][:, :, _nearest(width, size[1])]
+    return where(shown, maps, math.nan)
+
+
+def _nearest(patches: int, size: int) -> list[int]:
+    """Which patch of an axis each pixel of it lies on."""
+    return [(2 * i + 1) * patches // (2 * size) for i in range(size)]
+
+
+def with_border_damped(scores: Array, size: tuple[int, int], damping: float) -> Array:
+    """Patch scores of which those near the image's border are lowered: s · (1 − δ·(1 − d/24)).
+
+    d is how far a patch's centre is from the nearest border, 24 network pixels at most. What a
+    network makes of the border comes in part from the zeros that it pads images with.
+
+    Args:
+        scores: (B, h, w), tensors or numpy arrays; NaN and infinite values stay.
+        size: (H, W) of the network's input.
+        damping: δ, from 0, which changes nothing, to 1.
+
+    Returns:
+        Like `scores`.
+    """
+    if damping == 0:
+        return scores
+    away = [_from_border(n, s) for n, s in zip(scores.shape[1:], size, strict=True)]
+    near = np.maximum(0.0, 1.0 - np.minimum(away[0][:, None], away[1]) / _BORDER)
+    damped: Array = scores * like((1.0 - damping * near).astype(np.float32), scores)
+    return damped
+
+
+def _from_border(patches: int, size: int) -> NDArray[np.float64]:
+    """Pixels between the centres of an axis's patches and the nearer end of it."""
+    centres = (np.arange(patches) + 0.5) * size / patches
+    return np.minimum(centres, size - centres)
+
+
+def image_scores(scores: Array, maps: Array, how: str) -> Array:
+    """One score for each image.
+
+    Args:
+        scores: patch scores (B, h, w); NaN doesn't count.
+        maps: network maps (B, H, W); NaN doesn't count.
+        how: `max` of the patch scores before any blur, `top_percent` for the mean of the highest
+            1 % of them (at least one); `map_max` and `map_top_percent` of the blurred map's values;
+            `map_top_relative` for the latter over the median of the patch scores.
+
+    Returns:
+        (B,) float32.
+    """
+    if how == "map_top_relative":
+        best = image_scores(scores, maps, "map_top_percent")
+        return best / _medians(scores).clip(float(np.finfo(np.float32).tiny))
+    xp, values = module_of(scores), maps if how.startswith("map_") else scores
+    flat = values.reshape(len(values), -1)
+    flat = xp.where(xp.isnan(flat), -math.inf, flat)
+    if how.endswith("top_percent"):
+        counted = (flat > -math.inf).sum(1).tolist()
+        best = [_highest(row, max(1, round(n / 100))) for row, n in zip(flat, counted, strict=True)]
+        return xp.stack([b.mean() for b in best])
+    return xp.amax(flat, 1)
+
+
+def _medians(scores: Array) -> Array:
+    """The median (B,) of patch scores (B, h, w), the lower of two; NaN doesn't count, 1 of none."""
+    xp, flat = module_of(scores), scores.reshape(len(scores), -1)
+    counts = (~xp.isnan(flat)).sum(1)
+    flat = xp.where(xp.isnan(flat), math.inf, flat)
+    ordered = flat.sort(1).values if xp is not np else np.sort(flat, 1)
+    middle = (counts - 1).clip(0) // 2
+    return xp.where(counts > 0, ordered[list(range(len(flat))), middle], 1.0)
+
+
+def _highest(values: Array, count: int) -> Array:
+    if isinstance(values, np.ndarray):
+        return np.partition(values, len(values) - count)[len(values) - count :]
+    return values.topk(count).values
+
+
+def inside_of(
+    batch: Sequence[NetworkInput], embeddings: Array, region: Region | None
+) -> Array | None:
+    """Which patches (B, h, w) of embeddings (B, h, w, D) count; None for all.
+
+    Raises:
+        DataError: none of an image's patches does.
+    """
+    return inside([(item.layout, item.tile, item.turn) for item in batch], embeddings, region)
+
+
+def inside(
+    pieces: Sequence[tuple[AnyView, tuple[int, int], int]], embeddings: Array, region: Region | None
+) -> Array | None:
+    """Which patches of images count, by their layouts and tiles.
+
+    Args:
+        pieces: how each image became the network's input, which tile of it this is, and how that
+            was turned, see `anomaly.imaging.loading`.
+        embeddings: (B, h, w, D), a tensor or an array; so is the result.
+        region: what of each image counts; None for all of it.
+
+    Returns:
+        (B, h, w) bool; None for all.
+
+    Raises:
+        DataError: none of an image's patches counts.
+    """
+    if region is None:
+        return None
+    height, width = embeddings.shape[1], embeddings.shape[2]
+    masks = [
+        turned(
+            counted(region, layout, tile, (width, height) if turn % 2 else (height, width)), turn
+        )
+        for layout, tile, turn in pieces
+    ]
+    return like(np.stack(masks), embeddings)

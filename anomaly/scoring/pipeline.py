@@ -1,0 +1,292 @@
+"""Model: the stages from network inputs to predictions, and how they were made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from anomaly.arrays import Array, as_numpy, module_of
+from anomaly.backbones.engine import ExportedNetwork
+from anomaly.calibration import Thresholds
+from anomaly.config.schema import METHODS, Config
+from anomaly.errors import DataError
+from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.loading import NetworkInput, Preprocessing
+from anomaly.imaging.region import Region
+from anomaly.methods.base import PatchScores
+from anomaly.scoring.build import loading_of
+from anomaly.scoring.image_score import image_scores, inside_of, network_map, with_border_damped
+from anomaly.scoring.image_statistics import Appearance, AppearanceModel, appearances_of
+from anomaly.scoring.prediction import Patches, Prediction
+from anomaly.scoring.predictor import Predictor
+
+if TYPE_CHECKING:
+    import torch
+
+    from anomaly.backbones.embedder import Embedder
+    from anomaly.backbones.extractor import FeatureExtractor
+    from anomaly.backbones.registry import Normalisation
+    from anomaly.methods.base import Scorer
+
+
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """What the backbone makes of a few images or tiles of one network size.
+
+    Attributes:
+        embeddings: (B, h, w, D).
+        inside: (B, h, w) bool, the patches that count; None for all.
+        looks: what each is like as a whole.
+    """
+
+    embeddings: Array
+    inside: Array | None
+    looks: Sequence[Appearance]
+
+    def only(self, places: Sequence[int]) -> Embedded:
+        """Those at some of the places, which ascend."""
+        if len(places) == len(self.looks):
+            return self
+        some = list(places)
+        inside = None if self.inside is None else self.inside[some]
+        return Embedded(self.embeddings[some], inside, [self.looks[i] for i in some])
+
+
+@dataclass(frozen=True, eq=False)
+class Model(Predictor):
+    """A trained model: backbone, alignment, patch scores, image scores, predictions.
+
+    Nothing in it changes while it runs, so threads may share it. Embeddings and patch scores are
+    tensors; numpy arrays where an `ExportedNetwork` and an `ArrayScorer` stand in for extractor and
+    scorer, with nothing to normalise, and torch may be absent.
+
+    Attributes:
+        config: all settings; `config.data` isn't read.
+        extractor: the truncated backbone.
+        normalise: what the backbone expects of its input.
+        scorer: what good patches look like.
+        thresholds: None where there were no good images to find them with.
+        device: where the network and the scorer are.
+        region: what of each image counts; None for all of it.
+        aspect: H/W that images have to have; None for any.
+        appearance: what images look like as a whole; None where there were too few to tell.
+        manifest: what the model folder says, or will say, of how the model was made.
+        model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
+            for one that hasn't been saved.
+        folder: the model folder that it was loaded from; None where there is none.
+        history: earlier changes of thresholds, in lines of JSON: that folder's history.jsonl.
+        changes: of thresholds since; saving adds them to the history.
+    """
+
+    config: Config
+    extractor: FeatureExtractor
+    normalise: Normalisation
+    scorer: Scorer
+    thresholds: Thresholds | None
+    device: torch.device
+    region: Region | None = None
+    aspect: float | None = None
+    appearance: AppearanceModel | None = None
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    model_id: str = ""
+    folder: Path | None = None
+    history: bytes = b""
+    changes: tuple[Mapping[str, Any], ...] = ()
+
+    def __repr__(self) -> str:
+        network, count = self.config.backbone.name, len(self.manifest.get("training_images", ()))
+        said = f"{self.method} on {network}, {count} good images, {self.device.type}"
+        return f"<Model {self.config.name}: {said}>"
+
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """The models that may score an image, by product: this one alone, by an empty name."""
+        return {"": self}
+
+    def product_of(self, look: Appearance) -> tuple[str, str]:
+        """The product that an image shows: a single model has one, which needs no name.
+
+        Args:
+            look: the image as a whole.
+
+        Returns:
+            An empty name; and why a person has to look at the image, whatever its score, empty
+            where there is no reason.
+        """
+        return "", self.reason_to_look(look)
+
+    @property
+    def name(self) -> str:
+        """The model's name in its config."""
+        return self.config.name
+
+    @property
+    def method(self) -> str:
+        """The method's name in the literature."""
+        return METHODS[self.config.model.kind].title
+
+    @property
+    def unit(self) -> str:
+        """What the scores are, for people."""
+        return self.scorer.unit
+
+    def rates(
+        self, review_rate: float | None = None, reject_rate: float | None = None
+    ) -> tuple[float, float]:
+        """Shares of good parts for review and for rejection, to find thresholds for.
+
+        Args:
+            review_rate: that may not be called good; by default that of the present thresholds,
+                else the config's.
+            reject_rate: that may be rejected; by default as well.
+
+        Returns:
+            Both; a rejected part isn't called good either, so the second is at most the first.
+
+        Raises:
+            DataError: both are given and contradict each other, or one isn't between 0 and 1.
+        """
+        for name, value in (("review", review_rate), ("false-reject", reject_rate)):
+            if value is not None and not 0 < value < 1:
+                raise DataError(
+                    f"the {name} rate is {value:g}; it must be between 0 and 1 (0.01: 1 %)"
+                )
+        config, now = self.config.calibration, self.thresholds
+        review = review_rate or (now and now.calibration.review.target) or config.review_rate
+        reject = reject_rate or (now and now.calibration.reject.target) or config.reject_rate
+        if reject <= review:
+            return review, reject
+        if review_rate is not None and reject_rate is not None:
+            raise DataError(
+                f"the false-reject rate {reject:g} is above the review rate {review:g}; what is "
+                "rejected is never called good"
+            )
+        # One of them gives way: the one that wasn't given, or the rate of rejection.
+        return (reject, reject) if reject_rate is not None else (review, review)
+
+    @cached_property
+    def loading(self) -> Preprocessing:
+        """How files become network inputs."""
+        network = self.extractor
+        return loading_of(
+            self.config, network.coarsest_stride, self.region, self.aspect, network.patch
+        )
+
+    @cached_property
+    def embedder(self) -> Embedder:
+        """How network inputs become patch embeddings."""
+        if isinstance(self.extractor, ExportedNetwork):
+            return cast(Any, self.extractor)
+        from anomaly.backbones.embedder import Embedder
+
+        return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
+
+    def embedded(self, batch: Sequence[NetworkInput]) -> Embedded:
+        """What the backbone makes of images or tiles of one network size.
+
+        Raises:
+            DataError: the region to look at holds none of an image's patches.
+        """
+        embeddings = self.embedder(batch)
+        inside = inside_of(batch, embeddings, self.region)
+        return Embedded(embeddings, inside, appearances_of(batch, embeddings, inside))
+
+    def patches_of(self, embedded: Embedded, layout: AnyView) -> tuple[list[Patches], list[float]]:
+        """Patches and image scores of images or tiles.
+
+        Args:
+            embedded: theirs.
+            layout: how the image was turned into the network's inputs that they come from.
+
+        Raises:
+            DataError: the scorer doesn't take their grid.
+        """
+        found, scores = self.score_patches(embedded.embeddings, layout, embedded.inside)
+        nearest = None if found.nearest is None else as_numpy(found.nearest)
+        patches = [
+            Patches(p, None if nearest is None else nearest[i])
+            for i, p in enumerate(as_numpy(found.scores))
+        ]
+        return patches, scores.tolist()
+
+    def prediction(
+        self,
+        item: NetworkInput,
+        look: Appearance,
+        patches: Patches,
+        score: float,
+        product: str,
+        reason: str,
+    ) -> Prediction:
+        """What is made of one image.
+
+        Args:
+            item: the image.
+            look: what it is like as a whole.
+            patches: its own, those of all its tiles together.
+            score: its image score.
+            product: that it was scored as; empty for a model that isn't one of several.
+            reason: why a person has to look at it; empty where nothing is the matter.
+        """
+        return Prediction(
+            index=item.index,
+            path=item.path,
+            sha256=item.sha256,
+            image=item.image,
+            view=item.view,
+            patch_scores=patches.scores,
+            nearest=patches.nearest,
+            score=score,
+            smoothing=self.config.model.smoothing,
+            halo_damping=self.config.model.halo_damping,
+            loading=self.loading,
+            look=look,
+            thresholds=self.thresholds,
+            reason=reason,
+            product=product,
+        )
+
+    def reason_to_look(self, look: Appearance) -> str:
+        """Why a person has to look at an image, whatever its score; empty where none does."""
+        if look.blank or self.appearance is None:
+            return look.blank
+        turned = self.config.model.turned_copies != "none"
+        return self.appearance.deviation(look, turned=turned)
+
+    def score_patches(
+        self, embeddings: Array, layout: AnyView, inside: Array | None = None
+    ) -> tuple[PatchScores, Array]:
+        """Score patch embeddings.
+
+        Args:
+            embeddings: (B, h, w, D), as `embedder` makes them.
+            layout: how the image was turned into the network's inputs that they come from.
+            inside: (B, h, w) bool, the patches that count; None for all.
+
+        Returns:
+            The patch scores, NaN where they don't count, and the image scores (B,) float32; -inf
+            where no patch counts, which only a tile can have, and NaN where the score of one that
+            counts isn't a finite number.
+        """
+        model, xp = self.config.model, module_of(embeddings)
+        how = self.config.image_score_in_force
+        patches = self.scorer.score(embeddings)
+        shown, broken = patches, ~xp.isfinite(patches.scores)
+        values = self.scorer.weighted(patches)
+        if layout.whole:  # the borders of tiles lie amid the image
+            values = with_border_damped(values, layout.size, model.border_damping)
+        if inside is not None:
+            shown = replace(patches, scores=xp.where(inside, patches.scores, math.nan))
+            broken &= inside
+        if how in METHODS[model.kind].image_scores:
+            counted = values if inside is None else xp.where(inside, values, -math.inf)
+            scores = self.scorer.image_scores(embeddings, replace(patches, scores=counted))
+        else:
+            maps = network_map(values, layout.size, model.smoothing, inside)
+            counted = values if inside is None else xp.where(inside, values, math.nan)
+            scores = image_scores(counted, maps, how)
+        return shown, xp.where(broken.reshape(len(broken), -1).any(1), math.nan, scores)

@@ -1,0 +1,194 @@
+"""What a detector makes of one image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.calibration import Thresholds
+from anomaly.errors import ImageError, ModelError
+from anomaly.imaging.decoder_pool import load_shared
+from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
+from anomaly.imaging.read import Image, described
+from anomaly.maps.anomaly_map import SourceMap
+from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
+from anomaly.maps.regions import MarkedRegion, marked_regions, outlined_areas, predicted_mask
+from anomaly.scoring.image_statistics import Appearance
+
+_NOTEBOOK_PIXELS = 600_000
+
+
+@dataclass(frozen=True, eq=False)
+class Patches:
+    """Scores and nearest bank vectors of an image's patches, (h, w) each."""
+
+    scores: NDArray[np.float32]
+    nearest: NDArray[np.int64] | None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prediction:
+    """What a detector makes of one image.
+
+    Attributes:
+        index: the image's place among those that were given.
+        path: its file; None for pixels that came from memory.
+        sha256: of the file's bytes; of the pixels where there is no file.
+        image: the decoded image; None for a file, which `heatmap` reads again.
+        view: how the network saw it.
+        patch_scores: (h, w) float32, distances; higher is more anomalous. NaN doesn't count. With
+            tiles, the mosaic of their patches.
+        nearest: (h, w) int64, the nearest bank vector of each patch; None without a bank.
+        score: the image score, in the same unit; with tiles, the highest of theirs.
+        smoothing: of the anomaly map, in network pixels.
+        halo_damping: how much a patch beside a higher one is lowered on the anomaly map.
+        loading: how the image was turned into the network's input, what of it counts included.
+        look: what the image is like as a whole.
+        thresholds: the model's; None where it has none.
+        reason: why a person has to look whatever the score: the image isn't like the training
+            images at all, it is blank, or it looks like another product than the one that was
+            named. Empty where nothing of that is so.
+        product: that it was scored as; empty for a model that isn't one of several.
+    """
+
+    index: int
+    path: Path | None
+    sha256: str
+    image: Image | None
+    view: AnyView
+    patch_scores: NDArray[np.float32]
+    nearest: NDArray[np.int64] | None
+    score: float
+    smoothing: float
+    halo_damping: float
+    loading: Preprocessing
+    look: Appearance
+    thresholds: Thresholds | None = None
+    reason: str = ""
+    product: str = ""
+
+    def __repr__(self) -> str:
+        limit = "" if self.thresholds is None else f" (reject above {self.thresholds.image:.4g})"
+        said = "".join(f"{one}, " for one in (self.product, self.verdict) if one)
+        reason = f"; {self.reason}" if self.reason else ""
+        return f"<Prediction of {self.name}: {said}score {self.score:.4g}{limit}{reason}>"
+
+    @property
+    def name(self) -> str:
+        """What messages call the image: its path, or its place among those given."""
+        return described(self.index, self.path)
+
+    @property
+    def verdict(self) -> str:
+        """`good`, `review` or `reject`; `review` for what isn't our part, whatever its score.
+
+        Empty where there are no thresholds and nothing is said against the image.
+        """
+        return verdict(self.score, self.thresholds, self.reason)
+
+    @property
+    def calibrated_score(self) -> float | None:
+        """How rare the score is among good parts, in powers of ten; None without thresholds."""
+        return None if self.thresholds is None else self.thresholds.calibrated(self.score)
+
+    @cached_property
+    def source_map(self) -> SourceMap:
+        """The anomaly map, made when it is called, all rows or some: it may not fit into memory."""
+        region = self.loading.region
+        return SourceMap(self.patch_scores, self.view, self.smoothing, self.halo_damping, region)
+
+    @cached_property
+    def anomaly_map(self) -> NDArray[np.float32]:
+        """(H0, W0) float32 in score units, in the image's own pixels.
+
+        NaN where a crop hid the image from the network and outside the region to look at.
+        """
+        return self.source_map()
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """(H0, W0), True where a defect is: around each peak above the pixel threshold.
+
+        Raises:
+            ModelError: the model has no thresholds.
+        """
+        return predicted_mask(self._held_map, self._limits().pixel) > 0
+
+    @property
+    def regions(self) -> tuple[MarkedRegion, ...]:
+        """The connected parts of `mask`, in original pixels, the highest peak first.
+
+        Raises:
+            ModelError: the model has no thresholds.
+        """
+        return marked_regions(self.mask.view(np.uint8), self._held_map)
+
+    def heatmap(self) -> RgbImage:
+        """The image under its anomaly map, (H0, W0, 3) uint8 RGB, as `infer` draws it.
+
+        Without thresholds, marking starts at the image's own highest patch score. A file is read
+        again.
+
+        Raises:
+            ImageError: it can't be read any more, or was changed.
+        """
+        limits = self.thresholds
+        limit = float(np.nanmax(self.patch_scores)) if limits is None else limits.pixel
+        review = None if limits is None else limits.review_pixel
+        rejected = self.verdict == "reject"
+        found = self.source_map.held()
+        areas = outlined_areas(found, limit, review, rejected=rejected)
+        return heatmap(self._decoded(), found, limit, areas)
+
+    def _repr_png_(self) -> bytes | None:
+        """What a notebook shows: the heatmap, made smaller where it is large."""
+        try:
+            picture = self.heatmap()
+        except ImageError:  # the file has gone; the text remains
+            return None
+        height, width = picture.shape[:2]
+        scale = (_NOTEBOOK_PIXELS / (height * width)) ** 0.5
+        if scale < 1:
+            size = max(1, round(width * scale)), max(1, round(height * scale))
+            picture = np.asarray(cv2.resize(picture, size, interpolation=cv2.INTER_AREA), np.uint8)
+        return encode_png(picture)
+
+    @property
+    def _held_map(self) -> SourceMap:
+        return replace(self.source_map, values=self.anomaly_map)
+
+    def _limits(self) -> Thresholds:
+        if self.thresholds is None:
+            raise ModelError(
+                "the model has no thresholds, so nothing says where marking starts; find some with "
+                "detector.calibrate(good_images)"
+            )
+        return self.thresholds
+
+    def _decoded(self) -> Image:
+        if self.image is not None:
+            return self.image
+        assert self.path is not None
+        (item,) = load_shared([(self.index, self.path)], self.loading, keep_image=True)
+        if isinstance(item, UnusableImage):
+            raise ImageError(item.reason, item.status)
+        assert isinstance(item, NetworkInput)
+        if item.sha256 != self.sha256:
+            raise ImageError(f"{self.path} was changed since it was scored; predict it again")
+        return item.decoded
+
+
+def verdict(score: float, thresholds: Thresholds | None, reason: str) -> str:
+    """`good`, `review` or `reject` for a score; `review` where there is a reason to look.
+
+    Empty where there is neither a reason nor a threshold.
+    """
+    if reason:
+        return "review"
+    return "" if thresholds is None else thresholds.verdict(score)

@@ -1,0 +1,281 @@
+"""The folder that a model lives in: where it is, whether its files are whole, and its id.
+
+Knows files and hashes; what is in them is `anomaly.storage.load`'s business.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from anomaly.errors import ModelError, OutputError, why
+from anomaly.files.outputs import is_model
+from anomaly.files.writing import draft_of, like, sha256_of
+from anomaly.storage.manifest import AGAIN, MANIFEST
+
+log = logging.getLogger(__name__)
+
+HISTORY = "history.jsonl"
+EXPORT = "export.json"  # only where a model was exported for another engine
+BACKBONE, SCORER, USUAL = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
+
+
+def find_model(folder: str | Path, *, exported: bool = True) -> Path:
+    """The model folder meant by itself, or by the run that holds it as `model/`.
+
+    Args:
+        folder: the folder.
+        exported: whether it may be an exported model.
+
+    Raises:
+        ModelError: there is none; or the folder is one of runs, of which one lacks its manifest.
+    """
+    folder = Path(folder)
+    if (found := _model_at(folder)) is not None:
+        if not exported and (found / EXPORT).exists():
+            raise ModelError(
+                f"{found} is an exported model, which stays as it is; give the model "
+                "folder that it was exported from, and export that again"
+            )
+        return found
+    if inside := _models_inside(folder):
+        first = folder / next(iter(inside))
+        if len(inside) == 1:
+            raise ModelError(f"{folder} is a folder of runs that holds one; give that: {first}")
+        raise ModelError(
+            f"{folder} holds several models ({', '.join(inside)}); give one of them, {first} say"
+        )
+    if not folder.exists():
+        raise ModelError(
+            f"no model at {folder}: there is nothing of that name{like(folder)}; train one first"
+        )
+    if folder.is_file():
+        raise ModelError(f"{folder} is a file; give the model's folder, or the run that it is in")
+    raise ModelError(
+        f"{folder} holds no model (no {MANIFEST} in it or in its model/); "
+        "give the folder that `train` wrote"
+    )
+
+
+def find_models(folder: Path) -> dict[str, Path]:
+    """The models in a folder: each subfolder that is one or is a run, else the folder itself.
+
+    Returns:
+        Their folders by name, which is the subfolder's.
+
+    Raises:
+        ModelError: there is none, or one lacks its manifest.
+    """
+    return _models_inside(folder) or {folder.absolute().name: find_model(folder)}
+
+
+def product_folders(folder: Path) -> list[str]:
+    """The subfolders of a folder of runs that hold runs themselves, of several products say."""
+    found = []
+    for entry in [] if _model_at(folder) else _subfolders(folder):
+        with suppress(ModelError):
+            if find_products(entry):
+                found.append(entry.name)
+    return found
+
+
+def find_products(folder: str | Path) -> dict[str, Path]:
+    """The models of a folder that isn't one itself, by product; empty for a model or a run.
+
+    A folder of a single run is that of one product: a config may list one, and others may follow.
+
+    Raises:
+        ModelError: there is none, or one lacks its manifest.
+    """
+    folder = Path(folder)
+    if _model_at(folder) is None and (found := _models_inside(folder)):
+        return found
+    find_model(folder)
+    return {}
+
+
+def check_run_folder(folder: Path, sources: Iterable[Path] = ()) -> None:
+    """See that a folder may become a run: among runs it would hide them, see `find_products`.
+
+    Args:
+        folder: it needn't exist.
+        sources: the model folders that the run's model is made of.
+
+    Raises:
+        OutputError: it is one of the sources, or its run; or it holds runs, and is none.
+        ModelError: it holds parts of one.
+    """
+    place = folder.resolve()
+    if any(place in (one.resolve(), one.resolve().parent) for one in sources):
+        raise OutputError(
+            f"{folder} is a model that the new one is made of, which stays; name another folder"
+        )
+    if _model_at(folder) is None and (inside := _models_inside(folder)):
+        raise OutputError(
+            f"{folder} holds the runs {', '.join(list(inside)[:5])}"
+            f"{' …' if len(inside) > 5 else ''}, which a model in it would hide; name one of them, "
+            "or a new folder"
+        )
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    """The subfolders that may be models or runs, by name; none of a folder that can't be read."""
+    try:
+        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    except OSError:  # not ours to read
+        return []
+    return [
+        entry
+        for entry in entries
+        if entry.is_dir() and entry.name != "model" and not entry.name.startswith(".")
+    ]
+
+
+def _models_inside(folder: Path) -> dict[str, Path]:
+    """The model folders of the subfolders that are one or are a run, by the subfolder's name.
+
+    Raises:
+        ModelError: a subfolder holds other parts of a model, but no manifest.
+    """
+    found = {entry.name: _model_at(entry) for entry in _subfolders(folder)}
+    # Images of a product that is left out would be scored as those of the others.
+    if halves := [name for name, place in found.items() if not place and _is_half(folder / name)]:
+        raise ModelError(
+            f"{folder / halves[0]} holds parts of a model, but no {MANIFEST} in it or in its "
+            f"model/; {AGAIN}, or move it out of {folder}"
+        )
+    return {name: place for name, place in found.items() if place is not None}
+
+
+def _is_half(folder: Path) -> bool:
+    """Whether a folder without a manifest is what a broken copy of a model or a run leaves."""
+    model = folder / "model"
+    if model.is_dir() and all(entry.name.startswith(".") for entry in model.iterdir()):
+        return True  # the folder was made, and nothing is in it yet
+    names = (BACKBONE, SCORER, USUAL, EXPORT)
+    parts = [place / name for place in (folder, model) for name in names]
+    return any(file.is_file() for file in (folder / "train.json", *parts))
+
+
+def _model_at(folder: Path) -> Path | None:
+    for candidate in (folder / "model", folder):
+        if (candidate / MANIFEST).is_file():
+            return candidate
+    return None
+
+
+def check_files(
+    folder: Path, expected: Mapping[str, Mapping[str, Any]], unlisted: Iterable[str] = ()
+) -> None:
+    """Compare every file of a model folder with what is recorded of it.
+
+    Args:
+        folder: the model folder.
+        expected: size and sha256 of each file that belongs there, by name.
+        unlisted: further files that do, besides the manifest and the history.
+
+    Raises:
+        ModelError: a file is missing, was changed or doesn't belong.
+    """
+    # Finder and Explorer leave their own files in every folder they show.
+    present = {f.name for f in folder.iterdir() if not f.name.startswith(".")} - {
+        MANIFEST,
+        HISTORY,
+        "Thumbs.db",
+        "desktop.ini",
+        *unlisted,
+    }
+    if missing := sorted(set(expected) - present):
+        raise ModelError(f"{folder} lacks {', '.join(missing)}; {AGAIN}")
+    if foreign := sorted(present - set(expected)):
+        raise ModelError(
+            f"{folder} holds {', '.join(foreign)}, which isn't part of the model; remove it there"
+        )
+    for name, record in expected.items():
+        try:
+            if (folder / name).stat().st_size != record["bytes"]:
+                raise ModelError(
+                    f"{folder / name} has another size than when it was written; {AGAIN}"
+                )
+            if sha256_of(folder / name) != record["sha256"]:
+                raise ModelError(f"{folder / name} was changed since it was written; {AGAIN}")
+        except OSError as error:
+            raise ModelError(f"{folder / name} can't be read: {error.strerror}; {AGAIN}") from None
+
+
+def model_id(folder: Path) -> str:
+    """The first 16 digits of the manifest's sha256; the manifest vouches for all the rest."""
+    return sha256_of(folder / MANIFEST)[:16]
+
+
+def claim_model(folder: Path, *, overwrite: bool) -> None:
+    """See that a model may be written to a folder; nothing is deleted.
+
+    Args:
+        folder: it needn't exist.
+        overwrite: whether a model that is there may be replaced.
+
+    Raises:
+        OutputError: there is something, and it mayn't be replaced, or is no model.
+    """
+    if not folder.exists():
+        return
+    if not overwrite:
+        raise OutputError(
+            f"{folder} exists already; give another --output or add --overwrite (overwrite=True)"
+        )
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else None
+    if names is None or (names and not is_model(folder, names)):
+        raise OutputError(
+            f"{folder} is no model, so none is written over it; move it away or give another place"
+        )
+
+
+def file_entry(file: Path) -> dict[str, Any]:
+    """What a manifest says about a file."""
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+
+
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A draft beside `folder` that takes its name at the end, or vanishes on an error.
+
+    A folder of that name is replaced; whatever stops that, the one or the other is there, whole.
+    Where the name is a link, it stays one, and the folder that it leads to is replaced.
+
+    Raises:
+        OutputError: it can't be written.
+    """
+    place = folder.resolve()
+    draft, old = draft_of(place), draft_of(place)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir()
+        yield draft
+        if place.is_dir():
+            place.rename(old)
+        draft.rename(place)
+    except (OSError, SafetensorError) as error:
+        said = why(error) if isinstance(error, OSError) else "is the disk full?"
+        raise OutputError(f"{folder} can't be written: {said}") from None
+    finally:
+        if old.exists() and not place.exists():  # stopped between one name and the other
+            old.rename(place)
+        shutil.rmtree(draft, ignore_errors=True)
+        _remove(old)
+
+
+def _remove(old: Path) -> None:
+    """Delete a folder that was replaced, if there is one; one that can't be is only in the way."""
+    try:
+        shutil.rmtree(old)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s, which was replaced, can't be deleted: %s", old, why(error))

@@ -1,0 +1,390 @@
+"""Model folders -> models: one, or one for each of several products."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from anomaly.backbones.engine import ExportedNetwork
+from anomaly.config.load import parse_config
+from anomaly.config.schema import METHODS, Config
+from anomaly.errors import AnomalyError, ModelError, needs_training, some
+from anomaly.imaging.decoder_pool import read_mask
+from anomaly.runtime.devices import CPU, device_of, has_bf16
+from anomaly.scoring.build import (
+    MASKS,
+    as_of_today,
+    flat,
+    has_two_banks,
+    portable,
+    region_of,
+    scorer_of,
+)
+from anomaly.scoring.image_statistics import LEAST_IMAGES, AppearanceModel
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.products import AnyModel, ProductSet, check_product
+from anomaly.storage.exported import exported_stages, files_of, open_network, read_export
+from anomaly.storage.folder import (
+    BACKBONE,
+    EXPORT,
+    SCORER,
+    USUAL,
+    check_files,
+    find_model,
+    find_products,
+    model_id,
+)
+from anomaly.storage.manifest import AGAIN, agree, check_together, read_manifest
+from anomaly.storage.thresholds import read_history, read_thresholds
+from anomaly.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from anomaly.backbones.extractor import FeatureExtractor
+
+
+log = logging.getLogger(__name__)
+
+
+def load_model(
+    folder: str | Path,
+    device: str | torch.device = "auto",
+    precision: str | None = None,
+    *,
+    like: Model | None = None,
+) -> Model:
+    """Read a model folder, checking every file against the manifest.
+
+    Args:
+        folder: the model folder, or the run that holds it as `model/`.
+        device: where the network and the scorer go: `auto` (the GPU where there is one), `cpu`,
+            `cuda`, or a torch device.
+        precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
+        like: a model of the same network, which is then in memory once; None to read it.
+
+    Raises:
+        AnomalyError: a GPU was asked for and isn't there; or the model isn't an exported one, and
+            torch isn't installed.
+        ModelError: no model there, made by something else, or a file is missing, changed or
+            doesn't belong; or there is no such precision.
+    """
+    if precision not in (None, "fp32", "bf16"):
+        raise ModelError(f"precision {precision!r}: give 'fp32' or 'bf16'")
+    folder = find_model(folder)
+    manifest, export = read_manifest(folder), read_export(folder)
+    chosen = _device(folder, export, device)
+    check_files(folder, files_of(manifest, export), [EXPORT] if export else [])
+    config = config_in(folder, manifest)
+    network = _exported(folder, manifest, export, precision, like) if export else None
+    try:
+        stages = (
+            exported_stages(network, folder, config)
+            if network
+            else _computed_stages(folder, manifest, config, chosen, precision, like)
+        )
+        looks = folder / USUAL
+        images = len(manifest["training_images"])
+        appearance = (
+            AppearanceModel.from_tensors(load_file(looks), images) if looks.is_file() else None
+        )
+        thresholds = read_thresholds(folder)
+        region = region_of(config.image, folder, read_mask)
+    except SafetensorError:
+        raise ModelError(f"{folder}: a .safetensors file in it is damaged; {AGAIN}") from None
+    except (OSError, AnomalyError) as error:
+        # The hashes fit, so the folder is as it was written: by another version, perhaps.
+        raise _unreadable(folder, manifest, error) from None
+    check_together(folder, manifest, stages["scorer"], appearance)
+    return Model(
+        config=config,
+        **stages,
+        thresholds=thresholds,
+        region=region,
+        aspect=manifest["aspect"],
+        appearance=appearance,
+        manifest=manifest,
+        model_id=model_id(folder),
+        folder=folder,
+        history=read_history(folder),
+    )
+
+
+def _device(
+    folder: Path, export: dict[str, Any] | None, wanted: str | torch.device
+) -> torch.device:
+    """The device that a model computes on.
+
+    Raises:
+        ModelError: an export was to compute elsewhere.
+        AnomalyError: there is no such device here, or no torch, which the model needs.
+    """
+    if export is None:
+        try:
+            return device_of(wanted)
+        except ModuleNotFoundError as error:
+            raise needs_training(str(folder), error) from None
+    if str(wanted) not in ("auto", "cpu"):
+        raise ModelError(f"{folder}: an exported model computes on the CPU; choose that device")
+    return CPU
+
+
+def _exported(
+    folder: Path,
+    manifest: dict[str, Any],
+    export: dict[str, Any],
+    precision: str | None,
+    like: Model | None,
+) -> ExportedNetwork:
+    """The exported network, asked for nothing but what it was compared in."""
+    if precision not in (None, export["precision"]):
+        raise ModelError(
+            f"{folder} was exported in {export['precision']}; to have it in {precision}, export "
+            f"the model again with --precision {precision}"
+        )
+    if like is not None and isinstance(like.extractor, ExportedNetwork):
+        return like.extractor
+    return open_network(folder, manifest, export)
+
+
+def _computed_stages(
+    folder: Path,
+    manifest: dict[str, Any],
+    config: Config,
+    device: torch.device,
+    precision: str | None,
+    like: Model | None,
+) -> dict[str, Any]:
+    """A detector's stages in torch: the truncated network with its weights, and the scorer."""
+    from safetensors.torch import load_file
+
+    from anomaly.backbones.registry import Normalisation
+
+    network = like.extractor if like else _extractor(folder, manifest, config, device, precision)
+    backbone = manifest["backbone"]
+    # Copies: a mapped file that somebody writes over takes the process with it.
+    known = {name: values.clone() for name, values in load_file(folder / SCORER).items()}
+    return {
+        "extractor": network,
+        "normalise": Normalisation(tuple(backbone["mean"]), tuple(backbone["std"])),
+        "scorer": scorer_of(config, known, device),
+        "device": device,
+    }
+
+
+def _extractor(
+    folder: Path,
+    manifest: dict[str, Any],
+    config: Config,
+    device: torch.device,
+    precision: str | None,
+) -> FeatureExtractor:
+    """The truncated network with its weights."""
+    from safetensors.torch import load_file
+
+    from anomaly.backbones.registry import build
+    from anomaly.backbones.state import load_state
+    from anomaly.backbones.truncation import truncate
+
+    backbone = manifest["backbone"]
+    truncated = truncate(build(config.backbone.name), backbone["layers"])
+    agree(folder, "channels", backbone["channels"], list(truncated.channels))
+    agree(folder, "strides", backbone["strides"], list(truncated.strides))
+    agree(folder, "patch", backbone.get("patch"), truncated.extractor().patch)
+    # Copies, as of the scorer's tensors.
+    state = {name: values.clone() for name, values in load_file(folder / BACKBONE).items()}
+    full = build(config.backbone.name)
+    load_state(truncated.network, state, full, str(folder / BACKBONE))
+    return truncated.extractor().to(device, _precision(config, device, precision))
+
+
+def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
+    """The settings in a model folder, which repeat some of what its manifest says."""
+    file = folder / "config.yaml"
+    try:
+        values = as_of_today(yaml.safe_load(file.read_text("utf-8")))
+        config = None if has_two_banks(values) else parse_config(values, str(file))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ModelError(f"{file} isn't YAML as this program writes it; {AGAIN}") from None
+    except (OSError, AnomalyError) as error:
+        raise _unreadable(folder, manifest, error) from None
+    if config is None:
+        raise ModelError(
+            f"{folder} has two memory banks (model.embedding: levels), which this version doesn't "
+            "support; train it again"
+        )
+    made, backbone = manifest["made_with"], manifest["backbone"]
+    agree(folder, "name", manifest["name"], config.name)
+    agree(folder, "seed", manifest["seed"], config.seed)
+    agree(folder, "backbone.name", backbone["name"], config.backbone.name)
+    agree(folder, "backbone.weights", backbone["weights"], config.backbone.weights)
+    agree(folder, "batch_size", made["batch_size"], config.batch_size)
+    agree(folder, "precision", made["precision"], config.precision)
+    one_aspect = manifest["aspect"] is not None
+    agree(folder, "one aspect for all images", one_aspect, config.one_aspect)
+    return config
+
+
+def _unreadable(folder: Path, manifest: dict[str, Any], error: Exception) -> ModelError:
+    return ModelError(
+        f"{folder} was written by anomaly {manifest['software_version']} and can't be read by "
+        f"{__version__} ({error}); train it again with this version"
+    )
+
+
+def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
+    """The model's own precision, unless told otherwise or the device is slower with it."""
+    own = config.precision
+    chosen = wanted or ("fp32" if own == "bf16" and not has_bf16(device) else own)
+    if chosen != own:
+        why = "as asked" if wanted else "this machine doesn't have bf16"
+        log.warning(
+            "the model was trained in %s and runs in %s (%s): scores move by about 1 %% in "
+            "the mean, single ones by up to 10 %%, and verdicts close to a threshold may change",
+            own,
+            chosen,
+            why,
+        )
+    return chosen
+
+
+def load(
+    folder: str | Path,
+    device: str | torch.device = "auto",
+    precision: str | None = None,
+    product: str | None = None,
+) -> AnyModel:
+    """Read a model folder, or a folder that holds a run for each of several products.
+
+    Every file is checked against its manifest.
+
+    Args:
+        folder: the model folder, the run that holds it as `model/`, or the folder of the runs.
+        device: where the network and the scorer go: `auto` (the GPU where there is one), `cpu`,
+            `cuda`, or a torch device.
+        precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
+        product: that all images show, one of several; None tells each image's.
+
+    Returns:
+        An `AnomalyDetector` of one model; a `ProductSet` of several, with the same methods.
+
+    Raises:
+        AnomalyError: a GPU was asked for and isn't there; or the model isn't an exported one, and
+            torch isn't installed.
+        ModelError: no model there, made by something else, or a file is missing, changed or
+            doesn't belong; there is no such product; or the products' models can't share one
+            network, or nothing tells images of theirs apart.
+    """
+    folder = Path(folder)
+    products = find_products(folder)
+    if product is not None:
+        check_product(folder, products, product)
+    if not products:
+        return load_model(folder, device, precision)
+    _check_sharing(folder, products, precision)
+    if product is None:
+        _check_looks(folder, products)
+    models: dict[str, Any] = {}
+    for name, place in products.items():
+        like = next(iter(models.values()), None)
+        models[name] = load_model(place, device, precision, like=like)
+    return ProductSet(models, product or "", folder)
+
+
+def appearances(folder: Path) -> dict[str, AppearanceModel]:
+    """What the images of each of several products look like, without their networks and scorers.
+
+    Args:
+        folder: of the products' runs.
+
+    Raises:
+        ModelError: as `load`.
+    """
+    products = find_products(folder)
+    _check_sharing(folder, products, None)
+    _check_looks(folder, products)
+    return {name: _appearance(place) for name, place in products.items()}
+
+
+def _appearance(place: Path) -> AppearanceModel:
+    manifest = read_manifest(place)
+    files = files_of(manifest, read_export(place))
+    check_files(place, {USUAL: files[USUAL]}, files.keys() - {USUAL})
+    return AppearanceModel.from_tensors(load_file(place / USUAL), len(manifest["training_images"]))
+
+
+def _check_sharing(folder: Path, products: Mapping[str, Path], precision: str | None) -> None:
+    """See that what one network makes of an image serves the models of all products.
+
+    Raises:
+        ModelError: it doesn't; says what differs between which.
+    """
+    every = {name: _shared(place, precision) for name, place in products.items()}
+    first, *others = every
+    for other in others:
+        ours, theirs = every[first], every[other]
+        different = [
+            f"{key} is {_said(ours.get(key))} in {first} and {_said(theirs.get(key))} in {other}"
+            for key in ours | theirs
+            if ours.get(key) != theirs.get(key)
+        ]
+        if listed := some(different, "; "):
+            raise ModelError(
+                f"the models in {folder} can't share one pass of the network: {listed}. Train "
+                f"them with one config, or score them one by one, with {folder / first} say"
+            )
+
+
+def _shared(place: Path, precision: str | None) -> dict[str, Any]:
+    """All that what a network makes of an image depends on, by name."""
+    manifest, export = read_manifest(place), read_export(place)
+    config = config_in(place, manifest)
+    files = files_of(manifest, export)
+    stem = Path(export["network"]["file"]).stem if export else Path(BACKBONE).stem
+    settings = portable(config)
+    every = dict(flat(settings))
+    backbone = {k: v for k, v in manifest["backbone"].items() if k != "weights_licence"}
+    return {
+        "model.kind": config.model.kind,
+        "the engine": export["engine"] if export else "torch",
+        "precision": precision or (export or manifest["made_with"])["precision"],
+        "the images' aspect": manifest["aspect"],
+        **{f"backbone.{key}": value for key, value in backbone.items()},
+        **{key: every[key] for key in METHODS[config.model.kind].embedded_by},
+        **dict(flat(settings["image"], "image.")),
+        **{
+            f"the content of {name}": one["sha256"]
+            for name, one in files.items()
+            if Path(name).stem == stem or name in MASKS.values()
+        },
+    }
+
+
+def _said(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+def _check_looks(folder: Path, products: Mapping[str, Path]) -> None:
+    """See that every model knows what its product looks like, where there is more than one.
+
+    Raises:
+        ModelError: one of them doesn't.
+    """
+    lacking = [
+        name
+        for name, place in products.items()
+        if not (place / USUAL).is_file()
+        or len(read_manifest(place)["training_images"]) < LEAST_IMAGES
+    ]
+    if lacking and len(products) > 1:
+        raise ModelError(
+            f"{folder}: {', '.join(lacking)} learned from too few images to tell what else looks "
+            "like it; say which product the images show (--product, product=)"
+        )

@@ -1,0 +1,164 @@
+"""A detector -> its model folder, which `anomaly.storage.load` describes and reads."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+import yaml
+from safetensors.numpy import save_file as save_numpy
+
+from anomaly.files.writing import share
+from anomaly.imaging.region import DrawnMask, Region
+from anomaly.runtime.threads import get_threads
+from anomaly.scoring.build import MASKS, portable
+from anomaly.storage.folder import (
+    BACKBONE,
+    SCORER,
+    USUAL,
+    appearing,
+    claim_model,
+    file_entry,
+    model_id,
+)
+from anomaly.storage.manifest import write_manifest
+from anomaly.storage.thresholds import write_history, write_thresholds
+from anomaly.version import __version__
+
+if TYPE_CHECKING:
+    from anomaly.scoring.pipeline import Model
+
+_RECORDED = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless", "safetensors")
+
+
+def save(detector: Model, folder: Path, *, overwrite: bool = False) -> str:
+    """Write a model folder; it appears under its name complete, or not at all.
+
+    Args:
+        detector: what to keep.
+        folder: the model folder.
+        overwrite: replace an earlier model.
+
+    Returns:
+        The model's id.
+
+    Raises:
+        OutputError: the folder exists already, or holds something else than a model, or can't be
+            written.
+    """
+    claim_model(folder, overwrite=overwrite)
+    network = detector.extractor.network
+    with appearing(folder) as draft:
+        _save_tensors(network.state_dict(), draft / BACKBONE)
+        return save_rest(detector, draft, file_entry(draft / BACKBONE))
+
+
+def save_rest(detector: Model, draft: Path, backbone: Mapping[str, Any]) -> str:
+    """Write what a model folder holds besides the network.
+
+    Args:
+        detector: what to keep.
+        draft: the folder, which holds nothing but the network's files so far.
+        backbone: what the manifest is to say of the network's file.
+
+    Returns:
+        The model's id.
+    """
+    network = {file.name for file in draft.iterdir()}
+    _save_tensors(detector.scorer.tensors(), draft / SCORER)
+    if detector.appearance is not None:
+        save_numpy(detector.appearance.tensors(), draft / USUAL)
+        share(draft / USUAL)
+    for name, picture in _pictures(detector.region).items():
+        (draft / name).write_bytes(picture)
+    settings = portable(detector.config)
+    (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
+    write_thresholds(draft, detector.thresholds)
+    files = {f.name: file_entry(f) for f in draft.iterdir() if f.name not in network}
+    files = dict(sorted({**files, BACKBONE: dict(backbone)}.items()))
+    current = {"software_version": __version__, "files": files}
+    write_manifest(draft, {**detector.manifest, **current})
+    written = model_id(draft)
+    write_history(draft, detector.history, detector.changes, written)
+    return written
+
+
+def _save_tensors(tensors: Mapping[str, Any], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, file)
+    share(file)
+
+
+def manifest_of(
+    detector: Model,
+    weights_sha256: str | None,
+    training_images: Mapping[str, str],
+    refused_images: Mapping[str, int],
+) -> dict[str, Any]:
+    """What a model's manifest says of how it was made; `save` adds the files.
+
+    Args:
+        detector: just trained.
+        weights_sha256: of the backbone's weights file; None for random weights.
+        training_images: sha256 of every training image learned from, by name, in order.
+        refused_images: index among all training images of each that couldn't be used, by name.
+    """
+    from anomaly.backbones.registry import backbone_of
+
+    extractor, name = detector.extractor, detector.config.backbone.name
+    backbone = backbone_of(name)
+    stated = backbone.licence() if weights_sha256 else None
+    further = {"weights_licence": stated, "patch": extractor.patch}
+    recorded = (*_RECORDED, *backbone.packages)
+    return {
+        "software_version": __version__,
+        "name": detector.config.name,
+        "seed": detector.config.seed,
+        "aspect": detector.aspect,
+        "backbone": {
+            "name": detector.config.backbone.name,
+            "layers": list(extractor.layers),
+            "channels": list(extractor.channels),
+            "strides": list(extractor.strides),
+            "mean": list(detector.normalise.mean),
+            "std": list(detector.normalise.std),
+            "weights": portable(detector.config)["backbone"]["weights"],
+            "weights_sha256": weights_sha256,
+            **{key: value for key, value in further.items() if value is not None},
+        },
+        "made_with": {
+            "packages": {name: _version(name) for name in recorded},
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "device": detector.device.type,
+            "threads": get_threads(),
+            "batch_size": detector.config.batch_size,
+            "precision": detector.config.precision,
+        },
+        "files": {},
+        "training_images": dict(training_images),
+        "refused_images": dict(refused_images),
+    }
+
+
+def _pictures(region: Region | None) -> dict[str, bytes]:
+    """The masks that say where to look, as PNG files by name."""
+    shapes = {} if region is None else {"region": region.look, "ignore": region.ignore}
+    return {
+        MASKS[name]: cv2.imencode(".png", shape.pixels.astype(np.uint8) * 255)[1].tobytes()
+        for name, shape in shapes.items()
+        if isinstance(shape, DrawnMask)
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

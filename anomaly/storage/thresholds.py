@@ -1,0 +1,207 @@
+"""The thresholds in a model folder, which alone may change after training, each time on record."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from anomaly.calibration import GoodScores, Threshold, Thresholds
+from anomaly.errors import ModelError
+from anomaly.files.writing import as_json
+from anomaly.storage.folder import HISTORY, appearing, file_entry, find_model, model_id
+from anomaly.storage.manifest import (
+    AGAIN,
+    MANIFEST,
+    checked,
+    read_json,
+    read_manifest,
+    write_manifest,
+)
+from anomaly.version import __version__
+
+_FILES = ("thresholds.json", "calibration.json")
+
+
+def write_thresholds(folder: Path, thresholds: Thresholds | None) -> None:
+    """Write the thresholds, and the scores of good images behind them."""
+    both: tuple[Any, Any] = None, None
+    if thresholds is not None:
+        good = asdict(thresholds.good)
+        if not thresholds.good.hashes:  # as files have it that knew no hashes
+            del good["hashes"]
+        if not thresholds.good.stood_out:
+            del good["stood_out"]
+        both = thresholds.to_json(), good
+    for name, values in zip(_FILES, both, strict=True):
+        (folder / name).write_text(as_json(values), "utf-8")
+
+
+def read_thresholds(folder: Path) -> Thresholds | None:
+    """The way back; None where a model has none.
+
+    Raises:
+        ModelError: they are damaged, or don't belong together.
+    """
+    files = [folder / name for name in _FILES]
+    values, scores = (read_json(file) for file in files)
+    if values is None and scores is None:
+        return None
+    written, good = checked(values, _Written, files[0]), checked(scores, GoodScores, files[1])
+    sizes = {len(good.names), len(good.image), len(good.peak), len(good.hashes or good.names)}
+    if len(sizes) > 1 or 0 in sizes or (good.groups is not None and good.groups < 1):
+        raise ModelError(f"{files[1]}: its names and scores don't belong together; {AGAIN}")
+    try:
+        if not (_possible(written.review) and _possible(written.reject)):
+            raise ValueError("a rate lies outside 0 to 1")
+        return Thresholds.from_json(values, good)
+    except (ValueError, TypeError, KeyError):
+        raise ModelError(
+            f"{files[0]}: its thresholds and rates don't belong together; {AGAIN}"
+        ) from None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What thresholds.json has to hold."""
+
+    label: str
+    source: str
+    review: Threshold
+    reject: Threshold
+    pixel: float
+
+
+def _possible(threshold: Threshold) -> bool:
+    rate = threshold.false_rejects
+    shares = [rate.expected, rate.low, rate.high, rate.at_most]
+    inner = [threshold.confidence, 0.5 if threshold.target is None else threshold.target]
+    return (
+        0 <= rate.count <= rate.images
+        and all(0 <= share <= 1 for share in shares)
+        and all(0 < share < 1 for share in inner)
+    )
+
+
+def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, Any]) -> str:
+    """Give a model other thresholds; everything else in the folder stays as it is.
+
+    Args:
+        folder: the model folder, or the run that holds it as `model/`.
+        thresholds: the new ones.
+        record: what its history is to say; the model's ids before and after are added.
+
+    Returns:
+        The id of the model with these thresholds.
+
+    Raises:
+        ModelError: no model there, or an exported one.
+        OutputError: the folder can't be written.
+    """
+    folder = find_model(folder, exported=False)
+    manifest = read_manifest(folder)
+    before = model_id(folder)
+    with appearing(folder) as draft:
+        for file in folder.iterdir():
+            if file.is_file() and file.name not in (*_FILES, MANIFEST, HISTORY):
+                _link(file, draft / file.name)
+        write_thresholds(draft, thresholds)
+        manifest["files"] |= {name: file_entry(draft / name) for name in _FILES}
+        write_manifest(draft, manifest)
+        after = model_id(draft)
+        write_history(draft, read_history(folder), [record | {"model_before": before}], after)
+    return after
+
+
+def _link(file: Path, to: Path) -> None:
+    """The same file under a second name, or a copy where the file system has no links."""
+    try:
+        to.hardlink_to(file)
+    except OSError:
+        shutil.copy2(file, to)
+
+
+def read_history(folder: Path) -> bytes:
+    """The lines that say when thresholds were changed, and why; empty where they never were.
+
+    Raises:
+        ModelError: they can't be read.
+    """
+    try:
+        return (folder / HISTORY).read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise ModelError(f"{folder / HISTORY} can't be read: {error.strerror}; {AGAIN}") from None
+
+
+def thresholds_alone_differ(folder: Path) -> frozenset[str]:
+    """Ids of a model folder's earlier models that give every image the same score.
+
+    They go back to the last update, merge or export in 8 bits, which change scores.
+
+    Raises:
+        ModelError: the history can't be read.
+    """
+    ids: set[str] = set()
+    for line in reversed(read_history(folder).splitlines()):
+        with suppress(ValueError, TypeError, KeyError, AttributeError):  # somebody's own line
+            said = json.loads(line)
+            if {"updated", "merged", "quantised"} & said["asked"].keys():
+                break
+            ids.add(str(said["model_before"]))
+    return frozenset(ids - {""})
+
+
+def change(
+    asked: Mapping[str, Any],
+    before: Thresholds | None,
+    after: Thresholds | None,
+    images: Mapping[str, Mapping[str, str]],
+    found: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a model's history says of other thresholds, but for the model's ids.
+
+    Args:
+        asked: what was asked for, by option.
+        before: the thresholds that the model had.
+        after: those that it has now.
+        images: sha256 of the images that were given for them, by what they show and by name.
+        found: how many of the defects among them are found.
+    """
+    left_out = () if after is None else after.good.left_out
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "software_version": __version__,
+        "asked": dict(asked),
+        "before": None if before is None else before.to_json(),
+        "after": None if after is None else after.to_json(),
+        "images": {name: dict(some) for name, some in images.items()},
+        "left_out": {out.name: out.image for out in left_out},
+        "defects_found": found,
+    }
+
+
+def write_history(
+    folder: Path, earlier: bytes, changes: Sequence[Mapping[str, Any]], after: str
+) -> None:
+    """Write the history, if there is any.
+
+    Args:
+        folder: the model folder.
+        earlier: lines that were there before.
+        changes: what is to be added, in order, each with the model's id before it.
+        after: the model's id after the last one; models in between were never written.
+    """
+    ids = ["" for _ in changes[1:]] + [after]
+    lines = [
+        json.dumps({**change, "model_after": model}, allow_nan=False).encode() + b"\n"
+        for change, model in zip(changes, ids, strict=False)
+    ]
+    if history := earlier + b"".join(lines):
+        (folder / HISTORY).write_bytes(history)

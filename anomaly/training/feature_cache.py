@@ -1,0 +1,405 @@
+"""The features of training images: computed once, kept on disk, read as often as wanted."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from anomaly.errors import DataError
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.loading import (
+    NetworkInput,
+    UnusableImage,
+    by_shape,
+    drop_outside_region,
+    tile_by_tile,
+    turned_corner,
+    with_turned,
+)
+from anomaly.imaging.read import Image
+from anomaly.imaging.region import Region
+from anomaly.methods.base import Align, Fitter, MatrixOf, PatchBatch, PatchSet, Progress, Result
+from anomaly.runtime.devices import release_memory
+from anomaly.runtime.parallel import in_parallel
+from anomaly.scoring.build import turns_of
+from anomaly.scoring.image_score import inside, inside_of
+from anomaly.scoring.image_statistics import (
+    Appearance,
+    AppearanceSums,
+    appearances_of,
+    same_pictures,
+)
+from anomaly.training.tensor_file import Piece, TensorFile, check_room
+
+if TYPE_CHECKING:
+    from anomaly.scoring.pipeline import Model
+    from anomaly.training.setup import TrainingSetup
+
+# Images after which memory that is free but still held goes back to the system.
+_TRIMMED = 128
+# Images that a function of `CachedFeatures.each` sees at once.
+_PART = 512
+
+# What `CachedFeatures.each` gives for some of the images and a function of their patches.
+RunEach: TypeAlias = "Callable[[Container[int], Callable[[PatchSet], Any]], Iterator[Any]]"
+
+
+class FeatureCache:
+    """Computes features of images, and owns the temporary files that keep them.
+
+    Args:
+        model: whose network and alignment make the embeddings, by its settings.
+        fitter: what is to learn from them.
+        decoders: set to what the model's loading is.
+        scratch: an existing folder for the temporary files.
+        progress: called with images done, and how many there are.
+    """
+
+    def __init__(
+        self,
+        model: TrainingSetup | Model,
+        fitter: Fitter[Any],
+        decoders: Decoders,
+        scratch: Path,
+        progress: Progress = lambda done, total: None,
+    ) -> None:
+        self.model = model
+        self.fitter = fitter
+        self.scratch = scratch
+        self._decoders = decoders
+        self._progress = progress
+        self._built: list[CachedFeatures] = []
+
+    def build(
+        self, images: Mapping[int, Path | Image], *, turned: bool = True, among: int | None = None
+    ) -> CachedFeatures:
+        """Run the network on images and write what it makes to temporary files.
+
+        Feature maps are written before they are aligned, which is half the size of the embeddings
+        (coarse layers aren't up-sampled yet), or as embeddings, where the method makes these
+        smaller. Where it selects by projected patches, these are kept in a second file. Large
+        images go tile by tile.
+
+        Args:
+            images: files, or pixels that are decoded already, by their numbers, ascending.
+            turned: whether images are learned as the settings turn them, too.
+            among: how many images there will be features of in the folder; given where other
+                processes are to read them.
+        """
+        model, embedder = self.model, self.model.embedder
+        size = embedder.at_once(model.config.batch_size)
+        turns = turns_of(model.config) if turned else ()
+        loaded = drop_outside_region(
+            self._decoders.load_all(images.items()), embedder.grid, model.region
+        )
+        batches = with_turned(tile_by_tile(by_shape(loaded, size), size), turns)
+        with torch.inference_mode():
+            writer = _Writer(self, images, 1 + len(turns), among)
+            for done in in_parallel(self._embed, batches, embedder.device):
+                writer.add(done)
+                self._progress(len(writer.hashes) + len(writer.refused), len(images))
+        release_memory()
+        self._built.append(writer.features())
+        return self._built[-1]
+
+    def close(self) -> None:
+        """Delete the temporary files, but those that other processes read."""
+        for features in self._built:
+            for file in features.files:
+                file.close()
+            for points in features.points:
+                points.close()
+        self._built = []
+
+    def _embed(self, batch: list[NetworkInput] | UnusableImage) -> _Embedded | UnusableImage:
+        if isinstance(batch, UnusableImage):
+            return batch
+        embedder = self.model.embedder
+        with torch.inference_mode():
+            maps = embedder.maps(batch)
+            embeddings = embedder.align(maps)
+            inside = inside_of(batch, embeddings, self.model.region)
+            # A turned copy looks like its image.
+            looks = [] if batch[0].turn else appearances_of(batch, embeddings, inside)
+        kept = [embeddings] if self.fitter.compact else maps
+        return _Embedded(batch, kept, embeddings, looks)
+
+
+@dataclass(frozen=True, eq=False)
+class CachedFeatures(PatchSet):
+    """The patch embeddings of training images, batch by batch, the same bytes each time.
+
+    Large images come tile by tile, and what lies outside a region to look at is marked.
+
+    Attributes:
+        files: of feature maps, or of embeddings.
+        points: what is kept of `projected`, in as many files; none where nothing is.
+        refused: files that couldn't be used.
+        hashes: sha256 of each file used, by its number.
+        views: how each was turned into the network's input.
+        looks: what each looks like as a whole.
+        counts: how many patches each has.
+        align: how maps become embeddings; None where these are kept.
+        region: what of each image counts; None for all of it.
+        images: the numbers of those that are read; the attributes above are of all.
+        run_each: does what `each` does, where features lie elsewhere.
+    """
+
+    files: tuple[TensorFile, ...]
+    points: tuple[ProjectedCache, ...]
+    refused: tuple[UnusableImage, ...]
+    hashes: dict[int, str]
+    views: dict[int, AnyView]
+    looks: dict[int, Appearance]
+    counts: dict[int, int]
+    align: Align | None
+    region: Region | None
+    images: Container[int]
+    run_each: RunEach | None = None
+
+    @property
+    def count(self) -> int:
+        """How many patches the images have."""
+        return sum(count for image, count in self.counts.items() if image in self.images)
+
+    def pictures(self) -> dict[int, str]:
+        """sha256 of the first file that shows what each one shows, by the images' numbers."""
+        first = same_pictures(self.looks)
+        return {i: self.hashes[first[i]] for i in self.hashes}
+
+    def checked(self) -> CachedFeatures:
+        """The same.
+
+        Raises:
+            DataError: no image can be used.
+        """
+        if not self.hashes:
+            reasons = "\n  ".join(item.reason for item in self.refused[:3])
+            raise DataError(f"none of the {len(self.refused)} images can be used:\n  {reasons}")
+        return self
+
+    def only(self, images: Container[int]) -> CachedFeatures:
+        """The patches of some of the images."""
+        return replace(self, images=images)
+
+    def __iter__(self) -> Iterator[PatchBatch]:
+        with torch.inference_mode():
+            for file in self.files:
+                for names, kept in file.read(self.images):
+                    rows = [row for row, name in enumerate(names) if name.image in self.images]
+                    selected = kept if len(rows) == len(names) else [t[rows] for t in kept]
+                    embeddings = selected[0] if self.align is None else self.align(selected)
+                    read = [names[row] for row in rows]
+                    yield _patch_batch(embeddings, read, self.views, self.region)
+
+    def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
+        """An image's number and its points (n, d) float32, image by image."""
+        with torch.inference_mode():
+            # All are of one matrix; none are of a shard in which no image can be used.
+            known = next((kept for kept in self.points if kept.channels), None)
+            if known and known.made_with == _matrix_hash(matrix_of(known.channels)):
+                for kept in self.points:
+                    yield from kept.read(self.images)
+            else:
+                for part in self._parts():  # in the order that `each` has
+                    yield from PatchSet.projected(part, matrix_of)
+
+    def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
+        """What a function makes of the patches, so many images at a time."""
+        if self.run_each is not None:
+            yield from self.run_each(self.images, function)
+        else:
+            yield from map(function, self._parts())
+
+    def _parts(self) -> Iterator[CachedFeatures]:
+        used = [i for i in sorted(self.hashes) if i in self.images]
+        for first in range(0, len(used), _PART):
+            yield self.only(frozenset(used[first : first + _PART]))
+
+
+def joined_features(shards: Sequence[CachedFeatures]) -> CachedFeatures:
+    """The features of several shards' images, which processes have built apart, in one."""
+    hashes = {i: sha256 for shard in shards for i, sha256 in shard.hashes.items()}
+    return replace(
+        shards[0],
+        files=tuple(file for shard in shards for file in shard.files),
+        points=tuple(points for shard in shards for points in shard.points),
+        refused=tuple(item for shard in shards for item in shard.refused),
+        hashes=hashes,
+        views={i: view for shard in shards for i, view in shard.views.items()},
+        looks={i: look for shard in shards for i, look in shard.looks.items()},
+        counts={i: count for shard in shards for i, count in shard.counts.items()},
+        images=hashes,
+    )
+
+
+class ProjectedCache:
+    """What `PatchSet.projected` gives, so that embeddings aren't made and multiplied once more.
+
+    Args:
+        folder: on the disk that the file is to be on.
+        matrix_of: what embeddings are multiplied by.
+        shared: see `TensorFile`.
+
+    Attributes:
+        channels: D of the embeddings; 0 before the first.
+        made_with: a hash of what they were multiplied by.
+    """
+
+    def __init__(self, folder: Path, matrix_of: MatrixOf, *, shared: bool) -> None:
+        self._file = TensorFile(folder, shared=shared)
+        self._matrix_of: MatrixOf | None = matrix_of
+        self._matrix: Tensor | None = None
+        self.channels = 0
+        self.made_with = ""
+
+    def add(self, batch: PatchBatch) -> int:
+        """Project the patches of some images that count.
+
+        Returns:
+            How many bytes that takes on the disk.
+
+        Raises:
+            OutputError: no room.
+        """
+        if self._matrix is None:
+            assert self._matrix_of is not None, "a copy only reads"
+            self.channels = batch.embeddings.shape[3]
+            matrix = self._matrix_of(self.channels)
+            self._matrix, self.made_with = matrix.to(batch.embeddings.device), _matrix_hash(matrix)
+        written = 0
+        for image, patches in zip(batch.images, batch.counted(), strict=True):
+            points = patches @ self._matrix
+            if len(points):  # of a tile outside the region none count
+                self._file.write((Piece(image, 0, 0),), [points])
+            written += points.nbytes
+        return written
+
+    def read(self, images: Container[int]) -> Iterator[tuple[int, Tensor]]:
+        """The points (n, d) of some images, ascending, a tile after the other."""
+        for (piece,), (points,) in self._file.read(images, ascending=True):
+            yield piece.image, points
+
+    def close(self) -> None:
+        """Delete the file, unless it is shared."""
+        self._file.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_matrix": None, "_matrix_of": None}  # a copy only reads
+
+
+class _Embedded(NamedTuple):
+    """A batch of images, what is kept of it, its embeddings, and each image's look or none."""
+
+    images: list[NetworkInput]
+    kept: list[Tensor]
+    embeddings: Tensor
+    looks: list[Appearance]
+
+
+class _Writer:
+    """Writes batches of features, and notes what there is to know of their images.
+
+    Args:
+        cache: what computes them.
+        images: all of them.
+        copies: of each image, itself included.
+        among: see `FeatureCache.build`.
+    """
+
+    def __init__(
+        self,
+        cache: FeatureCache,
+        images: Mapping[int, Path | Image],
+        copies: int,
+        among: int | None,
+    ) -> None:
+        self._cache = cache
+        self._copies = copies
+        self._shared = among is not None
+        self._expected = among or len(images)
+        self._file = TensorFile(cache.scratch, shared=self._shared)
+        matrix_of = cache.fitter.projected_by
+        self._points: ProjectedCache | None = None
+        if matrix_of is not None:
+            self._points = ProjectedCache(cache.scratch, matrix_of, shared=self._shared)
+        self._looks = AppearanceSums(images)
+        self.refused: list[UnusableImage] = []
+        self.hashes: dict[int, str] = {}
+        self._views: dict[int, AnyView] = {}
+        self._counts: dict[int, int] = {}
+
+    def add(self, done: _Embedded | UnusableImage) -> None:
+        """Keep a batch, or note that an image can't be used."""
+        if isinstance(done, UnusableImage):
+            self.refused.append(done)
+            return
+        images, kept, embeddings, looks = done
+        for item in images:
+            self.hashes[item.index] = item.sha256
+            self._views[item.index] = item.layout
+            count = self._counts.get(item.index, 0)
+            self._counts[item.index] = count + math.prod(embeddings.shape[1:3])
+        for item, look in zip(images, looks, strict=False):
+            self._looks.add(item.index, look)
+        names = tuple(Piece(item.index, *item.tile, item.turn) for item in images)
+        room = float(sum(t.nbytes for t in kept))
+        if self._points is not None:
+            region = self._cache.model.region
+            room += self._points.add(_patch_batch(embeddings, names, self._views, region))
+        if self._file.empty:
+            self._check_room(images, room)
+        self._file.write(names, kept)
+        if len(self.hashes) % _TRIMMED < len(images):
+            release_memory()
+
+    def _check_room(self, first: Sequence[NetworkInput], room: float) -> None:
+        """See that the disk has room for all images, each of which takes as much as the first."""
+        layout = first[0].layout
+        each = room * math.prod(map(len, layout.axes)) * self._copies / len(first)
+        check_room(self._cache.scratch, self._expected, each, self._shared, sure=layout.whole)
+
+    def features(self) -> CachedFeatures:
+        """What was kept."""
+        model = self._cache.model
+        return CachedFeatures(
+            (self._file,),
+            () if self._points is None else (self._points,),
+            tuple(self.refused),
+            self.hashes,
+            self._views,
+            self._looks.of_image,
+            self._counts,
+            None if self._cache.fitter.compact else model.embedder.align,
+            model.region,
+            self.hashes,
+        )
+
+
+def _patch_batch(
+    embeddings: Tensor,
+    names: Sequence[Piece],
+    views: Mapping[int, AnyView],
+    region: Region | None,
+) -> PatchBatch:
+    height, width = embeddings.shape[1:3]
+    pieces = [(views[n.image], (n.row, n.column), n.turn) for n in names]
+    return PatchBatch(
+        embeddings,
+        tuple(name.image for name in names),
+        tuple(turned_corner(n.row * height, n.column * width, n.turn) for n in names),
+        inside(pieces, embeddings, region),
+    )
+
+
+def _matrix_hash(matrix: Tensor) -> str:
+    """What tells a matrix (D, d) float32 from others: sha256 of its bytes."""
+    return hashlib.sha256(matrix.cpu().contiguous().numpy().data).hexdigest()

@@ -1,0 +1,200 @@
+"""Models of one setting that become one: of two lines, or of two lots."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+from anomaly.backbones.engine import ExportedNetwork
+from anomaly.calibration import GoodScores, Thresholds, thresholds_from
+from anomaly.calibration.rates import percent
+from anomaly.errors import ModelError
+from anomaly.scoring.build import MASKS, fitter_of, flat, portable
+from anomaly.scoring.image_statistics import AppearanceModel
+from anomaly.scoring.pipeline import Model
+from anomaly.storage.thresholds import change
+from anomaly.training.update import unique_names
+
+log = logging.getLogger(__name__)
+
+# What doesn't touch what is learned; the first model's is taken.
+_FREE = ("name", "data.", "batch_size", "memory_limit", "calibration.")
+
+
+def merge(detectors: Sequence[Model], names: Sequence[str]) -> Model:
+    """Join what detectors have learned apart.
+
+    The thresholds come from the scores that each of them knows, by detectors that knew less than
+    the new one: what a detector knows better, it scores lower.
+
+    Args:
+        detectors: two or more of one setting; they stay as they are.
+        names: what messages call them.
+
+    Returns:
+        The detector, not saved yet. Without thresholds where one of them has none.
+
+    Raises:
+        ModelError: one is exported, settings differ, or the method can't join them.
+    """
+    first = detectors[0]
+    if len(detectors) < 2:
+        raise ModelError("one model is no two to merge; give another one")
+    for detector, name in zip(detectors, names, strict=True):
+        if isinstance(detector.extractor, ExportedNetwork):
+            raise ModelError(f"{name} is exported; merge the models that were exported, and export")
+        _check_same(first, detector, f"{names[0]} and {name}")
+    numbers, training = _numbered([detector.manifest for detector in detectors])
+    scorer = fitter_of(first.config).merged([d.scorer for d in detectors], numbers)
+    thresholds = _thresholds(detectors, names)
+    parents = [d.model_id for d in detectors if d.model_id]
+    manifest = {**first.manifest, "training_images": training, "refused_images": {}}
+    made = change({"merged": list(names)}, first.thresholds, thresholds, {})
+    return replace(
+        first,
+        scorer=scorer,
+        thresholds=thresholds,
+        appearance=_appearance(detectors, len(training)),
+        manifest=manifest | ({"parents": parents} if parents else {}),
+        model_id="",
+        folder=None,
+        history=b"".join(detector.history for detector in detectors),
+        changes=(
+            *(one for detector in detectors for one in detector.changes),
+            made | {"model_before": " ".join(parents)},
+        ),
+    )
+
+
+def _check_same(one: Model, other: Model, names: str) -> None:
+    """See that two detectors make the same embeddings, and scores of them.
+
+    Raises:
+        ModelError: they don't; names the settings.
+    """
+    here, there = _settings(one), _settings(other)
+    different = [
+        f"{key} ({here.get(key)} and {there.get(key)})"
+        for key in sorted(here.keys() | there.keys())
+        if here.get(key) != there.get(key)
+    ]
+    if different:
+        raise ModelError(
+            f"{names} can't be merged, as they differ in {', '.join(different)}; train them with "
+            "the same settings"
+        )
+
+
+def _settings(detector: Model) -> dict[str, Any]:
+    """What has to be equal, by key."""
+    manifest = detector.manifest
+    files = {
+        f"{name} (sha256)": manifest["files"].get(name, {}).get("sha256") for name in MASKS.values()
+    }
+    settings = {k: v for k, v in flat(portable(detector.config)) if not k.startswith(_FREE)}
+    backbone = {f"backbone.{key}": value for key, value in manifest["backbone"].items()}
+    return {**settings, **backbone, **files, "aspect": detector.aspect}
+
+
+def _numbered(
+    manifests: Sequence[Any],
+) -> tuple[list[dict[int, int]], dict[str, str]]:
+    """The new number of each training image by its old one, for each model; all images' hashes."""
+    training: dict[str, str] = {}
+    place: dict[str, int] = {}  # by hash
+    numbers = []
+    for manifest in manifests:
+        unused = frozenset(manifest["refused_images"].values())
+        images = manifest["training_images"]
+        old = [i for i in range(len(images) + len(unused)) if i not in unused]
+        new = {name: sha256 for name, sha256 in images.items() if sha256 not in place}
+        # Copies of one image within a model were learned from, each.
+        place |= {s: len(training) + i for i, s in reversed(list(enumerate(new.values())))}
+        mine = {name: len(training) + i for i, name in enumerate(new)}
+        numbers.append(
+            {i: mine.get(name, place[images[name]]) for i, name in zip(old, images, strict=True)}
+        )
+        training |= zip(unique_names(new, training), new.values(), strict=True)
+    return numbers, training
+
+
+def _thresholds(detectors: Sequence[Model], names: Sequence[str]) -> Thresholds | None:
+    """Those of the scores that each detector knows; None where one has no thresholds.
+
+    An image that somebody has left out of one is left out. Each image counts once.
+    """
+    goods: list[GoodScores] = []
+    for detector in detectors:
+        if detector.thresholds is None:
+            return None
+        goods.append(_hashed(detector.thresholds.good, detector.manifest["training_images"]))
+    _say_what_is_lost(detectors, names)
+    left_out = {o.sha256 or (i, o.name): o for i, good in enumerate(goods) for o in good.left_out}
+    known, parts = {key for key in left_out if isinstance(key, str)}, []
+    for detector, good in zip(detectors, goods, strict=True):
+        fresh = [row for row in good.rows() if row[3] not in known]
+        known.update(detector.manifest["training_images"].values(), good.hashes)
+        known.discard("")
+        if fresh:
+            parts.append(replace(good.with_rows(fresh), left_out=()))
+    if not parts:
+        raise ModelError(
+            "each image behind the models' thresholds was left out by hand of one of them; give "
+            "them other thresholds first (anomaly calibrate)"
+        )
+    joined = reduce(lambda a, b: a.joined(b, ""), parts)
+    unique = unique_names([*joined.names, *(out.name for out in left_out.values())], ())
+    count = len(joined.names)
+    source = f"{count} good images, each scored by one of the models merged, which hadn't seen it"
+    out = [
+        image._replace(place=count + i, name=unique[count + i])
+        for i, image in enumerate(left_out.values())
+    ]
+    good = replace(joined, names=tuple(unique[:count]), source=source, left_out=tuple(out))
+    return thresholds_from(good, *detectors[0].rates())
+
+
+def _hashed(good: GoodScores, images: Mapping[str, str]) -> GoodScores:
+    """Scores whose images' hashes are known, those left out included, as far as they can be."""
+    rows = [(*row[:3], row[3] or images.get(row[0], "")) for row in good.rows()]
+    out = (o._replace(sha256=o.sha256 or images.get(o.name, "")) for o in good.left_out)
+    return replace(good.with_rows(rows), left_out=tuple(out))
+
+
+def _say_what_is_lost(detectors: Sequence[Model], names: Sequence[str]) -> None:
+    """Warn of thresholds that were set otherwise than the new ones will be."""
+    wanted = detectors[0].rates()
+    for detector, name in zip(detectors, names, strict=True):
+        assert detector.thresholds is not None
+        if detector.thresholds.label != "calibrated":
+            log.warning(
+                "%s: its thresholds were found %s; those of the merged model are found by rates",
+                name,
+                detector.thresholds.label,
+            )
+        elif (rates := detector.rates()) != wanted:
+            log.warning(
+                "%s: its thresholds are for %s of good parts not called good and %s rejected; "
+                "those of the merged model are for %s and %s, as those of %s",
+                name,
+                *map(percent, (*rates, *wanted)),
+                names[0],
+            )
+
+
+def _appearance(detectors: Sequence[Model], images: int) -> AppearanceModel | None:
+    """What the images of all look like; None where it isn't known of one of them.
+
+    Args:
+        detectors: those to merge.
+        images: how many they have learned from; one that several have learned from counts once,
+            though it weighs as many times in the mean.
+    """
+    looks = [detector.appearance for detector in detectors]
+    known = [one for one in looks if one is not None]
+    if len(known) < len(looks):
+        return None
+    return replace(reduce(AppearanceModel.merged, known), images=images)

@@ -1,0 +1,300 @@
+"""A run's folder: the model in `model/`, and what belongs to it.
+
+train.json says what is known of its training, `suspects/` holds pictures of training images, and
+`golden/` golden parts, where people have recorded some.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from anomaly.config.load import parse_config
+from anomaly.config.schema import Config
+from anomaly.datasets import Dataset, Sample
+from anomaly.errors import ConfigError, DataError, why
+from anomaly.files.outputs import RUN, TRAIN
+from anomaly.files.writing import as_json, claim, clear, short_name, write
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.loading import NetworkInput
+from anomaly.maps.anomaly_map import SourceMap
+from anomaly.maps.heatmap import encode_png, heatmap
+from anomaly.maps.regions import outlined_areas
+from anomaly.runtime.devices import peak_memory
+from anomaly.scoring.build import as_of_today, differences, flat, portable
+from anomaly.storage.folder import appearing, check_run_folder
+from anomaly.storage.golden import Said, write_record
+from anomaly.storage.save import save
+
+if TYPE_CHECKING:
+    import torch
+
+    from anomaly.scoring.pipeline import Model
+    from anomaly.training.fit import SharedFeaturesOf, StageProgress, Training
+
+log = logging.getLogger(__name__)
+
+
+def train_run(
+    config: Config,
+    dataset: Dataset,
+    output: Path,
+    *,
+    device: torch.device,
+    workers: int,
+    calibrate: bool = True,
+    overwrite: bool = False,
+    shared: SharedFeaturesOf | None = None,
+    progress: StageProgress = lambda stage, done, total: None,
+) -> tuple[Training, dict[str, Any]]:
+    """Train a model into a run's folder.
+
+    Args:
+        config: all settings.
+        dataset: what to learn from.
+        output: the run's folder.
+        device: where to compute.
+        workers: decoding processes.
+        calibrate: whether to find thresholds.
+        overwrite: replace an earlier run there, once the new model is trained.
+        shared: has other machines compute features and scores; all of them see the folder.
+        progress: called with (stage, done, total).
+
+    Returns:
+        The training, and what train.json says of it.
+
+    Raises:
+        OutputError: an earlier run is there, or there is no room.
+        AnomalyError: it can't be trained.
+    """
+    from anomaly.training.fit import train
+
+    started = time.perf_counter()
+    check_run_folder(output)
+    claim(output, TRAIN, overwrite=overwrite)
+    training = train(
+        config,
+        dataset.train,
+        device=device,
+        scratch=output,
+        workers=workers,
+        calibrate=calibrate,
+        shared=shared,
+        progress=progress,
+    )
+    before = time.perf_counter()
+    model_id = save(training.detector, output / "model", overwrite=overwrite)
+    training.seconds["save"] = time.perf_counter() - before
+    summary = _summary(training, output / "model", model_id)
+    clear(output, ("suspects",))
+    summary["suspects"] = _draw_suspects(training, dataset.train, output)
+    summary["data_folder"] = str(dataset.folder.absolute())
+    seconds = training.seconds | {"total": time.perf_counter() - started}
+    summary["seconds"] = {stage: round(spent, 3) for stage, spent in seconds.items()}
+    write(output / "train.json", as_json(summary))
+    return training, summary
+
+
+def keep_run(
+    detector: Model,
+    output: Path,
+    sources: Sequence[Path],
+    *,
+    golden: tuple[Path, Said] | None = None,
+    overwrite: bool = False,
+) -> str:
+    """Write the run of a model that wasn't trained, but made of others.
+
+    Args:
+        detector: the model.
+        output: the run's folder.
+        sources: runs or model folders of the models that it was made of.
+        golden: a folder of golden parts that go along, and what the model says of them.
+        overwrite: replace an earlier run there, its golden parts included, once the model is
+            written.
+
+    Returns:
+        The model's id.
+
+    Raises:
+        OutputError: an earlier run is there, or there is no room.
+    """
+    claim(output, RUN, overwrite=overwrite)
+    model_id = save(detector, output / "model", overwrite=overwrite)
+    clear(output, ("golden", "suspects"))
+    if golden is not None:
+        parts, said = golden
+        with appearing(output / "golden") as draft:
+            shutil.copytree(parts, draft, dirs_exist_ok=True)
+            write_record(draft, model_id, said)
+    write(output / "train.json", as_json(made_of(sources, detector, model_id)))
+    return model_id
+
+
+def made_of(sources: Sequence[Path], detector: Model, model_id: str) -> dict[str, Any]:
+    """What train.json says of a model that wasn't trained, but made of others.
+
+    Args:
+        sources: their runs or model folders. Where not all of them were trained on one data set,
+            nothing says where that of the new model is.
+        detector: the new model.
+        model_id: its id.
+    """
+    folders = {str(training_record(source).get("data_folder", "")) for source in sources}
+    folder = folders.pop() if len(folders) == 1 else ""
+    return {
+        "name": detector.config.name,
+        **({"data_folder": folder} if folder else {}),
+        "model_id": model_id,
+        "images": {"learned": len(detector.manifest["training_images"])},
+    }
+
+
+def trained_on(folder: Path) -> Path:
+    """The data set's folder, which the run remembers beside the model.
+
+    Raises:
+        DataError: it doesn't.
+    """
+    training = training_record(folder)
+    if not training:
+        raise DataError(
+            f"{folder} has no train.json that says where its data set is; give --data-root"
+        )
+    if not isinstance(training.get("data_folder"), str):
+        raise DataError(
+            f"{folder}: its train.json doesn't say where the data set is; give --data-root"
+        )
+    return Path(training["data_folder"])
+
+
+def training_record(folder: Path) -> dict[str, Any]:
+    """What train.json beside the model says; empty where there is none that can be read."""
+    for file in (folder / "train.json", folder.absolute().parent / "train.json"):
+        if file.is_file():
+            try:
+                return dict(json.loads(file.read_text("utf-8")))
+            except (OSError, ValueError, TypeError) as error:
+                log.warning("%s can't be read: %s", file, why(error))
+    return {}
+
+
+def check_same(run: Path, config: Config, dataset: Dataset, remedy: str = "") -> None:
+    """See that a run was trained with the settings of a config, on its data set.
+
+    Args:
+        run: its folder.
+        config: the settings.
+        dataset: that the config names.
+        remedy: what to do where it wasn't; by default that of a command with --runs.
+
+    Raises:
+        ConfigError: it wasn't, or what it was trained with can't be read.
+    """
+    file, summary = run / "model" / "config.yaml", run / "train.json"
+    try:
+        settings = as_of_today(yaml.safe_load(file.read_text("utf-8")))
+        before = dict(flat(portable(parse_config(settings, str(file)))))
+        before["data folder"] = json.loads(summary.read_text("utf-8"))["data_folder"]
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError, ConfigError) as error:
+        raise ConfigError(
+            f"what {run} was trained with can't be read ({why(error)}); train it again, or "
+            f"evaluate it as it is with --model {run}"
+        ) from None
+    now = dict(flat(portable(config)))
+    now["data folder"] = str(dataset.folder.absolute())
+    if now["precision"] == "auto":  # settled at training
+        before["precision"] = now["precision"]
+    if different := differences(before, now):
+        raise ConfigError(
+            f"{run} was trained with other settings ({different}); "
+            + (
+                remedy
+                or "give another --runs folder, another name (--set name=…), or evaluate it as it "
+                f"is with --model {run}"
+            )
+        )
+
+
+def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
+    """What train.json says, but for times and places."""
+    tensors = training.detector.scorer.tensors()
+    thresholds = training.detector.thresholds
+    image = training.detector.config.image
+    return {
+        "name": training.detector.config.name,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model_id": model_id,
+        "kind": training.detector.config.model.kind,
+        "device": training.detector.device.type,
+        "images": {
+            "learned": training.learned,
+            "behind_thresholds": 0 if thresholds is None else thresholds.images,
+            "refused": len(training.refused),
+        },
+        "patches": training.patches,
+        "patch_size": _patch_size(training),
+        "image": {name: getattr(image, name) for name in ("area", "resize", "tile")},
+        "bank_vectors": len(tensors["vectors"]) if "vectors" in tensors else None,
+        "scorer": {n: list(t.shape) if t.ndim else t.item() for n, t in tensors.items()},
+        "thresholds": None if thresholds is None else thresholds.to_json(),
+        "raised_by": [
+            {"name": name, "score": score, "reject_without": value}
+            for name, score, value in (thresholds.raised_by() if thresholds else ())
+        ],
+        "odd": list(training.odd),
+        "stand_out": dict(training.stand_out),
+        "turned_copies": training.detector.config.model.turned_copies,
+        "left_out": training.detector.config.model.leave_out_suspects and bool(training.stand_out),
+        "refused": training.refused,
+        "model_bytes": sum(f.stat().st_size for f in model.iterdir()),
+        "peak_memory_bytes": peak_memory(),
+    }
+
+
+def _draw_suspects(
+    training: Training, samples: Sequence[Sample], output: Path
+) -> list[dict[str, Any]]:
+    """Heatmaps of the training images that look least like the others; what train.json says."""
+    detector = training.detector
+    thresholds = detector.thresholds
+    listed = []
+    wanted = [(s.image, samples[s.image].path) for s in training.suspects]
+    with Decoders(1, Task(detector.loading, keep_image=True)) as decoders:
+        for rank, loaded in enumerate(decoders.load_all(wanted), 1):
+            if not isinstance(loaded, NetworkInput):  # it has changed since it was learned from
+                continue
+            suspect, sample = training.suspects[rank - 1], samples[loaded.index]
+            model = detector.config.model
+            seen = SourceMap(
+                suspect.patch_scores,
+                loaded.view,
+                model.smoothing,
+                model.halo_damping,
+                detector.region,
+            ).held()
+            limit = suspect.score if thresholds is None else thresholds.pixel
+            review = None if thresholds is None else thresholds.review_pixel
+            picture = f"suspects/{rank}_{short_name(sample.path.stem)}.png"
+            areas = outlined_areas(seen, limit, review)
+            write(output / picture, encode_png(heatmap(loaded.decoded, seen, limit, areas)))
+            listed.append({"name": sample.name, "score": suspect.score, "heatmap": picture})
+    return listed
+
+
+def _patch_size(training: Training) -> dict[str, list[float] | None]:
+    mm = training.detector.config.image.mm_per_pixel
+    height, width = training.patch_pixels
+    return {
+        "pixels": [round(height, 2), round(width, 2)],
+        "mm": None if mm is None else [round(height * mm, 4), round(width * mm, 4)],
+    }

@@ -1,0 +1,257 @@
+"""A model that learns further good images, which people have confirmed, and its thresholds anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anomaly.backbones.engine import ExportedNetwork
+from anomaly.calibration import (
+    GoodScores,
+    Thresholds,
+    threshold_for_false_reject_rate,
+    thresholds_from,
+)
+from anomaly.datasets import Sample
+from anomaly.errors import DataError, ModelError
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.scoring.build import fitter_of
+from anomaly.scoring.image_statistics import AppearanceModel
+from anomaly.scoring.pipeline import Model
+from anomaly.training.cross_fitting import cross_fit, scores_of
+from anomaly.training.feature_cache import CachedFeatures, FeatureCache
+from anomaly.training.fit import StageProgress
+
+# A suspect scores so many times the threshold that the other images would give.
+_ODD = 1.1
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What came of learning further images.
+
+    Attributes:
+        detector: knows them; not saved yet.
+        good: their scores, each by a detector that has learned the others.
+        before: their image scores by the detector that was to learn, in the same order.
+        hashes: sha256 of each image learned, by name.
+        suspects: scores of the images that it hasn't learned from, by name, the worst first.
+        refused: why an image couldn't be used, by name.
+    """
+
+    detector: Model
+    good: GoodScores
+    before: tuple[float, ...]
+    hashes: dict[str, str]
+    suspects: dict[str, float]
+    refused: dict[str, str]
+
+
+def learn(
+    detector: Model,
+    samples: Sequence[Sample],
+    *,
+    scratch: Path,
+    workers: int = 2,
+    include_suspects: bool = False,
+    progress: StageProgress = lambda stage, done, total: None,
+) -> Learned:
+    """Learn further good images, as far as they aren't suspects.
+
+    Each is scored by a detector that has learned all but it and a few others. One that would still
+    be rejected is a suspect: a defect that somebody took for good, or the only one of its kind.
+
+    The thresholds come from these scores and those of before, whose detectors knew less: what a
+    detector knows better, it scores lower. The reject threshold keeps its rate among the new
+    images alone, too, as parts to come may all be like them.
+
+    Args:
+        detector: trained; it stays as it is.
+        samples: good images that it hasn't learned from, each once.
+        scratch: an existing folder for temporary files.
+        workers: decoding processes.
+        include_suspects: learn from suspects, too.
+        progress: called with (stage, done, total).
+
+    Raises:
+        ModelError: an exported model, or a method that can't learn more.
+        DataError: no image can be used, all are suspects, or the detector has no thresholds.
+    """
+    if isinstance(detector.extractor, ExportedNetwork):
+        raise ModelError("an exported model can't learn; update the one it was exported from")
+    if detector.thresholds is None:
+        raise DataError(
+            "the model has no thresholds, so nothing says which images are suspects; find some "
+            "with `anomaly calibrate` first"
+        )
+    limit, (_, rate) = detector.thresholds.image, detector.rates()
+    with _reading(detector, samples, scratch, workers, progress) as (patches, names):
+        trial = _Trial.of(detector, patches, names, names, progress)
+        suspects = {} if include_suspects else _suspects(trial.good, limit, rate)
+        if len(suspects) == len(trial.good.names):
+            raise DataError(
+                f"{', '.join(suspects)}: so unlike what the model knows, and each other, that it "
+                "may be a defect that was taken for good; look again, and where it is good, "
+                "include suspects (--include-suspects)"
+            )
+        if suspects:
+            kept = {i for i in patches.hashes if names[i] not in suspects}
+            trial = _Trial.of(detector, patches, names, kept, progress)
+        refused = {names[item.index]: item.reason for item in patches.refused}
+        hashes = {names[i]: patches.hashes[i] for i in trial.numbers}
+        looks = [patches.looks[i] for i in trial.numbers]
+        before = scores_of(detector, patches.only(trial.numbers), patches.views)
+    left_out = {name: i for i, name in names.items() if name not in hashes}
+    new = replace(
+        trial.detector,
+        thresholds=_thresholds(detector, trial.good),
+        appearance=detector.appearance and detector.appearance.merged(AppearanceModel.of(looks)),
+        manifest=_manifest(detector, hashes, left_out),
+        model_id="",
+        folder=None,
+    )
+    return Learned(
+        new,
+        trial.good,
+        tuple(before[i][0] for i in trial.numbers),
+        hashes,
+        suspects,
+        refused,
+    )
+
+
+def _manifest(
+    detector: Model, hashes: Mapping[str, str], left_out: Mapping[str, int]
+) -> dict[str, Any]:
+    """A detector's manifest with the images that it has learned, and those that it hasn't."""
+    known = detector.manifest
+    parents = {"parents": [detector.model_id]} if detector.model_id else {}
+    return {
+        **known,
+        "training_images": {**known["training_images"], **hashes},
+        "refused_images": {**known["refused_images"], **left_out},
+        **parents,
+    }
+
+
+@contextmanager
+def _reading(
+    detector: Model,
+    samples: Sequence[Sample],
+    scratch: Path,
+    workers: int,
+    progress: StageProgress,
+) -> Iterator[tuple[CachedFeatures, dict[int, str]]]:
+    """The images' patches, and their names by number: those after the known images' numbers."""
+    known = [*detector.manifest["training_images"], *detector.manifest["refused_images"]]
+    names = dict(enumerate(unique_names([s.name for s in samples], known), len(known)))
+    with Decoders(min(workers, len(samples)), Task(detector.loading)) as decoders:
+        cache = FeatureCache(
+            detector,
+            fitter_of(detector.config),
+            decoders,
+            scratch,
+            lambda done, total: progress("features", done, total),
+        )
+        with closing(cache):
+            images = {len(known) + i: sample.source for i, sample in enumerate(samples)}
+            yield cache.build(images).checked(), names
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """A detector that has learned some of the images, and scores by detectors without each."""
+
+    detector: Model
+    good: GoodScores
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        detector: Model,
+        patches: CachedFeatures,
+        names: dict[int, str],
+        wanted: Collection[int],
+        progress: StageProgress,
+    ) -> _Trial:
+        """Learn the wanted ones."""
+        learned = len(detector.manifest["training_images"])
+        fitter = fitter_of(detector.config).continuing(detector.scorer, learned)
+        new = replace(detector, scorer=fitter.fit(patches.only(wanted)))
+        numbers = tuple(sorted(i for i in patches.hashes if i in wanted))
+        some = {i: names[i] for i in numbers}
+        if len(some) > 1:
+            folds = detector.config.calibration.folds
+            good = cross_fit(
+                new,
+                patches,
+                fitter,
+                some,
+                patches.hashes,
+                folds=folds,
+                groups={},
+                progress=lambda done, total: progress("calibration", done, total),
+            )
+        else:  # without it, the detector knows what it knew before
+            scored = scores_of(detector, patches.only(some), patches.views)
+            image, peak = zip(*scored.values(), strict=True)
+            good = GoodScores(tuple(some.values()), image, peak, "")
+        hashes = tuple(patches.hashes[i] for i in numbers)  # some may have been calibrated with
+        return cls(new, replace(good, hashes=hashes), numbers)
+
+
+def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
+    """The images that stand out from all the others, the worst first, and their scores.
+
+    Each scores a tenth above the reject threshold that those less odd than it would give, or is
+    odder than such a one. At most half of the images: what most of them have isn't odd.
+    """
+    order = np.argsort(-np.array(new.image), kind="stable").tolist()
+    scores = [new.image[i] for i in order]
+    count = 0
+    for k in range((len(order) + 1) // 2):
+        rest = scores[k + 1 :]
+        least = threshold_for_false_reject_rate(rest, rate).value if rest else limit
+        if scores[k] > _ODD * max(limit, least):
+            count = k + 1
+    return {new.names[i]: new.image[i] for i in order[:count]}
+
+
+def _thresholds(detector: Model, new: GoodScores) -> Thresholds:
+    assert detector.thresholds is not None
+    good = detector.thresholds.good.joined(new, "")
+    source = (
+        f"{len(good.names)} good images, each scored by a model that hasn't seen it, "
+        f"{len(new.names)} of them new"
+    )
+    return thresholds_from(replace(good, source=source), *detector.rates(), newest=new.image)
+
+
+def lineage(detector: Model) -> frozenset[str]:
+    """The ids of the models that a detector comes from, its own included."""
+    ids: list[str] = []
+    for line in detector.history.splitlines():
+        with suppress(ValueError, AttributeError):  # the history isn't sealed: somebody's own line
+            ids += str(json.loads(line).get("model_before", "")).split()
+    return frozenset({detector.model_id, *detector.manifest.get("parents", ()), *ids} - {""})
+
+
+def unique_names(names: Iterable[str], taken: Iterable[str]) -> list[str]:
+    """Names that differ from each other and from those taken: `3/x.png` is the third x.png."""
+    used, found = set(taken), []
+    for name in names:
+        unique, number = name, 1
+        while unique in used:
+            number += 1
+            unique = f"{number}/{name}"
+        used.add(unique)
+        found.append(unique)
+    return found

@@ -1,0 +1,177 @@
+"""Networks by name: layers, normalisation, weights that fit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from conftest import Command, train_arguments
+from families import FAMILIES
+from safetensors.torch import save_file
+from tiny_network import TinyNetwork
+
+from anomaly.backbones import registry as backbones
+from anomaly.backbones import state as backbone_weights
+from anomaly.backbones import torchvision_networks
+from anomaly.backbones.registry import Backbone, Normalisation
+from anomaly.backbones.torchvision_networks import IMAGENET_MEAN, IMAGENET_STD
+from anomaly.backbones.truncation import truncate
+from anomaly.errors import ConfigError, WeightsError
+from anomaly.storage.load import load_model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_default_layers_lie_at_strides_4_8_16(name: str) -> None:
+    network = backbones.build(name)
+    layers = backbones.default_layers(name, network, 3)
+    assert backbones.default_layers(name, network, 2) == layers[1:]
+    assert truncate(network, layers).strides == (4, 8, 16)
+
+
+def test_networks_take_no_memory_until_they_are_filled() -> None:
+    assert all(p.is_meta for p in backbones.build("wide_resnet50_2").parameters())
+
+
+def test_resnet50_v1_has_its_stride_in_the_first_convolution() -> None:
+    v1, v15 = backbones.build("resnet50_v1"), backbones.build("resnet50")
+    for stage in ("layer2", "layer3", "layer4"):
+        block: Any = v1.get_submodule(f"{stage}.0")
+        other: Any = v15.get_submodule(f"{stage}.0")
+        assert (block.conv1.stride, block.conv2.stride) == ((2, 2), (1, 1))
+        assert (other.conv1.stride, other.conv2.stride) == ((1, 1), (2, 2))
+
+
+def test_official_weights_are_the_papers() -> None:
+    official = torchvision_networks.official_weights("wide_resnet50_2")
+    assert official is not None
+    assert official.url.endswith("wide_resnet50_2-95faca4d.pth")
+    assert torchvision_networks.official_weights("resnet50_v1") is None
+    with pytest.raises(WeightsError, match="publishes no weights for resnet50_v1"):
+        backbone_weights.read_weights("resnet50_v1", "imagenet", 0)
+
+
+def test_normalisation_is_torchvisions() -> None:
+    images = torch.rand(2, 3, 8, 8)
+    preset = torchvision.transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)
+    torch.testing.assert_close(backbones.normalisation("resnet18")(images), preset(images))
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_networks_from_tensorflow_see_what_torchvision_shows_them(name: str) -> None:
+    """With its official weights, torchvision normalises anew what its transforms have made."""
+    official = torchvision.models.get_model(name, transform_input=True, init_weights=False).eval()
+    ours = backbones.build(name)
+    backbone_weights.load_state(ours, official.state_dict(), backbones.build(name), name)
+    images = torch.rand(1, 3, 96, 96)
+    preset = torchvision.transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)
+    with torch.no_grad():
+        expected = official(preset(images))
+        torch.testing.assert_close(ours(backbones.normalisation(name)(images)), expected)
+
+
+@pytest.mark.parametrize("name", ["swin_t", "swin_v2_t", "maxvit_t", "shufflenet_v2_x0_5"])
+def test_default_layers_of_families_with_a_layout_or_sizes_of_their_own(name: str) -> None:
+    test_default_layers_lie_at_strides_4_8_16(name)
+
+
+def test_unknown_names_are_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'wide_resnet50_2'"):
+        backbones.build("wide_resnet50")
+    network = backbones.build("squeezenet1_0")
+    with pytest.raises(
+        ConfigError, match=r"no default layers.*`anomaly layers --backbone squeezenet1_0`"
+    ):
+        backbones.default_layers("squeezenet1_0", network, 3)
+
+
+def test_random_weights_are_seeded_and_warn(caplog: pytest.LogCaptureFixture) -> None:
+    first, sha256 = backbone_weights.read_weights("resnet18", "random", 3)
+    second, _ = backbone_weights.read_weights("resnet18", "random", 3)
+    other, _ = backbone_weights.read_weights("resnet18", "random", 4)
+    assert sha256 is None
+    assert "NOTHING" in caplog.text
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    assert not torch.equal(first["conv1.weight"], other["conv1.weight"])
+
+
+def test_filled_networks_compute_what_torchvision_computes() -> None:
+    state, _ = backbone_weights.read_weights("resnet18", "random", 0)
+    truncated = truncate(backbones.build("resnet18"), ["layer1", "layer2"])
+    backbone_weights.load_state(truncated.network, state, backbones.build("resnet18"), "random")
+    reference = torchvision.models.resnet18()
+    reference.load_state_dict(state)
+    reference.eval()
+    images = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        r: Any = reference
+        layer1 = r.layer1(r.maxpool(r.relu(r.bn1(r.conv1(images)))))
+        layer2 = r.layer2(layer1)
+    first, second = truncated.extractor()(images)
+    torch.testing.assert_close(first.values, layer1)
+    torch.testing.assert_close(second.values, layer2)
+
+
+def test_weights_of_another_network_are_refused() -> None:
+    full = backbones.build("resnet50")
+    state, _ = backbone_weights.read_weights("resnet18", "random", 0)
+    truncated = truncate(backbones.build("resnet50"), ["layer1"])
+    with pytest.raises(WeightsError, match="belongs to another network than ResNet: without"):
+        backbone_weights.load_state(truncated.network, state, full, "that file")
+
+
+def test_layers_behind_the_last_one_may_be_absent_and_half_precision_is_widened() -> None:
+    full = backbones.build("resnet18")
+    state, _ = backbone_weights.read_weights("resnet18", "random", 0)
+    short = {
+        k: v.half() if v.is_floating_point() else v
+        for k, v in state.items()
+        if not k.startswith(("layer3", "layer4", "fc"))
+    }
+    truncated = truncate(backbones.build("resnet18"), ["layer2"])
+    backbone_weights.load_state(truncated.network, short, full, "that file")
+    assert all(p.dtype == torch.float32 for p in truncated.network.parameters())
+    further = truncate(backbones.build("resnet18"), ["layer3"])
+    says = r"a part of ResNet, up to layer2\.1\..*, and .* missing, layer3\.0\.conv1\.weight"
+    with pytest.raises(WeightsError, match=says):
+        backbone_weights.load_state(further.network, short, full, "that file")
+    with pytest.raises(WeightsError, match="unknown extra"):
+        backbone_weights.load_state(
+            truncated.network, short | {"extra": torch.ones(1)}, full, "that file"
+        )
+
+
+def test_a_network_of_ones_own_is_an_entry_of_the_registry(
+    product: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything works with it, and its model is found again; without the entry it isn't known."""
+    own = Backbone(
+        TinyNetwork,
+        lambda network: ("layer1", "layer2", "layer3"),
+        lambda: Normalisation((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+    )
+    monkeypatch.setitem(backbones.BACKBONES, "mine", own)
+    arguments = train_arguments(product, tmp_path / "run", "backbone.name=mine")
+    code, _, err = command("train", arguments)
+    assert code == 0, err
+    detector = load_model(tmp_path / "run")
+    assert detector.extractor.layers == ("layer2", "layer3")
+    assert detector.manifest["backbone"]["mean"] == [0.5, 0.5, 0.5]
+    assert "layer4" not in str(detector.extractor.network.state_dict().keys())
+    detector.predict(product / "test" / "spot" / "001.png")
+
+    state, _ = backbone_weights.read_weights("mine", "random", 1)
+    save_file(state, tmp_path / "own.safetensors")
+    read, sha256 = backbone_weights.read_weights("mine", str(tmp_path / "own.safetensors"), 0)
+    assert sha256
+    assert all(torch.equal(read[key], state[key]) for key in state)
+    with pytest.raises(WeightsError, match=r"no official weights.*backbone\.weights="):
+        backbone_weights.read_weights("mine", "imagenet", 0)
+
+    monkeypatch.delitem(backbones.BACKBONES, "mine")
+    with pytest.raises(ConfigError, match="'mine' isn't a network"):
+        backbones.build("mine")
+
+
+def test_a_package_offers_its_network_by_an_entry_point() -> None:
+    assert type(backbones.build("tiny")) is TinyNetwork

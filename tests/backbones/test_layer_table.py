@@ -1,0 +1,98 @@
+"""The table of layers against what is known about networks by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import FAMILIES
+from torch import Tensor, nn
+
+from anomaly.backbones.layer_table import Layer, last_map, layer_table, side_multiple, stages
+from anomaly.backbones.registry import build, default_layers
+from anomaly.backbones.torchvision_networks import known_backbones
+from anomaly.errors import LayerError
+from anomaly.hooks import live_hooks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.ReLU())
+        self.twice = nn.Conv2d(8, 8, 1)
+        self.idle = nn.Linear(7, 7)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.twice(self.body(x)))
+        return self.head(x.mean(dim=(2, 3)))
+
+
+def by_path(table: list[Layer]) -> dict[str, Layer]:
+    return {layer.path: layer for layer in table}
+
+
+def test_a_small_network_by_hand() -> None:
+    network = Net().eval()
+    table = layer_table(network, 32)
+    assert live_hooks(network) == 0
+    assert [x.path for x in table] == ["", "body", "body.0", "body.1", "twice", "idle", "head"]
+    layers = by_path(table)
+    conv, twice, head = 64 * 8 * 27, 64 * 64, 8 * 5
+    assert layers["body"].multiply_adds == conv
+    assert layers["twice"].multiply_adds == conv + 2 * twice  # after its last call
+    assert layers[""].multiply_adds == conv + 2 * twice + head
+    assert layers["body"].share == pytest.approx(conv / (conv + 2 * twice + head))
+    assert (layers["body.0"].shape, layers["body.0"].stride) == ((1, 8, 8, 8), 4)
+    assert (layers["head"].shape, layers["head"].stride) == ((1, 5), None)
+    assert layers["body"].parameters == 8 * 27 + 8
+    idle = layers["idle"]
+    assert (idle.shape, idle.share, idle.finished, idle.parameters) == (None, None, None, 56)
+    assert (layers["body"].runs, layers["twice"].runs, idle.runs) == (1, 2, 0)
+    assert stages(table) == ["body"]  # one that runs twice has two outputs
+
+
+def test_wide_resnet_costs_what_its_paper_says() -> None:
+    layers = by_path(layer_table(build("wide_resnet50_2"), 224))
+    assert layers[""].parameters == 68_883_240
+    assert layers[""].multiply_adds == pytest.approx(11.4e9, rel=0.01)  # torchvision's own figure
+    assert layers["layer3"].share == pytest.approx(18.4 / 22.8, abs=0.005)
+    assert layers["layer2"].shape == (1, 512, 28, 28)
+    assert (layers["layer2"].stride, layers["layer3"].stride) == (8, 16)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stages_are_the_layers_that_each_family_hooks(name: str) -> None:
+    network = build(name)
+    table = layer_table(network, 224)
+    assert tuple(stages(table)[:3]) == default_layers(name, network, 3)
+    last = last_map(table)
+    assert last is not None
+    assert by_path(table)[last].stride == 32
+    assert side_multiple(network) == 32
+
+
+def test_transformers_have_no_late_map_and_take_squares_only() -> None:
+    network = build("vit_b_16")
+    table = layer_table(network, 224)
+    assert stages(table) == ["conv_proj"]
+    assert last_map(table) is None
+    assert side_multiple(network) is None
+    assert side_multiple(network, ["conv_proj"]) is None  # it checks before its first layer
+    with pytest.raises(LayerError, match=r"doesn't take images of 200×200; give another size"):
+        layer_table(network, 200)
+    assert last_map(layer_table(build("swin_t"), 224)) == "permute"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", known_backbones())
+def test_every_network_is_described(name: str) -> None:
+    table = layer_table(build(name), 224)
+    assert table[0].shape == (1, 1000)
+    assert table[0].share == 1
+    shares = [x.share for x in sorted(table, key=lambda x: x.finished or 0) if x.share is not None]
+    assert shares == sorted(shares)
+
+
+def test_a_network_on_a_real_device_is_described_too() -> None:
+    torch.manual_seed(0)
+    assert layer_table(nn.Sequential(nn.Conv2d(3, 2, 2, stride=2)), 8)[1].shape == (1, 2, 4, 4)

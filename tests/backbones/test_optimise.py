@@ -1,0 +1,161 @@
+"""Folded batch norms, fused activations and sums: the same maps, wherever the hooks are."""
+
+import copy
+
+import pytest
+import torch
+from families import quick_and_slow
+from torch import Tensor, nn
+
+from anomaly.backbones.extractor import FeatureExtractor
+from anomaly.backbones.optimise import foldable, folded, fused
+from anomaly.backbones.registry import build, default_layers
+from anomaly.backbones.state import load_state, read_weights
+from anomaly.backbones.truncation import truncate
+from anomaly.hooks import capture
+
+# How many of each network's batch norms come right behind a convolution, up to the third stage.
+FOLDED = {
+    "resnet18": (15, 15),
+    "wide_resnet50_2": (43, 43),
+    "mobilenet_v2": (39, 39),
+    "efficientnet_b0": (33, 33),
+    "timm/tf_efficientnet_lite2": (45, 45),  # which apply their activations themselves
+    "densenet121": (87, 43),  # the others come before a convolution
+    "vgg16_bn": (13, 13),
+    "convnext_tiny": (0, 0),
+}
+
+
+def unsettle(network: nn.Module) -> None:
+    """Batch norms that change what they're given."""
+    generator = torch.Generator().manual_seed(0)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for tensor, low, high in (
+                (module.weight, 0.5, 1.5),
+                (module.bias, -0.5, 0.5),
+                (module.running_mean, -0.5, 0.5),
+                (module.running_var, 0.5, 2.0),
+            ):
+                assert tensor is not None
+                tensor.data.uniform_(low, high, generator=generator)
+
+
+@pytest.mark.parametrize("name", quick_and_slow(FOLDED, "resnet18", "mobilenet_v2"))
+def test_maps_stay_the_same_with_norms_folded(name: str) -> None:
+    full = build(name)
+    truncated = truncate(build(name), default_layers(name, full, 3))
+    load_state(truncated.network, read_weights(name, "random", 0)[0], full, name)
+    unsettle(truncated.network)
+    norms = [m for m in truncated.network.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert (len(norms), len(truncated.pairs)) == FOLDED[name]
+    extractor = truncated.extractor()
+    plain = FeatureExtractor(truncated.network, extractor.layers, extractor.layouts, True, ())
+    images = torch.rand(2, 3, 96, 96, generator=torch.Generator().manual_seed(1))
+    for mine, theirs in zip(extractor(images), plain(images), strict=True):
+        error = (mine.values - theirs.values).norm() / theirs.values.norm()
+        assert error < 1e-5
+    halves = extractor.to("cpu", "bf16")(images)
+    assert halves[0].values.dtype == torch.bfloat16
+    for mine, theirs in zip(halves, plain(images), strict=True):
+        error = (mine.values.float() - theirs.values).norm() / theirs.values.norm()
+        assert 0 < error < 0.05
+    # The truth stays whole: it is what's saved, explained and differentiated.
+    assert sum(isinstance(m, nn.BatchNorm2d) for m in extractor.network.modules()) == len(norms)
+
+
+class Branches(nn.Module):
+    """Convolutions whose outputs have a second reader, or are called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_twice, self.norm1 = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+        self.called_twice, self.norm2 = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+        self.plain, self.norm3 = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+        self.wanted, self.norm4 = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.read_twice(x)
+        x = self.norm1(x) + x
+        x = self.norm2(self.called_twice(self.called_twice(x)))
+        return self.norm4(self.wanted(self.norm3(self.plain(x)).relu()))
+
+
+def test_only_what_nobody_else_reads_is_folded() -> None:
+    network = Branches().eval()
+    unsettle(network)
+    with torch.device("meta"):
+        dry = Branches().eval()
+    image = torch.empty(1, 3, 8, 8, device="meta")
+    pairs = foldable(dry, ["wanted", "norm4"], image)
+    assert pairs == (("plain", "norm3"),)
+    images = torch.rand(1, 3, 8, 8)
+    engine = folded(network, pairs, torch.float32)
+    torch.testing.assert_close(engine(images), network(images), rtol=1e-4, atol=1e-5)
+    assert isinstance(engine.norm3, nn.Identity)
+    assert isinstance(network.norm3, nn.BatchNorm2d)
+
+
+# By network: layers of which some lie inside what could be fused, and how many activations are
+# computed by themselves afterwards.
+NETWORKS = {
+    "resnet18": (["layer1", "layer3"], 0),
+    "resnet50": (["relu", "layer1", "layer2.1.bn2", "layer3"], 3),
+    "resnext50_32x4d": (["conv1", "layer2"], 1),
+    "mobilenet_v2": (["features.3.conv.0.0", "features.4", "features.7.conv.1"], 1),
+    "timm/tf_efficientnet_lite2": (["blocks.0.0.bn1", "blocks.1.0.bn1.drop", "blocks.2"], 4),
+    "vgg16_bn": (["features.5", "features.23"], 0),
+}
+
+
+def _prepared(name: str, layers: list[str]) -> tuple[FeatureExtractor, nn.Module]:
+    """An extractor with random weights, and its network as it was built."""
+    truncated = truncate(build(name), layers)
+    network = truncated.network.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for key, tensor in network.state_dict().items():
+        low = 0.5 if "var" in key or (key.endswith("weight") and tensor.ndim == 1) else -0.1
+        if tensor.is_floating_point():
+            tensor.uniform_(low, low + 0.2 if low < 0 else 1.5, generator=generator)
+    return truncated.extractor(), copy.deepcopy(network).eval()
+
+
+@pytest.mark.parametrize("name", quick_and_slow(NETWORKS, "resnet18", "mobilenet_v2"))
+def test_maps_stay_the_same_with_activations_fused(name: str) -> None:
+    layers, alone = NETWORKS[name]
+    extractor, plain = _prepared(name, layers)
+    images = torch.randn(3, 3, 64, 96, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode(), capture(plain, layers, stop=True) as captured:
+        captured.run(images)
+        expected = captured.pop()
+    for found in extractor(images):
+        mine, theirs = found.values, expected[found.layer]
+        assert (mine - theirs).norm() / theirs.norm() < 1e-5
+    engine = fused(folded(extractor.network, extractor.pairs, torch.float32), extractor.layers)
+    activations: list[str] = []
+    for path, module in engine.named_modules():
+        if isinstance(module, nn.ReLU | nn.ReLU6):
+            module.register_forward_hook(lambda *_, path=path: activations.append(path))
+    with torch.inference_mode(), capture(engine, extractor.layers, stop=True) as captured:
+        captured.run(images)
+    assert len(activations) == alone
+
+
+def test_a_map_that_is_kept_is_not_overwritten_by_the_next_block() -> None:
+    """A residual block reads its input once more at its end, and has to leave it as it was."""
+    extractor, _ = _prepared("resnet50", ["layer1.0", "layer1.1"])
+    alone, _ = _prepared("resnet50", ["layer1.0"])
+    images = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(extractor(images)[0].values, alone(images)[0].values)
+
+
+def test_what_onednn_would_pad_otherwise_is_left_alone() -> None:
+    odd = (
+        nn.Conv2d(3, 3, 3, padding="same"),
+        nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"),
+    )
+    for convolution in odd:
+        network = nn.Sequential(convolution, nn.ReLU())
+        assert fused(network, [])[0] is convolution
+        assert isinstance(network[1], nn.ReLU)

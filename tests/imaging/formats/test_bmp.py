@@ -1,0 +1,153 @@
+"""BMP layouts that other programs rarely write, made by hand."""
+
+import io
+import struct
+
+import numpy as np
+import pytest
+from PIL import Image as Pil
+
+from anomaly.errors import ImageError
+from anomaly.imaging.formats import bmp
+
+H, W = 7, 11
+
+
+def file(rows, bits, packing=0, header=40, masks=b"", palette=b"", height=H, width=W):
+    """`rows` are the padded rows in file order."""
+    start = 14 + max(header, 40) + (len(masks) if header == 40 else 0) + len(palette)
+    info = struct.pack("<IiiHHIIiiII", header, width, height, 1, bits, packing, 0, 0, 0, 0, 0)
+    if header > 40:
+        info += masks.ljust(header - 40, b"\0")
+        masks = b""
+    content = np.ascontiguousarray(rows).tobytes()
+    name = struct.pack("<2sIHHI", b"BM", start + len(content), 0, 0, start)
+    return name + info + masks + palette + content
+
+
+def padded(rows):
+    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % 4)))
+
+
+def noise(*shape, top=256, dtype=np.uint8):
+    return np.random.default_rng(0).integers(0, top, shape).astype(dtype)
+
+
+def test_rows_may_come_from_either_end():
+    rgb = noise(H, W, 3)
+    rows = padded(rgb[..., ::-1].reshape(H, -1))
+    np.testing.assert_array_equal(bmp.decode(file(rows[::-1], 24)), rgb)
+    np.testing.assert_array_equal(bmp.decode(file(rows, 24, height=-H)), rgb)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_palettes(bits):
+    indices = noise(H, W, top=2**bits)
+    colours = noise(2**bits, 4)
+    digits = np.unpackbits(indices[..., None], axis=-1)[..., 8 - bits :].reshape(H, -1)
+    rows = padded(np.packbits(digits, axis=1))
+    data = file(rows[::-1], bits, palette=colours.tobytes())
+    assert bmp.read_header(data).mode == f"palette{bits}"
+    np.testing.assert_array_equal(bmp.decode(data), colours[:, 2::-1][indices])
+
+
+def test_os2_header():
+    rgb = noise(H, W, 3)
+    rows = padded(rgb[::-1, :, ::-1].reshape(H, -1))
+    name = struct.pack("<2sIHHI", b"BM", 0, 0, 0, 26)
+    data = name + struct.pack("<IHHHH", 12, W, H, 1, 24) + rows.tobytes()
+    np.testing.assert_array_equal(bmp.decode(data), rgb)
+
+
+@pytest.mark.parametrize(
+    ("packing", "widths"), [(0, (5, 5, 5)), (3, (5, 5, 5)), (3, (5, 6, 5)), (3, (4, 4, 4))]
+)
+def test_16_bit_colours_spread_over_the_whole_range(packing, widths):
+    shifts = (widths[1] + widths[2], widths[2], 0)
+    words = noise(H, W, top=2 ** sum(widths), dtype=np.uint16)
+    masks = [(2**n - 1) << s for n, s in zip(widths, shifts, strict=True)]
+    rows = padded(words.astype("<u2").view(np.uint8).reshape(H, -1))
+    data = file(rows[::-1], 16, packing, masks=struct.pack("<III", *masks) if packing else b"")
+    expected = np.stack(
+        [
+            np.rint((words >> s & (2**n - 1)) * (255 / (2**n - 1)))
+            for n, s in zip(widths, shifts, strict=True)
+        ],
+        axis=-1,
+    )
+    np.testing.assert_array_equal(bmp.decode(data), expected)
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("wrong", [0, 1 << 31 | 0x3E0, 0x7F0, 0x1C, 0xFFFFFFFF])
+def test_a_mask_that_is_damaged(bits, wrong):
+    rows = padded(noise(H, W * bits // 8))
+    data = file(rows, bits, 3, masks=struct.pack("<III", 0xF800, wrong, 0x1F))
+    with pytest.raises(ImageError, match="no mask for one of the colours") as found:
+        bmp.decode(data)
+    assert found.value.status == "unreadable"
+
+
+@pytest.mark.parametrize("bits", [8, 24])
+def test_pixels_dont_start_inside_the_header(bits):
+    palette = noise(256, 4).tobytes() if bits == 8 else b""
+    data = bytearray(file(padded(noise(H, W * bits // 8)), bits, palette=palette))
+    start = 54 + len(palette)
+    bmp.decode(bytes(data))
+    for wrong in (0, 14, 53, start - 1):
+        struct.pack_into("<I", data, 10, wrong)
+        with pytest.raises(ImageError, match="start inside the header") as found:
+            bmp.read_header(bytes(data))
+        assert found.value.status == "unreadable"
+
+
+def test_the_fourth_byte_is_alpha_only_where_the_header_says_so():
+    bgra = noise(H, W, 4)
+    rgb, alpha = bgra[..., 2::-1], bgra[..., 3:]
+    rows = bgra[::-1].reshape(H, -1)
+    masks = struct.pack("<IIII", 0xFF0000, 0xFF00, 0xFF, 0xFF000000)
+    np.testing.assert_array_equal(bmp.decode(file(rows, 32)), rgb)
+    with_alpha = file(rows, 32, packing=3, header=108, masks=masks)
+    assert bmp.read_header(with_alpha).mode == "rgba8"
+    np.testing.assert_array_equal(bmp.decode(with_alpha), np.rint(rgb * (alpha / 255.0)))
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({"packing": 1, "bits": 8}, "unsupported"),
+        ({"bits": 3}, "unreadable"),
+        ({"bits": 24, "header": 43}, "unsupported"),
+        ({"bits": 24, "header": 66}, "unsupported"),
+        ({"bits": 24, "header": 64, "packing": 3}, "unsupported"),
+        ({"bits": 24, "width": 0}, "unreadable"),
+        ({"bits": 24, "width": -5}, "unreadable"),
+        ({"bits": 24, "height": 0}, "unreadable"),
+        ({"bits": 24, "height": 2**31 - 1}, "unreadable"),
+    ],
+)
+def test_headers_that_cant_be_used(options, status):
+    rows = padded(noise(H, 3 * W))
+    with pytest.raises(ImageError) as caught:
+        bmp.read_header(file(rows, **options))
+    assert caught.value.status == status
+
+
+@pytest.mark.parametrize("bits", [8, 16, 24, 32])
+def test_a_header_with_a_wrong_byte_gives_no_other_pixels_than_pillow(bits):
+    palette = noise(256, 4).tobytes() if bits == 8 else b""
+    whole = file(padded(noise(H, W * bits // 8)), bits, palette=palette)
+    expected = bmp.decode(whole)
+    for at in range(2, 54):
+        for value in (0, 1, 2, 43, 66, 128, 255):
+            mutant = whole[:at] + bytes([value]) + whole[at + 1 :]
+            try:
+                bmp.read_header(mutant)
+                decoded = bmp.decode(mutant)
+            except ImageError:
+                continue
+            if np.array_equal(decoded, expected) or bmp.read_header(mutant).mode == "palette2":
+                continue  # Pillow knows no palettes of four colours
+            theirs = np.asarray(Pil.open(io.BytesIO(mutant)).convert("RGB")).astype(int)
+            # Pillow cuts the colours of 16 bits off where they are to be rounded.
+            assert np.abs(decoded - theirs).max() <= (mutant[28] == 16), f"byte {at} is {value}"

@@ -1,0 +1,162 @@
+"""JPEG headers, colour and chroma layouts."""
+
+import io
+import struct
+import warnings
+
+import cv2
+import numpy as np
+import pytest
+from picture_files import mutated
+from PIL import Image as Pil
+
+from anomaly.errors import ImageError
+from anomaly.imaging.formats import jpeg
+
+
+@pytest.fixture(scope="module")
+def pixels():
+    y, x = np.mgrid[:45, :61]
+    return np.stack([x * 4, y * 5, 255 - x * 2 - y], axis=-1).astype(np.uint8)
+
+
+def encoded(pixels, **options):
+    buffer = io.BytesIO()
+    Pil.fromarray(pixels).save(buffer, "JPEG", quality=95, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("factor", ["411", "420", "422", "440", "444"])
+def test_chroma_layouts(pixels, factor):
+    option = getattr(cv2, f"IMWRITE_JPEG_SAMPLING_FACTOR_{factor}")
+    done, data = cv2.imencode(".jpg", pixels[..., ::-1], [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, option])
+    assert done
+    decoded = jpeg.decode(data.tobytes())
+    reference = np.asarray(Pil.open(io.BytesIO(data.tobytes())))
+    assert np.abs(decoded - reference.astype(int)).max() <= 1
+
+
+def test_an_uncommon_chroma_layout_says_so(pixels):
+    buffer = io.BytesIO()
+    Pil.fromarray(pixels).convert("CMYK").save(buffer, "JPEG", subsampling=2)
+    with pytest.raises(ImageError, match="subsampling") as caught:
+        jpeg.decode(buffer.getvalue())
+    assert caught.value.status == "unsupported"
+
+
+@pytest.mark.parametrize("padding", [b"\0" * 16, b"\xff" * 5])
+def test_padding_before_the_end_is_no_damage(pixels, padding):
+    data = encoded(pixels)
+    padded = data[:-2] + padding + data[-2:]
+    np.testing.assert_array_equal(jpeg.decode(padded), jpeg.decode(data))
+
+
+def test_padding_doesnt_hide_a_cut(pixels):
+    data = encoded(pixels)
+    start = data.index(b"\xff\xda") + 14
+    for cut in range(start, len(data) - 2, 29):
+        with pytest.raises(ImageError):
+            jpeg.decode(data[:cut] + bytes(5000) + b"\xff\xd9")
+
+
+def test_bytes_behind_the_end_dont_matter(pixels):
+    data = encoded(pixels)
+    np.testing.assert_array_equal(jpeg.decode(data + b"\0" * 512), jpeg.decode(data))
+
+
+def test_a_thumbnail_in_the_metadata_isnt_the_picture(pixels):
+    exif = b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0" + encoded(pixels[:8, :8].copy())
+    data = encoded(pixels, exif=exif)
+    assert jpeg.read_header(data).size == (45, 61)
+    assert jpeg.decode(data).shape == (45, 61, 3)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "status"),
+    [
+        (1, 0xC3, "unsupported"),  # lossless
+        (4, 12, "unsupported"),  # bits a sample
+        (5, 0, "unsupported"),  # no height yet
+    ],
+)
+def test_frames_of_other_kinds(pixels, offset, value, status):
+    data = bytearray(encoded(pixels))
+    frame = data.index(b"\xff\xc0")
+    data[frame + offset] = value
+    if offset == 5:
+        data[frame + 6] = 0
+    with pytest.raises(ImageError) as caught:
+        jpeg.read_header(bytes(data))
+    assert caught.value.status == status
+
+
+def test_a_header_that_is_cut(pixels):
+    data = encoded(pixels)
+    for cut in range(2, data.index(b"\xff\xda") + 12):
+        with pytest.raises(ImageError) as caught:
+            jpeg.decode(data[:cut] + b"\xff\xd9")
+        assert caught.value.status == "unreadable"
+
+
+def with_segment(data, at, marker, content):
+    return (
+        data[:at]
+        + bytes([0xFF, marker])
+        + struct.pack(">H", len(content) + 2)
+        + content
+        + data[at:]
+    )
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("numbers", [b"\1\1", b"\1\2", b"\0\0", b"\2\1"])
+def test_a_colour_profile_that_is_anywhere_or_in_pieces_doesnt_matter(pixels, progressive, numbers):
+    data = encoded(pixels, progressive=progressive)
+    frame = data.index(b"\xff\xc2" if progressive else b"\xff\xc0")
+    behind = frame + 2 + int.from_bytes(data[frame + 2 : frame + 4], "big")
+    places = [frame, behind, data.index(b"\xff\xda"), data.rindex(b"\xff\xc4")]
+    for at in places:
+        for _ in range(2):
+            profiled = with_segment(data, at, 0xE2, b"ICC_PROFILE\0" + numbers + bytes(300))
+            np.testing.assert_array_equal(jpeg.decode(profiled), jpeg.decode(data))
+
+
+def test_of_several_pictures_in_one_file_the_first_is_read(pixels):
+    buffer = io.BytesIO()
+    others = [Pil.fromarray(pixels[::-1].copy()), Pil.fromarray(pixels[:20, :20].copy())]
+    Pil.fromarray(pixels).save(buffer, "MPO", save_all=True, append_images=others, quality=95)
+    data = buffer.getvalue()
+    assert Pil.open(io.BytesIO(data)).n_frames == 3
+    assert jpeg.read_header(data).size == (45, 61)
+    reference = np.asarray(Pil.open(io.BytesIO(data)).convert("RGB"))
+    np.testing.assert_array_equal(jpeg.decode(data), reference)
+    first = data[: data.index(b"\xff\xd8", 2)]
+    for cut in range(data.index(b"\xff\xda") + 20, len(first) - 2, 97):
+        with pytest.raises(ImageError):
+            jpeg.decode(data[:cut] + data[len(first) :])
+
+
+@pytest.mark.parametrize("length", [b"\0\0", b"\0\1"])
+def test_a_segment_shorter_than_its_own_length_is_damage(pixels, length):
+    data = encoded(pixels)
+    with pytest.raises(ImageError, match="inside a JPEG header"):
+        jpeg.read_header(data[:2] + b"\xff\xe5" + length + data[2:])
+
+
+def test_mutants_have_the_pixels_of_another_libjpeg(pixels):
+    rng = np.random.default_rng(3)
+    accepted = 0
+    for i in range(400):
+        whole = encoded(pixels, progressive=bool(i % 2), restart_marker_blocks=i % 3 * 2)
+        mutant = mutated(whole, rng, whole)
+        try:
+            jpeg.read_header(mutant)
+            decoded = jpeg.decode(mutant)
+        except ImageError:
+            continue
+        accepted += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reference = np.asarray(Pil.open(io.BytesIO(mutant)).convert("RGB"))
+        np.testing.assert_array_equal(decoded, reference)
+    assert accepted > 5

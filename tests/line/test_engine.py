@@ -1,0 +1,348 @@
+"""Queue, golden parts, forms and tokens, without a server around them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Command
+from fastapi import HTTPException, Request
+
+from anomaly.errors import OutputError
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.line.bodies import Bodies, Guard, Limits, file_in_form, is_loopback, shown_name
+from anomaly.line.engine import BusyError, Engine, Recorder
+from anomaly.line.record import Answer, Record
+from anomaly.line.registry import ModelRegistry
+from anomaly.storage.folder import find_models
+from anomaly.storage.load import load_model
+
+TOKEN = "0123456789abcdef"
+
+
+class Gate(Record):
+    """A record that writes nothing until it may."""
+
+    may = threading.Event()
+    trouble = False
+
+    def add(self, answers: Sequence[Answer]) -> list[int]:
+        self.may.wait(20)
+        if self.trouble:
+            raise OutputError("there is no room left on the disk")
+        return super().add(answers)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "line.sqlite")
+    gate.may.clear()
+    yield gate
+    gate.may.set()
+    gate.close()
+
+
+def test_no_more_wait_than_may_and_all_that_wait_are_answered(
+    run_folder: Path, product: Path, gate: Gate
+) -> None:
+    files = sorted((product / "test").rglob("*.png"))
+    told: list[int] = []
+    model = load_model(run_folder, "cpu")
+    with Recorder(gate, lambda number, _: told.append(number)) as recorder:
+        with Engine("disc", model, recorder, workers=1, most_waiting=4) as engine:
+            futures = [engine.submit(file.read_bytes(), file.name) for file in files[:4]]
+            with pytest.raises(BusyError, match="4 parts wait") as busy:
+                engine.submit(b"one more")
+            assert busy.value.seconds >= 1
+            time.sleep(0.5)
+            assert not any(future.done() for future in futures)  # nothing is written yet
+            gate.may.set()
+            first = futures[0].result(20)
+            assert first.answer.row.path == files[0].name
+            assert engine.submit(b"one more").result(20).answer.row.status == "unsupported"
+            futures.append(engine.submit(files[4].read_bytes()))
+        assert all(future.done() for future in futures)
+        assert engine.waiting == 0
+    assert sorted(told) == [1, 2, 3, 4, 5, 6]
+    expected = {
+        one.name: one for one in (load_model(run_folder, "cpu").predict(f) for f in files[:4])
+    }
+    for file, future in zip(files[:4], futures, strict=False):
+        row, theirs = future.result().answer.row, expected[str(file)]
+        assert (row.verdict, row.image_sha256) == (theirs.verdict, theirs.sha256)
+        assert row.image_score == pytest.approx(theirs.score, rel=1e-4)
+
+
+def test_batches_are_no_larger_than_the_model_takes_at_once(
+    run_folder: Path, product: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sizes = load_model(run_folder, "cpu"), []
+    score = type(model).predict_batches
+
+    def counted(self: Any, batches: Any) -> Iterator[Any]:
+        def seen() -> Iterator[Any]:
+            for batch in batches:
+                sizes.append(len(batch))
+                yield batch
+
+        return score(self, seen())
+
+    monkeypatch.setattr(type(model), "predict_batches", counted)
+    monkeypatch.setattr("anomaly.line.engine.get_threads", lambda: 1)
+    monkeypatch.setattr("anomaly.line.engine.BATCH_SECONDS", 5.0)  # all are gathered
+    gate.may.set()
+    data = (product / "test" / "good" / "000.png").read_bytes()
+    with (
+        Recorder(gate, lambda number, _: None) as recorder,
+        Engine("disc", model, recorder, workers=1) as engine,
+    ):
+        wait([engine.submit(data, str(i)) for i in range(9)], 30)
+    assert model.batch_size == 4 < model.config.batch_size
+    assert sum(sizes) == 9
+    assert max(sizes) == 4
+
+
+def test_what_cannot_be_written_down_is_not_answered(
+    run_folder: Path, product: Path, gate: Gate
+) -> None:
+    gate.trouble = True
+    gate.may.set()
+    data = (product / "test" / "good" / "000.png").read_bytes()
+    told: list[int] = []
+    with (
+        Recorder(gate, lambda number, _: told.append(number)) as recorder,
+        Engine("disc", load_model(run_folder, "cpu"), recorder, workers=1) as engine,
+        pytest.raises(OutputError, match="no room"),
+    ):
+        engine.submit(data).result(20)
+    assert told == []
+
+
+def test_a_part_that_is_being_drawn_when_scoring_fails_is_answered_once(
+    run_folder: Path, product: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(run_folder, "cpu")
+    score, finish = type(model).predict_batches, Decoders.finish
+    fails, drawn = [True], threading.Event()
+
+    def one_and_no_more(self: Any, batches: Any) -> Iterator[Any]:
+        for result in score(self, batches):
+            yield result
+            if fails and fails.pop():
+                raise RuntimeError("CUDA out of memory")
+
+    def later(self: Any, *part: Any) -> Future[Any]:
+        found, held = finish(self, *part), Future[Any]()
+        threading.Thread(target=lambda: held.set_result(drawn.wait(20) and found.result())).start()
+        return held
+
+    monkeypatch.setattr(type(model), "predict_batches", one_and_no_more)
+    monkeypatch.setattr(Decoders, "finish", later)
+    monkeypatch.setattr("anomaly.line.engine.BATCH_SECONDS", 5.0)  # both are gathered
+    gate.may.set()
+    data = (product / "test" / "good" / "000.png").read_bytes()
+    with (
+        Recorder(gate, print) as recorder,
+        Engine("disc", model, recorder, workers=1) as engine,
+    ):
+        both = [engine.submit(data, name) for name in ("a", "b")]
+        wait(both, 20, "FIRST_COMPLETED")
+        drawn.set()
+        rows = [future.result(20).answer.row for future in both]
+        assert sorted(row.status for row in rows) == ["failed", "ok"]
+        assert [row.reason for row in rows if row.reason] == ["scoring it failed: RuntimeError"]
+        assert engine.submit(data, "c").result(20).answer.row.status == "ok"
+    assert len(gate.parts()) == 3
+
+
+def test_the_record_goes_on_when_a_callback_fails(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    from test_record import answer
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a mistake")
+
+    gate.may.set()
+    found: list[int | OutputError] = []
+    with Recorder(gate, fail) as recorder:
+        recorder.put(answer("good", 1), fail)
+        recorder.put(answer("good", 2), found.append)
+    assert found == [2]
+    assert caplog.text.count("RuntimeError: a mistake") == 3
+
+
+def test_a_model_whose_golden_parts_have_moved_is_not_let_in(
+    run_folder: Path, product: Path, tmp_path: Path, command: Command, gate: Gate
+) -> None:
+    for name in ("sound", "moved", "damaged"):
+        shutil.copytree(run_folder, tmp_path / "models" / name)
+    (tmp_path / "models" / "notes").mkdir()
+    (tmp_path / "models" / "damaged" / "model" / "scorer.safetensors").write_bytes(b"")
+    for name in ("sound", "moved"):
+        golden = tmp_path / "models" / name / "golden"
+        shutil.copytree(product / "test", golden)
+        arguments = ["--model", run_folder, "--golden", golden, "--record", "--device", "cpu"]
+        assert command("selfcheck", arguments)[0] == 0
+    other = product / "train" / "good" / "003.png"
+    shutil.copy(other, tmp_path / "models" / "moved" / "golden" / "spot" / "000.png")
+    folders = find_models(tmp_path / "models")
+    assert list(folders) == ["damaged", "moved", "sound"]
+    with ModelRegistry(
+        folders, Recorder(gate, print), device=torch.device("cpu"), workers=1
+    ) as registry:
+        end = time.monotonic() + 60
+        while any(one.state == "loading" for one in registry.models.values()):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        states = {name: one.state for name, one in registry.models.items()}
+        assert states == {"damaged": "failed", "moved": "failed", "sound": "ready"}
+        assert not registry.ready
+        assert "spot/000.png" in registry.models["moved"].trouble
+        assert "scorer.safetensors" in registry.models["damaged"].trouble
+        sound = registry.models["sound"].now
+        assert sound is not None
+        assert "6 golden parts" in sound.checked
+
+
+def test_a_run_alone_is_found_too(run_folder: Path) -> None:
+    assert find_models(run_folder) == {run_folder.name: run_folder / "model"}
+
+
+def test_a_file_in_a_form_is_found_whatever_is_in_it() -> None:
+    kind = 'multipart/form-data; boundary="a b"'
+    head = b'--a b\r\ncontent-disposition: form-data; name="f"; filename="\xc3\xa9.png"\r\n\r\n'
+    assert file_in_form(kind, head + b"abc\r\ndef" + b"\r\n--a b--\r\n") == (b"abc\r\ndef", "é.png")
+    for wrong in (b"", b"--a b--", head[:40], b"no form at all", b"--a b\r\n\r\nabc"):
+        with pytest.raises(HTTPException) as refused:
+            file_in_form(kind, wrong)
+        assert refused.value.status_code == 400
+    with pytest.raises(HTTPException):
+        file_in_form("multipart/form-data", head)
+
+
+def test_of_several_files_in_a_form_it_is_the_image() -> None:
+    def part(field: str, name: str, content: str) -> str:
+        told = f'content-disposition: form-data; name="{field}"; filename="{name}"'
+        return f"--x\r\n{told}\r\n\r\n{content}\r\n"
+
+    kind = "multipart/form-data; boundary=x"
+    meta, image = part("meta", "m.json", "{}"), part("image", "p.png", "abc")
+    for body in (meta + image, image + meta):
+        assert file_in_form(kind, f"{body}--x--".encode()) == (b"abc", "p.png")
+    assert file_in_form(kind, f"{meta}--x--".encode()) == (b"{}", "m.json")
+    for body in (image + image, meta + part("else", "p.png", "abc")):
+        with pytest.raises(HTTPException, match="holds 2 files"):
+            file_in_form(kind, f"{body}--x--".encode())
+
+
+def test_names_are_shown_and_nothing_else() -> None:
+    assert shown_name("a\x00b\r\nc\x1b[2J") == "a\\x00b\\r\\nc\\x1b[2J"
+    assert len(shown_name("\n" * 10_000)) == 255
+
+
+def request(*chunks: bytes, wait: float = 0.0, **headers: str) -> Request:
+    """A request whose body comes in pieces."""
+    left = list(chunks)
+
+    async def receive() -> dict[str, Any]:
+        if not left:
+            await asyncio.sleep(wait)
+            return {"type": "http.request", "body": b"", "more_body": False}
+        return {"type": "http.request", "body": left.pop(0), "more_body": True}
+
+    told = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
+    return Request({"type": "http", "headers": told, "query_string": b""}, receive)
+
+
+def taken(bodies: Bodies, asked: Request) -> tuple[int, bytes]:
+    """The status of what is refused, or 200 and the bytes."""
+
+    async def take() -> tuple[int, bytes]:
+        with bodies.holding() as body:
+            try:
+                return 200, (await body.image(asked))[0]
+            except HTTPException as refused:
+                return refused.status_code, b""
+
+    return asyncio.run(take())
+
+
+def test_the_longest_body_allowed_fits_into_memory() -> None:
+    assert Limits.of(64_000_000) == Limits()
+    large = Limits.of(2_000_000_000)
+    assert (large.body_bytes, large.held_bytes) == (2_000_000_000, 4_000_000_000)
+
+
+def test_bodies_are_limited_in_length_time_and_memory() -> None:
+    bodies = Bodies(Limits(body_bytes=10, held_bytes=25, receive_seconds=0.1))
+    assert taken(bodies, request(b"12345", b"67890")) == (200, b"1234567890")
+    assert taken(bodies, request(b"12345", b"678901")) == (413, b"")
+    assert taken(bodies, request(b"1", content_length="11")) == (413, b"")
+    assert taken(bodies, request(b"12345", wait=5.0)) == (408, b"")
+    assert bodies.held == 0
+    bodies.held = 20
+    assert taken(bodies, request(b"123456")) == (503, b"")
+    assert bodies.held == 20
+
+
+def asked(guard: Guard, path: str = "/v1/parts", method: str = "GET", **headers: str) -> int:
+    """The status that a guard answers with; 200 where it lets pass."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    every = {"host": "line:80", **headers}.items()
+    listed = [(k.replace("_", "-").encode(), v.encode("latin-1")) for k, v in every]
+    scope = {"type": "http", "method": method, "path": path, "headers": listed}
+    asyncio.run(guard(scope, send, send))
+    return int(sent[0]["status"])
+
+
+async def _through(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200})
+
+
+def test_a_token_is_asked_for_where_one_is_set() -> None:
+    guard = Guard(_through, TOKEN)
+    basic = base64.b64encode(f"ada:{TOKEN}".encode()).decode()
+    assert asked(guard, authorization=f"Bearer {TOKEN}") == 200
+    assert asked(guard, authorization=f"Basic {basic}") == 200
+    for wrong in ("", "Bearer", f"Bearer {TOKEN}x", "Bearer ", "Basic %%%", f"Digest {TOKEN}",
+                  "Bearer é", "Basic " + base64.b64encode(b"ada").decode()):  # fmt: skip
+        assert asked(guard, authorization=wrong) == 401, wrong
+    assert asked(guard) == 401
+    assert asked(guard, "/v2/health/live") == asked(guard, "/v2/health/ready") == 200
+    assert asked(guard, authorization=f"Bearer {TOKEN}", origin="http://evil.example") == 403
+    assert asked(guard, authorization=f"Bearer {TOKEN}", origin="http://line:80") == 200
+
+
+def test_without_a_token_only_this_machine_may_ask() -> None:
+    guard = Guard(_through, "")
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:80"):
+        assert asked(guard, host=host) == 200
+    for host in ("line", "127.0.0.1.evil.example", "10.0.0.1", "", "["):
+        assert asked(guard, host=host) == 403
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "127.1.2.3")] == [False, False, True]
+
+
+def test_only_images_may_be_long() -> None:
+    guard = Guard(_through, "")
+    for path, length, status in (
+        ("/v1/parts/1/feedback", "100", 200),
+        ("/v1/parts/1/feedback", "5000000000", 413),
+        ("/v1/parts/1/feedback", "", 411),
+        ("/v1/models/disc/score", "5000000000", 200),  # has a limit of its own
+    ):
+        told = {"content_length": length} if length else {"transfer_encoding": "chunked"}
+        assert asked(guard, path, "POST", host="localhost", **told) == status

@@ -1,0 +1,186 @@
+"""The record: what is kept, what goes when room is short, and that feedback is only added to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import Command
+
+from anomaly.errors import DataError, OutputError
+from anomaly.inference.rows import Row
+from anomaly.line.record import Answer, Keeping, Record
+
+
+def answer(verdict: str, number: int = 0, status: str = "ok", size: int = 1000) -> Answer:
+    row = Row(
+        path=f"{number}.png",
+        image_sha256=f"{number:064x}",
+        status=status,
+        image_score=1.0 if status == "ok" else None,
+        calibrated_score=None,
+        review_threshold=1.0,
+        threshold=2.0,
+        verdict=verdict,
+        heatmap="",
+        model_id="0" * 16,
+        software_version="0",
+        threshold_label="calibrated",
+        reason="",
+        time=f"2026-01-01T00:00:{number % 60:02}.000+00:00",
+    )
+    return Answer("disc", row, bytes(size), b"small")
+
+
+def kept(record: Record) -> list[int]:
+    return [part["id"] for part in record.parts(limit=500) if part["picture"]]
+
+
+def test_answers_are_there_once_they_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "line.sqlite"
+    first = Record(file)
+    assert first.add([answer("good", 1), answer("reject", 2)]) == [1, 2]
+    # Another connection sees them while the first one is open, as after a kill.
+    second = Record(file)
+    newest, oldest = second.parts()
+    assert (newest["id"], newest["verdict"], newest["path"]) == (2, "reject", "2.png")
+    assert (oldest["id"], oldest["model"], oldest["feedback"]) == (1, "disc", None)
+    assert second.counts("2026-01-01") == {"good": 1, "reject": 1}
+    assert second.counts("2026-01-01T00:00:02") == {"reject": 1}
+    assert second.parts(before=2)[0]["id"] == 1
+    assert [part["id"] for part in second.parts(verdict="good")] == [1]
+    first.close()
+    second.close()
+
+
+def test_pictures_of_rejects_and_a_share_of_goods_are_kept(tmp_path: Path) -> None:
+    record = Record(tmp_path / "line.sqlite", Keeping(goods=0.1))
+    record.add([answer("good", i) for i in range(300)])
+    assert 15 <= len(kept(record)) <= 50
+    numbers = record.add([answer("reject"), answer("review"), answer("", status="unreadable")])
+    assert kept(record)[:2] == [numbers[1], numbers[0]]
+    other = Record(tmp_path / "other.sqlite", Keeping(goods=0.1))
+    other.add([answer("good", i) for i in range(300)])
+    assert kept(other) == kept(record)[2:]  # a part's number decides
+
+
+def test_the_oldest_goods_make_room_first(tmp_path: Path) -> None:
+    record = Record(tmp_path / "line.sqlite", Keeping(goods=1.0, megabytes=1))
+    record.add([answer("reject", 0, size=300_000), answer("good", 1, size=300_000)])
+    record.add([answer("good", 2, size=300_000), answer("reject", 3, size=300_000)])
+    assert kept(record) == [4, 3, 1]
+    record.add([answer("reject", 4, size=300_000)])
+    assert kept(record) == [5, 4, 1]
+    record.close()
+    again = Record(tmp_path / "line.sqlite", Keeping(goods=1.0, megabytes=1))
+    again.add([answer("reject", 5, size=300_000)])
+    assert kept(again) == [6, 5, 4]
+    assert len(again.parts()) == 6  # rows stay
+
+
+def test_feedback_is_only_added_to(tmp_path: Path) -> None:
+    file = tmp_path / "line.sqlite"
+    record = Record(file)
+    (number, unread) = record.add([answer("reject", 7), answer("", 8, "unreadable")])
+    record.add_feedback("defect", who="Ada", part=number, defect_type="scratch")
+    record.add_feedback("good", who="Bob", part=number, note="dust")
+    said = list(record.feedback())
+    assert [(one["verdict"], one["who"], one["sha256"]) for one in said] == [
+        ("defect", "Ada", f"{7:064x}"),
+        ("good", "Bob", f"{7:064x}"),
+    ]
+    assert record.parts()[1]["feedback"]["verdict"] == "good"
+    for part in (unread, 99):
+        with pytest.raises(DataError, match=f"part {part}"):
+            record.add_feedback("good", who="", part=part)
+    by_others = sqlite3.connect(file)
+    for change in ("UPDATE feedback SET verdict = 'good'", "DELETE FROM feedback"):
+        with pytest.raises(sqlite3.IntegrityError, match="only added to"):
+            by_others.execute(change)
+    assert len(list(record.feedback())) == 2
+
+
+def test_feedback_from_the_command_line_is_noted_whole_or_not_at_all(
+    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "line.sqlite"
+    record = Record(file)
+    (number,) = record.add([answer("reject", 7)])
+    base = ["--record", file, "--verdict", "good", "--parts"]
+    code, _, err = command("feedback", [*base, number, number + 1])
+    assert (code, f"part {number + 1} doesn't exist; nothing is noted" in err) == (2, True)
+    assert not list(record.feedback())
+    code, _, err = command("feedback", [*base, 2**63])
+    assert (code, "can't be the number of a part" in err) == (2, True)
+    assert command("feedback", [*base, number, "--note", "caf\udce9"])[0] == 0
+    assert next(record.feedback())["note"] == "caf\\udce9"
+
+
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "line.sqlite"
+    file.write_text(
+        "these are words, and enough of them to be more than a header of SQLite's\n" * 9
+    )
+    with pytest.raises(OutputError, match="no SQLite file"):
+        Record(file)
+    newer = sqlite3.connect(tmp_path / "newer.sqlite")
+    newer.execute("PRAGMA user_version = 99")
+    newer.close()
+    with pytest.raises(OutputError, match="another version"):
+        Record(tmp_path / "newer.sqlite")
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    record = Record(tmp_path / "line.sqlite")
+    good = answer("good", 1)
+    record.add([good])
+    bad = replace(good, row=replace(good.row, image_score=float("nan")))
+    with pytest.raises(ValueError, match="JSON"):
+        record.add([good, bad])
+    assert len(record.parts()) == 1
+    assert json.loads(json.dumps(record.parts()[0]))["path"] == "1.png"
+
+
+def test_the_command_notes_and_lists(tmp_path: Path, command: Command) -> None:
+    file, image = tmp_path / "line.sqlite", tmp_path / "part.png"
+    image.write_bytes(b"some image")
+    record = Record(file)
+    known = answer("reject", 1)
+    sha256 = hashlib.sha256(b"some image").hexdigest()
+    known = replace(known, row=replace(known.row, image_sha256=sha256))
+    record.add([answer("good", 0), known])
+    arguments = ["--record", file, "--who", "Ada"]
+    more = ["--verdict", "defect", "--type", "dent", "--images", image]
+    code, out, _ = command("feedback", [*arguments, *more])
+    assert (code, "part 2): defect" in out) == (0, True)
+    image.write_bytes(b"another")
+    code, out, _ = command("feedback", [*arguments, "--verdict", "good", "--images", image])
+    assert (code, "not scored here so far" in out) == (0, True)
+    code, out, _ = command("feedback", [*arguments, "--verdict", "good", "--parts", 1])
+    said = [json.loads(line) for line in command("feedback", arguments)[1].splitlines()]
+    assert [(one["part"], one["verdict"], one["defect_type"]) for one in said] == [
+        (2, "defect", "dent"),
+        (None, "good", ""),
+        (1, "good", ""),
+    ]
+    for wrong in (["--verdict", "good"], ["--parts", 1], ["--verdict", "good", "--parts", 9]):
+        assert command("feedback", [*arguments, *wrong])[0] == 2
+    code, _, err = command("feedback", ["--record", tmp_path / "lime.sqlite"])
+    assert (code, "did you mean 'line.sqlite'" in err) == (2, True)
+    assert not (tmp_path / "lime.sqlite").exists()
+
+
+def test_a_database_of_another_program_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "foreign.sqlite"
+    with closing(sqlite3.connect(file)) as database:
+        database.execute("CREATE TABLE customers (name TEXT)")
+        database.commit()
+    before = file.read_bytes()
+    with pytest.raises(OutputError, match="is a database of another program"):
+        Record(file)
+    assert file.read_bytes() == before

@@ -1,0 +1,236 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.distance import mahalanobis
+
+from anomaly.errors import ConfigError, DataError
+from anomaly.methods.base import PatchBatch
+from anomaly.methods.padim.accumulator import GaussianAccumulator
+from anomaly.methods.padim.fitter import GaussianFitter
+from anomaly.methods.padim.gaussian import PatchGaussian, channel_projection
+
+GRID = (3, 4)
+CHANNELS = 24
+
+
+def embeddings(count, *, seed=0, offset=0.0, grid=GRID, channels=CHANNELS):
+    """(N, h, w, D) with correlated channels, different at each position."""
+    rng = np.random.default_rng(seed)
+    mixing = np.random.default_rng(99).normal(size=(*grid, channels, channels))
+    latent = rng.normal(size=(count, *grid, 1, channels)) * np.logspace(0, -2, channels)
+    return torch.from_numpy(((latent @ mixing)[..., 0, :] + offset).astype(np.float32))
+
+
+def batched(values, size=5):
+    return [
+        PatchBatch(part, tuple(range(i * size, i * size + len(part))))
+        for i, part in enumerate(values.split(size))
+    ]
+
+
+def reference(train, test, regularisation):
+    """Mahalanobis distances (B, h, w) of projected embeddings by scipy, float64."""
+    train, test = train.double().numpy(), test.double().numpy()
+    distances = np.empty(test.shape[:3])
+    for row, column in np.ndindex(*test.shape[1:3]):
+        x = train[:, row, column]
+        covariance = np.cov(x, rowvar=False) + regularisation * np.eye(x.shape[1])
+        inverse = np.linalg.inv(covariance)
+        for image, v in enumerate(test[:, row, column]):
+            distances[image, row, column] = mahalanobis(v, x.mean(axis=0), inverse)
+    return distances
+
+
+# Fewer images than dimensions; as many; one more (folded once); many (folded often).
+@pytest.mark.parametrize("count", [2, 7, 16, 17, 120])
+@pytest.mark.parametrize("kind", ["random", "orthogonal"])
+def test_scores_agree_with_scipy(count, kind):
+    train, test = embeddings(count), embeddings(6, seed=1)
+    projection = channel_projection(kind, CHANNELS, 16, generator=torch.Generator().manual_seed(5))
+    model = GaussianFitter(16, kind, 0.01, seed=5).fit(batched(train))
+    expected = reference(projection(train), projection(test), 0.01)
+    scores = model.score(test)
+    assert scores.nearest is None
+    assert scores.scores.dtype == torch.float32
+    np.testing.assert_allclose(scores.scores, expected, rtol=2e-4)
+
+
+@pytest.mark.parametrize("count", [12, 120])
+def test_a_large_offset_costs_no_digits(count):
+    train, test = embeddings(count, offset=1e4), embeddings(6, seed=1, offset=1e4)
+    model = GaussianFitter(CHANNELS).fit(batched(train))
+    np.testing.assert_allclose(model.score(test).scores, reference(train, test, 0.01), rtol=2e-4)
+
+
+@pytest.mark.parametrize("count", [12, 120])
+def test_a_patch_at_the_mean_scores_zero(count):
+    train = embeddings(count)
+    model = GaussianFitter(CHANNELS).fit(batched(train))
+    mean = train.double().mean(dim=0, keepdim=True).float()
+    assert model.score(mean).scores.max() < 1e-4
+
+
+@pytest.mark.parametrize("count", [12, 60])
+def test_company_in_a_batch_changes_no_score(count):
+    model = GaussianFitter(CHANNELS).fit(batched(embeddings(count)))
+    test = embeddings(9, seed=1)
+    together = model.score(test).scores
+    for size in (1, 2, 4):
+        apart = torch.cat([model.score(part).scores for part in test.split(size)])
+        torch.testing.assert_close(apart, together, rtol=1e-5, atol=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(count=st.integers(2, 60), size=st.integers(1, 25))
+def test_batch_size_in_training_hardly_matters(count, size):
+    train, test = embeddings(count), embeddings(3, seed=1)
+    one = GaussianFitter(8).fit(batched(train, 60)).score(test).scores
+    other = GaussianFitter(8).fit(batched(train, size)).score(test).scores
+    torch.testing.assert_close(other, one, rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 60])
+def test_which_images_share_a_batch_changes_no_bit(size):
+    """The workers of a cluster read larger batches than one machine."""
+    patches = embeddings(60).flatten(1, 2)[..., :8].contiguous()
+    found = []
+    for batches in (patches.split(5), patches.split(size)):
+        sums = GaussianAccumulator(12, 8, torch.device("cpu"), 1 << 20)
+        for batch in batches:
+            sums.add(batch)
+        mean, whitening = sums.gaussians(0.01, lambda done, total: None)
+        found.append([mean, *whitening.tensors().values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("count", [12, 60])
+def test_training_is_deterministic_wherever_samples_wait(count):
+    train = batched(embeddings(count))
+    expected = GaussianFitter(CHANNELS).fit(train).tensors()
+    for limit in (512 * 1024**2, 20_000, 0):
+        again = GaussianFitter(CHANNELS, memory_limit=limit).fit(iter(train)).tensors()
+        assert again.keys() == expected.keys()
+        assert all(torch.equal(again[k], expected[k]) for k in expected)
+
+
+@pytest.mark.parametrize("kind", ["random", "orthogonal"])
+@pytest.mark.parametrize("count", [12, 60])
+def test_tensors_are_the_whole_model(kind, count):
+    model = GaussianFitter(16, kind).fit(batched(embeddings(count)))
+    again = PatchGaussian.from_tensors({k: v.clone() for k, v in model.tensors().items()})
+    test = embeddings(4, seed=1)
+    assert torch.equal(again.score(test).scores, model.score(test).scores)
+    assert torch.equal(model.to("cpu").score(test).scores, model.score(test).scores)
+
+
+@pytest.mark.parametrize("kind", ["random", "orthogonal"])
+def test_embeddings_may_come_projected(kind):
+    train, test = embeddings(30), embeddings(4, seed=1)
+    fitter = GaussianFitter(8, kind, seed=3)
+    expected = fitter.fit(batched(train))
+    projection = fitter.draw(CHANNELS)
+    model = fitter.prepared(CHANNELS, train.device).fit(batched(projection(train)))
+    torch.testing.assert_close(model.score(test).scores, expected.score(test).scores)
+    torch.testing.assert_close(model.score(projection(test)).scores, expected.score(test).scores)
+
+
+def test_few_images_make_a_small_model():
+    train = embeddings(9, grid=(2, 2), channels=400)
+    tensors = GaussianFitter(400).fit(batched(train)).tensors()
+    # 8 directions of 400 numbers of 16 bits, means of two floats, and a little.
+    assert sum(v.nbytes for v in tensors.values()) < 4 * (8 * 400 * 2 + 400 * 8) * 1.2 + 400 * 8
+
+
+@pytest.mark.parametrize("count", [12, 60])
+def test_batches_may_be_made_in_inference_mode(count):
+    def batches():
+        with torch.inference_mode():
+            for batch in batched(embeddings(count)):
+                yield PatchBatch(batch.embeddings * 2, batch.images)
+
+    model = GaussianFitter(16).fit(batches())
+    expected = GaussianFitter(16).fit(batched(embeddings(count) * 2))
+    test = embeddings(3, seed=1)
+    assert torch.equal(model.score(test).scores, expected.score(test).scores)
+
+
+@pytest.mark.parametrize("limit", [512 * 1024**2, 0])
+@pytest.mark.parametrize("count", [12, 60])
+def test_number_of_threads_changes_nothing(count, limit, monkeypatch):
+    # Blocks of few positions, so that there is something to share out.
+    monkeypatch.setattr("anomaly.methods.padim.accumulator._FITTING_BLOCK", {"cpu": 500})
+    monkeypatch.setattr("anomaly.methods.padim.gaussian._SCORING_BLOCK", {"cpu": 500})
+    before = torch.get_num_threads()
+    scores = []
+    try:
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            model = GaussianFitter(16, memory_limit=limit).fit(batched(embeddings(count)))
+            scores.append(model.score(embeddings(3, seed=1)).scores)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*scores)
+
+
+def test_training_data_is_left_as_it_was():
+    train = embeddings(30)
+    before = train.clone()
+    GaussianFitter(CHANNELS).fit(batched(train)).score(train)
+    assert torch.equal(train, before)
+
+
+def test_progress_ends_at_its_total():
+    calls = []
+    GaussianFitter(8).fit(batched(embeddings(5)), lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1] == len(calls)
+
+
+@pytest.mark.parametrize("batches", [[], batched(embeddings(1))])
+def test_too_few_images_are_refused(batches):
+    with pytest.raises(DataError, match=r"at least 2.*patchcore"):
+        GaussianFitter(8).fit(batches)
+
+
+def test_another_grid_in_training_is_refused():
+    batches = [*batched(embeddings(4)), *batched(embeddings(4, grid=(4, 3)))]
+    with pytest.raises(DataError, match=r"4×3 patches.*3×4.*patchcore"):
+        GaussianFitter(8).fit(batches)
+
+
+def test_another_grid_or_backbone_in_scoring_is_refused():
+    model = GaussianFitter(8).fit(batched(embeddings(4)))
+    with pytest.raises(DataError, match=r"4×3 patches.*3×4.*patchcore"):
+        model.score(embeddings(1, grid=(4, 3)))
+    with pytest.raises(DataError, match=r"10 channels.*24"):
+        model.score(embeddings(1, channels=10))
+
+
+@pytest.mark.parametrize(
+    ("fitter", "message"),
+    [
+        (GaussianFitter(CHANNELS + 1), r"model.dimensions is 25.* 24 channels"),
+        (GaussianFitter(8, "pca"), "'pca' is unknown"),
+        (GaussianFitter(8, regularisation=0.0), "model.regularisation is 0; it must be above 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(fitter, message):
+    with pytest.raises(ConfigError, match=message):
+        fitter.fit(batched(embeddings(4)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("limit", [512 * 1024**2, 20_000])
+@pytest.mark.parametrize("count", [12, 60])
+@pytest.mark.parametrize("kind", ["random", "orthogonal"])
+def test_cuda_agrees_with_cpu(kind, count, limit):
+    train, test = embeddings(count), embeddings(6, seed=1)
+    expected = GaussianFitter(16, kind).fit(batched(train)).score(test).scores
+    model = GaussianFitter(16, kind, memory_limit=limit).fit(batched(train.cuda()))
+    scores = model.score(test.cuda()).scores
+    assert scores.is_cuda
+    torch.testing.assert_close(scores.cpu(), expected, rtol=2e-4, atol=0)
+    torch.testing.assert_close(model.to("cpu").score(test).scores, expected, rtol=2e-4, atol=0)

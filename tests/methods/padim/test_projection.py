@@ -1,0 +1,95 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anomaly.errors import ConfigError
+from anomaly.methods.padim.gaussian import channel_projection
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+sizes = st.integers(2, 60).flatmap(lambda dim: st.tuples(st.just(dim), st.integers(1, dim - 1)))
+
+
+@settings(deadline=None, max_examples=25)
+@given(sizes, st.integers(0, 2**31))
+def test_random_subset_keeps_distinct_ascending_channels(size, seed):
+    dim, target = size
+    projection = channel_projection("random", dim, target, generator=seeded(seed))
+    channels = projection.weights.tolist()
+    assert channels == sorted(set(channels))
+    assert len(channels) == target
+    assert set(channels) <= set(range(dim))
+    x = torch.randn(2, 3, dim, generator=seeded(1))
+    np.testing.assert_array_equal(projection(x), np.take(x.numpy(), channels, axis=-1))
+
+
+@settings(deadline=None, max_examples=25)
+@given(sizes, st.integers(0, 2**31))
+def test_orthogonal_projection_is_orthonormal(size, seed):
+    dim, target = size
+    projection = channel_projection("orthogonal", dim, target, generator=seeded(seed))
+    w = projection.weights.double().numpy()
+    assert w.shape == (dim, target)
+    np.testing.assert_allclose(w.T @ w, np.eye(target), atol=1e-6)
+    x = torch.randn(2, 3, dim, generator=seeded(1))
+    np.testing.assert_allclose(projection(x), x.double().numpy() @ w, atol=1e-5)
+
+
+def test_orthogonal_projection_is_uniformly_distributed():
+    # Without the sign fix of QR, the first coefficient would have one sign only.
+    first = [
+        channel_projection("orthogonal", 5, 1, generator=seeded(i)).weights[0, 0].item()
+        for i in range(400)
+    ]
+    assert 0.4 < np.mean(np.array(first) > 0) < 0.6
+    np.testing.assert_allclose(np.mean(np.square(first)), 1 / 5, atol=0.04)
+
+
+@pytest.mark.parametrize("kind", ["random", "orthogonal"])
+def test_same_seed_same_projection(kind):
+    a, b, c = (channel_projection(kind, 40, 9, generator=seeded(s)).weights for s in (3, 3, 4))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+@pytest.mark.parametrize("kind", ["random", "orthogonal"])
+def test_all_channels_are_kept_as_they_are(kind):
+    x = torch.randn(2, 3, 7)
+    assert torch.equal(channel_projection(kind, 7, 7, generator=seeded())(x), x)
+
+
+@pytest.mark.parametrize("target", [0, 8])
+def test_more_dimensions_than_channels_are_refused(target):
+    with pytest.raises(ConfigError, match=f"model.dimensions is {target}.* 7 channels"):
+        channel_projection("random", 7, target, generator=seeded())
+
+
+@pytest.mark.parametrize("target", [1, 9, 30])
+@pytest.mark.parametrize("kind", ["random", "orthogonal"])
+@pytest.mark.parametrize("grids", [[(8, 6), (4, 3), (2, 2)], [(4, 3), (9, 7)]])
+def test_maps_are_projected_like_their_full_embeddings(grids, kind, target):
+    channels = [7, 11, 13][: len(grids)]
+    dim = sum(channels)
+    maps = [torch.randn(2, c, *g) for c, g in zip(channels, grids, strict=True)]
+    finest = max(grids)
+    rows, columns = np.meshgrid(*map(np.arange, finest), indexing="ij")
+    full = np.concatenate(
+        [
+            m.numpy()[:, :, rows * h // finest[0], columns * w // finest[1]]
+            for m, (h, w) in zip(maps, grids, strict=True)
+        ],
+        axis=1,
+    )
+    projection = channel_projection(kind, dim, min(target, dim), generator=seeded())
+    expected = projection(torch.from_numpy(full).permute(0, 2, 3, 1))
+    torch.testing.assert_close(projection.of_maps(maps), expected, rtol=0, atol=1e-5)
+
+
+def test_unknown_kind_is_refused():
+    with pytest.raises(ConfigError, match="'pca' is unknown"):
+        channel_projection("pca", 7, 3, generator=seeded())

@@ -1,0 +1,154 @@
+"""Banks without some images: nothing of these is left, and what went is made up for."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from patch_lists import PatchList
+
+from anomaly.methods.base import PatchBatch, PatchSet, Result
+from anomaly.methods.patchcore.fitter import MemoryBankFitter
+from anomaly.methods.patchcore.held_out import _drawn, banks_without
+from anomaly.methods.patchcore.memory_bank import MemoryBank
+
+FOLDS = [(0, 1), (2, 3, 4), (5,)]
+
+
+def _batches(seed: int = 0, inside: bool = False) -> PatchList:
+    """Six images of 6×5 patches, two at a time; neighbours and images are alike."""
+    g = torch.Generator().manual_seed(seed)
+    base = torch.randn(1, 6, 5, 12, generator=g)
+    batches = []
+    for first in (0, 2, 4):
+        embeddings = base + 0.3 * torch.randn(2, 6, 5, 12, generator=g)
+        mask = torch.rand(2, 6, 5, generator=g) < 0.7 if inside else None
+        batches.append(PatchBatch(embeddings, (first, first + 1), inside=mask))
+    return PatchList(batches)
+
+
+def _fit(batches: PatchList, ratio: float) -> tuple[MemoryBank, torch.Tensor]:
+    fitter = MemoryBankFitter(coreset_ratio=ratio, projection_dim=8)
+    return fitter.fit(batches), fitter.projection(12)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_fold_leaves_nothing_behind_and_no_bank_grows(inside: bool) -> None:
+    batches = _batches(inside=inside)
+    bank, projection = _fit(batches, 0.2)
+    for fold, left in zip(
+        FOLDS, banks_without(bank, batches, FOLDS, projection=projection), strict=True
+    ):
+        images = left.origins[:, 0].tolist()
+        assert not set(images) & set(fold)
+        assert len(left.vectors) <= len(bank.vectors)
+        assert len(set(map(tuple, left.origins.tolist()))) == len(left.origins)
+        for vector, (image, row, column) in zip(left.vectors, left.origins.tolist(), strict=True):
+            batch = batches.batches[image // 2]
+            torch.testing.assert_close(vector, batch.embeddings[image % 2, row, column])
+            assert batch.inside is None or bool(batch.inside[image % 2, row, column])
+
+
+def test_what_replaces_a_fold_is_what_it_stood_for() -> None:
+    """Each new vector was nearest, when projected, to a vector that went."""
+    batches = _batches(1)
+    bank, projection = _fit(batches, 0.2)
+    for fold, left in zip(
+        FOLDS, banks_without(bank, batches, FOLDS, projection=projection), strict=True
+    ):
+        kept = set(map(tuple, bank.origins.tolist()))
+        new = [i for i, o in enumerate(left.origins.tolist()) if tuple(o) not in kept]
+        assert new
+        nearest = torch.cdist(left.vectors[new] @ projection, bank.vectors @ projection).argmin(1)
+        assert {int(bank.origins[i, 0]) for i in nearest} <= set(fold)
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.2, 0.5])
+def test_the_others_are_covered_as_closely_by_no_more_vectors_than_it_takes(ratio: float) -> None:
+    """Against greedy k-center, a pick at a time, in float64."""
+    batches = _batches(5)
+    bank, projection = _fit(batches, ratio)
+    places, points = [], []
+    for batch in batches:
+        for image, grid in zip(batch.images, batch.embeddings, strict=True):
+            places += [[image, r, c] for r in range(grid.shape[0]) for c in range(grid.shape[1])]
+            points.append((grid.flatten(0, 1) @ projection).double())
+    every, images = torch.cat(points), torch.tensor(places)[:, 0]
+    vectors = (bank.vectors @ projection).double()
+    nearest = torch.cdist(every, vectors).argmin(1)
+    added = []
+    for fold, left in zip(
+        FOLDS, banks_without(bank, batches, FOLDS, projection=projection), strict=True
+    ):
+        gone = torch.isin(bank.origins[:, 0], torch.tensor(fold))
+        uncovered = (gone[nearest] & ~torch.isin(images, torch.tensor(fold))).nonzero()[:, 0]
+        away = torch.cdist(every, vectors[~gone]).amin(1)[uncovered]
+        expected: list[list[int]] = []
+        while len(expected) < int(gone.sum()) and away.max() > 0.95 * bank.covering_radius:
+            pick = uncovered[away.argmax()]
+            expected.append(places[int(pick)])
+            away = torch.minimum(away, torch.cdist(every[uncovered], every[pick][None])[:, 0])
+        kept = bank.origins[~gone].tolist()
+        assert left.origins.tolist() == kept + expected
+        added.append((len(expected), int(gone.sum())))
+    # A bank of few vectors has as many again for those that went, a larger one fewer.
+    assert any(new < went for new, went in added) == (ratio > 0.1), added
+
+
+def test_a_bank_of_all_patches_just_loses_the_fold() -> None:
+    batches = _batches(2)
+    bank, projection = _fit(batches, 1.0)
+    for fold, left in zip(
+        FOLDS, banks_without(bank, batches, FOLDS, projection=projection), strict=True
+    ):
+        expected = [o for o in bank.origins.tolist() if o[0] not in fold]
+        assert sorted(left.origins.tolist()) == sorted(expected)
+
+
+def test_the_projection_is_that_of_the_selection() -> None:
+    batches = _batches(3)
+    bank, projection = _fit(batches, 0.2)
+    patches = torch.cat([b.embeddings.flatten(0, 2) for b in batches])
+    radius = torch.cdist(patches @ projection, bank.vectors @ projection).amin(1).max()
+    assert float(radius) == pytest.approx(bank.covering_radius, rel=1e-4)
+
+
+class _Apart(PatchList):
+    """Patches whose images lie apart, as those of a cluster do."""
+
+    def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
+        for batch in self.batches:
+            yield function(PatchList([batch]))
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_how_images_are_parted_changes_nothing(share: float) -> None:
+    batches = _batches(4)
+    bank, projection = _fit(batches, 0.2)
+    how = {"projection": projection, "share": share}
+    for one, other in zip(
+        banks_without(bank, batches, FOLDS, **how),
+        banks_without(bank, _Apart(batches.batches), FOLDS, **how),
+        strict=True,
+    ):
+        assert torch.equal(one.origins, other.origins)
+        assert torch.equal(one.vectors, other.vectors)
+
+
+def test_a_share_of_the_patches_is_drawn_evenly() -> None:
+    images, ranks = torch.arange(300).repeat_interleave(200), torch.arange(200).repeat(300)
+    places = torch.stack([images, ranks], 1)
+    for share in (0.0, 0.03, 0.5, 1.0):
+        drawn = _drawn(places, share).view(300, 200).double()
+        spread = (share * (1 - share)) ** 0.5
+        assert float(drawn.mean()) == pytest.approx(share, abs=4 * spread / 60_000**0.5)
+        for axis, count in ((0, 300), (1, 200)):  # of each image, and of each place in it
+            assert float((drawn.mean(axis) - share).abs().max()) <= 5 * spread / count**0.5
+        neighbours = float(((drawn[1:] - share) * (drawn[:-1] - share)).mean())
+        assert abs(neighbours) <= 5 * spread**2 / 60_000**0.5
+
+
+def test_one_fold_is_refused() -> None:
+    batches = _batches()
+    bank, projection = _fit(batches, 0.2)
+    with pytest.raises(ValueError, match="two folds"):
+        next(banks_without(bank, batches, [tuple(range(6))], projection=projection))

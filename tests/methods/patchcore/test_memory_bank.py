@@ -1,0 +1,348 @@
+"""PatchCore's bank: selection, origins, scores, and the paper's image score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from patch_lists import PatchList
+from scipy.spatial.distance import cdist
+
+from anomaly.config.load import parse_config
+from anomaly.errors import ConfigError, DataError, ModelError
+from anomaly.methods.base import PatchBatch, PatchScores, PatchSet
+from anomaly.methods.patchcore.fitter import MemoryBankFitter, scorer
+from anomaly.methods.patchcore.memory_bank import MemoryBank
+
+GRIDS = [(6, 5), (6, 5), (4, 9), (6, 5), (4, 9), (3, 3), (6, 5)]
+
+
+def images(
+    dim: int = 24, grids: list[tuple[int, int]] = GRIDS, seed: int = 0
+) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    kinds = 4 * torch.randn(9, dim, generator=g)
+    return [
+        kinds[torch.randint(9, (h, w), generator=g)] + torch.randn(h, w, dim, generator=g)
+        for h, w in grids
+    ]
+
+
+class Batches(PatchSet):
+    """Re-iterable batches of given images; those of one grid that follow each other are joined."""
+
+    def __init__(self, maps: list[torch.Tensor], names: list[int], joined: bool = False) -> None:
+        self.maps, self.names, self.joined = maps, names, joined
+        self.readings = 0
+
+    def __iter__(self) -> Iterator[PatchBatch]:
+        self.readings += 1
+        i = 0
+        while i < len(self.maps):
+            j = i + 1
+            while self.joined and j < len(self.maps) and self.maps[j].shape == self.maps[i].shape:
+                j += 1
+            yield PatchBatch(torch.stack(self.maps[i:j]), tuple(self.names[i:j]))
+            i = j
+
+
+def bank_of(
+    maps: list[torch.Tensor], ratio: float | None = None, size: int | None = None, seed: int = 0
+) -> MemoryBank:
+    fitter = MemoryBankFitter(ratio, size, seed=seed)
+    return fitter.fit(Batches(maps, list(range(len(maps)))))
+
+
+def test_origins_lead_back_to_the_vectors() -> None:
+    maps, names = images(), [40, 7, 3, 12, 0, 5, 99]
+    bank = MemoryBankFitter(0.3).fit(Batches(maps, names, joined=True))
+    assert bank.vectors.shape == (math.floor(0.3 * sum(h * w for h, w in GRIDS)), 24)
+    assert bank.origins.dtype == torch.int32
+    for vector, (image, row, column) in zip(bank.vectors, bank.origins.tolist(), strict=True):
+        assert torch.equal(vector, maps[names.index(image)][row, column])
+    assert len({tuple(o) for o in bank.origins.tolist()}) == len(bank.vectors)
+
+
+def test_the_batch_split_changes_nothing() -> None:
+    maps = images(dim=300)
+    one = MemoryBankFitter(0.2).fit(Batches(maps, list(range(7))))
+    other = MemoryBankFitter(0.2).fit(Batches(maps, list(range(7)), joined=True))
+    assert torch.equal(one.vectors, other.vectors)
+    assert torch.equal(one.origins, other.origins)
+
+
+def test_two_readings() -> None:
+    batches = Batches(images(), list(range(7)))
+    MemoryBankFitter(0.2).fit(batches)
+    assert batches.readings == 2
+
+
+def test_small_memory() -> None:
+    """What doesn't fit is measured beside another reading, and costs little of the covering."""
+    maps = images(dim=16, grids=[(20, 20)] * 30)
+    batches = Batches(maps, list(range(30)))
+    small = MemoryBankFitter(0.02, memory_limit=4000 * 16 * 4).fit(batches)
+    assert batches.readings == 4
+    assert not small.exact
+    assert len(small.vectors) == 240
+    for vector, (image, row, column) in zip(small.vectors, small.origins.tolist(), strict=True):
+        assert torch.equal(vector, maps[image][row, column])
+    assert small.covering_radius <= 1.1 * bank_of(maps, 0.02).covering_radius
+
+
+class MadeInInferenceMode(Batches):
+    """Batches as a network makes them: the mode is on between them, not after the last."""
+
+    def __iter__(self) -> Iterator[PatchBatch]:
+        with torch.inference_mode():
+            for batch in super().__iter__():
+                yield PatchBatch(batch.embeddings.clone(), batch.images)
+
+
+def test_small_memory_in_inference_mode() -> None:
+    maps = images(dim=16, grids=[(20, 20)] * 60)
+    fitter = MemoryBankFitter(0.02, memory_limit=4000 * 16 * 4)
+    bank = fitter.fit(MadeInInferenceMode(maps, list(range(60))))
+    plain = fitter.fit(Batches(maps, list(range(60))))
+    assert not bank.exact
+    assert torch.equal(bank.vectors, plain.vectors)
+
+
+def test_patches_that_do_not_count_are_not_there() -> None:
+    maps = images(grids=[(6, 5)] * 4)
+    inside = torch.rand(4, 6, 5, generator=torch.Generator().manual_seed(1)) < 0.6
+    corners = ((0, 0), (0, 5), (6, 0), (6, 5))  # four tiles of one image
+    batches = [PatchBatch(torch.stack(maps), (3,) * 4, corners, inside)]
+    bank = MemoryBankFitter(1.0).fit(PatchList(batches))
+    assert len(bank.vectors) == int(inside.sum())
+    mosaic = torch.stack(maps).view(2, 2, 6, 5, 24).permute(0, 2, 1, 3, 4).reshape(12, 10, 24)
+    counts = inside.view(2, 2, 6, 5).permute(0, 2, 1, 3).reshape(12, 10)
+    for vector, (image, row, column) in zip(bank.vectors, bank.origins.tolist(), strict=True):
+        assert image == 3
+        assert counts[row, column]
+        assert torch.equal(vector, mosaic[row, column])
+
+
+def test_seed_and_repeatability() -> None:
+    maps = images()
+    first, again, other = (bank_of(maps, 0.2, seed=s) for s in (1, 1, 2))
+    assert torch.equal(first.vectors, again.vectors)
+    assert not torch.equal(first.vectors, other.vectors)
+
+
+def test_covering_radius_is_that_of_the_selection() -> None:
+    """With fewer channels than the projection has, the selection space is the embedding's."""
+    maps = images(dim=24)
+    bank = bank_of(maps, size=20)
+    every = torch.cat([m.flatten(0, 1) for m in maps])
+    exact = cdist(every.double(), bank.vectors.double()).min(1).max()
+    assert bank.covering_radius == pytest.approx(exact, rel=1e-5)
+    assert bank.exact
+
+
+def test_scores_are_distances_to_the_nearest_vector() -> None:
+    bank, queries = bank_of(images(), 0.3), torch.stack(images(seed=5)[:2])
+    scored = bank.score(queries)
+    exact = cdist(queries.flatten(0, 2).double(), bank.vectors.double())
+    assert scored.scores.shape == (2, 6, 5)
+    assert scored.nearest is not None
+    assert scored.scores.flatten().numpy() == pytest.approx(exact.min(1), rel=1e-5)
+    assert scored.nearest.flatten().tolist() == exact.argmin(1).tolist()
+
+
+def test_an_image_scores_the_same_alone() -> None:
+    maps = images(dim=64, grids=[(16, 16)] * 24)
+    bank, queries = bank_of(maps, 0.9), torch.stack(images(64, [(16, 16)] * 5, 8))
+    together = bank.score(queries).scores
+    alone = torch.cat([bank.score(q[None]).scores for q in queries])
+    assert float((together - alone).abs().max()) <= 1e-5
+
+
+def literal_reweighting(bank: np.ndarray, patches: np.ndarray, b: int) -> float:
+    """Roth et al. 2022, eq. 6 and 7, as written."""
+    best, s_star, m_star = patches[0], -1.0, 0
+    for patch in patches:
+        distances = [math.dist(patch, m) for m in bank]
+        if min(distances) > s_star:
+            best, s_star, m_star = patch, min(distances), int(np.argmin(distances))
+    order = sorted(range(len(bank)), key=lambda i: math.dist(bank[i], bank[m_star]))
+    total = sum(math.exp(math.dist(best, bank[i])) for i in order[:b])
+    return (1 - math.exp(s_star) / total) * s_star
+
+
+@pytest.mark.parametrize("b", [2, 3, 9, 1000])
+def test_reweighting_as_in_the_paper(b: int) -> None:
+    bank, queries = bank_of(images(), 0.4), torch.stack(images(seed=6)[:2])
+    scored = bank.score(queries)
+    expected = [
+        literal_reweighting(bank.vectors.double().numpy(), q.flatten(0, 1).double().numpy(), b)
+        for q in queries
+    ]
+    bank = replace(bank, reweighting=b)
+    assert bank.image_scores(queries, scored).tolist() == pytest.approx(expected, rel=1e-4)
+
+
+def test_reweighting_of_large_distances_stays_finite() -> None:
+    """exp(1000) overflows; the weight doesn't need it."""
+    bank = MemoryBank(1000 * torch.randn(50, 4), torch.zeros(50, 3, dtype=torch.int32), 0.0)
+    queries = 5000 * torch.randn(2, 3, 3, 4)
+    weighted = replace(bank, reweighting=5).image_scores(queries, bank.score(queries))
+    assert bool(weighted.isfinite().all())
+    assert bool((weighted >= 0).all())
+
+
+def test_reweighting_needs_company() -> None:
+    bank = bank_of(images(), size=1)
+    queries = torch.stack(images()[:2])
+    scored = bank.score(queries)
+    with pytest.raises(ConfigError, match="at least 2"):
+        replace(bank, reweighting=1).image_scores(queries, scored)
+    assert torch.equal(bank.image_scores(queries, scored), scored.scores.flatten(1).amax(1))
+    with pytest.raises(ValueError, match="no bank vectors"):
+        bank.image_scores(queries, PatchScores(scored.scores))
+
+
+def test_tensors_and_back() -> None:
+    bank = bank_of(images(), 0.3)
+    back = MemoryBank.from_tensors(bank.tensors())
+    queries = torch.stack(images(seed=7)[:2])
+    assert torch.equal(bank.score(queries).scores, back.score(queries).scores)
+    assert back.covering_radius == bank.covering_radius
+    assert torch.equal(back.origins, bank.origins)
+    assert all(t.is_contiguous() for t in bank.tensors().values())
+
+
+def test_foreign_tensors() -> None:
+    tensors = bank_of(images(), size=5).tensors()
+    with pytest.raises(ModelError, match="origins"):
+        MemoryBank.from_tensors({k: v for k, v in tensors.items() if k != "origins"})
+    with pytest.raises(ModelError, match="doesn't go with the others"):
+        MemoryBank.from_tensors({**tensors, "origins": tensors["origins"][:3]})
+
+
+def test_other_channels_are_refused() -> None:
+    with pytest.raises(DataError, match="25 channels"):
+        bank_of(images(), size=5).score(torch.zeros(1, 2, 2, 25))
+
+
+def test_nothing_to_learn_from() -> None:
+    with pytest.raises(DataError, match="no training patches"):
+        MemoryBankFitter().fit(PatchList([]))
+
+
+def test_more_vectors_than_patches() -> None:
+    with pytest.raises(ConfigError, match="outside 1 to 9"):
+        bank_of(images(grids=[(3, 3)]), size=10)
+
+
+def test_nan_is_refused() -> None:
+    maps = images()
+    maps[3][1, 1, 0] = float("nan")
+    with pytest.raises(DataError, match="NaN"):
+        bank_of(maps, 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_scores_like_the_cpu() -> None:
+    bank, queries = bank_of(images(), 0.3), torch.stack(images(seed=5)[:2])
+    scored = bank.to("cuda").score(queries.cuda())
+    assert torch.allclose(scored.scores.cpu(), bank.score(queries).scores, atol=1e-4)
+    maps = [m.cuda() for m in images()]
+    assert bank_of(maps, 0.3).vectors.device.type == "cuda"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    grids=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=5),
+    ratio=st.floats(0.01, 1),
+    seed=st.integers(0, 1000),
+)
+def test_any_grids(grids: list[tuple[int, int]], ratio: float, seed: int) -> None:
+    """Every vector is where its origin says, and a training patch is within the radius."""
+    maps = images(6, grids, seed)
+    bank = bank_of(maps, ratio, seed=seed)
+    for vector, (image, row, column) in zip(bank.vectors, bank.origins.tolist(), strict=True):
+        assert torch.equal(vector, maps[image][row, column])
+    farthest = max(float(bank.score(m[None]).scores.max()) for m in maps)
+    assert farthest == pytest.approx(bank.covering_radius, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("search", ["exact", "faiss", "ivf"])
+def test_a_config_names_the_search(search: str, tmp_path: Path) -> None:
+    maps = images(grids=[(30, 40)] * 2)
+    bank = bank_of(maps, ratio=0.7)
+    chosen = {"search": search, "spacing_neighbours": 0}
+    settings = parse_config({"model": chosen}, "a test").model.model_dump()
+    loaded = scorer(bank.tensors(), settings, device=torch.device("cpu"), cache=tmp_path)
+    assert loaded.search == search
+    queries = torch.stack(images(grids=[(30, 40)] * 2, seed=1))
+    found, expected = loaded.score(queries), bank.score(queries)
+    assert [f.suffix for f in tmp_path.iterdir()] == ([".index"] if search == "ivf" else [])
+    if search == "ivf":
+        assert bool((found.scores >= expected.scores).all())
+    else:
+        assert torch.equal(found.scores, expected.scores)
+
+
+def spacing_of(vectors: torch.Tensor, count: int) -> np.ndarray:
+    """Each vector's mean distance to its nearest others, by scipy."""
+    apart = np.sort(cdist(vectors.double(), vectors.double()), axis=1)
+    return apart[:, 1 : count + 1].mean(1)
+
+
+@pytest.fixture
+def spaced() -> MemoryBank:
+    return MemoryBankFitter(0.4, spacing_neighbours=5).fit(Batches(images(), list(range(7))))
+
+
+def test_spacing_is_the_mean_distance_to_the_nearest_others(spaced: MemoryBank) -> None:
+    assert spaced.spacing is not None
+    np.testing.assert_allclose(spaced.spacing, spacing_of(spaced.vectors, 5), rtol=1e-4)
+
+
+def test_image_scores_count_rare_kinds_less_and_maps_all_alike(spaced: MemoryBank) -> None:
+    patches = spaced.score(images(seed=3)[0][None])
+    apart = spacing_of(spaced.vectors, 5)
+    by = np.maximum(1, apart / apart.mean())[patches.nearest]
+    assert by.max() > 1
+    np.testing.assert_allclose(spaced.weighted(patches), patches.scores.numpy() / by, rtol=1e-4)
+    plain = replace(spaced, spacing=None)
+    assert torch.equal(plain.weighted(patches), patches.scores)
+
+
+def test_spacing_comes_back_from_the_tensors_and_is_asked_for(spaced: MemoryBank) -> None:
+    settings = parse_config({"model": {"spacing_neighbours": 5}}, "a test").model.model_dump()
+    where = {"device": torch.device("cpu"), "cache": Path()}
+    loaded = scorer(spaced.tensors(), settings, **where)
+    assert torch.equal(loaded.spacing, spaced.spacing)
+    without = {k: v for k, v in spaced.tensors().items() if k != "spacing"}
+    with pytest.raises(ModelError, match="train again"):
+        scorer(without, settings, **where)
+
+
+def test_held_out_banks_know_the_spacing_of_what_stands_in(spaced: MemoryBank) -> None:
+    fitter = MemoryBankFitter(0.4, spacing_neighbours=5)
+    folds = [(0, 1, 2), (3, 4), (5, 6)]
+    batches = PatchList(PatchBatch(m[None], (i,)) for i, m in enumerate(images()))
+    for _, bank in fitter.held_out(spaced, batches, folds, grouped=False):
+        known = {tuple(place) for place in spaced.origins.tolist()}
+        new = torch.tensor([tuple(place) not in known for place in bank.origins.tolist()])
+        expected = torch.from_numpy(spacing_of(bank.vectors, 5)).float()
+        torch.testing.assert_close(bank.spacing[new], expected[new], rtol=1e-4, atol=1e-4)
+        assert bool((bank.spacing > 0).all())
+
+
+@pytest.mark.parametrize("vectors", [torch.ones(1, 4), torch.ones(6, 4)])
+def test_vectors_that_lie_together_have_finite_scores(vectors: torch.Tensor) -> None:
+    origins = torch.zeros(len(vectors), 3, dtype=torch.int32)
+    bank = MemoryBank(vectors, origins, 0.0, spacing_neighbours=9).spaced()
+    scores = bank.weighted(bank.score(torch.zeros(1, 2, 2, 4)))
+    assert scores.tolist() == [[[2, 2], [2, 2]]]

@@ -1,0 +1,108 @@
+"""Selection in fixed memory against selection from everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.distance import cdist
+
+from anomaly.errors import ConfigError
+from anomaly.methods.patchcore.coreset import (
+    Selection,
+    coreset_size,
+    greedy_k_center,
+    select_streamed,
+)
+from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
+
+DIM = 12
+
+
+def stream_of(sizes: list[int], seed: int = 0) -> list[torch.Tensor]:
+    """Images of a changing process: later ones hold kinds of patches that earlier ones don't."""
+    g = torch.Generator().manual_seed(seed)
+    kinds = 5 * torch.randn(40, DIM, generator=g)
+    return [
+        kinds[torch.randint(1 + i * 40 // len(sizes), (n,), generator=g)]
+        + torch.randn(n, DIM, generator=g)
+        for i, n in enumerate(sizes)
+    ]
+
+
+class _Stream:
+    """Points in memory, by portions."""
+
+    def __init__(self, portions: list[torch.Tensor]) -> None:
+        self._portions = portions
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._portions)
+
+    def distances(self, centres: torch.Tensor) -> Iterator[torch.Tensor]:
+        return (distances_to_nearest(points, centres) for points in self._portions)
+
+
+def streamed(stream: list[torch.Tensor], size: int, rows: int, seed: int = 0) -> Selection:
+    return select_streamed(
+        _Stream(stream),
+        partial(coreset_size, size=size),
+        memory_limit=rows * DIM * 4,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def test_everything_fits() -> None:
+    stream = stream_of([300] * 10)
+    chosen = streamed(stream, 100, 3000)
+    points = torch.cat(stream)
+    assert chosen.exact
+    exact = cdist(points.double(), points[chosen.picks].double()).min(1).max()
+    assert chosen.covering_radius == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("rows", [2048, 4000, 8000])
+def test_nearly_as_good_in_little_memory(rows: int) -> None:
+    stream = stream_of([500] * 60)
+    points = torch.cat(stream)
+    chosen = streamed(stream, 300, rows)
+    best = greedy_k_center(points, 300, generator=torch.Generator().manual_seed(0)).covering_radius
+    true = cdist(points.double(), points[chosen.picks].double()).min(1).max()
+    assert not chosen.exact
+    assert true <= chosen.covering_radius * (1 + 1e-5)
+    assert chosen.covering_radius <= 1.1 * best
+
+
+def test_how_the_stream_is_cut_changes_nothing() -> None:
+    stream = stream_of([500] * 20)
+    joined = [torch.cat(stream[i : i + 4]) for i in range(0, 20, 4)]
+    assert torch.equal(streamed(stream, 50, 20000).picks, streamed(joined, 50, 20000).picks)
+
+
+def test_more_than_fit_may_be_wanted() -> None:
+    """As many as are asked for needn't have come when the memory is full for the first time."""
+    stream = stream_of([500] * 10)
+    assert len(set(streamed(stream, 2500, 1024).picks.tolist())) == 2500
+    with pytest.raises(ConfigError, match="coreset_size 5001 is outside 1 to 5000"):
+        streamed(stream, 5001, 1024)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 900), min_size=1, max_size=8),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_any_stream(sizes: list[int], share: float, seed: int) -> None:
+    """Distinct picks, as many as wanted, and a radius that holds for every point."""
+    stream = stream_of(sizes, seed)
+    size = max(1, int(share * sum(sizes)))
+    chosen = streamed(stream, size, 0, seed)
+    points = torch.cat(stream)
+    assert len(set(chosen.picks.tolist())) == size
+    true = cdist(points.double(), points[chosen.picks].double()).min(1).max()
+    assert true <= chosen.covering_radius * (1 + 1e-4) + 1e-4

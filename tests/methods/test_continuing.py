@@ -1,0 +1,202 @@
+"""Scorers that learn more, and scorers that are joined, against one that learns all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from mean_embedding import MeanFitter
+from patch_lists import PatchList
+
+from anomaly.errors import ModelError
+from anomaly.methods.base import PatchBatch
+from anomaly.methods.padim.fitter import GaussianFitter
+from anomaly.methods.patchcore.coreset import pick_beyond
+from anomaly.methods.patchcore.fitter import MemoryBankFitter
+from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
+from anomaly.methods.subspace.fitter import SubspaceFitter
+
+GRID = (4, 5)
+DIM = 12
+CPU = torch.device("cpu")
+
+
+def _patches(images: int, seed: int, shift: float = 0.0) -> torch.Tensor:
+    """(N, h, w, D) of places that differ, with variances that do."""
+    places = torch.randn(1, *GRID, DIM, generator=torch.Generator().manual_seed(99))
+    spread = torch.logspace(-1, 0.5, DIM)
+    noise = torch.randn(images, *GRID, DIM, generator=torch.Generator().manual_seed(seed))
+    return 3 + places + spread * noise + shift
+
+
+def _batches(patches: torch.Tensor, first: int = 0, size: int = 4) -> PatchList:
+    parts = torch.split(patches, size)
+    return PatchList(
+        PatchBatch(part, tuple(range(first + i * size, first + i * size + len(part))))
+        for i, part in enumerate(parts)
+    )
+
+
+def _numbers(*counts: int) -> list[dict[int, int]]:
+    starts = [sum(counts[:k]) for k in range(len(counts))]
+    return [{i: start + i for i in range(n)} for n, start in zip(counts, starts, strict=True)]
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 4 * DIM * 25])
+def test_a_bank_grows_until_its_radius_covers_the_new_patches(limit: int) -> None:
+    fitter = MemoryBankFitter(coreset_ratio=0.2, projection_dim=128, memory_limit=limit)
+    old, new = _patches(10, 0), _patches(6, 1, shift=1.5)
+    bank = fitter.fit(_batches(old))
+    longer = fitter.continuing(bank, 10).fit(_batches(new, first=10))
+    assert torch.equal(longer.vectors[: len(bank.vectors)], bank.vectors)
+    added, origins = longer.vectors[len(bank.vectors) :], longer.origins[len(bank.origins) :]
+    assert 0 < len(added) < new[..., 0].numel()
+    assert longer.covering_radius == bank.covering_radius
+    # With the identity as projection the radius holds among the embeddings themselves.
+    flat = new.flatten(0, 2)
+    assert float(distances_to_nearest(flat, longer.vectors).max()) <= bank.covering_radius * 1.001
+    for vector, (image, row, column) in zip(added, origins.tolist(), strict=True):
+        assert torch.equal(vector, new[image - 10, row, column])
+    # Each was beyond the radius of all that were there before it.
+    for i in range(len(added)):
+        before = torch.cat([bank.vectors, added[:i]])
+        assert float(torch.cdist(added[i : i + 1], before).min()) > bank.covering_radius * 0.999
+    # What is covered adds nothing.
+    again = fitter.continuing(longer, 16).fit(_batches(new, first=16))
+    assert torch.equal(again.vectors, longer.vectors)
+
+
+def test_a_bank_that_grew_covers_the_other_folds_without_a_folds_images() -> None:
+    old, more = _patches(10, 0), _patches(7, 1, shift=1.5)
+    new = _batches(more, first=10)
+    fitter = MemoryBankFitter(coreset_ratio=0.2)
+    base = fitter.fit(_batches(old))
+    growing = fitter.continuing(base, 10)
+    whole, folds = growing.fit(new), [(10, 11, 12), (13, 14), (15, 16)]
+    repaired = 0
+    for fold, bank in growing.held_out(whole, new, folds, grouped=False):
+        assert not torch.is_inference_mode_enabled()
+        assert not {*fold} & {*bank.origins[:, 0].tolist()}
+        assert torch.equal(bank.vectors[: len(base.vectors)], base.vectors)
+        others = more[[i - 10 for i in range(10, 17) if i not in fold]].flatten(0, 2)
+        reach = float(distances_to_nearest(others, bank.vectors).max())
+        assert reach <= base.covering_radius * 1.001
+        kept = int((~torch.isin(whole.origins[:, 0], torch.tensor(fold))).sum())
+        repaired += len(bank.vectors) - kept
+        for vector, (image, row, column) in zip(bank.vectors, bank.origins.tolist(), strict=True):
+            assert image < 10 or torch.equal(vector, more[image - 10, row, column])
+    assert repaired > 0
+
+
+def test_picks_beyond_a_radius_are_those_of_the_textbook_loop() -> None:
+    points = torch.randn(700, 6, generator=torch.Generator().manual_seed(0))
+    centres, radius = points[:20], 1.3
+    expected, bounds = [], torch.cdist(points, centres).amin(1)
+    while float(bounds.max()) > radius:
+        expected.append(int(bounds.argmax()))
+        bounds = torch.minimum(bounds, torch.cdist(points, points[expected[-1:]])[:, 0])
+    squared = torch.cdist(points, centres).amin(1).square()
+    assert pick_beyond(points, squared, radius).tolist() == expected
+    assert len(pick_beyond(points, squared, 100.0)) == 0
+
+
+@pytest.mark.parametrize(("old", "new"), [(6, 3), (9, 9), (20, 7), (20, 30), (2, 1)])
+@pytest.mark.parametrize("dimensions", [8, 12])
+def test_gaussians_that_learn_more_are_those_of_a_fit_on_all(
+    old: int, new: int, dimensions: int
+) -> None:
+    patches = torch.cat([_patches(old, 0), _patches(new, 1, shift=0.7)])
+    fitter = GaussianFitter(dimensions).prepared(DIM, CPU)
+    whole = fitter.fit(_batches(patches))
+    first = fitter.fit(_batches(patches[:old]))
+    longer = fitter.continuing(first, old).fit(_batches(patches[old:], first=old))
+    _same(longer, whole, patches)
+
+
+@pytest.mark.parametrize("counts", [(5, 4), (9, 30), (30, 20), (20, 5, 7)])
+def test_merged_gaussians_are_those_of_a_fit_on_all(counts: Sequence[int]) -> None:
+    parts = [_patches(n, k, shift=k) for k, n in enumerate(counts)]
+    fitter = GaussianFitter(10).prepared(DIM, CPU)
+    merged = fitter.merged([fitter.fit(_batches(p)) for p in parts], _numbers(*counts))
+    _same(merged, fitter.fit(_batches(torch.cat(parts))), torch.cat(parts))
+
+
+def test_gaussians_that_learn_again_and_again_stay_those_of_a_fit_on_all() -> None:
+    patches = _patches(60, 0)
+    fitter = GaussianFitter(10).prepared(DIM, CPU)
+    grown = fitter.fit(_batches(patches[:20]))
+    for known in range(20, 60, 4):
+        part = _batches(patches[known : known + 4], first=known)
+        grown = fitter.continuing(grown, known).fit(part)
+    _same(grown, fitter.fit(_batches(patches)), patches)
+
+
+def _same(found: object, expected: object, patches: torch.Tensor) -> None:
+    assert [t.shape for t in found.tensors().values()] == [  # type: ignore[attr-defined]
+        t.shape
+        for t in expected.tensors().values()  # type: ignore[attr-defined]
+    ]
+    asked = torch.cat([patches[:5], _patches(5, 77, shift=2.0)])
+    scores = [scorer.score(asked).scores for scorer in (found, expected)]  # type: ignore[attr-defined]
+    torch.testing.assert_close(*scores, rtol=2e-3, atol=1e-4)
+
+
+def test_merged_banks_hold_every_patch_once() -> None:
+    fitter = MemoryBankFitter(coreset_ratio=0.3)
+    first, second = (fitter.fit(_batches(_patches(8, k))) for k in (0, 1))
+    merged = fitter.merged([first, second], _numbers(8, 8))
+    assert torch.equal(merged.vectors, torch.cat([first.vectors, second.vectors]))
+    assert torch.equal(merged.origins[: len(first.origins)], first.origins)
+    assert (merged.origins[len(first.origins) :, 0] - second.origins[:, 0] == 8).all()
+    assert merged.covering_radius == max(first.covering_radius, second.covering_radius)
+    assert not merged.exact
+    # The second bank is the first one's, and has learned two images more.
+    grown = fitter.continuing(first, 8).fit(_batches(_patches(2, 5, shift=2), first=8))
+    numbers = [{i: i for i in range(8)}, {i: i for i in range(10)}]
+    assert torch.equal(fitter.merged([first, grown], numbers).vectors, grown.vectors)
+
+
+def test_gaussians_refuse_images_that_would_count_twice() -> None:
+    fitter = GaussianFitter(10).prepared(DIM, CPU)
+    scorer = fitter.fit(_batches(_patches(8, 0)))
+    with pytest.raises(ModelError, match="3 training images"):
+        fitter.merged([scorer, scorer], [{i: i for i in range(8)}, {i: i + 5 for i in range(8)}])
+
+
+@pytest.mark.parametrize("counts", [(5, 4), (20, 5, 7)])
+def test_subspaces_that_learn_more_or_are_merged_are_those_of_a_fit_on_all(
+    counts: Sequence[int],
+) -> None:
+    parts = [_patches(n, k, shift=k) for k, n in enumerate(counts)]
+    patches, fitter = torch.cat(parts), SubspaceFitter(components=4)
+    whole = fitter.fit(_batches(patches))
+    merged = fitter.merged([fitter.fit(_batches(p)) for p in parts], _numbers(*counts))
+    grown, known = fitter.fit(_batches(parts[0])), counts[0]
+    for part in parts[1:]:
+        growing = fitter.continuing(grown, known)
+        grown, known = growing.fit(_batches(part, first=known)), known + len(part)
+    for found in (merged, grown):
+        assert found.statistics.count == whole.statistics.count
+        torch.testing.assert_close(found.statistics.mean, whole.statistics.mean, rtol=1e-8, atol=0)
+        scatter = whole.statistics.scatter
+        torch.testing.assert_close(found.statistics.scatter, scatter, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(found.score(patches).scores, whole.score(patches).scores)
+    # What a fold of the last images leaves out is taken off all of them.
+    fold = tuple(range(known - 2, known))
+    ((_, left),) = growing.held_out(
+        grown, _batches(parts[-1], first=known - counts[-1]), [fold], grouped=False
+    )
+    expected = fitter.fit(_batches(patches[:-2]))
+    torch.testing.assert_close(left.score(patches).scores, expected.score(patches).scores)
+    with pytest.raises(ModelError, match="training images were learned from more than once"):
+        fitter.merged([whole, whole], [{0: 0, 1: 1}, {0: 1, 1: 2}])
+
+
+def test_a_method_that_cannot_says_so() -> None:
+    fitter = MeanFitter()
+    scorer = fitter.fit(_batches(_patches(3, 0)))
+    with pytest.raises(ModelError, match="train again"):
+        fitter.continuing(scorer, 3)
+    with pytest.raises(ModelError, match="train one with the images of all"):
+        fitter.merged([scorer, scorer], _numbers(3, 3))

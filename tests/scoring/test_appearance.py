@@ -1,0 +1,286 @@
+"""An image that isn't our part goes to a person; a good or a defective part doesn't."""
+
+import csv
+import shutil
+import tracemalloc
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+import pytest
+from conftest import Command, train_arguments, write_part, write_product
+
+from anomaly.scoring.image_statistics import (
+    LEAST_IMAGES,
+    Appearance,
+    AppearanceModel,
+    look,
+    odd_among,
+)
+from anomaly.scoring.pipeline import Model
+
+
+def _look(
+    rng: np.random.Generator, pixels: np.ndarray | None = None, shift: float = 0.0
+) -> Appearance:
+    if pixels is None:
+        noise = rng.normal(0, 0.05, (32, 48, 1)) + rng.normal(0, 0.01)
+        pixels = np.clip(0.5 + noise, 0, 1).repeat(3, axis=2).astype(np.float32)
+    patches = rng.normal(1, 1, (100, 16)) + shift
+    return look(pixels, patches.sum(0), float(np.square(patches).sum()), 100)
+
+
+def test_figures_agree_with_numpy() -> None:
+    rng = np.random.default_rng(0)
+    pixels = rng.random((20, 30, 3)).astype(np.float32)
+    inside = np.zeros((4, 6), bool)
+    inside[1:, 2:5] = True
+    shown = np.kron(inside, np.ones((5, 5), bool))
+    grey = pixels.mean(axis=2)
+    padded = np.pad(grey, 1, mode="reflect")
+    edges = np.abs(
+        padded[:-2, 1:-1] + padded[2:, 1:-1] + padded[1:-1, :-2] + padded[1:-1, 2:] - 4 * grey
+    )
+    figures = look(pixels, np.ones(3), 1.0, 9, inside).figures()
+    assert figures["brightness"] == pytest.approx(grey[shown].mean(), rel=1e-5)
+    assert figures["contrast"] == pytest.approx(grey[shown].std(), rel=1e-4)
+    sharpness = edges[shown].mean() / grey[shown].std()
+    assert figures["sharpness"] == pytest.approx(sharpness, rel=1e-4)
+
+
+def test_one_value_is_a_blank_image() -> None:
+    rng = np.random.default_rng(0)
+    rows, columns = np.mgrid[:32, :48]
+    for value in (0.0, 1 / 3, 1.0):
+        pixels = np.full((32, 48, 3), value, np.float32)
+        pixels += np.float32(1e-7) * (rows + columns)[..., None]
+        blank = _look(rng, pixels)
+        assert "a blank image" in blank.blank
+        assert "a blank image" in (blank + blank).blank
+        assert (blank + _look(rng)).blank == ""
+        assert odd_among([_look(rng), blank]) == [1]
+        pixels[3, 4] += 1 / 255
+        assert _look(rng, pixels).blank == ""
+    nothing = look(pixels, np.ones(16), 1.0, 0, np.zeros((4, 6), bool))
+    assert (nothing + _look(rng)).blank == ""
+
+
+def test_blank_images_are_for_review(
+    tmp_path: Path, product: Path, run_folder: Path, command: Command
+) -> None:
+    write_part(tmp_path / "line" / "a.png", seed=900)
+    cv2.imwrite(str(tmp_path / "line" / "blank.bmp"), np.zeros((96, 120), np.uint8))
+    few = tmp_path / "few"
+    shutil.copytree(product, few / "disc")
+    for file in sorted((few / "disc" / "train" / "good").iterdir())[4:]:
+        file.unlink()
+    assert command("train", train_arguments(few / "disc", tmp_path / "run"))[0] == 0
+    for run in (run_folder, tmp_path / "run"):  # with few images there is no other oddness
+        base = ["--model", run, "--input", tmp_path / "line", "--output", tmp_path / run.name]
+        assert command("infer", base)[0] == 0
+        with (tmp_path / run.name / "results.csv").open(newline="") as stream:
+            blank = list(csv.DictReader(stream))[1]
+        assert (blank["verdict"], "a blank image" in blank["reason"]) == ("review", True)
+
+
+def test_tiles_add_up() -> None:
+    rng = np.random.default_rng(0)
+    tiles = [_look(rng) for _ in range(4)]
+    whole = tiles[0] + tiles[1] + tiles[2] + tiles[3]
+    means = [t.figures()["brightness"] for t in tiles]
+    assert whole.figures()["brightness"] == pytest.approx(np.mean(means))
+    np.testing.assert_allclose(
+        whole.mean_embedding(), np.mean([t.mean_embedding() for t in tiles], axis=0)
+    )
+
+
+def test_what_is_usual_and_what_is_not() -> None:
+    rng = np.random.default_rng(0)
+    few = AppearanceModel.of([_look(rng) for _ in range(LEAST_IMAGES - 1)])
+    usual = AppearanceModel.of([_look(rng) for _ in range(40)])
+    again = AppearanceModel.from_tensors(usual.tensors(), 40)
+    assert [usual.deviation(_look(rng)) for _ in range(200)] == [""] * 200
+    black, white = np.zeros((32, 48, 3), np.float32), np.ones((32, 48, 3), np.float32)
+    noise = np.clip(rng.normal(0.5, 0.05, (32, 48, 1)), 0, 1).repeat(3, 2).astype(np.float32)
+    odd = {
+        "lens cap": _look(rng, black),
+        "over-exposed": _look(rng, white),
+        "nothing in view": _look(rng, np.full((32, 48, 3), 0.5, np.float32)),
+        "out of focus": _look(rng, 0.5 + 6 * (cv2.GaussianBlur(noise, (0, 0), 3) - 0.5)),
+        "another product": _look(rng, shift=1.0),
+    }
+    for says, one in odd.items():
+        assert says in usual.deviation(one)
+        assert again.deviation(one) == usual.deviation(one)
+        assert few.deviation(one) == ""  # too few to tell, and enough once they are joined
+        assert says in few.merged(few).deviation(one)
+
+
+def _whole(mean: np.ndarray, spread: float = 1.0) -> Appearance:
+    """An image of this mean embedding, with the standard deviation of its patches around it."""
+    squared = 64 * float(np.square(mean).sum() + len(mean) * spread**2)
+    return Appearance(1024, 500, 250, 9, 64, mean * 64, squared, 0, 1)
+
+
+def _product(rng: np.random.Generator, count: int, dim: int = 64) -> np.ndarray:
+    """Mean embeddings (N, D) of a product, whose channels move by very different amounts."""
+    return rng.normal(0, 1, dim) + rng.normal(0, 1, (count, dim)) * np.geomspace(0.01, 0.3, dim)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])  # networks have their own
+@pytest.mark.parametrize("images", [LEAST_IMAGES, 50, 300])
+def test_another_product_is_told_and_a_good_image_is_not(images: int, scale: float) -> None:
+    rng = np.random.default_rng(images)
+    every = _product(rng, images + 200)
+    usual = AppearanceModel.of([_whole(mean * scale, scale) for mean in every[:images]])
+    odd = [usual.deviation(_whole(mean * scale, scale)) for mean in every[images:]]
+    assert sum(map(bool, odd)) <= 2
+    others = [usual.deviation(_whole(mean * scale, scale)) for mean in _product(rng, 50)]
+    assert all("another product" in said for said in others)
+
+
+def test_what_differs_little_is_no_other_product_however_alike_training_images_are() -> None:
+    rng = np.random.default_rng(0)
+    mean = rng.normal(0, 1, 64)
+    for noise in (0.0, 1e-9, 1e-3):
+        usual = AppearanceModel.of([_whole(mean + rng.normal(0, noise, 64)) for _ in range(20)])
+        assert usual.deviation(_whole(mean + 0.2)) == ""  # a fifth of how patches differ
+        assert "another product" in usual.deviation(_whole(mean + 0.5))
+
+
+def test_where_parts_may_lie_any_way_light_alone_is_compared() -> None:
+    rng = np.random.default_rng(0)
+    usual = AppearanceModel.of([_whole(mean) for mean in _product(rng, 20)])
+    (other,) = map(_whole, _product(rng, 1))
+    dark = replace(other, light=50)
+    assert usual.deviation(other, turned=True) == ""
+    assert "another product" not in usual.deviation(dark, turned=True)
+    assert "lens cap" in usual.deviation(dark, turned=True)
+    assert "lens cap" in usual.deviation(dark)
+    assert "another product" in usual.deviation(dark)  # both are said
+    for turned_copies, said in (("none", True), ("quarter_turns", False)):
+        settings = SimpleNamespace(model=SimpleNamespace(turned_copies=turned_copies))
+        pipeline = SimpleNamespace(config=settings, appearance=usual)
+        assert bool(Model.reason_to_look(pipeline, other)) == said  # type: ignore[arg-type]
+
+
+def test_models_of_before_knew_one_distance() -> None:
+    rng = np.random.default_rng(0)
+    tensors = AppearanceModel.of([_whole(mean) for mean in _product(rng, 20)]).tensors()
+    del tensors["variance"], tensors["farthest"]
+    before = AppearanceModel.from_tensors(tensors | {"seen_distance": np.array(0.4)}, 20)
+    assert before.deviation(_whole(before.mean + 0.75)) == ""
+    assert "another product" in before.deviation(_whole(before.mean + 0.9))
+
+
+def test_distances_are_those_to_the_others() -> None:
+    rng = np.random.default_rng(0)
+    means = _product(rng, 30)
+    usual = AppearanceModel.of([_whole(mean) for mean in means])
+    away = []
+    for i, mean in enumerate(means):
+        others = np.delete(means, i, axis=0)
+        variance = others.var(axis=0, ddof=1)
+        scale = variance + 0.1 * variance.mean() + 1e-6
+        away.append(np.sqrt(np.mean(np.square(mean - others.mean(axis=0)) / scale)))
+    assert usual.seen_distance == pytest.approx(max(away), rel=1e-9)
+    np.testing.assert_allclose(usual.farthest, means[np.argsort(-np.array(away))[:16]])
+
+
+@pytest.mark.parametrize("few", [1, 3, 6, 7, 20, 39])
+def test_a_merged_model_is_that_of_all_images(few: int) -> None:
+    rng = np.random.default_rng(few)
+    looks = [
+        replace(_whole(mean), light=500 + mean[0], light_squared=250 + mean[0])
+        for mean in _product(rng, 40)
+    ]
+    first, second = AppearanceModel.of(looks[:few]), AppearanceModel.of(looks[few:])
+    whole = AppearanceModel.of(looks)
+    for merged in (first.merged(second), second.merged(first)):
+        assert (merged.seen, merged.ranges, merged.images) == (whole.seen, whole.ranges, 40)
+        np.testing.assert_allclose(merged.mean, whole.mean, rtol=1e-9)
+        np.testing.assert_allclose(merged.variance, whole.variance, rtol=1e-9)
+        assert merged.spread == pytest.approx(whole.spread, rel=1e-9)
+        assert merged.seen_distance == pytest.approx(whole.seen_distance, rel=1e-9)
+    one_by_one = reduce(AppearanceModel.merged, [AppearanceModel.of([one]) for one in looks])
+    assert one_by_one.seen_distance == pytest.approx(whole.seen_distance, rel=1e-9)
+
+
+def test_odd_ones_out_are_those_that_the_others_would_not_accept() -> None:
+    rng = np.random.default_rng(0)
+    looks = [_look(rng) for _ in range(40)]
+    assert odd_among(looks) == []
+    dark = np.full((32, 48, 3), 0.3, np.float32) + rng.normal(0, 0.02, (32, 48, 1))
+    looks[7] = _look(rng, dark.astype(np.float32))
+    looks[21] = _look(rng, shift=1.0)
+
+    def without(place: int) -> AppearanceModel:
+        return AppearanceModel.of(looks[:place] + looks[place + 1 :])
+
+    every = [i for i, one in enumerate(looks) if without(i).deviation(one)]
+    assert odd_among(looks) == every == [7, 21]
+    assert odd_among(looks[:LEAST_IMAGES]) == []
+
+
+def test_mean_embeddings_of_many_images_are_not_held_twice() -> None:
+    rng = np.random.default_rng(0)
+    sums = rng.normal(64, 1, (1000, 2048)).astype(np.float32)
+    looks = [Appearance(1024, 500, 250, 9, 64, row, 64 * 3000, 0.1, 0.9) for row in sums]
+    tracemalloc.start()
+    try:
+        usual = AppearanceModel.of(looks)
+        odd_among(looks)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 14e6  # all of them take 16 MB in float64
+    means = sums.astype(np.float64) / 64
+    np.testing.assert_allclose(usual.mean, means.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(usual.variance, means.var(0, ddof=1), rtol=1e-9)
+
+
+def test_odd_images_are_for_review(
+    run_folder: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    inputs = tmp_path / "inputs"
+    write_part(inputs / "good.png", seed=500)
+    write_part(inputs / "spot.png", seed=501, mark=(40, 50))
+    part = cv2.imread(str(inputs / "good.png"))
+    cv2.imwrite(str(inputs / "black.png"), np.zeros_like(part))
+    cv2.imwrite(str(inputs / "white.png"), np.full_like(part, 255))
+    cv2.imwrite(str(inputs / "blurred.png"), cv2.GaussianBlur(part, (0, 0), 12))
+    checks = np.kron(np.indices((12, 15)).sum(0) % 2, np.ones((8, 8)))
+    other = cv2.merge([(60 + 60 * checks).astype(np.uint8)] * 3)
+    cv2.imwrite(str(inputs / "other.png"), other)
+    code, out, _ = command(
+        "infer", ["--model", run_folder, "--input", inputs, "--output", tmp_path / "out"]
+    )
+    assert code == 0
+    assert "4 to review" in out
+    with (tmp_path / "out" / "results.csv").open(newline="") as stream:
+        rows = {Path(r["path"]).stem: r for r in csv.DictReader(stream)}
+    assert {n: r["verdict"] for n, r in rows.items()} == {
+        "good": "good",
+        "spot": "reject",
+        "black": "review",
+        "white": "review",
+        "blurred": "review",
+        "other": "review",
+    }
+    assert "a blank image" in rows["black"]["reason"]
+    assert rows["good"]["reason"] == rows["spot"]["reason"] == ""
+    assert all(r["status"] == "ok" and r["image_score"] for r in rows.values())
+
+
+def test_a_handful_of_images_says_nothing(tmp_path: Path, command: Command) -> None:
+    product = write_product(tmp_path / "disc", n_train=4)
+    assert command("train", train_arguments(product, tmp_path / "run"))[0] == 0
+    dark = tmp_path / "dark.png"
+    pixels = np.random.default_rng(0).integers(0, 3, (96, 120, 3), dtype=np.uint8)
+    cv2.imwrite(str(dark), pixels)
+    infer = ["--model", tmp_path / "run", "--input", dark, "--output", tmp_path / "out"]
+    assert command("infer", infer)[0] == 0
+    assert ",review," not in (tmp_path / "out" / "results.csv").read_text()

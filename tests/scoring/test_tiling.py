@@ -1,0 +1,203 @@
+"""Large images in tiles: all of them seen, one seamless map, small defects found."""
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY, Command, train_arguments
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from anomaly.imaging.geometry import Sizing, Tiling
+from anomaly.maps.anomaly_map import source_map
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import Prediction
+from anomaly.storage.load import load_model
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(64, 1500), st.integers(0, 100))
+def test_tiles_cover_every_pixel(height: int, width: int, tile: int, percent: int) -> None:
+    assume(max(height, width) <= 64 * min(height, width))  # thinner ones are refused
+    overlap = tile * percent // 200
+    tiling = Sizing(None, None, 64, 8, tile=tile, overlap=overlap).view((height, width))
+    assert isinstance(tiling, Tiling)
+    assert tiling.source == (height, width)
+    for pieces, length in zip(tiling.axes, (height, width), strict=True):
+        assert pieces[0].start == 0
+        assert pieces[-1].stop == length
+        assert len({(p.source, p.size) for p in pieces}) == 1
+        for one, other in itertools.pairwise(pieces):
+            assert one.stop - other.start >= overlap
+            assert other.start > one.start
+        assert len(pieces) == 1 or (len(pieces) - 2) * (tile - overlap) + tile < length
+
+
+def _mosaic(tiling: Tiling, field: np.ndarray, grid: int) -> np.ndarray:
+    """What tiles would score if the score were this field (H0, W0) at a patch's centre."""
+    positions = [
+        np.concatenate([p.to_source((np.arange(grid) + 0.5) * p.size / grid) for p in pieces])
+        for pieces in tiling.axes
+    ]
+    rows, columns = (np.clip(p.astype(int), 0, None) for p in positions)
+    return field[np.ix_(rows, columns)].astype(np.float32)
+
+
+def test_a_smooth_field_has_no_seams() -> None:
+    size = (700, 900)
+    tiling = Sizing(None, None, 64, 8, tile=256, overlap=48).view(size)
+    y, x = np.mgrid[: size[0], : size[1]]
+    field = np.sin(x / 90) + np.cos(y / 70)
+    found = source_map(_mosaic(tiling, field, 16), tiling, smoothing=0)
+    assert np.abs(found - field).max() < 0.25  # a patch is 16 pixels wide
+    # Where tiles meet, the map is as smooth as elsewhere.
+    steps = np.abs(np.diff(found, axis=1)).max(axis=0)
+    assert steps.max() < 3 * np.median(steps)
+    even = source_map(np.full((48, 64), 3, np.float32), tiling, smoothing=4)
+    np.testing.assert_allclose(even, 3, rtol=1e-5)
+    strip = source_map(_mosaic(tiling, field, 16), tiling, 0, slice(200, 317))
+    np.testing.assert_allclose(strip, found[200:317], atol=1e-5)
+
+
+def _texture(size: int, seed: int, spot: tuple[int, int] | None = None) -> np.ndarray:
+    """Fine-grained grey; a spot is 14 pixels across, and as dark on the whole as its surround."""
+    rng = np.random.default_rng(seed)
+    small = rng.normal(0, 1, (size // 4, size // 4)).astype(np.float32)
+    picture = 128 + 14 * cv2.resize(small, (size, size), interpolation=cv2.INTER_CUBIC)
+    if spot is not None:
+        y, x = np.mgrid[:14, :14]
+        ring = np.where((x // 2 + y // 2) % 2, 90, -90)
+        picture[spot[0] : spot[0] + 14, spot[1] : spot[1] + 14] += ring
+    grey = np.clip(picture, 0, 255).astype(np.uint8)
+    return cv2.merge([grey, grey, grey])
+
+
+def _train(folder: Path, command: Command, size: int, *settings: str) -> Model:
+    good = folder / "data" / "part" / "train" / "good"
+    if not good.exists():
+        good.mkdir(parents=True)
+        for i in range(4):
+            cv2.imwrite(str(good / f"{i}.png"), _texture(size, i))
+    run = folder / ("run" + "".join(settings).replace("/", ""))
+    arguments = train_arguments(folder / "data" / "part", run, "model.coreset_size=500", *settings)
+    code, _, err = command("train", arguments)
+    assert code == 0, err
+    return load_model(run, torch.device("cpu"))
+
+
+def _separation(detector: Model, folder: Path, size: int) -> tuple[float, bool]:
+    """Score of the worst of four spots over the highest of four good images; spots in place."""
+    spots = [(size // 2 + 3, size // 3), (7, 9), (size - 30, size - 22), (size // 4, size // 5)]
+    files = []
+    for i in range(4):
+        for name, spot in (("good", None), ("spot", spots[i])):
+            files.append(folder / f"{name}{i}.png")
+            cv2.imwrite(str(files[-1]), _texture(size, 50 + i, spot))
+    results = sorted(detector.predict(files), key=lambda r: r.index)
+    good = max(r.score for r in results[::2])
+    in_place = True
+    for spot, result in zip(spots, results[1::2], strict=True):
+        assert isinstance(result, Prediction)
+        found = result.anomaly_map
+        assert found.shape == (size, size)
+        row, column = np.unravel_index(np.nanargmax(found), found.shape)
+        in_place &= abs(row - spot[0] - 7) < 24 and abs(column - spot[1] - 7) < 24
+    return min(r.score for r in results[1::2]) / good, in_place
+
+
+def _small_defects(folder: Path, command: Command, size: int) -> None:
+    whole = _train(folder, command, size, "image.area=256")
+    tiled = _train(folder, command, size, "image.area=256", "image.tile=256")
+    assert _separation(whole, folder, size)[0] < 1.1
+    ratio, in_place = _separation(tiled, folder, size)
+    assert ratio > 1.2
+    assert in_place
+
+
+def test_a_defect_that_a_resize_loses_is_found_in_tiles(tmp_path: Path, command: Command) -> None:
+    _small_defects(tmp_path, command, 1024)
+
+
+@pytest.mark.slow
+def test_a_small_defect_on_4096_pixels(tmp_path: Path, command: Command) -> None:
+    _small_defects(tmp_path, command, 4096)
+
+
+def test_an_image_of_one_tile_is_scored_as_a_whole(tmp_path: Path, command: Command) -> None:
+    plain = _train(tmp_path, command, 256, "image.area=128")
+    tiled = _train(tmp_path, command, 256, "image.area=128", "image.tile=256")
+    picture = tmp_path / "data" / "part" / "train" / "good" / "1.png"
+    cv2.imwrite(str(tmp_path / "x.png"), _texture(256, 9, (100, 60)))
+    for file in (picture, tmp_path / "x.png"):
+        (one,), (other,) = plain.predict([file]), tiled.predict([file])
+        assert one.score == pytest.approx(other.score, rel=1e-5)
+        np.testing.assert_allclose(one.anomaly_map, other.anomaly_map, atol=1e-5)
+
+
+def test_regions_hold_in_tiles(tmp_path: Path, command: Command) -> None:
+    half = "image.region={polygons: [[[0, 0], [0.5, 0], [0.5, 1], [0, 1]]]}"
+    settings = ["image.area=128", "image.tile=256", "image.overlap=64", half]
+    detector = _train(tmp_path, command, 640, *settings)
+    for name, spot in (("in", (300, 100)), ("out", (300, 500)), ("none", None)):
+        cv2.imwrite(str(tmp_path / f"{name}.png"), _texture(640, 9, spot))
+    inside, outside, none = detector.predict([tmp_path / f"{n}.png" for n in ("in", "out", "none")])
+    assert isinstance(inside, Prediction)
+    assert np.isnan(inside.anomaly_map[:, 320:]).all()
+    assert not np.isnan(inside.anomaly_map[:, :320]).any()
+    assert outside.score == pytest.approx(none.score, rel=1e-5)
+    assert inside.score > 1.1 * none.score
+    origins = detector.scorer.tensors()["origins"]
+    assert len(np.unique(origins.numpy(), axis=0)) == len(origins)
+    # Three tiles of 16 patches: 640 pixels, tiles from 0, 192 and 384. Half ends in the second.
+    assert origins[:, 2].max() == 16 + 7
+
+
+def _resident(pid: int) -> int:
+    """Bytes in memory of a process and all its children; pages that they share count again."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [c for task in tasks for c in (task / "children").read_text().split()]
+    except OSError:  # gone
+        return 0
+    held = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")]
+    return 1024 * sum(held) + sum(_resident(int(child)) for child in children)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.parametrize("more", [[], ["--masks", "--regions", "--maps", "float32"]])
+def test_a_hundred_megapixels_fit_into_two_gigabytes(
+    more: list[str], tmp_path: Path, command: Command
+) -> None:
+    """The whole of `infer`, decoding process and pictures included."""
+    _train(tmp_path, command, 1024, "image.area=256", "image.tile=512")
+    (run,) = tmp_path.glob("run*")
+    large = np.tile(_texture(1000, 7), (10, 10, 1))
+    large[5000:5014, 7000:7014] = 0
+    cv2.imwrite(str(tmp_path / "large.png"), large, [cv2.IMWRITE_PNG_COMPRESSION, 1])
+    del large
+    arguments = ["--model", run, "--input", tmp_path / "large.png", "--output", tmp_path / "out"]
+    process = subprocess.Popen(
+        [sys.executable, REPOSITORY / "scripts" / "infer.py", *arguments, *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, _resident(process.pid))
+        time.sleep(0.02)
+    assert process.returncode == 0, process.stdout and process.stdout.read()
+    print(f"{peak / 1e9:.2f} GB")
+    assert peak < 2e9
+    row = json.loads((tmp_path / "out" / "results.jsonl").read_text())
+    assert row["verdict"] == "reject"
+    picture = cv2.imread(str(tmp_path / "out" / row["heatmap"]))
+    assert picture.shape == (10_000, 10_000, 3)

@@ -1,0 +1,366 @@
+"""Model folders that were tampered with: refused with a clear message, or never a false verdict.
+
+Every value of every file is changed in turn, with all hashes corrected, as a faulty program would
+leave it; what still loads must say what the model said before, or nothing.
+"""
+
+import copy
+import hashlib
+import json
+import logging
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import RUNS, Command
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from anomaly.errors import ModelError
+from anomaly.files.writing import as_json
+from anomaly.imaging.loading import UnusableImage
+from anomaly.scoring.image_statistics import AppearanceModel
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import Prediction
+from anomaly.storage.folder import file_entry, model_id
+from anomaly.storage.load import load_model
+from anomaly.storage.manifest import read_manifest
+from anomaly.storage.thresholds import read_thresholds, replace_thresholds
+
+DELETED = object()
+VALUES = [DELETED, None, [], {}, [[1]], {"a": {"b": 1}}, -1, 0, 10**40, 1e300, True, "x", math.nan]
+# Entries of a manifest that can have other legal values without anything else showing it.
+FREE = {
+    *("software_version", "packages", "python", "machine", "device", "threads"),
+    *("training_images", "refused_images", "weights_sha256", "aspect", "mean", "std"),
+}
+
+
+@pytest.fixture
+def bank(run_folder: Path, tmp_path: Path) -> Path:
+    """A copy of a PatchCore model's folder."""
+    shutil.copytree(run_folder / "model", tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture(params=RUNS)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of a trained model's folder."""
+    fixture = RUNS[request.param]
+    folder = tmp_path / "model"
+    shutil.copytree(request.getfixturevalue(fixture) / "model", folder)
+    return folder
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """The manifest without its own hash."""
+    values: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    del values["manifest_sha256"]
+    return values
+
+
+def seal(folder: Path, values: Any) -> None:
+    """Write a manifest with its own hash made right."""
+    try:
+        seal = {"manifest_sha256": hashlib.sha256(as_json(values).encode()).hexdigest()}
+        (folder / "manifest.json").write_text(as_json(values | seal))
+    except (ValueError, TypeError):  # NaN, or no mapping
+        (folder / "manifest.json").write_text(json.dumps(values))
+
+
+def vouch_for(folder: Path, *names: str) -> None:
+    """Make a manifest fit changed files."""
+    values = manifest_of(folder)
+    values["files"] |= {name: file_entry(folder / name) for name in names}
+    seal(folder, values)
+
+
+def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to each value inside; of long lists and mappings to the first two."""
+    yield way
+    if isinstance(value, dict | list):
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        for key in keys if len(keys) < 20 and isinstance(value, dict) else keys[:2]:
+            yield from places(value[key], (*way, key))
+
+
+def mutants(values: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Copies with one value changed, each with the way to it."""
+    for way in places(values):
+        for new in VALUES:
+            if not way:
+                if new is not DELETED:
+                    yield way, new
+                continue
+            mutant = copy.deepcopy(values)
+            inner = mutant
+            for key in way[:-1]:
+                inner = inner[key]
+            if new is DELETED:
+                del inner[way[-1]]
+            else:
+                inner[way[-1]] = new
+            if mutant != values:
+                yield way, mutant
+
+
+def check_message(error: ModelError, folder: Path) -> None:
+    """It says where, and what to do, in words of our own."""
+    message = str(error)
+    assert str(folder) in message
+    assert any(word in message for word in ("again", "remove it", "give a folder"))
+    assert not any(word in message for word in ("pydantic", "Error", "Traceback", "Input should"))
+
+
+def attempt(folder: Path) -> Model | None:
+    """The detector of a folder; None where it is refused."""
+    try:
+        return load_model(folder)
+    except ModelError as error:
+        check_message(error, folder)
+        return None
+
+
+def agree(one: Model, other: Model, image: Path) -> bool:
+    """Whether two detectors say the same about an image, or the second one nothing."""
+    (before,), (after,) = one.predict([image]), other.predict([image])
+    assert isinstance(before, Prediction)
+    if isinstance(after, UnusableImage):
+        return True
+    assert math.isfinite(after.score)
+    return after.score == before.score and before.verdict == after.verdict
+
+
+def test_each_value_of_a_manifest(model: Path, product: Path) -> None:
+    good = load_model(model)
+    image = product / "test" / "spot" / "000.png"
+    passed: set[tuple[Any, ...]] = set()
+    for way, mutant in mutants(manifest_of(model)):
+        seal(model, mutant)
+        try:
+            read_manifest(model)
+        except ModelError as error:
+            check_message(error, model)
+            continue
+        if not set(way) & FREE and way not in passed:
+            passed.add(way)
+            detector = attempt(model)
+            assert detector is None or agree(good, detector, image), (way, mutant)
+    assert len(passed) < 20
+
+
+@pytest.mark.parametrize("name", ["thresholds.json", "calibration.json"])
+def test_each_value_of_the_thresholds(model: Path, name: str) -> None:
+    values = json.loads((model / name).read_text())
+    before = read_thresholds(model)
+    assert before is not None
+    for way, mutant in mutants(values):
+        (model / name).write_text(json.dumps(mutant))
+        try:
+            after = read_thresholds(model)
+        except ModelError as error:
+            check_message(error, model)
+            continue
+        assert after is not None
+        assert all(map(math.isfinite, (after.image, after.review, after.pixel, *after.good.image)))
+        assert after.review <= after.image
+        after.lines()
+        if way[-1] == "kept":  # thresholds had none until there were two ways to keep a rate
+            assert "kept" not in mutant[way[0]]
+            continue
+        assert way[-1] in {"statement", "source", "label", "groups", "pixel", "value", "confidence",
+                           "target", "count", "images", "expected", "low", "high", "at_most",
+                           "left_out", 0, 1}, (way, mutant)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_each_setting(model: Path) -> None:
+    values = yaml.safe_load((model / "config.yaml").read_text())
+    for section in ("name", "seed", "backbone", "model", "precision", "batch_size"):
+        part = values[section]
+        for _, mutant in mutants({section: part}):
+            if not isinstance(mutant, dict):
+                continue
+            whole = {k: v for k, v in values.items() if k != section} | mutant
+            (model / "config.yaml").write_text(yaml.safe_dump(whole))
+            vouch_for(model, "config.yaml")
+            attempt(model)
+    for text in ("[" * 3000, "a: [", "\x00", "- 1", "null"):
+        (model / "config.yaml").write_text(text)
+        vouch_for(model, "config.yaml")
+        assert attempt(model) is None, text
+
+
+def tampered(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Copies with one tensor changed, missing or added."""
+    yield "another", tensors | {"another": torch.zeros(3)}
+    for name, tensor in tensors.items():
+        rest = {k: v for k, v in tensors.items() if k != name}
+        yield f"{name} missing", rest
+        yield f"{name} wrapped", tensors | {name: tensor[None]}
+        other = torch.float16 if tensor.dtype != torch.float16 else torch.int8
+        yield f"{name} {other}", tensors | {name: tensor.to(other)}
+        if tensor.ndim:
+            yield f"{name} cut", tensors | {name: tensor[:-1].clone()}
+            yield f"{name} empty", tensors | {name: tensor[:0].clone()}
+        if tensor.is_floating_point():
+            for bad in (math.nan, math.inf, -math.inf):
+                spoilt = tensor.clone()
+                spoilt.view(-1)[-1] = bad
+                yield f"{name} with {bad}", tensors | {name: spoilt}
+
+
+def test_each_tensor_of_the_scorer(model: Path) -> None:
+    kind = type(load_model(model).scorer)
+    whole = load_file(model / "scorer.safetensors")
+    save_file(whole | {"another": torch.zeros(3)}, model / "scorer.safetensors")
+    vouch_for(model, "scorer.safetensors")
+    assert attempt(model) is None
+    kind.from_tensors(whole)  # type: ignore[attr-defined]
+    for what, tensors in tampered(whole):
+        if what == "spacing missing":  # asked for where the settings want it: test_memory_bank
+            continue
+        with pytest.raises(ModelError):
+            kind.from_tensors(tensors)  # type: ignore[attr-defined]
+
+
+def test_each_tensor_of_the_training_images_look(bank: Path) -> None:
+    whole = load_file(bank / "usual.safetensors")
+    AppearanceModel.from_tensors({k: v.numpy() for k, v in whole.items()}, 12)
+    save_file(whole | {"mean": whole["mean"][:-1].clone()}, bank / "usual.safetensors")
+    vouch_for(bank, "usual.safetensors")
+    assert attempt(bank) is None  # of another network
+    for what, tensors in tampered(whole):
+        if what != "farthest cut":  # as many as there were
+            with pytest.raises(ModelError):
+                AppearanceModel.from_tensors({k: v.numpy() for k, v in tensors.items()}, 12)
+
+
+def test_tensors_of_the_network(bank: Path) -> None:
+    whole = load_file(bank / "backbone.safetensors")
+    names = ["conv1.weight", "bn1.running_var"]
+    for what, part in tampered({k: whole[k] for k in names}):
+        if "float16" in what:
+            continue  # widened
+        save_file({k: v for k, v in whole.items() if k not in names} | part, bank / "b")
+        (bank / "b").replace(bank / "backbone.safetensors")
+        vouch_for(bank, "backbone.safetensors")
+        assert attempt(bank) is None, what
+
+
+@pytest.mark.parametrize("name", ["scorer.safetensors", "backbone.safetensors", "manifest.json"])
+def test_files_that_are_cut_or_nothing_like_it(bank: Path, name: str) -> None:
+    whole = (bank / name).read_bytes()
+    for data in (
+        b"",
+        whole[:9],
+        whole[: len(whole) // 2],
+        whole[:-1],
+        b"[" * 200_000,
+        b"\xff" * 64,
+    ):
+        (bank / name).write_bytes(data)
+        if name != "manifest.json":
+            vouch_for(bank, name)
+        assert attempt(bank) is None
+    (bank / name).unlink()
+    (bank / name).mkdir()
+    with pytest.raises(ModelError):
+        load_model(bank)
+
+
+def test_values_that_overflow_give_no_verdict(
+    model: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    """A network whose numbers are finite until it runs."""
+    tensors = load_file(model / "backbone.safetensors")
+    tensors["conv1.weight"] = tensors["conv1.weight"] * 1e38
+    save_file(tensors, model / "backbone.safetensors")
+    vouch_for(model, "backbone.safetensors")
+    arguments = ["--model", model, "--input", product / "test", "--output", tmp_path / "o"]
+    code, _, err = command("infer", arguments)
+    assert code == 2, err
+    rows = [
+        json.loads(line) for line in (tmp_path / "o" / "results.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) == 6
+    for row in rows:
+        assert (row["status"], row["verdict"], row["image_score"]) == ("failed", "", None)
+        assert "isn't a finite number" in row["reason"]
+
+
+def test_one_broken_patch_is_enough(model: Path, product: Path) -> None:
+    """The highest of the other patches must not stand for the image."""
+    detector = load_model(model)
+    (item,) = detector.predict([product / "test" / "good" / "000.png"])
+    assert isinstance(item, Prediction)
+    embeddings = torch.zeros(2, *detector.embedder.grid(item.view.size), _channels(detector))
+    embeddings[1, 0, 0] = math.nan
+    _, scores = detector.score_patches(embeddings, item.view)
+    assert scores.isfinite().tolist() == [True, False]
+
+
+def _channels(detector: Model) -> int:
+    tensors = detector.scorer.tensors()
+    return int(tensors["channels"]) if "channels" in tensors else detector.scorer.dimensions
+
+
+@pytest.mark.parametrize("digit", ["0.485", "0.229"])
+def test_a_manifest_vouches_for_itself(bank: Path, digit: str) -> None:
+    file = bank / "manifest.json"
+    text = file.read_text()
+    assert digit in text
+    file.write_text(text.replace(digit, digit[:-1] + "4"))
+    with pytest.raises(ModelError, match=r"manifest\.json was changed since it was written"):
+        load_model(bank)
+    file.write_text(text.replace("\n", "\r\n"))
+    with pytest.raises(ModelError, match="was changed"):
+        load_model(bank)
+    file.write_text(text)
+    load_model(bank)
+
+
+def test_new_thresholds_are_vouched_for(model: Path) -> None:
+    thresholds = read_thresholds(model)
+    assert thresholds is not None
+    (model / "history.jsonl").write_bytes(b"\xff\n")
+    after = replace_thresholds(model, thresholds, {"asked": {}})
+    again = load_model(model)
+    assert again.model_id == after == model_id(model)
+    assert again.thresholds == thresholds
+    assert (model / "history.jsonl").read_bytes().startswith(b"\xff\n")
+
+
+def test_a_model_of_two_banks_is_to_be_trained_again(bank: Path) -> None:
+    config = yaml.safe_load((bank / "config.yaml").read_text())
+    config["model"]["embedding"] = "levels"
+    (bank / "config.yaml").write_text(yaml.safe_dump(config))
+    one = load_file(bank / "scorer.safetensors")
+    two = {f"{level}.{name}": one[name].clone() for level in ("fine", "coarse") for name in one}
+    save_file(two, bank / "scorer.safetensors")
+    vouch_for(bank, "config.yaml", "scorer.safetensors")
+    with pytest.raises(ModelError) as error:
+        load_model(bank)
+    assert str(error.value) == (
+        f"{bank} has two memory banks (model.embedding: levels), which this version doesn't "
+        "support; train it again"
+    )
+
+
+def test_a_model_of_the_first_format_loads_with_a_word(
+    bank: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = manifest_of(bank) | {"format": "anomaly-model/1"}
+    (bank / "manifest.json").write_text(as_json(values))
+    with caplog.at_level(logging.WARNING):
+        first = load_model(str(bank))
+    assert "first format" in caplog.text
+    replace_thresholds(bank, first.thresholds, {})  # type: ignore[arg-type]
+    caplog.clear()
+    assert load_model(bank).manifest["format"] == "anomaly-model/2"
+    assert "first format" not in caplog.text

@@ -1,0 +1,30 @@
+"""Which earlier models of a folder have the scores of the present one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from anomaly.storage.folder import HISTORY
+from anomaly.storage.thresholds import thresholds_alone_differ
+
+
+def write_history(folder: Path, *changes: tuple[str, str]) -> None:
+    lines = [json.dumps({"asked": {what: 1}, "model_before": before}) for what, before in changes]
+    (folder / HISTORY).write_text("\n".join([*lines, ""]))
+
+
+@pytest.mark.parametrize("what", ["updated", "merged", "quantised"])
+def test_scores_changed_with_the_last_that_was_learned(what: str, tmp_path: Path) -> None:
+    write_history(tmp_path, ("threshold", "a"), (what, "b"), ("threshold", "c"), ("good", "d"))
+    assert thresholds_alone_differ(tmp_path) == {"c", "d"}
+
+
+def test_calibrations_alone_leave_all_scores(tmp_path: Path) -> None:
+    assert thresholds_alone_differ(tmp_path) == frozenset()
+    write_history(tmp_path, ("threshold", "a"), ("good", "b"))
+    with (tmp_path / HISTORY).open("a") as file:
+        file.write("a person's own line\n")
+    assert thresholds_alone_differ(tmp_path) == {"a", "b"}

@@ -1,0 +1,168 @@
+"""Turned copies of training images: learned beside them, of the same image, and shown upright."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from families import quick_and_slow
+
+import anomaly
+from anomaly.datasets.samples import listed
+from anomaly.errors import ConfigError
+from anomaly.evaluation.splits import TrainingImages
+from anomaly.explain.evidence import GoodImages
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.loading import NetworkInput, UnusableImage, turn_of, turned
+from anomaly.training.merge import merge
+
+SETTINGS = {
+    "backbone": {"name": "tiny", "weights": "random"},
+    "image": {"area": 64},
+    "precision": "fp32",
+}
+SHAPE = (64, 96)
+
+
+def _parts(count: int) -> list[np.ndarray]:
+    """Dark pictures with a bright corner, each a little different."""
+    parts = []
+    for i in range(count):
+        rng = np.random.default_rng(i)
+        part = rng.integers(20, 30, (*SHAPE, 3), dtype=np.uint8)
+        part[: SHAPE[0] // 2, : SHAPE[1] // 3] += np.uint8(150)
+        parts.append(part)
+    return parts
+
+
+def _settings(copies: str, kind: str = "patchcore") -> dict[str, object]:
+    return SETTINGS | {"model": {"kind": kind, "turned_copies": copies, "coreset_ratio": 1.0}}
+
+
+def _trained(copies: str, kind: str = "patchcore") -> anomaly.AnomalyDetector:
+    return anomaly.fit(_parts(6), _settings(copies, kind), device="cpu")
+
+
+@pytest.mark.parametrize("turn", range(8))
+def test_each_of_the_eight_ways_is_another(turn: int) -> None:
+    picture = np.arange(6).reshape(2, 3)
+    mine = turned(picture, turn)
+    others = [turned(picture, other).tolist() for other in range(8) if other != turn]
+    assert mine.tolist() not in others
+    assert mine.shape == ((3, 2) if turn % 2 else (2, 3))
+
+
+@pytest.mark.parametrize("kind", quick_and_slow(["patchcore", "subspace"], "patchcore"))
+@pytest.mark.parametrize(
+    ("copies", "known"),
+    [("none", ()), ("quarter_turns", (1, 2, 3)), ("quarter_turns_and_mirrors", range(1, 8))],
+)
+def test_a_turned_part_is_as_good(kind: str, copies: str, known: tuple[int, ...]) -> None:
+    detector = _trained(copies, kind)
+    part = _parts(1)[0]
+    scores = [detector.predict(np.ascontiguousarray(turned(part, turn))).score for turn in range(8)]
+    usual = scores[0]
+    learned = {0, *known}
+    for turn in range(1, 8):
+        if turn in learned:
+            assert scores[turn] <= usual * 1.2 + 1e-2
+    if kind == "patchcore" and copies == "none":
+        assert max(scores[1:]) > 2 * usual + 1e-2
+
+
+def test_copies_belong_to_their_image() -> None:
+    """Each image is scored once, by a bank without its copies."""
+    plain, more = _trained("none"), _trained("quarter_turns")
+    assert plain.thresholds is not None
+    assert more.thresholds is not None
+    assert len(more.thresholds.good.image) == 6
+    assert len(more.manifest["training_images"]) == 6
+    # Other images' copies can only bring a bank nearer, and an own copy would bring scores to 0.
+    for mine, theirs in zip(more.thresholds.good.image, plain.thresholds.good.image, strict=True):
+        assert 0.3 * theirs < mine <= theirs * 1.001
+    vectors = plain.model.scorer.tensors()["vectors"]
+    assert len(more.model.scorer.tensors()["vectors"]) == 4 * len(vectors)
+
+
+def _learned_further(first: list[np.ndarray], then: list[np.ndarray]) -> anomaly.AnomalyDetector:
+    return anomaly.fit(first, _settings("quarter_turns"), device="cpu").update(then)
+
+
+def _merged(first: list[np.ndarray], then: list[np.ndarray]) -> anomaly.AnomalyDetector:
+    settings = _settings("quarter_turns")
+    models = [anomaly.fit(some, settings, device="cpu").model for some in (first, then)]
+    return anomaly.AnomalyDetector(merge(models, ["a", "b"]))
+
+
+@pytest.mark.parametrize("both", [_learned_further, _merged])
+def test_copies_of_images_that_are_learned_apart(both: Any) -> None:
+    """The second half's copies are known as the first's are, and belong to its images."""
+    marked = [part.copy() for part in _parts(12)[6:]]
+    for part in marked:
+        part[40:52, 60:76] += np.uint8(90)
+    detector = both(_parts(6), marked)
+    scores = [detector.predict(np.ascontiguousarray(turned(marked[0], t))).score for t in range(4)]
+    assert max(scores[1:]) <= scores[0] * 1.2 + 1e-2
+    only = anomaly.fit(_parts(6), _settings("quarter_turns"), device="cpu")
+    assert only.predict(marked[0]).score > 2 * scores[0] + 1e-2
+    origins = detector.model.scorer.tensors()["origins"].tolist()
+    assert {(image, turn_of(row)[0]) for image, row, _ in origins} >= {(6, t) for t in range(4)}
+
+
+def test_every_vector_has_an_origin_of_its_own() -> None:
+    origins = _trained("quarter_turns_and_mirrors").model.scorer.tensors()["origins"]
+    assert len(torch.unique(origins, dim=0)) == len(origins)
+    assert {turn_of(row)[0] for row in origins[:, 1].tolist()} == set(range(8))
+
+
+def test_a_region_is_turned_with_its_image() -> None:
+    """What is ignored isn't learned from the copies either."""
+    half = {"polygons": [[[0, 0], [0.5, 0], [0.5, 1], [0, 1]]]}
+    config = SETTINGS | {
+        "image": {"area": 64, "ignore": half},
+        "model": {"turned_copies": "quarter_turns", "coreset_ratio": 1.0},
+    }
+    detector = anomaly.fit(_parts(6), config, device="cpu")
+    whole = _trained("quarter_turns")
+    kept = (
+        len(detector.model.scorer.tensors()["vectors"]),
+        len(whole.model.scorer.tensors()["vectors"]),
+    )
+    assert kept[0] * 2 == kept[1]
+
+
+def test_a_method_of_places_takes_no_copies() -> None:
+    with pytest.raises(ConfigError, match=r"turned_copies needs .*: padim"):
+        _trained("quarter_turns", "padim")
+
+
+def test_evidence_is_shown_where_it_was_photographed(tmp_path: Path) -> None:
+    for i, part in enumerate(_parts(4)):
+        cv2.imwrite(str(tmp_path / f"{i}.png"), part[..., ::-1])
+    model = {"turned_copies": "quarter_turns", "coreset_ratio": 1.0}
+    detector = anomaly.fit(tmp_path, SETTINGS | {"model": model}, device="cpu")
+    with Decoders(1, Task(detector.model.loading, keep_image=True)) as decoders:
+
+        def read(path: Path) -> NetworkInput | UnusableImage:
+            return decoders.load(path)
+
+        files = TrainingImages(detector.manifest["training_images"], listed(tmp_path, tmp_path))
+        good = GoodImages(detector.model, detector.manifest, files, read)
+        item = read(tmp_path / "2.png")
+        assert isinstance(item, NetworkInput)
+        for turn in (1, 2):
+            seen = replace(item, pixels=np.ascontiguousarray(turned(item.pixels, turn)))
+            embeddings = detector.model.embedder([seen])[0]
+            height, width = embeddings.shape[:2]
+            upright = (width, height) if turn % 2 else (height, width)
+            places = turned(np.arange(height * width).reshape(upright), turn)
+            _, origins = detector.model.scorer.evidence(embeddings.flatten(0, 1), 1)
+            for (image, row, column), place in zip(
+                origins[:, 0].tolist(), places.flatten().tolist(), strict=True
+            ):
+                assert image == 2
+                assert good.as_photographed(image, row, column) == divmod(place, upright[1])
