@@ -14,12 +14,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from types import ModuleType
 
-from anomaly.cli import common_options
 from anomaly.cli import logging_setup as speech
 from anomaly.cli.stopping import Interrupted, Stopping
-from anomaly.config.load import load_config
 from anomaly.errors import AnomalyError, nearest, needs_training
-from anomaly.storage.folder import find_model, find_products
 from anomaly.version import __version__
 
 log = logging.getLogger(__name__)
@@ -166,6 +163,10 @@ def _check_paths(options: argparse.Namespace) -> None:
 
     Of several, one that is wrong is left to the command, which goes on with the others.
     """
+    # Help doesn't wait for OpenCV and NumPy.
+    from anomaly.config.load import load_config
+    from anomaly.storage.folder import find_model, find_products
+
     model, config = (getattr(options, name, None) for name in ("model", "config"))
     if isinstance(model, list):
         model = model[0] if len(model) == 1 else None
@@ -226,5 +227,7 @@ def _module(command: str) -> ModuleType:
     room, name = _HOMES.get(command), command.replace("-", "_")
     if room is None:
         return importlib.import_module(f"anomaly.cli.{name}")
-    module: ModuleType = common_options.annex(f"{room}.cli.{name}")
+    from anomaly.cli.common_options import annex  # as above
+
+    module: ModuleType = annex(f"{room}.cli.{name}")
     return module
