@@ -79,6 +79,7 @@ def predictions(detector: AnomalyDetector, paths: Sequence[Path], batch: int) ->
     return sorted(scored, key=lambda one: one.index)
 
 
+@pytest.mark.slow
 def test_an_export_takes_few_images_at_a_time(run_folder: Path, bank_export: Path) -> None:
     """More of them take memory, and neither engines nor torch on a CPU are faster for it."""
     model, exported = load(run_folder, "cpu"), load(bank_export)

@@ -255,7 +255,7 @@ def test_too_small_a_disk_for_all_shards_is_refused_at_once(
         return SimpleNamespace(free=max(0, size - taken))
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    how = ("precision=fp32", "backbone.layers=[layer2, layer3]")
+    how = ("backbone.name=resnet18", "backbone.layers=[layer2, layer3]")
     images = 36 * 4 * (128 * 64 + 256 * 16 + 64 * 128)  # as in test_training_patches
     size = images - 1
     with pytest.raises(OutputError, match=r"the features of 36 images take about .* are free"):
