@@ -107,7 +107,7 @@ def test_backward_hooks_see_the_gradients_of_autograd(blocks: list[tuple[str, bo
         "resnet18",
         pytest.param("resnext50_32x4d", marks=pytest.mark.slow),
         pytest.param("wide_resnet50_2", marks=pytest.mark.slow),
-        "vgg11_bn",
+        pytest.param("vgg11_bn", marks=pytest.mark.slow),
         "densenet121",
         "efficientnet_b0",
         pytest.param("efficientnet_v2_s", marks=pytest.mark.slow),
