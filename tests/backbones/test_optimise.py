@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from anomaly.backbones.extractor import FeatureExtractor
 from anomaly.backbones.optimise import foldable, folded, fused
-from anomaly.backbones.registry import build, default_layers
-from anomaly.backbones.state import load_state, read_weights
+from anomaly.backbones.registry import build, default_layers, load_state, read_weights
 from anomaly.backbones.truncation import truncate
 from anomaly.hooks import capture
 
@@ -50,7 +49,7 @@ def test_maps_stay_the_same_with_norms_folded(name: str) -> None:
     unsettle(truncated.network)
     norms = [m for m in truncated.network.modules() if isinstance(m, nn.BatchNorm2d)]
     assert (len(norms), len(truncated.pairs)) == FOLDED[name]
-    extractor = truncated.extractor()
+    extractor = truncated
     plain = FeatureExtractor(truncated.network, extractor.layers, extractor.layouts, True, ())
     images = torch.rand(2, 3, 96, 96, generator=torch.Generator().manual_seed(1))
     for mine, theirs in zip(extractor(images), plain(images), strict=True):
@@ -118,7 +117,7 @@ def _prepared(name: str, layers: list[str]) -> tuple[FeatureExtractor, nn.Module
         low = 0.5 if "var" in key or (key.endswith("weight") and tensor.ndim == 1) else -0.1
         if tensor.is_floating_point():
             tensor.uniform_(low, low + 0.2 if low < 0 else 1.5, generator=generator)
-    return truncated.extractor(), copy.deepcopy(network).eval()
+    return truncated, copy.deepcopy(network).eval()
 
 
 @pytest.mark.parametrize("name", quick_and_slow(NETWORKS, "resnet18", "mobilenet_v2"))

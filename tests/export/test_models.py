@@ -26,8 +26,7 @@ from families import FAMILIES
 
 from anomaly.backbones import engine as engine_module
 from anomaly.backbones.engine import Graph
-from anomaly.backbones.registry import build, default_layers
-from anomaly.backbones.state import load_state, read_weights
+from anomaly.backbones.registry import build, default_layers, load_state, read_weights
 from anomaly.backbones.truncation import truncate
 from anomaly.cli import common_options as machine
 from anomaly.cli import main
@@ -476,7 +475,7 @@ def test_each_family_of_networks(
     full = build(name)
     truncated = truncate(build(name), default_layers(name, full, 2))
     load_state(truncated.network, read_weights(name, "random", 0)[0], full, "a test")
-    detector = replace(load_model(run_folder, "cpu", "fp32"), extractor=truncated.extractor())
+    detector = replace(load_model(run_folder, "cpu", "fp32"), extractor=truncated)
     for engine in ENGINES:
         said = write_graph(detector, tmp_path, engine)
         graph = Graph(tmp_path / said["file"], engine, "fp32", 2)
