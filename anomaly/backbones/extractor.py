@@ -22,7 +22,7 @@ from anomaly.hooks import capture
 from anomaly.hooks.guard import private
 from anomaly.imaging.loading import NetworkInput
 from anomaly.runtime.devices import has_bf16
-from anomaly.runtime.parallel import made_once
+from anomaly.runtime.parallel import locked_cached_property
 
 log = logging.getLogger(__name__)
 
@@ -108,21 +108,6 @@ def token_stride(count: int, size: Sequence[int]) -> int | None:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class FeatureMap:
-    """What one layer makes of a batch.
-
-    Attributes:
-        layer: its path, as PyTorch prints it.
-        values: (B, C, h, w).
-        stride: network pixels between neighbouring positions.
-    """
-
-    layer: str
-    values: Tensor
-    stride: int
-
-
 @dataclass(frozen=True, eq=False)
 class FeatureExtractor:
     """The part of a network up to the last wanted layer, read through forward hooks.
@@ -174,19 +159,20 @@ class FeatureExtractor:
         network = self.network.to(device).requires_grad_(False)
         return replace(self, network=network, precision=precision)
 
-    @made_once
+    @locked_cached_property
     def _network_that_runs(self) -> nn.Module:
         copy = folded(self.network, self.pairs, DTYPES[self.precision])
         return private(fused(copy, self.layers))
 
-    def __call__(self, images: Tensor) -> list[FeatureMap]:
+    def __call__(self, images: Tensor) -> list[Tensor]:
         """Run the network as far as needed.
 
         Args:
             images: (B, 3, H, W), normalised.
 
         Returns:
-            One map for each layer, in the order of `layers`, in the extractor's number format.
+            A map (B, C, h, w) for each layer, in the order of `layers`, in the extractor's number
+            format.
         """
         network = self._network_that_runs
         images = images.to(DTYPES[self.precision], memory_format=torch.channels_last)
@@ -195,8 +181,7 @@ class FeatureExtractor:
             capture(network, self.layers, stop=True, clone=self.copies) as captured,
         ):
             captured.run(images)
-            maps = self.maps_of(captured.pop(), images)
-        return list(map(FeatureMap, self.layers, maps, self.strides))
+            return self.maps_of(captured.pop(), images)
 
     def maps_of(self, outputs: Mapping[str, Tensor], images: Tensor) -> list[Tensor]:
         """Feature maps (B, C, h, w) of the layers, in their order.
@@ -212,7 +197,7 @@ class FeatureExtractor:
 
 
 # Images that a CPU computes together. Eight take a tenth more memory, and in float32 more time.
-_CPU_AT_ONCE = 4
+_CPU_BATCH = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,26 +218,26 @@ class Embedder:
 
     def maps(self, batch: Sequence[NetworkInput]) -> list[Tensor]:
         """Feature maps (B, C_i, h_i, w_i) of images of one size, in the extractor's precision."""
-        return [m.values for m in self.extractor(network_input(batch, self.normalise, self.device))]
+        return self.extractor(network_input(batch, self.normalise, self.device))
 
     def __call__(self, batch: Sequence[NetworkInput]) -> Tensor:
         """Patch embeddings (B, h, w, D) of images of one size."""
         with torch.inference_mode():
             return self.align(self.maps(batch))
 
-    def at_once(self, wanted: int) -> int:
+    def max_batch_size(self, wanted: int) -> int:
         """How many images to compute together, at most as many as are wanted."""
-        return min(wanted, _CPU_AT_ONCE) if self.device.type == "cpu" else wanted
+        return min(wanted, _CPU_BATCH) if self.device.type == "cpu" else wanted
 
-    def quietly(self) -> AbstractContextManager[Any]:
+    def inference_mode(self) -> AbstractContextManager[Any]:
         """A `torch.inference_mode` context, in which nothing is recorded for gradients."""
         return torch.inference_mode()
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """(h, w) of the patches of a network input of (H, W) pixels, by a dry run."""
         with torch.inference_mode():
-            nothing = torch.zeros(1, 3, *size, device=self.device)
-            height, width = self.align([m.values for m in self.extractor(nothing)]).shape[1:3]
+            black = torch.zeros(1, 3, *size, device=self.device)
+            height, width = self.align(self.extractor(black)).shape[1:3]
         return height, width
 
 
@@ -315,8 +300,8 @@ def rounding_share(extractor: FeatureExtractor, images: Tensor) -> Sequence[floa
     rounded = extractor.to(images.device, "bf16")(images)
     shares = []
     for a, b in zip(exact, rounded, strict=True):
-        change = (b.values.float() - a.values).square().mean()
-        variation = a.values.var(dim=(0, 2, 3)).mean()
+        change = (b.float() - a).square().mean()
+        variation = a.var(dim=(0, 2, 3)).mean()
         share = float((change / variation).sqrt())
-        shares.append(share if share == share else float("inf"))
+        shares.append(share if share == share else float("inf"))  # NaN: it overflows
     return shares

@@ -246,7 +246,7 @@ def timm_settings(name: str) -> Mapping[str, Any]:
     import timm  # optional
 
     settings = timm.get_pretrained_cfg(name.removeprefix(TIMM))
-    return settings.to_dict() if settings else {}
+    return settings.to_dict() if settings else {}  # type: ignore[no-untyped-call]
 
 
 def timm_state(name: str) -> tuple[State, str]:

@@ -107,8 +107,8 @@ def test_filled_networks_compute_what_torchvision_computes() -> None:
         layer1 = r.layer1(r.maxpool(r.relu(r.bn1(r.conv1(images)))))
         layer2 = r.layer2(layer1)
     first, second = truncated(images)
-    torch.testing.assert_close(first.values, layer1)
-    torch.testing.assert_close(second.values, layer2)
+    torch.testing.assert_close(first, layer1)
+    torch.testing.assert_close(second, layer2)
 
 
 def test_weights_of_another_network_are_refused() -> None:

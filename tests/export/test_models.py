@@ -482,7 +482,7 @@ def test_each_family_of_networks(
         for shape in ((1, 3, 64, 96), (3, 3, 160, 128), (8, 3, 32, 64)):
             images = torch.rand(*shape)
             maps = detector.extractor(detector.normalise(images))
-            expected = detector.scorer.align([one.values for one in maps]).numpy()
+            expected = detector.scorer.align(maps).numpy()
             found = graph(images.numpy())[0]
             np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
