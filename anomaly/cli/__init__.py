@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from types import ModuleType
 
-from anomaly.cli import logging_setup as speech
+from anomaly.cli.logging_setup import add_logging, log_to_file, log_to_terminal
 from anomaly.cli.stopping import Interrupted, Stopping
 from anomaly.errors import AnomalyError, nearest, needs_training
 from anomaly.version import __version__
@@ -78,10 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # not every file name can be shown
     started = time.monotonic()
     with ExitStack() as listeners:
-        listeners.enter_context(speech.spoken(quiet=said.quiet, verbose=said.verbose))
+        listeners.enter_context(log_to_terminal(quiet=said.quiet, verbose=said.verbose))
         try:
             if said.log_file is not None:
-                listeners.enter_context(speech.written(said.log_file, arguments))
+                listeners.enter_context(log_to_file(said.log_file, arguments))
             with Stopping(politely=False):
                 code = _run(options)
         except Exception as error:
@@ -211,7 +211,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == command:
             _module(name).add_arguments(sub)
-            speech.add_arguments(sub)
+            add_logging(sub)
     return parser
 
 
@@ -219,7 +219,7 @@ def options_of(command: str) -> list[str]:
     """The options of a command, as they are typed."""
     parser = argparse.ArgumentParser()
     _module(command).add_arguments(parser)
-    speech.add_arguments(parser)
+    add_logging(parser)
     return [name for action in parser._actions for name in action.option_strings if name[1] == "-"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.calibration import Costs, recall_at, thresholds_by_cost, thresholds_from
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import add_device, check_images, device_and_threads, number
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.cli.train_report import say_raised
 from anomaly.datasets import check_good_inputs
@@ -94,7 +94,7 @@ _FAR = 1.5  # times the highest score of good images, beyond which a threshold i
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add, number = parser.add_argument, machine.number
+    add, number = parser.add_argument, number
     add("--model", type=Path, required=True, help="the run's folder, or its model/ folder")
     add(
         "--good",
@@ -138,20 +138,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = hand.add_argument
     add("--threshold", type=number, metavar="X", help="reject above this image score")
     add("--review-threshold", type=number, metavar="Y", help="review above this (default: X)")
-    machine.add_arguments(parser)
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Choose thresholds and write them into the model folder."""
     _check(options)
-    machine.check_images(options, "good", "defects")
+    check_images(options, "good", "defects")
     model = find_model(options.model, exported=False).resolve()
     with locked(model.parent if model.name == "model" else model):  # a run's lock is its model's
         return _run(options)
 
 
 def _run(options: argparse.Namespace) -> int:
-    device, threads = machine.device_and_threads(options)
+    device, threads = device_and_threads(options)
     model = load_model(options.model, device)
     scored = scored_images(options, model, threads)
     good, defects = _good(options, model, scored), scored.get("defects")

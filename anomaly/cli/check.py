@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import add_config
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.config.schema import by_product
@@ -34,7 +34,7 @@ _HEADINGS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    machine.add_config(parser)
+    add_config(parser)
     parser.add_argument("--json", action="store_true", help="everything found, as JSON on stdout")
     parser.add_argument("--all", action="store_true", help="name every file, not the first few")
 

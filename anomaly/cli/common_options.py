@@ -42,7 +42,7 @@ def annex(name: str) -> Any:
         raise AnomalyError(f"this installation has no anomaly.{name}; install all of it") from None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_device(parser: argparse.ArgumentParser) -> None:
     """The options that every command with a network takes."""
     parser.add_argument(
         "--device",
@@ -114,7 +114,7 @@ def add_cluster(parser: argparse._ActionsContainer, told: str) -> None:
 
 
 @contextmanager
-def cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
+def joined_cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
     """The Ray cluster that is asked for, while the block lasts; None without --ray.
 
     Raises:
@@ -125,7 +125,7 @@ def cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
         yield None
         return
     threads = wanted_threads(options) if options.threads else 1
-    with annex("runtime.actors").joined(
+    with annex("cluster.actors").joined(
         options.ray, threads, options.workers, options.device
     ) as found:
         yield found

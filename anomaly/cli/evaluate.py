@@ -10,7 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import (
+    add_cluster,
+    add_device,
+    add_settings,
+    annex,
+    device_and_threads,
+    joined_cluster,
+)
 from anomaly.cli.config_runs import Source, made, sources
 from anomaly.datasets import open_test_images
 from anomaly.errors import AnomalyError, ConfigError, ModelError, first_of
@@ -52,9 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare two evaluations, the outputs of this command, instead of making one",
     )
     parser.add_argument("--output", type=Path, required=True, help="where the reports go")
-    machine.add_settings(
-        parser, "with --config: override a setting of all of them; may be repeated"
-    )
+    add_settings(parser, "with --config: override a setting of all of them; may be repeated")
     parser.add_argument(
         "--runs", type=Path, default=Path("runs"), help="with --config: where runs are (runs)"
     )
@@ -89,10 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "several folders each in one of its name",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace earlier reports there")
-    machine.add_cluster(
-        parser, "train and evaluate models side by side on the workers of this Ray cluster"
-    )
-    machine.add_arguments(parser)
+    add_cluster(parser, "train and evaluate models side by side on the workers of this Ray cluster")
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -168,11 +171,11 @@ def _run(options: argparse.Namespace) -> int:
             failures.append(Failure(str(source), str(error)))
 
     try:
-        with machine.cluster(options) as cluster:
+        with joined_cluster(options) as cluster:
             if cluster is None:
                 _one_by_one(options, take)
             else:
-                machine.annex("cli.evaluate_ray").run(options, cluster, take)
+                annex("cluster.cli.evaluate").run(options, cluster, take)
     finally:
         # Whatever stopped the run, what was evaluated has its index.
         if categories:
@@ -206,7 +209,7 @@ def _tell_apart(folder: Path, members: Sequence[Category]) -> None:
 def _one_by_one(
     options: argparse.Namespace, take: Callable[[Source, Category | AnomalyError], None]
 ) -> None:
-    device, threads = machine.device_and_threads(options)
+    device, threads = device_and_threads(options)
     for source in sources(options):
         try:
             outcome: Category | AnomalyError = made(source, options, device, threads)

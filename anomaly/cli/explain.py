@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.backbones.weights import check_weights
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import add_device, device_and_threads
 from anomaly.errors import AnomalyError
 from anomaly.explain.pictures import claim_folder, save_explanation
 from anomaly.files.lock import locked
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of --backbone: the classes to look for (default: the likeliest, at most three)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace earlier pictures there")
-    machine.add_arguments(parser)
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,7 +85,7 @@ def _explain(options: argparse.Namespace) -> int:
     from anomaly.explain.evidence import Findings, read_one
     from anomaly.explain.score import explain_score, good_images
 
-    device, _ = machine.device_and_threads(options)
+    device, _ = device_and_threads(options)
     claim_folder(options.output, overwrite=options.overwrite)
     score = seen = Findings()
     with Decoders(1) as decoders:

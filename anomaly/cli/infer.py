@@ -9,8 +9,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
 from anomaly.cli import infer_watch
+from anomaly.cli.common_options import (
+    add_cluster,
+    add_device,
+    add_precision,
+    annex,
+    device_and_threads,
+    number,
+    wanted_threads,
+)
 from anomaly.cli.infer_page import write_page
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
@@ -71,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--settle",
-        type=machine.number,
+        type=number,
         default=0.5,
         metavar="SECONDS",
         help="of --watch: a file that nobody has written to for so long is fully written (0.5)",
@@ -93,10 +101,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="i/n",
         help="take every n-th chunk of the manifest, i from 0 to n - 1 (default: 0/1, all)",
     )
-    machine.add_cluster(shards, "share all chunks out among the workers of this Ray cluster")
+    add_cluster(shards, "share all chunks out among the workers of this Ray cluster")
     _add_outputs(parser)
-    machine.add_precision(parser)
-    machine.add_arguments(parser)
+    add_precision(parser)
+    add_device(parser)
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -139,9 +147,9 @@ def run(options: argparse.Namespace) -> int:
     elif len(products) == 1:
         log.log(NOTE, "%s holds one run, %s, which scores all images", options.model, *products)
     if options.manifest is not None:
-        machine.annex("cli.infer_shard").check(options)
-        way = "cli.infer_shard" if options.ray is None else "cli.infer_ray"
-        return int(machine.annex(way).run(options))
+        annex("cluster.cli.infer_shard").check(options)
+        way = "infer_shard" if options.ray is None else "infer_ray"
+        return int(annex(f"cluster.cli.{way}").run(options))
     if given := [f"--{n}" for n in ("shard", "ray", "workers") if getattr(options, n) is not None]:
         raise DataError(f"{given[0]} is about chunks of a manifest: give --manifest")
     options.output = Path(options.output)
@@ -169,8 +177,8 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
         log.log(NOTE, say_passed_over(found.passed_over))
     is_complete = outputs.begin(resume=options.resume, overwrite=options.overwrite)
     # The decoding processes start while this one imports torch.
-    with Decoders(min(machine.wanted_threads(options), total)) as decoders, Stopping() as stop:
-        device, _ = machine.device_and_threads(options)
+    with Decoders(min(wanted_threads(options), total)) as decoders, Stopping() as stop:
+        device, _ = device_and_threads(options)
         model = load(options.model, device, options.precision, options.product)
         about = outputs.about(model, found.sha256)
         if is_complete:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import device_and_threads, wanted_threads
 from anomaly.cli.infer_page import write_page
 from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
@@ -48,8 +48,8 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
     claim(options.output, () if resume else INFER, overwrite=options.overwrite)
     remove_drafts(options.output, FOLDERS)
     _say_passed_over(options)
-    with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
-        device, _ = machine.device_and_threads(options)
+    with Decoders(wanted_threads(options)) as decoders, Stopping() as stop:
+        device, _ = device_and_threads(options)
         model = load(options.model, device, options.precision, options.product)
         about = outputs.about(model)
         about["folders"] = sorted(str(folder.absolute()) for folder in options.input)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import add_device, device_and_threads
 from anomaly.files.lock import locked
 from anomaly.files.outputs import RUN
 from anomaly.files.writing import claim
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="the new run's folder")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier run there")
-    machine.add_arguments(parser)
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     overwrite = options.overwrite
     with locked(output):
         claim(output, RUN, overwrite=overwrite)
-        device, _ = machine.device_and_threads(options, options.models)
+        device, _ = device_and_threads(options, options.models)
         models = [load_model(folder, device) for folder in options.models]
         merged = merge(models, [str(folder) for folder in options.models])
         model_id = keep_run(merged, output, options.models, overwrite=overwrite)

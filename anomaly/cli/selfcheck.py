@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import add_device, device_and_threads, number
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError
@@ -33,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tolerance",
-        type=machine.number,
+        type=number,
         default=0.01,
         metavar="SHARE",
         help="how far a score may move (default 0.01: by 1 %%); more for parts photographed anew",
     )
-    machine.add_arguments(parser)
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, paths: list[Path]) -> int:
     recorded = None if options.record else read_record(options.golden)
 
-    device, threads = machine.device_and_threads(options)
+    device, threads = device_and_threads(options)
     model = load_model(options.model, device)
     with ProgressLine() as progress:
         told = partial(progress, "scoring")

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
 from anomaly.cli import execute
+from anomaly.cli.common_options import add_device, add_settings, passed_on
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import parse_config
 from anomaly.config.schema import ModelConfig, readers
@@ -43,10 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="where everything goes (runs/<name>)")
     parser.add_argument("--overwrite", action="store_true", help="replace what lies there")
     parser.add_argument("--no-open", action="store_true", help="don't open the page in a browser")
-    machine.add_settings(
-        parser, "a setting that is to differ from what would be chosen; may be repeated"
-    )
-    machine.add_arguments(parser)
+    add_settings(parser, "a setting that is to differ from what would be chosen; may be repeated")
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -102,7 +100,7 @@ def _steps(
     """Run the commands, each printed as it can be run alone; the exit code of the worst."""
     uncalibrated = ["--no-calibrate"] if alone else []
     again = ["--overwrite"] if options.overwrite else []
-    settings, computes = machine.passed_on(options)
+    settings, computes = passed_on(options)
     of_config = ["--config", str(config), *settings]
     if execute(["check", *of_config]) == 2:
         log.info("what is wrong is said above; training goes on without what can't be used")

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import add_device, annex, check_images, device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets import Sample, check_good_inputs
 from anomaly.datasets.inputs import find_inputs
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="learn from images that stand out from all others, too: they were looked at again",
     )
     add("--force", action="store_true", help="even where a defect that was caught would pass")
-    machine.add_arguments(parser)
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if not options.good and options.feedback is None:
         raise AnomalyError("give what is to be learned: --good, --feedback, or both")
-    machine.check_images(options, "good", "defects")
+    check_images(options, "good", "defects")
     folder = find_model(options.model, exported=False)
     output: Path = options.output
     check_run_folder(output, [folder])
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
     from anomaly.evaluation.update import DEFECTS, refusal, update
 
-    device, threads = machine.device_and_threads(options)
+    device, threads = device_and_threads(options)
     model = load_model(folder, device)
     good, compare = _images(options, model, folder, scratch)
     with ProgressLine() as progress:
@@ -140,7 +140,7 @@ def _images(
 
     good, past, defects = named("good"), [], named("defects")
     if options.feedback is not None:
-        record = machine.annex("service.confirmed")
+        record = annex("line.feedback")
         said = record.confirmed_parts(options.feedback, lineage(model), scratch)
         if said.lost:
             log.warning(

@@ -14,10 +14,10 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.config_runs import made
 from anomaly.cli.config_runs import sources as sources_of
-from anomaly.cli.logging_setup import ProgressLine, is_quiet, spoken
+from anomaly.cli.logging_setup import ProgressLine, is_quiet, log_to_terminal
 from anomaly.cluster.actors import dispatch, then
 from anomaly.errors import AnomalyError
 
@@ -83,9 +83,9 @@ class _Evaluator:
         with (
             redirect_stdout(io.StringIO()) as out,
             redirect_stderr(io.StringIO()) as err,
-            spoken(quiet=self._options.quiet),
+            log_to_terminal(quiet=self._options.quiet),
         ):
-            device, threads = machine.device_and_threads(self._options)
+            device, threads = device_and_threads(self._options)
             try:
                 outcome = made(source, self._options, device, threads)
             except AnomalyError as error:

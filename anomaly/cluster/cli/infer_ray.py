@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import joined_cluster
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.cluster.actors import dispatch
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     if options.shard is not None:
         raise DataError("--shard can't be given with --ray, which shares out all chunks")
     manifest = read_manifest(options.manifest)
-    with Stopping() as stop, machine.cluster(options) as cluster:
+    with Stopping() as stop, joined_cluster(options) as cluster:
         assert cluster is not None  # without --ray there is another command
         job = RayJob(
             model=_everywhere(str(options.model)),

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import check_cluster, device_and_threads, wanted_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.cluster.parts import Shard, begin_job, chunks_done
@@ -36,7 +36,7 @@ def check(options: argparse.Namespace) -> None:
     """
     if others := [f"--{name}" for name in _OTHERS if getattr(options, name)]:
         raise DataError(f"{', '.join(others)} can't be given with --manifest")
-    machine.check_cluster(options)
+    check_cluster(options)
 
 
 def pictures(options: argparse.Namespace) -> ShardPictures:
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         chunks = f"{len(manifest.sizes)} chunks for {shard.count} shards"
         print(f"shard {shard.index}/{shard.count}: nothing to do, the manifest has {chunks}")
         return 0
-    with Decoders(machine.wanted_threads(options)) as decoders:
+    with Decoders(wanted_threads(options)) as decoders:
         return _run(options, shard, manifest, decoders)
 
 
@@ -61,7 +61,7 @@ def _run(
 ) -> int:
     dest = options.output
     with Stopping() as stop, tempfile.TemporaryDirectory(prefix="anomaly-out-") as folder:
-        device, _ = machine.device_and_threads(options)
+        device, _ = device_and_threads(options)
         model = load(options.model, device, options.precision, options.product)
         outputs = pictures(options).outputs(model, dest, Path(folder))
         about = outputs.about(model, manifest.id)
