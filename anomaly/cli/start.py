@@ -185,7 +185,7 @@ def _network(settings: Sequence[str]) -> tuple[str | None, str]:
     """The backbone whose weights can be had, and why it is that one."""
     if any(setting.startswith("backbone.") for setting in settings):
         return None, ""
-    from anomaly.backbones.torchvision_networks import backbone_at_hand
+    from anomaly.backbones.networks import backbone_at_hand
 
     return backbone_at_hand()
 

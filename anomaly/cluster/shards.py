@@ -36,7 +36,7 @@ from anomaly.inference.outputs import Outputs
 from anomaly.inference.rows import Row, as_parquet, counts_of, row_of
 from anomaly.inference.run import Inputs, infer
 from anomaly.methods.base import Progress
-from anomaly.runtime.parallel import ahead
+from anomaly.runtime.parallel import prefetch
 
 if TYPE_CHECKING:
     from anomaly.scoring.products import AnyModel
@@ -206,7 +206,7 @@ class _Images:
 
     def brought(self, items: Iterator[tuple[int, Path]]) -> Iterator[tuple[int, Path]]:
         """Fetch what isn't here, a bounded number of files ahead."""
-        return ahead(self._bring, items, _FETCHED if self._remote else 0, self._stopped)
+        return prefetch(self._bring, items, _FETCHED if self._remote else 0, self._stopped)
 
     def add(self, batch: Sequence[Finished]) -> None:
         """Take rows, and give them the names that the manifest has."""

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.backbones.layer_table import last_map, layer_table, side_multiple, stages, token_layer
-from anomaly.backbones.registry import build, normalisation
-from anomaly.backbones.state import full_network
-from anomaly.backbones.torchvision_networks import official_weights
+from anomaly.backbones.registry import backbone_of, build, full_network, normalisation
 from anomaly.errors import AnomalyError
 from anomaly.explain.evidence import Findings, read_one
 from anomaly.explain.patches import marked
@@ -96,8 +94,7 @@ def _check_classes(classes: Sequence[int], count: int, name: str) -> None:
 
 
 def _class_name(network: str, index: int) -> str:
-    official = official_weights(network)
-    names = [] if official is None else official.meta["categories"]
+    names = backbone_of(network).classes()
     return str(names[index]) if index < len(names) else f"class {index}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from anomaly.backbones.embedder import network_input
+from anomaly.backbones.extractor import network_input
 from anomaly.datasets import Sample
 from anomaly.datasets.samples import listed
 from anomaly.errors import DataError, ImageError

@@ -191,7 +191,7 @@ def export_model(
         progress("writing graphs", 1, 1)
         network = open_network(draft, own.manifest, values)
         exported = replace(own, **exported_stages(network, draft, own.config))
-        values["engine_version"] = network.version
+        values["engine_version"] = network.graph.version
         both = reference, own
         values["equality"] = _equality(both, exported, draft, values, paths, workers, progress)
         if own is not parent:

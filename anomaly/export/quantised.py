@@ -161,7 +161,7 @@ class _Embedding(ExportedNetwork):
         """They are aligned."""
         return maps[0]
 
-    def quietly(self) -> AbstractContextManager[Any]:
+    def inference_mode(self) -> AbstractContextManager[Any]:
         """A `torch.inference_mode` context, in which nothing is recorded for gradients."""
         return torch.inference_mode()
 
@@ -176,7 +176,7 @@ def _check_embeddings(parent: Model, graph: Graph, inputs: Iterable[NDArray[np.f
     with torch.inference_mode():
         for images in inputs:
             maps = parent.extractor(parent.normalise(torch.from_numpy(images)))
-            wanted = parent.scorer.align([one.values for one in maps]).numpy()
+            wanted = parent.scorer.align(maps).numpy()
             off.append(np.square(graph(images)[0] - wanted).sum(-1).ravel())
             patches = wanted.reshape(-1, wanted.shape[-1]).astype(np.float64)
             seen.append((len(patches), patches.sum(0), np.square(patches).sum()))

@@ -31,7 +31,7 @@ from anomaly.imaging.decoder_worker import Task, load_alone, name_of
 from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load, paint
 from anomaly.imaging.read import Image
-from anomaly.runtime.parallel import StoppedError, ahead
+from anomaly.runtime.parallel import StoppedError, prefetch
 
 AHEAD = 4  # images that each process may be ahead of the network
 _MOST_SHARED = 4  # processes that wait for whatever a Python program asks for next
@@ -96,7 +96,7 @@ class Decoders:
             StoppedError: they aren't; a process that is at one of them is ended.
         """
         try:
-            yield from ahead(lambda item: self.submit(*item), items, self._ahead, stopped)
+            yield from prefetch(lambda item: self.submit(*item), items, self._ahead, stopped)
         except StoppedError:
             for process in self._processes:
                 process.drop()
@@ -142,7 +142,7 @@ class Decoders:
         Raises:
             Exception: what the function raises.
         """
-        return ahead(lambda item: self._call(function, item), items, self._ahead)
+        return prefetch(lambda item: self._call(function, item), items, self._ahead)
 
     def call(self, function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
         """What a function that reads files returns; see `map`.
@@ -300,7 +300,7 @@ def load_shared(
         return _shared_decoders().submit_alone(index, source, loading, keep_image)
 
     # An image that is worth tiling is too large to have many of it waiting.
-    return ahead(submit, items, 0 if loading.sizing.tile else AHEAD)
+    return prefetch(submit, items, 0 if loading.sizing.tile else AHEAD)
 
 
 def read_mask(path: Path) -> NDArray[np.bool_]:

@@ -25,7 +25,7 @@ from anomaly.imaging.loading import (
 )
 from anomaly.imaging.read import Image
 from anomaly.runtime.parallel import in_parallel
-from anomaly.runtime.threads import take_threads
+from anomaly.runtime.threads import apply_thread_limit
 from anomaly.scoring.image_statistics import Appearance
 from anomaly.scoring.prediction import Patches, Prediction
 
@@ -53,7 +53,7 @@ def score_tiles(predictor: Predictor, item: NetworkInput) -> Prediction:
     def scored(
         batch: list[NetworkInput],
     ) -> tuple[list[NetworkInput], Sequence[Appearance], _Found]:
-        with predictor.lead.embedder.quietly():
+        with predictor.lead.embedder.inference_mode():
             embedded = predictor.lead.embedded(batch)
             layout = batch[0].layout
             found = {p: model.patches_of(embedded, layout) for p, model in predictor.models.items()}
@@ -152,7 +152,7 @@ class Predictor:
     @property
     def batch_size(self) -> int:
         """Images that go through the network together, unless somebody says otherwise."""
-        return self.lead.embedder.at_once(self.lead.config.batch_size)
+        return self.lead.embedder.max_batch_size(self.lead.config.batch_size)
 
     @property
     def only_product(self) -> str:
@@ -257,7 +257,7 @@ class Predictor:
         Yields:
             One result for each image, in the batches' order.
         """
-        take_threads()
+        apply_thread_limit()
         tiled = self.lead.config.image.tile is not None
         # A large image's tiles go side by side already.
         together = map if tiled else partial(in_parallel, device=self.lead.device)
@@ -286,7 +286,7 @@ class Predictor:
         if isinstance(batch[0].view, Tiling):
             return [score_tiles(self, item) for item in batch]
         done: dict[int, Prediction] = {}
-        with self.lead.embedder.quietly():
+        with self.lead.embedder.inference_mode():
             embedded = self.lead.embedded(batch)
             products = [self.product_of(look) for look in embedded.looks]
             for product in dict.fromkeys(name for name, _ in products):

@@ -188,20 +188,19 @@ def _extractor(
     """The truncated network with its weights."""
     from safetensors.torch import load_file
 
-    from anomaly.backbones.registry import build
-    from anomaly.backbones.state import load_state
+    from anomaly.backbones.registry import build, load_state
     from anomaly.backbones.truncation import truncate
 
     backbone = manifest["backbone"]
-    truncated = truncate(build(config.backbone.name), backbone["layers"])
-    agree(folder, "channels", backbone["channels"], list(truncated.channels))
-    agree(folder, "strides", backbone["strides"], list(truncated.strides))
-    agree(folder, "patch", backbone.get("patch"), truncated.extractor().patch)
+    extractor = truncate(build(config.backbone.name), backbone["layers"])
+    agree(folder, "channels", backbone["channels"], list(extractor.channels))
+    agree(folder, "strides", backbone["strides"], list(extractor.strides))
+    agree(folder, "patch", backbone.get("patch"), extractor.patch)
     # Copies, as of the scorer's tensors.
     state = {name: values.clone() for name, values in load_file(folder / BACKBONE).items()}
     full = build(config.backbone.name)
-    load_state(truncated.network, state, full, str(folder / BACKBONE))
-    return truncated.extractor().to(device, _precision(config, device, precision))
+    load_state(extractor.network, state, full, str(folder / BACKBONE))
+    return extractor.to(device, _precision(config, device, precision))
 
 
 def config_in(folder: Path, manifest: dict[str, Any]) -> Config:

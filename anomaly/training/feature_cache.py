@@ -95,7 +95,7 @@ class FeatureCache:
                 processes are to read them.
         """
         model, embedder = self.model, self.model.embedder
-        size = embedder.at_once(model.config.batch_size)
+        size = embedder.max_batch_size(model.config.batch_size)
         turns = turns_of(model.config) if turned else ()
         loaded = drop_outside_region(
             self._decoders.load_all(images.items()), embedder.grid, model.region

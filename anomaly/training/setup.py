@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 
-from anomaly.backbones.embedder import Embedder, choose_precision, network_input
-from anomaly.backbones.extractor import FeatureExtractor
+from anomaly.backbones.extractor import (
+    Embedder,
+    FeatureExtractor,
+    choose_precision,
+    network_input,
+)
 from anomaly.backbones.registry import Normalisation, normalisation
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample

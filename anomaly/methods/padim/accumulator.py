@@ -22,7 +22,7 @@ from anomaly.methods.padim.whitening import (
     centre,
     flat_width,
 )
-from anomaly.runtime.parallel import spread
+from anomaly.runtime.parallel import parallel_map
 
 
 class PositionFile:
@@ -236,7 +236,7 @@ class GaussianAccumulator:
             whole, fill = self._low_rank(mean, regularisation)
         for done in range(0, len(self._blocks), _BLOCKS_A_STEP):
             step = self._blocks[done : done + _BLOCKS_A_STEP]
-            spread(fill, step, self._device)
+            parallel_map(fill, step, self._device)
             progress(done + len(step), len(self._blocks))
         return mean, whole
 
@@ -283,7 +283,7 @@ class GaussianAccumulator:
             parts += [more(block)] if more is not None else []
             store[block] = reduce(GaussianStatistics.merge, parts).flat()
 
-        spread(fill, self._blocks, self._device)
+        parallel_map(fill, self._blocks, self._device)
         self._statistics, self._folded = store, self.count + images
         self._waiting.clear()
 

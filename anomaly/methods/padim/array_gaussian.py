@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from anomaly.methods.base import ArrayScorer, PatchScores, check_fits
 from anomaly.methods.padim.layout import check_gaussians, check_grid, panel_rows, position_blocks
 from anomaly.runtime.devices import CPU
-from anomaly.runtime.parallel import spread
+from anomaly.runtime.parallel import parallel_map
 
 Floats = NDArray[np.float32]
 
@@ -82,7 +82,7 @@ class ArrayGaussian(ArrayScorer):
         low_rank = "basis" in self.tensors
         numbers = self.tensors["basis"][0].size if low_rank else self._numbers
         blocks = position_blocks(positions, numbers, _BLOCK)
-        squared = np.concatenate(spread(partial(self._squared, patches), blocks, CPU))
+        squared = np.concatenate(parallel_map(partial(self._squared, patches), blocks, CPU))
         return PatchScores(np.sqrt(squared).T.reshape(images, *self.grid))
 
     @property

@@ -17,7 +17,7 @@ from anomaly.errors import ConfigError
 from anomaly.methods.base import Align, PatchScores, Scorer, check_fits
 from anomaly.methods.padim.layout import check_gaussians, check_grid, position_blocks
 from anomaly.methods.padim.whitening import CholeskyWhitening, LowRankWhitening
-from anomaly.runtime.parallel import spread
+from anomaly.runtime.parallel import parallel_map
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +188,7 @@ class PatchGaussian(Scorer):
         block = _SCORING_BLOCK[patches.device.type]
         blocks = position_blocks(patches.shape[1], self.whitening.numbers, block)
         task = partial(self.squared_distances, patches)
-        squared = torch.cat(spread(task, blocks, patches.device))
+        squared = torch.cat(parallel_map(task, blocks, patches.device))
         return PatchScores(squared.sqrt_().T.reshape(embeddings.shape[:3]))
 
     def squared_distances(self, patches: Tensor, positions: slice) -> Tensor:

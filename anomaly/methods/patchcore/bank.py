@@ -16,7 +16,7 @@ from anomaly.arrays import Array, module_of
 from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.methods.base import ArrayScorer, PatchScores, check_fits, check_tensors, leading
 from anomaly.methods.patchcore.search import NearestNeighbors
-from anomaly.runtime.parallel import made_once
+from anomaly.runtime.parallel import locked_cached_property
 
 ADAPTIVE_DIMENSIONS = 1024  # of embeddings, with `model.embedding: adaptive`
 
@@ -53,7 +53,7 @@ class Bank(ArrayScorer):
         """
         return self._neighbours.search(patches, count)
 
-    @made_once
+    @locked_cached_property
     def _neighbours(self) -> NearestNeighbors:
         return NearestNeighbors(self.vectors)
 
@@ -100,7 +100,7 @@ class Bank(ArrayScorer):
             return scores.scores
         return scores.scores / self._sparsity[scores.nearest]
 
-    @made_once
+    @locked_cached_property
     def _sparsity(self) -> Array:
         """(M,) float32, from 1 up: what distances to each vector are divided by."""
         assert self.spacing is not None  # see `weighted`

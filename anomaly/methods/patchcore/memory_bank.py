@@ -15,7 +15,7 @@ from anomaly.methods.base import Align, PatchBatch, PatchSet, Scorer
 from anomaly.methods.patchcore.bank import Bank, check_bank
 from anomaly.methods.patchcore.embedding import ALIGNERS
 from anomaly.methods.patchcore.search import NearestNeighbors
-from anomaly.runtime.parallel import made_once
+from anomaly.runtime.parallel import locked_cached_property
 
 # Bank vectors that a graph compares patches with at once: 16 MiB for an image of 1024 patches.
 _BLOCK = 4096
@@ -58,7 +58,7 @@ class MemoryBank(Bank, Scorer):
         """How feature maps become the embeddings that `score` takes."""
         return ALIGNERS[self.embedding]
 
-    @made_once
+    @locked_cached_property
     def _neighbours(self) -> NearestNeighbors:
         return NearestNeighbors(self.vectors, self.search, self.cache)
 

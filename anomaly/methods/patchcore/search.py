@@ -25,7 +25,7 @@ from anomaly.methods.patchcore.distances import (
     squared_norms,
 )
 from anomaly.runtime.devices import CPU, has_bf16
-from anomaly.runtime.parallel import spread
+from anomaly.runtime.parallel import parallel_map
 from anomaly.runtime.threads import get_threads, one_blas_thread
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class ExactIndex:
         step = -(-len(queries) // count)
         blocks = [queries[start : start + step] for start in range(0, len(queries), step)]
         with one_blas_thread():
-            indices = spread(partial(self._nearest, k=k, screen=screen), blocks, self._device)
+            indices = parallel_map(partial(self._nearest, k=k, screen=screen), blocks, self._device)
         return module_of(queries).concatenate(indices)
 
     def _nearest(self, queries: Array, k: int, screen: Screen | None) -> Array:

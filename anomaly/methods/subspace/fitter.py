@@ -24,7 +24,7 @@ from anomaly.methods.base import (
 )
 from anomaly.methods.patchcore.embedding import patchcore_concat
 from anomaly.methods.subspace.residual import Subspace, check_subspace, residual_norms
-from anomaly.runtime.parallel import spread
+from anomaly.runtime.parallel import parallel_map
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,7 +284,7 @@ class SubspaceFitter(Fitter[PatchSubspace]):
         """Each found by one thread alone: eigenvectors take thousands of small steps."""
         device = statistics[0].mean.device
         self._check(len(statistics[0].mean))
-        return spread(
+        return parallel_map(
             lambda one: PatchSubspace(one, one.axes(self.variance, self.components)),
             statistics,
             device,
