@@ -12,12 +12,8 @@ from typing import Any
 import numpy as np
 
 from anomaly.backbones.engine import ExportedNetwork
-from anomaly.calibration import (
-    GoodScores,
-    Thresholds,
-    threshold_for_false_reject_rate,
-    thresholds_from,
-)
+from anomaly.calibration import GoodScores, Thresholds, thresholds_from
+from anomaly.calibration.thresholds import threshold_for_false_reject_rate
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, ModelError
 from anomaly.imaging.decoder_pool import Decoders
