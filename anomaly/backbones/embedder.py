@@ -46,11 +46,11 @@ class Embedder:
         with torch.inference_mode():
             return self.align(self.maps(batch))
 
-    def at_once(self, wanted: int) -> int:
+    def max_batch_size(self, wanted: int) -> int:
         """How many images to compute together, at most as many as are wanted."""
         return min(wanted, _CPU_AT_ONCE) if self.device.type == "cpu" else wanted
 
-    def quietly(self) -> AbstractContextManager[Any]:
+    def inference_mode(self) -> AbstractContextManager[Any]:
         """A `torch.inference_mode` context, in which nothing is recorded for gradients."""
         return torch.inference_mode()
 

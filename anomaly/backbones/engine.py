@@ -260,11 +260,11 @@ class ExportedNetwork:
         """Patch embeddings (B, h, w, D) of images of one size."""
         return self._run(np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2))
 
-    def at_once(self, wanted: int) -> int:
+    def max_batch_size(self, wanted: int) -> int:
         """How many images to compute together, at most as many as are wanted."""
         return min(wanted, _AT_ONCE)
 
-    def quietly(self) -> AbstractContextManager[Any]:
+    def inference_mode(self) -> AbstractContextManager[Any]:
         """A context that does nothing: an exported network has no gradients."""
         return nullcontext()
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
     from anomaly.maps.encoding import Thumbnails
-    from anomaly.scoring.products import AnyModel
+    from anomaly.scoring.predictor import AnyModel
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +92,11 @@ def _follow(
         options.output,
         about,
         regions=options.regions,
-        mm_per_pixel=model.lead.config.image.mm_per_pixel,
+        mm_per_pixel=model.reference_model.config.image.mm_per_pixel,
         seen=seen,
     )
     outputs.write_scale(model)
-    decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
+    decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
     try:
         with journal:

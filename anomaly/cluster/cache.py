@@ -73,7 +73,7 @@ class ClusterCache:
         self._images = images
         self._cluster = cluster
         self._progress = progress
-        batch = model.embedder.at_once(model.config.batch_size)
+        batch = model.embedder.max_batch_size(model.config.batch_size)
         wanted = min(_MOST, -(-len(images) // _LEAST_SHARDS))
         self.shard = -(-wanted // batch) * batch
         for left in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed

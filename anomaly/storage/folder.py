@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 HISTORY = "history.jsonl"
 EXPORT = "export.json"  # only where a model was exported for another engine
-BACKBONE, SCORER, USUAL = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
+BACKBONE, SCORER, STATISTICS = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
 
 
 def find_model(folder: str | Path, *, exported: bool = True) -> Path:
@@ -158,7 +158,7 @@ def _is_half(folder: Path) -> bool:
     model = folder / "model"
     if model.is_dir() and all(entry.name.startswith(".") for entry in model.iterdir()):
         return True  # the folder was made, and nothing is in it yet
-    names = (BACKBONE, SCORER, USUAL, EXPORT)
+    names = (BACKBONE, SCORER, STATISTICS, EXPORT)
     parts = [place / name for place in (folder, model) for name in names]
     return any(file.is_file() for file in (folder / "train.json", *parts))
 

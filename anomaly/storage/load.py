@@ -15,26 +15,25 @@ from anomaly.backbones.engine import ExportedNetwork
 from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, Config
 from anomaly.errors import AnomalyError, ModelError, needs_training, some
-from anomaly.imaging.decoder_pool import read_mask
 from anomaly.runtime.devices import CPU, device_of, has_bf16
 from anomaly.scoring.build import (
     MASKS,
     as_of_today,
-    flat,
+    flatten,
     has_two_banks,
-    portable,
     region_of,
     scorer_of,
+    to_dict,
 )
-from anomaly.scoring.image_statistics import LEAST_IMAGES, AppearanceModel
+from anomaly.scoring.image_statistics import LEAST_IMAGES, TrainingStatistics
 from anomaly.scoring.pipeline import Model
-from anomaly.scoring.products import AnyModel, ProductSet, check_product
+from anomaly.scoring.predictor import AnyModel, ProductSet, check_product
 from anomaly.storage.exported import exported_stages, files_of, open_network, read_export
 from anomaly.storage.folder import (
     BACKBONE,
     EXPORT,
     SCORER,
-    USUAL,
+    STATISTICS,
     check_files,
     find_model,
     find_products,
@@ -89,26 +88,28 @@ def load_model(
             if network
             else _computed_stages(folder, manifest, config, chosen, precision, like)
         )
-        looks = folder / USUAL
+        statistics = folder / STATISTICS
         images = len(manifest["training_images"])
-        appearance = (
-            AppearanceModel.from_tensors(load_file(looks), images) if looks.is_file() else None
+        training_statistics = (
+            TrainingStatistics.from_tensors(load_file(statistics), images)
+            if statistics.is_file()
+            else None
         )
         thresholds = read_thresholds(folder)
-        region = region_of(config.image, folder, read_mask)
+        region = region_of(config.image, folder)
     except SafetensorError:
         raise ModelError(f"{folder}: a .safetensors file in it is damaged; {AGAIN}") from None
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, manifest, error) from None
-    check_together(folder, manifest, stages["scorer"], appearance)
+    check_together(folder, manifest, stages["scorer"], training_statistics)
     return Model(
         config=config,
         **stages,
         thresholds=thresholds,
         region=region,
         aspect=manifest["aspect"],
-        appearance=appearance,
+        training_statistics=training_statistics,
         manifest=manifest,
         model_id=model_id(folder),
         folder=folder,
@@ -297,7 +298,7 @@ def load(
     return ProductSet(models, product or "", folder)
 
 
-def appearances(folder: Path) -> dict[str, AppearanceModel]:
+def training_statistics(folder: Path) -> dict[str, TrainingStatistics]:
     """What the images of each of several products look like, without their networks and scorers.
 
     Args:
@@ -309,14 +310,16 @@ def appearances(folder: Path) -> dict[str, AppearanceModel]:
     products = find_products(folder)
     _check_sharing(folder, products, None)
     _check_looks(folder, products)
-    return {name: _appearance(place) for name, place in products.items()}
+    return {name: _training_statistics(place) for name, place in products.items()}
 
 
-def _appearance(place: Path) -> AppearanceModel:
+def _training_statistics(place: Path) -> TrainingStatistics:
     manifest = read_manifest(place)
     files = files_of(manifest, read_export(place))
-    check_files(place, {USUAL: files[USUAL]}, files.keys() - {USUAL})
-    return AppearanceModel.from_tensors(load_file(place / USUAL), len(manifest["training_images"]))
+    check_files(place, {STATISTICS: files[STATISTICS]}, files.keys() - {STATISTICS})
+    return TrainingStatistics.from_tensors(
+        load_file(place / STATISTICS), len(manifest["training_images"])
+    )
 
 
 def _check_sharing(folder: Path, products: Mapping[str, Path], precision: str | None) -> None:
@@ -347,8 +350,8 @@ def _shared(place: Path, precision: str | None) -> dict[str, Any]:
     config = config_in(place, manifest)
     files = files_of(manifest, export)
     stem = Path(export["network"]["file"]).stem if export else Path(BACKBONE).stem
-    settings = portable(config)
-    every = dict(flat(settings))
+    settings = to_dict(config)
+    every = dict(flatten(settings))
     backbone = {k: v for k, v in manifest["backbone"].items() if k != "weights_licence"}
     return {
         "model.kind": config.model.kind,
@@ -357,7 +360,7 @@ def _shared(place: Path, precision: str | None) -> dict[str, Any]:
         "the images' aspect": manifest["aspect"],
         **{f"backbone.{key}": value for key, value in backbone.items()},
         **{key: every[key] for key in METHODS[config.model.kind].embedded_by},
-        **dict(flat(settings["image"], "image.")),
+        **dict(flatten(settings["image"], "image.")),
         **{
             f"the content of {name}": one["sha256"]
             for name, one in files.items()
@@ -380,7 +383,7 @@ def _check_looks(folder: Path, products: Mapping[str, Path]) -> None:
     lacking = [
         name
         for name, place in products.items()
-        if not (place / USUAL).is_file()
+        if not (place / STATISTICS).is_file()
         or len(read_manifest(place)["training_images"]) < LEAST_IMAGES
     ]
     if lacking and len(products) > 1:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
 from anomaly.methods.base import ArrayScorer
-from anomaly.scoring.image_statistics import AppearanceModel
+from anomaly.scoring.image_statistics import TrainingStatistics
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,10 @@ def agree(folder: Path, what: str, manifest: object, found: object) -> None:
 
 
 def check_together(
-    folder: Path, manifest: dict[str, Any], scorer: ArrayScorer, appearance: AppearanceModel | None
+    folder: Path,
+    manifest: dict[str, Any],
+    scorer: ArrayScorer,
+    training_statistics: TrainingStatistics | None,
 ) -> None:
     """See that the scorer is one for the network's embeddings and the manifest's images.
 
@@ -228,5 +231,5 @@ def check_together(
         scorer.check_origin(sum(manifest["backbone"]["channels"]), images)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}; {AGAIN}") from None
-    if appearance is not None:
-        agree(folder, "channels", scorer.dimensions, len(appearance.mean))
+    if training_statistics is not None:
+        agree(folder, "channels", scorer.dimensions, len(training_statistics.mean))

@@ -32,10 +32,10 @@ from anomaly.runtime.parallel import in_parallel
 from anomaly.scoring.build import turns_of
 from anomaly.scoring.image_score import inside, inside_of
 from anomaly.scoring.image_statistics import (
-    Appearance,
-    AppearanceSums,
-    appearances_of,
+    ImageStatistics,
+    StatisticsSums,
     same_pictures,
+    statistics_of,
 )
 from anomaly.training.tensor_file import Piece, TensorFile, check_room
 
@@ -95,7 +95,7 @@ class FeatureCache:
                 processes are to read them.
         """
         model, embedder = self.model, self.model.embedder
-        size = embedder.at_once(model.config.batch_size)
+        size = embedder.max_batch_size(model.config.batch_size)
         turns = turns_of(model.config) if turned else ()
         loaded = drop_outside_region(
             self._decoders.load_all(images.items()), embedder.grid, model.region
@@ -127,10 +127,10 @@ class FeatureCache:
             maps = embedder.maps(batch)
             embeddings = embedder.align(maps)
             inside = inside_of(batch, embeddings, self.model.region)
-            # A turned copy looks like its image.
-            looks = [] if batch[0].turn else appearances_of(batch, embeddings, inside)
+            # A turned copy has the statistics of its image.
+            statistics = [] if batch[0].turn else statistics_of(batch, embeddings, inside)
         kept = [embeddings] if self.fitter.compact else maps
-        return _Embedded(batch, kept, embeddings, looks)
+        return _Embedded(batch, kept, embeddings, statistics)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ class CachedFeatures(PatchSet):
         refused: files that couldn't be used.
         hashes: sha256 of each file used, by its number.
         views: how each was turned into the network's input.
-        looks: what each looks like as a whole.
+        statistics: of each as a whole.
         counts: how many patches each has.
         align: how maps become embeddings; None where these are kept.
         region: what of each image counts; None for all of it.
@@ -158,7 +158,7 @@ class CachedFeatures(PatchSet):
     refused: tuple[UnusableImage, ...]
     hashes: dict[int, str]
     views: dict[int, AnyView]
-    looks: dict[int, Appearance]
+    statistics: dict[int, ImageStatistics]
     counts: dict[int, int]
     align: Align | None
     region: Region | None
@@ -172,7 +172,7 @@ class CachedFeatures(PatchSet):
 
     def pictures(self) -> dict[int, str]:
         """sha256 of the first file that shows what each one shows, by the images' numbers."""
-        first = same_pictures(self.looks)
+        first = same_pictures(self.statistics)
         return {i: self.hashes[first[i]] for i in self.hashes}
 
     def checked(self) -> CachedFeatures:
@@ -235,7 +235,7 @@ def joined_features(shards: Sequence[CachedFeatures]) -> CachedFeatures:
         refused=tuple(item for shard in shards for item in shard.refused),
         hashes=hashes,
         views={i: view for shard in shards for i, view in shard.views.items()},
-        looks={i: look for shard in shards for i, look in shard.looks.items()},
+        statistics={i: of for shard in shards for i, of in shard.statistics.items()},
         counts={i: count for shard in shards for i, count in shard.counts.items()},
         images=hashes,
     )
@@ -302,7 +302,7 @@ class _Embedded(NamedTuple):
     images: list[NetworkInput]
     kept: list[Tensor]
     embeddings: Tensor
-    looks: list[Appearance]
+    statistics: list[ImageStatistics]
 
 
 class _Writer:
@@ -331,7 +331,7 @@ class _Writer:
         self._points: ProjectedCache | None = None
         if matrix_of is not None:
             self._points = ProjectedCache(cache.scratch, matrix_of, shared=self._shared)
-        self._looks = AppearanceSums(images)
+        self._statistics = StatisticsSums(images)
         self.refused: list[UnusableImage] = []
         self.hashes: dict[int, str] = {}
         self._views: dict[int, AnyView] = {}
@@ -342,14 +342,14 @@ class _Writer:
         if isinstance(done, UnusableImage):
             self.refused.append(done)
             return
-        images, kept, embeddings, looks = done
+        images, kept, embeddings, statistics = done
         for item in images:
             self.hashes[item.index] = item.sha256
             self._views[item.index] = item.layout
             count = self._counts.get(item.index, 0)
             self._counts[item.index] = count + math.prod(embeddings.shape[1:3])
-        for item, look in zip(images, looks, strict=False):
-            self._looks.add(item.index, look)
+        for item, tile in zip(images, statistics, strict=False):
+            self._statistics.add(item.index, tile)
         names = tuple(Piece(item.index, *item.tile, item.turn) for item in images)
         room = float(sum(t.nbytes for t in kept))
         if self._points is not None:
@@ -376,7 +376,7 @@ class _Writer:
             tuple(self.refused),
             self.hashes,
             self._views,
-            self._looks.of_image,
+            self._statistics.of_image,
             self._counts,
             None if self._cache.fitter.compact else model.embedder.align,
             model.region,

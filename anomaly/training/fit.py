@@ -21,7 +21,7 @@ from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.read import Image
 from anomaly.methods.base import Fitter, Progress, Scorer
-from anomaly.scoring.image_statistics import AppearanceModel, odd_among
+from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.save import manifest_of
 from anomaly.training.cross_fitting import (
@@ -294,20 +294,22 @@ def _training(
 ) -> Training:
     """What came of a fit, with what is known of the images; `shard` of them went together."""
     used, detector = fit.images, fit.detector
-    looks = [features.looks[i] for i in used]
+    statistics = [features.statistics[i] for i in used]
     hashes = {samples[i].name: features.hashes[i] for i in used}
     unused = {samples[i].name: i for i in sorted({*range(len(samples))} - {*used})}
     manifest = manifest_of(detector, weights_sha256, hashes, unused)
     if shard is not None:
         manifest["made_with"]["shard_images"] = shard
     return Training(
-        detector=replace(detector, appearance=AppearanceModel.of(looks), manifest=manifest),
+        detector=replace(
+            detector, training_statistics=TrainingStatistics.of(statistics), manifest=manifest
+        ),
         learned=len(used),
         refused={samples[r.index].name: r.reason for r in features.refused},
         patches=features.only(frozenset(used)).count,
         seconds=seconds,
         patch_pixels=_patch_pixels(features, min(detector.extractor.strides)),
-        odd=tuple(samples[used[place]].name for place in odd_among(looks)),
+        odd=tuple(samples[used[place]].name for place in outliers_among(statistics)),
         suspects=fit.suspects,
         stand_out=fit.stand_out,
     )

@@ -30,7 +30,7 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
 from anomaly.runtime.devices import peak_memory
-from anomaly.scoring.build import as_of_today, differences, flat, portable
+from anomaly.scoring.build import as_of_today, differences, flatten, to_dict
 from anomaly.storage.folder import appearing, check_run_folder
 from anomaly.storage.golden import Said, write_record
 from anomaly.storage.save import save
@@ -203,14 +203,14 @@ def check_same(run: Path, config: Config, dataset: Dataset, remedy: str = "") ->
     file, summary = run / "model" / "config.yaml", run / "train.json"
     try:
         settings = as_of_today(yaml.safe_load(file.read_text("utf-8")))
-        before = dict(flat(portable(parse_config(settings, str(file)))))
+        before = dict(flatten(to_dict(parse_config(settings, str(file)))))
         before["data folder"] = json.loads(summary.read_text("utf-8"))["data_folder"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError, ConfigError) as error:
         raise ConfigError(
             f"what {run} was trained with can't be read ({why(error)}); train it again, or "
             f"evaluate it as it is with --model {run}"
         ) from None
-    now = dict(flat(portable(config)))
+    now = dict(flatten(to_dict(config)))
     now["data folder"] = str(dataset.folder.absolute())
     if now["precision"] == "auto":  # settled at training
         before["precision"] = now["precision"]

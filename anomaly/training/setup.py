@@ -16,7 +16,7 @@ from anomaly.backbones.extractor import FeatureExtractor
 from anomaly.backbones.registry import Normalisation, normalisation
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
-from anomaly.imaging.decoder_pool import Decoders, read_mask
+from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, size_of
 from anomaly.imaging.region import Region
@@ -88,7 +88,7 @@ def prepare(
     """
     extractor, weights_sha256 = backbone(config, device)
     normalise = normalisation(config.backbone.name)
-    region, aspect = region_of(config.image, Path(), read_mask), _aspect(config, samples, decoders)
+    region, aspect = region_of(config.image, Path()), _aspect(config, samples, decoders)
     stride, patch = extractor.coarsest_stride, extractor.patch
     decoders.begin(Task(loading_of(config, stride, region, aspect, patch)))
     extractor = _in_chosen_precision(config, extractor, normalise, samples, decoders, device)

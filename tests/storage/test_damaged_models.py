@@ -24,7 +24,7 @@ from torch import Tensor
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
 from anomaly.imaging.loading import UnusableImage
-from anomaly.scoring.image_statistics import AppearanceModel
+from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.folder import file_entry, model_id
@@ -231,14 +231,14 @@ def test_each_tensor_of_the_scorer(model: Path) -> None:
 
 def test_each_tensor_of_the_training_images_look(bank: Path) -> None:
     whole = load_file(bank / "usual.safetensors")
-    AppearanceModel.from_tensors({k: v.numpy() for k, v in whole.items()}, 12)
+    TrainingStatistics.from_tensors({k: v.numpy() for k, v in whole.items()}, 12)
     save_file(whole | {"mean": whole["mean"][:-1].clone()}, bank / "usual.safetensors")
     vouch_for(bank, "usual.safetensors")
     assert attempt(bank) is None  # of another network
     for what, tensors in tampered(whole):
         if what != "farthest cut":  # as many as there were
             with pytest.raises(ModelError):
-                AppearanceModel.from_tensors({k: v.numpy() for k, v in tensors.items()}, 12)
+                TrainingStatistics.from_tensors({k: v.numpy() for k, v in tensors.items()}, 12)
 
 
 def test_tensors_of_the_network(bank: Path) -> None:
