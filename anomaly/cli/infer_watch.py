@@ -26,9 +26,8 @@ from anomaly.imaging.listing import is_folder
 from anomaly.inference.rows import Row, counts_of, say_counts, total_of
 from anomaly.inference.watch import WatchJournal, stamp_of, watch
 from anomaly.maps.encoding import Thumbnails
-from anomaly.storage.folder import model_id
+from anomaly.storage.folder import MANIFEST, model_id
 from anomaly.storage.load import load
-from anomaly.storage.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from anomaly.imaging.decoder_pool import Decoders

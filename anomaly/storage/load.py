@@ -15,12 +15,12 @@ from anomaly.backbones.engine import ExportedNetwork
 from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, Config
 from anomaly.errors import AnomalyError, ModelError, needs_training, some
+from anomaly.methods.base import ArrayScorer
 from anomaly.runtime.devices import CPU, device_of, has_bf16
 from anomaly.scoring.build import (
     MASKS,
-    as_of_today,
+    differences,
     flatten,
-    has_two_banks,
     region_of,
     scorer_of,
     to_dict,
@@ -30,6 +30,7 @@ from anomaly.scoring.pipeline import Model
 from anomaly.scoring.predictor import AnyModel, ProductSet, check_product
 from anomaly.storage.exported import exported_stages, files_of, open_network, read_export
 from anomaly.storage.folder import (
+    AGAIN,
     BACKBONE,
     EXPORT,
     SCORER,
@@ -38,8 +39,8 @@ from anomaly.storage.folder import (
     find_model,
     find_products,
     model_id,
+    read_manifest,
 )
-from anomaly.storage.manifest import AGAIN, agree, check_together, read_manifest
 from anomaly.storage.thresholds import read_history, read_thresholds
 from anomaly.version import __version__
 
@@ -90,11 +91,9 @@ def load_model(
         )
         statistics = folder / STATISTICS
         images = len(manifest["training_images"])
-        training_statistics = (
-            TrainingStatistics.from_tensors(load_file(statistics), images)
-            if statistics.is_file()
-            else None
-        )
+        training_statistics = None
+        if statistics.is_file():
+            training_statistics = TrainingStatistics.from_tensors(load_file(statistics), images)
         thresholds = read_thresholds(folder)
         region = region_of(config.image, folder)
     except SafetensorError:
@@ -102,7 +101,7 @@ def load_model(
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, manifest, error) from None
-    check_together(folder, manifest, stages["scorer"], training_statistics)
+    _check_together(folder, manifest, stages["scorer"], training_statistics)
     return Model(
         config=config,
         **stages,
@@ -115,6 +114,39 @@ def load_model(
         folder=folder,
         history=read_history(folder),
     )
+
+
+def _check_equal(folder: Path, key: str, recorded: object, found: object) -> None:
+    """See that a manifest and the files beside it say the same.
+
+    Raises:
+        ModelError: they don't.
+    """
+    if recorded != found:
+        raise ModelError(
+            f"{folder}: {key} is {recorded!r} in its manifest, and {found!r} in its other files; "
+            f"{AGAIN}"
+        )
+
+
+def _check_together(
+    folder: Path,
+    manifest: dict[str, Any],
+    scorer: ArrayScorer,
+    training_statistics: TrainingStatistics | None,
+) -> None:
+    """See that the scorer is one for the network's embeddings and the manifest's images.
+
+    Raises:
+        ModelError: it isn't.
+    """
+    images = len(manifest["training_images"]) + len(manifest["refused_images"])
+    try:
+        scorer.check_origin(sum(manifest["backbone"]["channels"]), images)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}; {AGAIN}") from None
+    if training_statistics is not None:
+        _check_equal(folder, "channels", scorer.dimensions, len(training_statistics.mean))
 
 
 def _device(
@@ -195,9 +227,10 @@ def _extractor(
 
     backbone = manifest["backbone"]
     truncated = truncate(build(config.backbone.name), backbone["layers"])
-    agree(folder, "channels", backbone["channels"], list(truncated.channels))
-    agree(folder, "strides", backbone["strides"], list(truncated.strides))
-    agree(folder, "patch", backbone.get("patch"), truncated.extractor().patch)
+    extractor = truncated.extractor()
+    _check_equal(folder, "channels", backbone["channels"], list(truncated.channels))
+    _check_equal(folder, "strides", backbone["strides"], list(truncated.strides))
+    _check_equal(folder, "patch", backbone.get("patch"), extractor.patch)
     # Copies, as of the scorer's tensors.
     state = {name: values.clone() for name, values in load_file(folder / BACKBONE).items()}
     full = build(config.backbone.name)
@@ -209,26 +242,23 @@ def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
     """The settings in a model folder, which repeat some of what its manifest says."""
     file = folder / "config.yaml"
     try:
-        values = as_of_today(yaml.safe_load(file.read_text("utf-8")))
-        config = None if has_two_banks(values) else parse_config(values, str(file))
+        config = parse_config(yaml.safe_load(file.read_text("utf-8")), str(file))
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ModelError(f"{file} isn't YAML as this program writes it; {AGAIN}") from None
     except (OSError, AnomalyError) as error:
         raise _unreadable(folder, manifest, error) from None
-    if config is None:
-        raise ModelError(
-            f"{folder} has two memory banks (model.embedding: levels), which this version doesn't "
-            "support; train it again"
-        )
     made, backbone = manifest["made_with"], manifest["backbone"]
-    agree(folder, "name", manifest["name"], config.name)
-    agree(folder, "seed", manifest["seed"], config.seed)
-    agree(folder, "backbone.name", backbone["name"], config.backbone.name)
-    agree(folder, "backbone.weights", backbone["weights"], config.backbone.weights)
-    agree(folder, "batch_size", made["batch_size"], config.batch_size)
-    agree(folder, "precision", made["precision"], config.precision)
     one_aspect = manifest["aspect"] is not None
-    agree(folder, "one aspect for all images", one_aspect, config.one_aspect)
+    for key, recorded, found in (
+        ("name", manifest["name"], config.name),
+        ("seed", manifest["seed"], config.seed),
+        ("backbone.name", backbone["name"], config.backbone.name),
+        ("backbone.weights", backbone["weights"], config.backbone.weights),
+        ("batch_size", made["batch_size"], config.batch_size),
+        ("precision", made["precision"], config.precision),
+        ("one aspect for all images", one_aspect, config.one_aspect),
+    ):
+        _check_equal(folder, key, recorded, found)
     return config
 
 
@@ -290,7 +320,7 @@ def load(
         return load_model(folder, device, precision)
     _check_sharing(folder, products, precision)
     if product is None:
-        _check_looks(folder, products)
+        _check_recognisable(folder, products)
     models: dict[str, Any] = {}
     for name, place in products.items():
         like = next(iter(models.values()), None)
@@ -309,7 +339,7 @@ def training_statistics(folder: Path) -> dict[str, TrainingStatistics]:
     """
     products = find_products(folder)
     _check_sharing(folder, products, None)
-    _check_looks(folder, products)
+    _check_recognisable(folder, products)
     return {name: _training_statistics(place) for name, place in products.items()}
 
 
@@ -331,13 +361,8 @@ def _check_sharing(folder: Path, products: Mapping[str, Path], precision: str | 
     every = {name: _shared(place, precision) for name, place in products.items()}
     first, *others = every
     for other in others:
-        ours, theirs = every[first], every[other]
-        different = [
-            f"{key} is {_said(ours.get(key))} in {first} and {_said(theirs.get(key))} in {other}"
-            for key in ours | theirs
-            if ours.get(key) != theirs.get(key)
-        ]
-        if listed := some(different, "; "):
+        text = f"{{key}} is {{one!r:.40}} in {first} and {{other!r:.40}} in {other}"
+        if listed := some(differences(every[first], every[other], text), "; "):
             raise ModelError(
                 f"the models in {folder} can't share one pass of the network: {listed}. Train "
                 f"them with one config, or score them one by one, with {folder / first} say"
@@ -369,12 +394,7 @@ def _shared(place: Path, precision: str | None) -> dict[str, Any]:
     }
 
 
-def _said(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:39]}…"
-
-
-def _check_looks(folder: Path, products: Mapping[str, Path]) -> None:
+def _check_recognisable(folder: Path, products: Mapping[str, Path]) -> None:
     """See that every model knows what its product looks like, where there is more than one.
 
     Raises:

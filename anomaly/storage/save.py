@@ -25,8 +25,8 @@ from anomaly.storage.folder import (
     claim_model,
     file_entry,
     model_id,
+    write_manifest,
 )
-from anomaly.storage.manifest import write_manifest
 from anomaly.storage.thresholds import write_history, write_thresholds
 from anomaly.version import __version__
 

@@ -15,11 +15,15 @@ from anomaly.calibration import GoodScores, Threshold, Thresholds
 from anomaly.calibration.thresholds import Calibration
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
-from anomaly.storage.folder import HISTORY, appearing, file_entry, find_model, model_id
-from anomaly.storage.manifest import (
+from anomaly.storage.folder import (
     AGAIN,
+    HISTORY,
     MANIFEST,
+    appearing,
     checked,
+    file_entry,
+    find_model,
+    model_id,
     read_json,
     read_manifest,
     write_manifest,

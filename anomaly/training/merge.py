@@ -12,7 +12,7 @@ from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration import GoodScores, Thresholds, thresholds_from
 from anomaly.calibration.rates import percent
 from anomaly.errors import ModelError
-from anomaly.scoring.build import MASKS, fitter_of, flatten, to_dict
+from anomaly.scoring.build import MASKS, differences, fitter_of, flatten, to_dict
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.thresholds import change
@@ -75,13 +75,7 @@ def _check_same(one: Model, other: Model, names: str) -> None:
     Raises:
         ModelError: they don't; names the settings.
     """
-    here, there = _settings(one), _settings(other)
-    different = [
-        f"{key} ({here.get(key)} and {there.get(key)})"
-        for key in sorted(here.keys() | there.keys())
-        if here.get(key) != there.get(key)
-    ]
-    if different:
+    if different := differences(_settings(one), _settings(other), "{key} ({one} and {other})"):
         raise ModelError(
             f"{names} can't be merged, as they differ in {', '.join(different)}; train them with "
             "the same settings"

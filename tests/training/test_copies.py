@@ -11,7 +11,7 @@ import pytest
 from conftest import Command, train_arguments, with_note, write_part, write_product
 
 import anomaly
-from anomaly.scoring.image_statistics import same_pictures
+from anomaly.scoring.image_statistics import measure, same_pictures
 from anomaly.storage.load import load_model
 
 SETTINGS = {

@@ -17,6 +17,7 @@ from anomaly.scoring.image_statistics import (
     LEAST_IMAGES,
     ImageStatistics,
     TrainingStatistics,
+    measure,
     outliers_among,
 )
 from anomaly.scoring.pipeline import Model
@@ -164,15 +165,6 @@ def test_where_parts_may_lie_any_way_light_alone_is_compared() -> None:
         settings = SimpleNamespace(model=SimpleNamespace(turned_copies=turned_copies))
         pipeline = SimpleNamespace(config=settings, training_statistics=usual)
         assert bool(Model.review_reason(pipeline, other)) == said  # type: ignore[arg-type]
-
-
-def test_models_of_before_knew_one_distance() -> None:
-    rng = np.random.default_rng(0)
-    tensors = TrainingStatistics.of([_whole(mean) for mean in _product(rng, 20)]).tensors()
-    del tensors["variance"], tensors["farthest"]
-    before = TrainingStatistics.from_tensors(tensors | {"seen_distance": np.array(0.4)}, 20)
-    assert before.deviation(_whole(before.mean + 0.75)) == ""
-    assert "another product" in before.deviation(_whole(before.mean + 0.9))
 
 
 def test_distances_are_those_to_the_others() -> None:
