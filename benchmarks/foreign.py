@@ -25,7 +25,7 @@ from anomaly.datasets import open_dataset
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.loading import UnusableImage, by_shape
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
-from anomaly.training.setup import prepare
+from anomaly.training.fit import prepare
 from benchmarks.inputs import machine
 
 _FOLDS = 10

@@ -239,6 +239,6 @@ def differences(
     """
     return [
         text.format(key=key, one=one.get(key), other=other.get(key))
-        for key in sorted(one.keys() | other.keys())
+        for key in {**one, **other}
         if one.get(key) != other.get(key)
     ]

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from anomaly.errors import DataError
+from anomaly.errors import DataError, OutputError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import (
@@ -37,12 +44,14 @@ from anomaly.scoring.image_statistics import (
     same_pictures,
     statistics_of,
 )
-from anomaly.training.tensor_file import Piece, TensorFile, check_room
 
 if TYPE_CHECKING:
     from anomaly.scoring.pipeline import Model
-    from anomaly.training.setup import TrainingSetup
+    from anomaly.training.fit import TrainingSetup
 
+log = logging.getLogger(__name__)
+
+_WORTH_SAYING = 4e9  # bytes
 # Images after which memory that is free but still held goes back to the system.
 _TRIMMED = 128
 # Images that a function of `CachedFeatures.each` sees at once.
@@ -113,10 +122,8 @@ class FeatureCache:
     def close(self) -> None:
         """Delete the temporary files, but those that other processes read."""
         for features in self._built:
-            for file in features.files:
+            for file in (*features.files, *features.points):
                 file.close()
-            for points in features.points:
-                points.close()
         self._built = []
 
     def _embed(self, batch: list[NetworkInput] | UnusableImage) -> _Embedded | UnusableImage:
@@ -235,10 +242,116 @@ def joined_features(shards: Sequence[CachedFeatures]) -> CachedFeatures:
         refused=tuple(item for shard in shards for item in shard.refused),
         hashes=hashes,
         views={i: view for shard in shards for i, view in shard.views.items()},
-        statistics={i: of for shard in shards for i, of in shard.statistics.items()},
+        statistics={i: image for shard in shards for i, image in shard.statistics.items()},
         counts={i: count for shard in shards for i, count in shard.counts.items()},
         images=hashes,
     )
+
+
+class Piece(NamedTuple):
+    """A training image, or one tile of it, as it is or turned (see `anomaly.imaging.loading`)."""
+
+    image: int
+    row: int
+    column: int
+    turn: int = 0
+
+
+class TensorFile:
+    """Batches of tensors in a file without a name, gone with this object or the process.
+
+    Args:
+        folder: on the disk that the file is to be on.
+        shared: give it a name, and leave it in the folder: other processes that see the folder can
+            read it through a pickled copy of this object.
+    """
+
+    def __init__(self, folder: Path, *, shared: bool = False) -> None:
+        self._folder = folder
+        self._path: Path | None = None
+        self._file: IO[bytes]
+        if shared:
+            descriptor, name = tempfile.mkstemp(dir=folder)
+            self._path, self._file = Path(name), os.fdopen(descriptor, "wb")
+        else:
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
+        self._written: list[tuple[tuple[Piece, ...], int, list[_InFile]]] = []
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was written yet."""
+        return not self._written
+
+    def write(self, names: tuple[Piece, ...], tensors: Sequence[Tensor]) -> None:
+        """Append one batch.
+
+        Args:
+            names: its pieces.
+            tensors: (B, …) each, in the order of the names.
+
+        Raises:
+            OutputError: no room.
+        """
+        layouts = []
+        offset = self._file.tell()
+        try:
+            for t in tensors:
+                layout = _InFile.of(t)
+                self._file.write(t.permute(layout.order).cpu().view(torch.uint8).numpy().data)
+                layouts.append(layout)
+            self._file.flush()
+        except OSError as error:
+            raise OutputError(
+                f"no room for temporary feature maps in {self._folder} ({error.strerror}); free "
+                "some disk space or write to another disk with --output"
+            ) from None
+        self._written.append((names, offset, layouts))
+
+    def read(
+        self, images: Container[int], *, ascending: bool = False
+    ) -> Iterator[tuple[tuple[Piece, ...], list[Tensor]]]:
+        """Give the batches again that hold any of some images, whole and as they were.
+
+        Args:
+            images: their numbers.
+            ascending: by the number of each batch's first image, not in the order of writing.
+        """
+        written = self._written
+        if ascending:
+            written = sorted(written, key=lambda batch: batch[0][0].image)
+        with nullcontext(self._file) if self._path is None else self._path.open("rb") as file:
+            for names, offset, layouts in written:
+                if any(name.image in images for name in names):
+                    file.seek(offset)
+                    yield names, [layout.read(file) for layout in layouts]
+
+    def close(self) -> None:
+        """Delete the file, unless it is shared."""
+        self._file.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": BytesIO()}  # a copy only reads
+
+
+@dataclass(frozen=True)
+class _InFile:
+    """How a tensor lies in the file: in the order of its strides, so that nothing is copied."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, t: Tensor) -> _InFile:
+        strides = t.stride()
+        order = tuple(sorted(range(t.ndim), key=strides.__getitem__, reverse=True))
+        return cls(tuple(t.shape[axis] for axis in order), order, t.dtype, t.device)
+
+    def read(self, file: IO[bytes]) -> Tensor:
+        values = np.fromfile(file, np.uint8, math.prod(self.shape) * self.dtype.itemsize)
+        tensor = torch.from_numpy(values).view(self.dtype).view(self.shape).to(self.device)
+        return tensor.permute(tuple(int(i) for i in np.argsort(self.order)))
 
 
 class ProjectedCache:
@@ -362,10 +475,33 @@ class _Writer:
             release_memory()
 
     def _check_room(self, first: Sequence[NetworkInput], room: float) -> None:
-        """See that the disk has room for all images, each of which takes as much as the first."""
-        layout = first[0].layout
-        each = room * math.prod(map(len, layout.axes)) * self._copies / len(first)
-        check_room(self._cache.scratch, self._expected, each, self._shared, sure=layout.whole)
+        """Say what disk space the features of all images will take, where it is much.
+
+        Raises:
+            OutputError: all images, each of which takes as much as the first, need more than is
+                free.
+        """
+        folder, layout = self._cache.scratch, first[0].layout
+        tiles = math.prod(map(len, layout.axes))
+        needed = room * tiles * self._copies / len(first) * self._expected
+        free: float = shutil.disk_usage(folder).free
+        if self._shared:  # all that is in the folder already are features of these images
+            free += sum(file.stat().st_size for file in folder.iterdir())
+        if needed > free and layout.whole:  # large images may differ in their tiles
+            raise OutputError(
+                f"the features of {self._expected} images take about {_gigabytes(needed)} in "
+                f"{folder} until training ends, where {_gigabytes(free)} are free; free some disk "
+                "space or write to another disk with --output"
+            )
+        if needed > _WORTH_SAYING:
+            log.info(
+                "the features of %d images take about %s of the %s that are free in %s, until "
+                "training ends",
+                self._expected,
+                _gigabytes(needed),
+                _gigabytes(free),
+                folder,
+            )
 
     def features(self) -> CachedFeatures:
         """What was kept."""
@@ -398,6 +534,10 @@ def _patch_batch(
         tuple(turned_corner(n.row * height, n.column * width, n.turn) for n in names),
         inside(pieces, embeddings, region),
     )
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _matrix_hash(matrix: Tensor) -> str:

@@ -251,7 +251,7 @@ def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
             {"name": name, "score": score, "reject_without": value}
             for name, score, value in (thresholds.raised_by() if thresholds else ())
         ],
-        "odd": list(training.odd),
+        "odd": list(training.outliers),
         "stand_out": dict(training.stand_out),
         "turned_copies": training.detector.config.model.turned_copies,
         "left_out": training.detector.config.model.leave_out_suspects and bool(training.stand_out),
