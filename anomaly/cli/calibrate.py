@@ -94,7 +94,7 @@ _FAR = 1.5  # times the highest score of good images, beyond which a threshold i
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add, number = parser.add_argument, number
+    add = parser.add_argument
     add("--model", type=Path, required=True, help="the run's folder, or its model/ folder")
     add(
         "--good",

@@ -15,7 +15,6 @@ from anomaly.config.schema import by_product
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import Reading, Severity, check
 from anomaly.errors import first_of
-from anomaly.imaging.decoder_pool import read_mask
 from anomaly.runtime.threads import cores
 from anomaly.scoring.build import region_of
 
@@ -65,7 +64,7 @@ def _checked(config: Config) -> tuple[str, DataReport]:
     """A data set's folder, and what was found in it."""
     data, image = config.data, config.image
     dataset = open_dataset(data.format, data.root, data.category)
-    region = region_of(image, Path(), read_mask)
+    region = region_of(image, Path())
     with ProgressLine() as progress:
         report = check(
             dataset,

@@ -20,9 +20,8 @@ from anomaly.errors import AnomalyError, OutputError
 from anomaly.evaluation.splits import images_to_test
 from anomaly.files.lock import locked
 from anomaly.report.category import evaluated
-from anomaly.storage.folder import find_products
+from anomaly.storage.folder import MANIFEST, find_products, read_manifest
 from anomaly.storage.load import load_model
-from anomaly.storage.manifest import MANIFEST, read_manifest
 from anomaly.training.runs import check_same
 
 if TYPE_CHECKING:

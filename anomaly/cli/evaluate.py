@@ -28,7 +28,7 @@ from anomaly.report.index import EvaluationFolder
 from anomaly.report.tables import at_thresholds, table, undefined
 from anomaly.scoring.image_statistics import nearest
 from anomaly.storage.folder import find_products
-from anomaly.storage.load import appearances
+from anomaly.storage.load import training_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -194,7 +194,7 @@ def _tell_apart(folder: Path, members: Sequence[Category]) -> None:
         members: their evaluations.
     """
     try:
-        known = appearances(folder)
+        known = training_statistics(folder)
     except AnomalyError as error:
         log.warning("which product an image shows can't be told: %s", error)
         return

@@ -32,7 +32,7 @@ from anomaly.inference.journal import RunJournal, exit_code_of
 from anomaly.inference.outputs import Outputs
 from anomaly.inference.rows import counts_of, say_counts, say_verdicts
 from anomaly.inference.run import infer_files
-from anomaly.scoring.products import check_product
+from anomaly.scoring.predictor import check_product
 from anomaly.storage.folder import find_products
 from anomaly.storage.load import load
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from anomaly.inference.journal import RunJournal
     from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
-    from anomaly.scoring.products import AnyModel
+    from anomaly.scoring.predictor import AnyModel
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from anomaly.report.gallery import write_gallery
 if TYPE_CHECKING:
     from anomaly.inference.rows import Row
     from anomaly.maps.encoding import Thumbnails
-    from anomaly.scoring.products import AnyModel
+    from anomaly.scoring.predictor import AnyModel
 
 
 def write_page(

@@ -17,8 +17,7 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import parse_config
 from anomaly.config.schema import ModelConfig, readers
 from anomaly.datasets import open_dataset
-from anomaly.datasets.advice import advice
-from anomaly.datasets.check import Reading, check
+from anomaly.datasets.check import Reading, advice, check
 from anomaly.datasets.recognise import chosen, recognise
 from anomaly.errors import OutputError
 from anomaly.files.lock import locked
@@ -27,7 +26,7 @@ from anomaly.runtime.threads import cores
 from anomaly.storage.folder import check_run_folder
 
 if TYPE_CHECKING:
-    from anomaly.datasets.advice import Advice
+    from anomaly.datasets.check import Advice
     from anomaly.datasets.recognise import Recognised
 
 log = logging.getLogger(__name__)

@@ -45,7 +45,7 @@ from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
-    from anomaly.scoring.products import AnyModel
+    from anomaly.scoring.predictor import AnyModel
 
 
 Heatmaps: TypeAlias = Literal["none", "reject", "all"]
@@ -122,9 +122,9 @@ class Outputs:
         return listed | {
             "model": model.model_id,
             "software version": __version__,
-            "device": str(model.lead.device),
-            "engine": model.lead.extractor.engine,
-            "precision": model.lead.extractor.precision,
+            "device": str(model.reference_model.device),
+            "engine": model.reference_model.extractor.engine,
+            "precision": model.reference_model.extractor.precision,
             "set of outputs": [self.heatmaps, *names, *([self.maps] if self.maps else [])],
         }
 
@@ -148,7 +148,7 @@ class Outputs:
             )
         return PictureWriter(
             self.folder,
-            beside=model.lead.unit if self.side_by_side else None,
+            beside=model.reference_model.unit if self.side_by_side else None,
             masks=self.masks,
             regions=self.regions,
             maps=self.maps,

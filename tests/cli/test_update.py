@@ -115,16 +115,16 @@ def test_what_is_usual_is_learned_once_there_are_images_enough(
     few = sorted((product / "train" / "good").iterdir())[:6]
     settings = {"backbone": {"name": "mobilenet_v2", "weights": "random"}, "image": {"area": 64}}
     detector = anomaly.fit(few, settings, device="cpu")
-    assert detector.model.appearance is not None
-    assert not detector.model.appearance.tells
+    assert detector.model.training_statistics is not None
+    assert not detector.model.training_statistics.is_reliable
     detector.save(tmp_path / "run" / "model")
     for i in range(12):
         write_part(tmp_path / "good" / f"{i}.png", seed=700 + i)
     code, _, err, new = update(tmp_path / "run", "--good", tmp_path / "good")
     assert code == 0, err
     learned = load_model(new, "cpu")
-    assert learned.appearance is not None
-    assert learned.appearance.images == 18
+    assert learned.training_statistics is not None
+    assert learned.training_statistics.images == 18
     white = np.full((96, 120, 3), 255, np.uint8)
     white[0, 0] = 254
     assert "brightness" in learned.predict(white).reason

@@ -41,8 +41,8 @@ from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.loading import load as load_image
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
+from anomaly.storage.folder import read_manifest, sealed, write_manifest
 from anomaly.storage.load import load_model
-from anomaly.storage.manifest import read_manifest, sealed, write_manifest
 from anomaly.storage.save import save
 
 ENGINES = ("onnx", "openvino")
