@@ -233,7 +233,7 @@ def _from_pil(image: Any) -> tuple[NDArray[Any], int]:
         raise ImageError(f"PIL can't read it ({' '.join(str(error).split())})") from None
     if image.mode in ("LA", "RGBA"):
         colours = np.ascontiguousarray(values[..., :-1])
-        values = over_black(colours, np.ascontiguousarray(values[..., -1]), 255.0)
+        values = over_black(colours, np.ascontiguousarray(values[..., -1]))
     elif image.mode == "I":  # 32 bits for what a 16-bit file holds
         if values.min() < 0 or values.max() > 65535:
             raise unsupported(

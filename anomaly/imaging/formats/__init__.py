@@ -44,6 +44,8 @@ HEAD_BYTES = 64
 
 _OTHERS = (
     (b"GIF8", "a GIF"),
+    (b"II+\0", "a BigTIFF picture"),
+    (b"MM\0+", "a BigTIFF picture"),
     (b"%PDF", "a PDF document"),
     (b"8BPS", "a Photoshop document"),
     (b"\0\0\0\x0cjP  ", "a JPEG 2000 picture"),
