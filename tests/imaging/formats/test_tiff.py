@@ -12,8 +12,9 @@ from PIL import Image as Pil
 from tiff_files import DEFLATE, ENCODERS, LZW, PACK_BITS, H, W, file, layout, pack_bits, samples
 
 from anomaly.errors import ImageError
-from anomaly.imaging.formats import identify, tiff
+from anomaly.imaging.formats import tiff
 from anomaly.imaging.formats.base import read_directories
+from anomaly.imaging.read import identify
 
 
 def refusal(data):
