@@ -90,7 +90,8 @@ def fitter_of(config: Config) -> Fitter[Any]:
     """What a config learns with."""
     settings = config.model.model_dump()
     limit = config.memory_limit * 1024**2
-    made: Fitter[Any] = _method(config).fitter(settings, seed=config.seed, memory_limit=limit)
+    module = import_module(METHODS[config.model.kind].module)
+    made: Fitter[Any] = module.fitter(settings, seed=config.seed, memory_limit=limit)
     return made
 
 
@@ -106,7 +107,9 @@ def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) 
         ModelError: the tensors aren't those of the method.
     """
     settings, cache = config.model.model_dump(), _cache_folder()
-    made: Scorer = _method(config).scorer(tensors, settings, device=device, cache=cache)
+    method = METHODS[config.model.kind]
+    module = import_module(method.arrays or method.module)
+    made: Scorer = module.scorer(tensors, settings, device=device, cache=cache)
     return made
 
 
@@ -125,10 +128,6 @@ def array_scorer_of(config: Config, tensors: dict[str, NDArray[Any]]) -> ArraySc
         raise ModelError(f"{method.title} computes with torch alone, so it can't be exported")
     made: ArrayScorer = import_module(method.arrays).scorer(tensors, config.model.model_dump())
     return made
-
-
-def _method(config: Config) -> Any:
-    return import_module(METHODS[config.model.kind].module)
 
 
 def _cache_folder() -> Path:

@@ -8,7 +8,7 @@ from anomaly.methods.base import PatchBatch, Scorer
 from anomaly.methods.padim.fitter import GaussianFitter
 from anomaly.methods.patchcore import memory_bank
 from anomaly.methods.patchcore.memory_bank import MemoryBank
-from anomaly.methods.subspace.fitter import SubspaceFitter
+from anomaly.methods.subspace import SubspaceFitter
 
 
 def bank(count: int) -> MemoryBank:

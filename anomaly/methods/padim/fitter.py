@@ -20,7 +20,7 @@ from anomaly.methods.base import (
     PatchSet,
     Progress,
     Scorer,
-    check_apart,
+    check_disjoint,
 )
 from anomaly.methods.padim.accumulator import GaussianAccumulator
 from anomaly.methods.padim.gaussian import PatchGaussian, Projection, channel_projection, projected
@@ -270,7 +270,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
             )
         return self._gaussian(fitted, applied, grid, progress)
 
-    def continuing(self, scorer: PatchGaussian, learned: int) -> GaussianFitter:
+    def incremental(self, scorer: PatchGaussian, learned: int) -> GaussianFitter:
         """A fitter whose `fit` adds to the sums that Gaussians come from.
 
         It gives what a fit on all images would, but for the 16 bits that these are kept in.
@@ -285,7 +285,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
         Raises:
             ModelError: an image was learned from more than once, or grids differ.
         """
-        check_apart(numbers)
+        check_disjoint(numbers)
         learned = [len(known) for known in numbers]
         first = scorers[0]
         for scorer in scorers[1:]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from anomaly.arrays import Array, as_numpy
 from anomaly.errors import DataError, ModelError
-from anomaly.methods.base import check_tensors, leading
+from anomaly.methods.base import axis_length, check_tensors
 
 # Rows of a band: few enough to save nearly half, enough for matrix products to be quick.
 _PANEL = 64
@@ -61,8 +61,8 @@ def check_gaussians(tensors: Mapping[str, Array]) -> tuple[tuple[int, int], int]
     Raises:
         ModelError: they aren't.
     """
-    positions, dimensions = (leading(tensors, "mean", axis) for axis in (1, 2))
-    drawn = leading(tensors, "projection", 1) < 0
+    positions, dimensions = (axis_length(tensors, "mean", axis) for axis in (1, 2))
+    drawn = axis_length(tensors, "projection", 1) < 0
     whitening = _low_rank if "basis" in tensors else _cholesky
     check_tensors(
         tensors,
@@ -105,7 +105,7 @@ def _low_rank(
     tensors: Mapping[str, Array], positions: int, dimensions: int
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of what a `LowRankWhitening` saves."""
-    rank = leading(tensors, "basis", 1)
+    rank = axis_length(tensors, "basis", 1)
     return {
         "basis": ("int16", (positions, rank, dimensions)),
         "scale": ("float32", (positions, rank)),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from anomaly.arrays import Array, module_of
 from anomaly.errors import ConfigError, DataError, ModelError
-from anomaly.methods.base import ArrayScorer, PatchScores, check_fits, check_tensors, leading
+from anomaly.methods.base import ArrayScorer, PatchScores, check_fits, check_tensors, axis_length
 from anomaly.methods.patchcore.search import NearestNeighbors
 from anomaly.runtime.parallel import made_once
 
@@ -198,7 +198,7 @@ def check_bank(tensors: Mapping[str, Array]) -> None:
     Raises:
         ModelError: they aren't.
     """
-    count = leading(tensors, "origins")
+    count = axis_length(tensors, "origins")
     spacing = {"spacing": ("float32", (count,))} if "spacing" in tensors else {}
     check_tensors(
         tensors,

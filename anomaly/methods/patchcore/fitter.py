@@ -181,13 +181,13 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         banks = banks_without(scorer, patches, folds, projection=projection, share=share)
         yield from zip(folds, banks, strict=True)
 
-    def again(self, scorer: MemoryBank, patches: PatchSet) -> MemoryBank:
+    def refit_embeddings(self, scorer: MemoryBank, patches: PatchSet) -> MemoryBank:
         """The same patches of the same images in the bank, embedded by another network."""
         with torch.inference_mode():
             new = replace(scorer, vectors=gather_origins(patches, scorer.origins))
             return replace(new, covering_radius=self._farthest(new, patches)).spaced()
 
-    def continuing(self, scorer: MemoryBank, learned: int) -> MemoryBankFitter:
+    def incremental(self, scorer: MemoryBank, learned: int) -> MemoryBankFitter:
         """A fitter whose `fit` adds vectors to a bank, see `MemoryBankFitter.base`."""
         return replace(self, base=scorer)
 
