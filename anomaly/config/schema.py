@@ -53,7 +53,7 @@ METHODS = {
     "padim": Method(
         "PaDiM",
         "anomaly.methods.padim.fitter",
-        "anomaly.methods.padim.array_gaussian",
+        "anomaly.methods.padim.gaussian",
         stages=3,
         one_grid=True,
         embedded_by=("model.dimensions", "model.projection", "seed"),

@@ -10,6 +10,7 @@ import numpy as np
 
 from anomaly.arrays import Array, module_of
 from anomaly.errors import ModelError
+from anomaly.runtime.devices import CPU
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +138,11 @@ def axis_length(tensors: Mapping[str, Array], name: str, axis: int = 0) -> int:
     """The length of one axis of a saved tensor, for `check_tensors`; -1 where it has no such."""
     shape = tensors[name].shape if name in tensors else ()
     return shape[axis] if -len(shape) <= axis < len(shape) else -1
+
+
+def device_of(values: Array) -> torch.device:
+    """Where a tensor is; the processor for an array."""
+    return CPU if isinstance(values, np.ndarray) else values.device
 
 
 def is_finite(values: Array) -> bool:

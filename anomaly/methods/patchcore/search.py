@@ -5,7 +5,6 @@ Torch tensors and numpy arrays alike; imports torch to ask what a processor can 
 
 from __future__ import annotations
 
-from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -105,16 +104,6 @@ class NearestNeighbors:
         order = like(np.arange(len(queries))[:, None], queries), _ascending(distances)
         return distances[order], candidates[order]
 
-    def only(self, bank: Array, rows: Array) -> NearestNeighbors:
-        """The exact search of some of the vectors, for which nothing is computed anew.
-
-        Args:
-            bank: these vectors (m, D).
-            rows: (m,) int64, which ones they are.
-        """
-        index = self._index.only(bank, rows) if isinstance(self._index, ExactIndex) else None
-        return NearestNeighbors(bank, index=index)
-
 
 class ExactIndex:
     """The k nearest vectors of a bank, by lower bounds of distances and by measuring.
@@ -139,14 +128,6 @@ class ExactIndex:
         if dtype is not None:
             with one_blas_thread():
                 self._screen = Screen.of(self._bank, self._mean, dtype)
-
-    def only(self, bank: Array, rows: Array) -> ExactIndex:
-        """The index of some of the vectors, see `NearestNeighbors.only`."""
-        same = copy(self)
-        same._bank = as_numpy(bank) if self._device.type == "cpu" else bank
-        if self._screen is not None:
-            same._screen = self._screen.only(as_numpy(rows))
-        return same
 
     def candidates(self, queries: Array, k: int) -> Array:
         """The k nearest (Q, k) int64 of queries (Q, D); any of a query that isn't finite."""

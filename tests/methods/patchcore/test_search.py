@@ -17,7 +17,7 @@ from scipy.spatial.distance import cdist
 
 from anomaly.errors import ConfigError
 from anomaly.methods.patchcore import search as search_module
-from anomaly.methods.patchcore.distances import Dtype, Screen
+from anomaly.methods.patchcore.distances import Dtype
 from anomaly.methods.patchcore.search import ExactIndex, NearestNeighbors, quickest_screen
 
 # By a product of all dimensions, by a screen in a dtype, by faiss.
@@ -83,24 +83,6 @@ def test_neighbours_closer_than_products_can_tell(method: str, device: str, k: i
     expected = np.sort(exact, axis=1)[:, :k]
     assert distances.cpu().numpy() == pytest.approx(expected, rel=1e-5)
     assert np.take_along_axis(exact, indices.cpu().numpy(), 1) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("way", ["product", *SCREENS])
-@pytest.mark.parametrize(("m", "k"), [(1024, 1), (2999, 3)])
-def test_some_vectors_of_a_larger_bank(
-    m: int, k: int, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bank, queries = blobs(4032, 200), blobs(500, 200, seed=1)
-    rows = torch.randperm(4032, generator=torch.Generator().manual_seed(2))[:m]
-    whole = neighbours(bank, way)
-    monkeypatch.setattr(Screen, "of", None)  # nothing is fitted anew
-    distances, indices = whole.only(bank[rows], rows).search(queries, k)
-    monkeypatch.undo()
-    expected = neighbours(bank[rows], "product").search(queries, k)
-    assert torch.equal(distances, expected[0])
-    assert torch.equal(indices, expected[1])
-    again = whole.search(queries, k)[0]  # which stays as it is
-    assert torch.equal(again, neighbours(bank, "product").search(queries, k)[0])
 
 
 @pytest.mark.parametrize("way", ["product", *SCREENS])
