@@ -99,7 +99,7 @@ def test_all_find_the_nearest(way: str, k: int) -> None:
 
 def test_tensors_that_are_searched_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There by torch's functions, not numpy's; this machine may have no GPU."""
-    monkeypatch.setattr(search_module, "_device", lambda values: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(search_module, "device_of", lambda values: SimpleNamespace(type="cuda"))
     bank, queries = blobs(3000, 60), blobs(400, 60, seed=1)
     queries[7] = float("nan")
     for k in (1, 3):
