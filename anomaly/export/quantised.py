@@ -232,7 +232,7 @@ def _learned_again(
     ):
         images = {i: sample.source for i, sample in samples.items()}
         patches = cache.build(images).checked()
-        scorer = fitter.again(detector.scorer, patches)
+        scorer = fitter.refit_embeddings(detector.scorer, patches)
         if patches.refused:
             why = patches.refused[0].reason
             raise DataError(f"a training image can't be used any more: {why}")

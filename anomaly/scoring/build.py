@@ -104,7 +104,8 @@ def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) 
     """
     # For what can be made again from the tensors, such as an index.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anomaly"
-    scorer: Scorer = import_module(METHODS[config.model.kind].module).scorer(
+    method = METHODS[config.model.kind]
+    scorer: Scorer = import_module(method.arrays or method.module).scorer(
         tensors, config.model.model_dump(), device=device, cache=cache
     )
     return scorer

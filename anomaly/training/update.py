@@ -181,7 +181,7 @@ class _Trial:
     ) -> _Trial:
         """Learn the wanted ones."""
         learned = len(detector.manifest["training_images"])
-        fitter = fitter_of(detector.config).continuing(detector.scorer, learned)
+        fitter = fitter_of(detector.config).incremental(detector.scorer, learned)
         new = replace(detector, scorer=fitter.fit(patches.only(wanted)))
         numbers = tuple(sorted(i for i in patches.hashes if i in wanted))
         some = {i: names[i] for i in numbers}
