@@ -13,7 +13,6 @@ from anomaly.cli import infer_watch
 from anomaly.cli.common_options import (
     add_cluster,
     add_device,
-    add_precision,
     annex,
     device_and_threads,
     number,
@@ -103,7 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_cluster(shards, "share all chunks out among the workers of this Ray cluster")
     _add_outputs(parser)
-    add_precision(parser)
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16"),
+        help="compute in this number format instead of the model's own",
+    )
     add_device(parser)
 
 
