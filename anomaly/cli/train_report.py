@@ -294,7 +294,7 @@ def _report_patch_size(summary: dict[str, Any], one_grid: bool) -> None:
     if image["resize"] is not None:
         setting = f"image.resize={2 * image['resize']}"
     elif image["tile"] is not None:
-        setting = f"image.tile={image['tile'] // 2}"
+        setting = f"image.tile={max(64, image['tile'] // 2)}"
     else:
         setting = f"image.area={2 * image['area']}"
         setting += "" if one_grid else " or with image.tile, which cuts large images up"
