@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+_RATES = ("false_reject_rate", "review_rate", "defect_share")
+_AMOUNTS = ("threshold", "review_threshold", "cost_escape", "cost_false_reject")
+_CRITERIA = ("without", "data_root", *_RATES, *_AMOUNTS)  # options that the history records
 _FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
 
 
@@ -109,8 +112,7 @@ def _run(options: argparse.Namespace) -> int:
     if new == before:
         print("these are the thresholds that the model has; nothing was changed")
         return exit_code
-    apart = ("command", "model", "good", "defects", "device", "threads")
-    criteria = {k: v for k, v in vars(options).items() if k not in apart and v is not None}
+    criteria = {name: value for name in _CRITERIA if (value := getattr(options, name)) is not None}
     images = {name: one.named_hashes() for name, one in scored.items()}
     record = change(criteria, before, new, images, recall)
     model_id = replace_thresholds(options.model, new, record)
@@ -210,17 +212,11 @@ def _check(options: argparse.Namespace) -> None:
         raise AnomalyError("costs need all of --cost-escape, --cost-false-reject and --defects")
     if options.defect_share is not None and not by_cost:
         raise AnomalyError("--defect-share says how to weigh costs; give --cost-escape, too")
-    for name in ("false_reject_rate", "review_rate", "defect_share"):
-        _within(options, name, 1, "between 0 and 1 (0.01 is 1 %)", strict=True)
-    for name in ("threshold", "review_threshold", "cost_escape", "cost_false_reject"):
-        _within(options, name, math.inf, "a number of 0 or more", strict=False)
-
-
-def _within(
-    options: argparse.Namespace, name: str, limit: float, legal: str, *, strict: bool
-) -> None:
-    value = getattr(options, name)
-    if value is not None and not (0 <= value < limit and not (strict and value == 0)):
+    for name in (*_RATES, *_AMOUNTS):
+        value = getattr(options, name)
+        if value is None or (0 < value < 1 if name in _RATES else 0 <= value < math.inf):
+            continue
+        legal = "between 0 and 1 (0.01 is 1 %)" if name in _RATES else "a number of 0 or more"
         raise AnomalyError(f"--{name.replace('_', '-')} is {value:g}; it must be {legal}")
 
 
