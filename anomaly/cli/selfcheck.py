@@ -61,17 +61,16 @@ def _run(options: argparse.Namespace, paths: list[Path]) -> int:
     device, threads = device_and_threads(options)
     model = load_model(options.model, device)
     with ProgressLine() as progress:
-        told = partial(progress, "scoring")
-        found = score_golden(model, paths, options.golden, threads, told)
+        scores = score_golden(model, paths, options.golden, threads, partial(progress, "scoring"))
     if recorded is None:
-        write_record(options.golden, model.model_id, found)
-        print(f"{len(found)} images recorded in {options.golden / GOLDEN}")
+        write_record(options.golden, model.model_id, scores)
+        print(f"{len(scores)} images recorded in {options.golden / GOLDEN}")
         return 0
     if recorded["model_id"] != model.model_id:
         log.info(f"recorded with model {recorded['model_id']}, checked with {model.model_id}")
-    moved = moved_since(recorded["images"], found, options.tolerance)
+    moved = moved_since(recorded["images"], scores, options.tolerance)
     for name, change in moved.items():
         print(f"{name}: {change}")
-    kept = len(found.keys() - moved.keys())
-    print(f"{kept} of {len(found)} images as recorded" + ("" if moved else ": ready"))
+    kept = len(scores.keys() - moved.keys())
+    print(f"{kept} of {len(scores)} images as recorded" + ("" if moved else ": ready"))
     return 1 if moved else 0

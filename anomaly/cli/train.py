@@ -14,9 +14,9 @@ from anomaly.cli.common_options import (
     device_and_threads,
     joined_cluster,
 )
-from anomaly.cli.config_runs import train_products
-from anomaly.cli.train_report import TrainOptions, train_and_say
+from anomaly.cli.train_report import TrainOptions, train_and_report, train_products
 from anomaly.config.load import load_config
+from anomaly.config.schema import by_product
 from anomaly.datasets import open_dataset
 from anomaly.files.lock import locked
 
@@ -40,17 +40,19 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     output: Path = options.output or Path("runs") / config.name
     data = config.data
+    several = isinstance(data.category, tuple)
     with locked(output):
         # Before torch is imported, which takes seconds.
-        listed = data.category if isinstance(data.category, tuple) else [data.category]
-        datasets = [open_dataset(data.format, data.root, category) for category in listed]
-        if not isinstance(data.category, tuple):  # of several all may be trained
+        configs = list(by_product(config).values()) or [config]
+        datasets = [open_dataset(data.format, data.root, one.data.category) for one in configs]
+        if not several:  # of several all may be trained
             check_weights(config.backbone.weights)
         device, threads = device_and_threads(options)
         with joined_cluster(options) as cluster:
-            calibrate, overwrite = not options.no_calibrate, options.overwrite
             shared = None if cluster is None else annex("cluster.cache").computed_by(cluster)
-            how = TrainOptions(device, threads, calibrate, overwrite, shared)
-            if isinstance(data.category, tuple):
-                return train_products(config, datasets, output, how)
-            return train_and_say(config, datasets[0], output, how)
+            train = TrainOptions(
+                device, threads, not options.no_calibrate, options.overwrite, shared
+            )
+            if several:
+                return train_products(config, datasets, output, train)
+            return train_and_report(config, datasets[0], output, train)
