@@ -31,6 +31,7 @@ from anomaly.storage.folder import (
     BACKBONE,
     EXPORT,
     HISTORY,
+    MANIFEST,
     appearing,
     check_run_folder,
     claim_model,
@@ -39,7 +40,6 @@ from anomaly.storage.folder import (
     model_id,
 )
 from anomaly.storage.load import load_model
-from anomaly.storage.manifest import MANIFEST
 from anomaly.training.fit import StageProgress
 from anomaly.training.runs import made_of, training_record
 from anomaly.version import __version__

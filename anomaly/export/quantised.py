@@ -37,7 +37,7 @@ from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape, tile_
 from anomaly.methods.base import Fitter
 from anomaly.runtime.threads import get_threads
 from anomaly.scoring.build import fitter_of
-from anomaly.scoring.image_statistics import AppearanceModel
+from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import BACKBONE
 from anomaly.storage.save import save_rest
@@ -232,12 +232,14 @@ def _learned_again(
     ):
         images = {i: sample.source for i, sample in samples.items()}
         patches = cache.build(images).checked()
-        scorer = fitter.again(detector.scorer, patches)
+        scorer = fitter.refit_embeddings(detector.scorer, patches)
         if patches.refused:
             why = patches.refused[0].reason
             raise DataError(f"a training image can't be used any more: {why}")
-        looks = AppearanceModel.of([patches.looks[i] for i in samples])
-        new = replace(detector, scorer=scorer, appearance=detector.appearance and looks)
+        looks = TrainingStatistics.of([patches.statistics[i] for i in samples])
+        new = replace(
+            detector, scorer=scorer, training_statistics=detector.training_statistics and looks
+        )
         thresholds = _thresholds(new, fitter, samples, patches, progress)
     made = change({"quantised": "int8"}, detector.thresholds, thresholds, {})
     return replace(

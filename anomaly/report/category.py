@@ -18,8 +18,8 @@ from anomaly.evaluation.metrics import Confusion, confusion
 from anomaly.methods.base import Progress
 from anomaly.report.page import utc_now
 from anomaly.report.tiles import Tile, Tiles
-from anomaly.scoring.build import portable
-from anomaly.scoring.image_statistics import Appearance
+from anomaly.scoring.build import to_dict
+from anomaly.scoring.image_statistics import ImageStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.folder import find_model
@@ -69,7 +69,7 @@ class Category:
     date: str = ""
     seconds: float = 0.0
     tiles: Mapping[int, Tile] = field(default_factory=dict)
-    looks: Mapping[int, Appearance] = field(default_factory=dict)
+    looks: Mapping[int, ImageStatistics] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         figures = {k: v for k, v in self.metrics.items() if k.endswith(("auroc", "aupro"))}
@@ -136,11 +136,11 @@ def evaluated(
     """
     started = time.perf_counter()
     limit = None if detector.thresholds is None else detector.thresholds.pixel
-    looks: dict[int, Appearance] = {}
+    looks: dict[int, ImageStatistics] = {}
 
     def take(prediction: Prediction, _: Sample, anomaly_map: Map, mask: Mask | None) -> None:
         if keep_looks:
-            looks[prediction.index] = prediction.look
+            looks[prediction.index] = prediction.statistics
         tiles.add(prediction, anomaly_map, mask)
 
     with Tiles(len(samples), limit, workers) as tiles:
@@ -163,7 +163,7 @@ def evaluated(
         unit=detector.unit,
         engine=detector.extractor.engine,
         manifest=detector.manifest,
-        settings=portable(detector.config),
+        settings=to_dict(detector.config),
         training={} if folder is None else _training(folder, detector.model_id),
         data_folder=data_folder,
         own_split=own_split,

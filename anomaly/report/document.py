@@ -17,7 +17,7 @@ from anomaly.datasets import GOOD
 from anomaly.evaluation.metrics import pr_curve, roc_curve
 from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.report.page import asset, page
-from anomaly.scoring.build import flat
+from anomaly.scoring.build import flatten
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def _facts(category: Category) -> dict[str, dict[str, Any]]:
     software = {"anomaly": __version__, "python": made.get("python"), **made.get("packages", {})}
     machine = {k: v for k, v in made.items() if k not in ("packages", "python")}
     return {
-        "Settings": dict(flat(category.settings)),
+        "Settings": dict(flatten(category.settings)),
         "Learned": learned,
         "Timings": timings,
         "Hashes (sha256)": hashes,

@@ -27,8 +27,8 @@ from anomaly.inference.rows import Row, counts_of, say_counts, total_of
 from anomaly.maps.encoding import SHOWN, Thumbnail, Thumbnails, thumbnail
 from anomaly.report.document import model_page
 from anomaly.report.page import page, utc_now
-from anomaly.scoring.build import flat, portable
-from anomaly.scoring.products import AnyModel
+from anomaly.scoring.build import flatten, to_dict
+from anomaly.scoring.predictor import AnyModel
 
 NAMED = 200  # images named that couldn't be scored
 _LARGEST_FILE = 100_000_000
@@ -105,7 +105,7 @@ def write_gallery(
             model=str(folder / product),
             model_id=one.model_id,
             inputs=inputs,
-            settings=portable(one.config),
+            settings=to_dict(one.config),
             facts=facts,
             learned=frozenset(one.manifest["training_images"].values()),
             up="../" if several else "",
@@ -161,7 +161,7 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         "training_images": [],
     }
     title, counted = f"{run.name} – {run.inputs}", f"{scored} of {total} images scored"
-    facts = {"Run": run.facts, "Settings": dict(flat(run.settings))}
+    facts = {"Run": run.facts, "Settings": dict(flatten(run.settings))}
     return model_page(run, title, counted, facts, data)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from anomaly.calibration import Thresholds, rate_of
+from anomaly.calibration import Thresholds
+from anomaly.calibration.rates import rate_of
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics import Confusion
 from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS

@@ -30,9 +30,9 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
 from anomaly.runtime.devices import peak_memory
-from anomaly.scoring.build import as_of_today, differences, flat, portable
+from anomaly.scoring.build import differences, flatten, to_dict
 from anomaly.storage.folder import appearing, check_run_folder
-from anomaly.storage.golden import Said, write_record
+from anomaly.storage.golden import Answers, write_record
 from anomaly.storage.save import save
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def keep_run(
     output: Path,
     sources: Sequence[Path],
     *,
-    golden: tuple[Path, Said] | None = None,
+    golden: tuple[Path, Answers] | None = None,
     overwrite: bool = False,
 ) -> str:
     """Write the run of a model that wasn't trained, but made of others.
@@ -202,21 +202,21 @@ def check_same(run: Path, config: Config, dataset: Dataset, remedy: str = "") ->
     """
     file, summary = run / "model" / "config.yaml", run / "train.json"
     try:
-        settings = as_of_today(yaml.safe_load(file.read_text("utf-8")))
-        before = dict(flat(portable(parse_config(settings, str(file)))))
+        settings = yaml.safe_load(file.read_text("utf-8"))
+        before = dict(flatten(to_dict(parse_config(settings, str(file)))))
         before["data folder"] = json.loads(summary.read_text("utf-8"))["data_folder"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError, ConfigError) as error:
         raise ConfigError(
             f"what {run} was trained with can't be read ({why(error)}); train it again, or "
             f"evaluate it as it is with --model {run}"
         ) from None
-    now = dict(flat(portable(config)))
+    now = dict(flatten(to_dict(config)))
     now["data folder"] = str(dataset.folder.absolute())
     if now["precision"] == "auto":  # settled at training
         before["precision"] = now["precision"]
     if different := differences(before, now):
         raise ConfigError(
-            f"{run} was trained with other settings ({different}); "
+            f"{run} was trained with other settings ({'; '.join(different)}); "
             + (
                 remedy
                 or "give another --runs folder, another name (--set name=…), or evaluate it as it "
@@ -251,7 +251,7 @@ def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
             {"name": name, "score": score, "reject_without": value}
             for name, score, value in (thresholds.raised_by() if thresholds else ())
         ],
-        "odd": list(training.odd),
+        "odd": list(training.outliers),
         "stand_out": dict(training.stand_out),
         "turned_copies": training.detector.config.model.turned_copies,
         "left_out": training.detector.config.model.leave_out_suspects and bool(training.stand_out),

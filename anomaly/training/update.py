@@ -12,18 +12,14 @@ from typing import Any
 import numpy as np
 
 from anomaly.backbones.engine import ExportedNetwork
-from anomaly.calibration import (
-    GoodScores,
-    Thresholds,
-    threshold_for_false_reject_rate,
-    thresholds_from,
-)
+from anomaly.calibration import GoodScores, Thresholds, thresholds_from
+from anomaly.calibration.thresholds import threshold_for_false_reject_rate
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, ModelError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.scoring.build import fitter_of
-from anomaly.scoring.image_statistics import AppearanceModel
+from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.training.cross_fitting import cross_fit, scores_of
 from anomaly.training.feature_cache import CachedFeatures, FeatureCache
@@ -106,13 +102,14 @@ def learn(
             trial = _Trial.of(detector, patches, names, kept, progress)
         refused = {names[item.index]: item.reason for item in patches.refused}
         hashes = {names[i]: patches.hashes[i] for i in trial.numbers}
-        looks = [patches.looks[i] for i in trial.numbers]
+        statistics = [patches.statistics[i] for i in trial.numbers]
         before = scores_of(detector, patches.only(trial.numbers), patches.views)
     left_out = {name: i for i, name in names.items() if name not in hashes}
     new = replace(
         trial.detector,
         thresholds=_thresholds(detector, trial.good),
-        appearance=detector.appearance and detector.appearance.merged(AppearanceModel.of(looks)),
+        training_statistics=detector.training_statistics
+        and detector.training_statistics.merged(TrainingStatistics.of(statistics)),
         manifest=_manifest(detector, hashes, left_out),
         model_id="",
         folder=None,
@@ -184,7 +181,7 @@ class _Trial:
     ) -> _Trial:
         """Learn the wanted ones."""
         learned = len(detector.manifest["training_images"])
-        fitter = fitter_of(detector.config).continuing(detector.scorer, learned)
+        fitter = fitter_of(detector.config).incremental(detector.scorer, learned)
         new = replace(detector, scorer=fitter.fit(patches.only(wanted)))
         numbers = tuple(sorted(i for i in patches.hashes if i in wanted))
         some = {i: names[i] for i in numbers}

@@ -28,7 +28,7 @@ from anomaly.files.writing import sha256_of
 from anomaly.hooks import live_hooks
 from anomaly.imaging.loading import NetworkInput, load
 from anomaly.maps.regions import MarkedRegion, marked_regions
-from anomaly.methods.patchcore.memory_bank import MemoryBank
+from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.load import load_model
 

@@ -28,8 +28,8 @@ from anomaly.backbones import engine as engine_module
 from anomaly.backbones.engine import Graph
 from anomaly.backbones.registry import build, default_layers, load_state, read_weights
 from anomaly.backbones.truncation import truncate
-from anomaly.cli import common_options as machine
 from anomaly.cli import main
+from anomaly.cli.common_options import device_and_threads
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
@@ -41,8 +41,8 @@ from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.loading import load as load_image
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
+from anomaly.storage.folder import read_manifest, sealed, write_manifest
 from anomaly.storage.load import load_model
-from anomaly.storage.manifest import read_manifest, sealed, write_manifest
 from anomaly.storage.save import save
 
 ENGINES = ("onnx", "openvino")
@@ -435,7 +435,7 @@ def test_a_precision_or_device_that_an_engine_lacks(
     assert load_model(bank_export).device.type == "cpu"
     for named in (bank_export, [bank_export / "model"]):
         options = argparse.Namespace(device="auto", threads=2, model=named)
-        assert machine.device_and_threads(options)[0].type == "cpu"
+        assert device_and_threads(options)[0].type == "cpu"
 
 
 @pytest.mark.slow
