@@ -201,13 +201,11 @@ def made(source: Source, options: argparse.Namespace, device: Any, threads: int)
     if options.config:
         how = TrainOptions(device, threads)
         folder = trained_run(source.named, options.overrides, options.runs, how, source.product)
-    return _evaluate(folder, options, device, threads, told=bool(source.product))
+    return _evaluate(folder, options, device, threads)
 
 
-def _evaluate(
-    folder: Path, options: argparse.Namespace, device: Any, threads: int, told: bool
-) -> Category:
-    """Evaluate one model; `told`, if its images are to be told from those of other products."""
+def _evaluate(folder: Path, options: argparse.Namespace, device: Any, threads: int) -> Category:
+    """Evaluate one model."""
     detector = load_model(folder, device)
     samples, data_folder = images_to_test(
         detector,
@@ -227,5 +225,4 @@ def _evaluate(
             workers=threads,
             progress=lambda done, total: progress(detector.config.name, done, total),
             model=str(folder),
-            keep_looks=told,
         )

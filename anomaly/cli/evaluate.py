@@ -15,9 +15,8 @@ from anomaly.cli.config_runs import Source, made, sources
 from anomaly.datasets import open_test_images
 from anomaly.errors import AnomalyError, ConfigError, ModelError, first_of
 from anomaly.files.lock import locked
-from anomaly.report.category import Failure
 from anomaly.report.comparison import summary, write_comparison
-from anomaly.report.index import EvaluationFolder
+from anomaly.report.index import EvaluationFolder, Failure
 from anomaly.report.tables import at_thresholds, table, undefined
 from anomaly.scoring.image_statistics import nearest
 from anomaly.storage.folder import find_products
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from anomaly.datasets import Sample
-    from anomaly.report.category import Category, Failure
+    from anomaly.report.category import Category
 
 log = logging.getLogger(__name__)
 
