@@ -23,7 +23,7 @@ from anomaly.datasets.advice import advice
 from anomaly.datasets.check import Reading, check
 from anomaly.datasets.recognise import chosen, recognise
 from anomaly.errors import OutputError
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 from anomaly.files.writing import at_home, claim, write
 from anomaly.runtime.threads import cores
 from anomaly.storage.folder import check_run_folder
