@@ -132,8 +132,8 @@ class GoodScores:
             held += " at most"
         least = supported_rate(groups)
         return (
-            f"the images come from {held}: as far as those of a group are alike, the bounds "
-            f"promise too much, and {held} can vouch for no less than {percent(least)}"
+            f"the images come from {held}: if those of a group are alike, the bounds promise too "
+            f"much. {held} can't guarantee a false-reject rate below {percent(least)}"
         )
 
 
