@@ -28,7 +28,7 @@ from anomaly.config.schema import by_product
 from anomaly.datasets import open_test_images
 from anomaly.errors import AnomalyError, ConfigError, ModelError, first_of
 from anomaly.evaluation.splits import images_to_test
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 from anomaly.report.category import evaluated
 from anomaly.report.comparison import summary, write_comparison
 from anomaly.report.index import EvaluationFolder, Failure

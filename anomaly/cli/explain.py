@@ -12,7 +12,7 @@ from anomaly.backbones.weights import check_weights
 from anomaly.cli.common_options import add_device, add_output, add_paths, device_and_threads
 from anomaly.errors import AnomalyError
 from anomaly.explain.pictures import RgbImage, claim_folder, save_explanation
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 from anomaly.storage.exported import check_layers
 from anomaly.storage.load import load_model
 
