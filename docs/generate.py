@@ -176,9 +176,9 @@ def _attribute_docstrings(tree: ast.Module) -> dict[str, dict[str, str]]:
 
 def figures() -> str:
     """What the reports' figures mean, from the words that the reports themselves use."""
-    from anomaly.report.document import GLOSSARY
+    from anomaly.report.document import glossary
 
-    return "\n".join(f"| `{name}` | {text} |" for name, text in GLOSSARY.items())
+    return "\n".join(f"| `{name}` | {text} |" for name, text in glossary().items())
 
 
 # What every room may stand on, so that arrows to it would say nothing.

@@ -25,7 +25,7 @@ from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
 from anomaly.evaluation.recalibrate import by_hand, known_scores, score_held_out
 from anomaly.evaluation.splits import tested_hashes
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 from anomaly.storage.folder import HISTORY, find_model
 from anomaly.storage.load import load_model
 from anomaly.storage.thresholds import change, replace_thresholds

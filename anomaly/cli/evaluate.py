@@ -28,10 +28,10 @@ from anomaly.config.schema import by_product
 from anomaly.datasets import open_test_images
 from anomaly.errors import AnomalyError, ConfigError, ModelError, first_of
 from anomaly.evaluation.splits import images_to_test
-from anomaly.files.lock import locked
-from anomaly.report.category import Failure, evaluated
+from anomaly.files.outputs import locked
+from anomaly.report.category import evaluated
 from anomaly.report.comparison import summary, write_comparison
-from anomaly.report.index import EvaluationFolder
+from anomaly.report.index import EvaluationFolder, Failure
 from anomaly.report.tables import at_thresholds, table, undefined
 from anomaly.scoring.image_statistics import nearest
 from anomaly.storage.folder import find_products
@@ -270,7 +270,6 @@ def evaluate_source(
                 workers=threads,
                 progress=partial(progress, model.config.name),
                 model=str(folder),
-                keep_looks=bool(source.product),  # to be told from those of other products
             )
     except AnomalyError as error:
         return error

@@ -24,8 +24,7 @@ from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import find_inputs, say_passed_over
 from anomaly.errors import DataError, first_of
-from anomaly.files.lock import locked
-from anomaly.files.outputs import DONE, FOLDERS, HEATMAPS, JOURNAL
+from anomaly.files.outputs import DONE, FOLDERS, HEATMAPS, JOURNAL, locked
 from anomaly.files.writing import remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.inference.journal import RunJournal, exit_code_of

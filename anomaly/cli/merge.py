@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from anomaly.cli.common_options import add_device, add_output, device_and_threads
-from anomaly.files.lock import locked
-from anomaly.files.outputs import RUN
+from anomaly.files.outputs import RUN, locked
 from anomaly.files.writing import claim
 from anomaly.storage.folder import check_run_folder, find_model
 from anomaly.storage.load import load_model

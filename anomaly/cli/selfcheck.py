@@ -12,8 +12,7 @@ from anomaly.cli.common_options import add_device, device_and_threads, number
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError
-from anomaly.files.lock import locked
-from anomaly.files.outputs import GOLDEN
+from anomaly.files.outputs import GOLDEN, locked
 from anomaly.storage.golden import moved_since, read_record, score_golden, write_record
 from anomaly.storage.load import load_model
 

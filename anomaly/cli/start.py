@@ -22,7 +22,7 @@ from anomaly.datasets import open_dataset
 from anomaly.datasets.check import Reading, advice, check
 from anomaly.datasets.recognise import chosen, recognise
 from anomaly.errors import OutputError
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 from anomaly.files.writing import at_home, claim, write
 from anomaly.runtime.threads import cores
 from anomaly.storage.folder import check_run_folder

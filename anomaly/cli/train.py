@@ -18,7 +18,7 @@ from anomaly.cli.train_report import TrainOptions, train_and_report, train_produ
 from anomaly.config.load import load_config
 from anomaly.config.schema import by_product
 from anomaly.datasets import open_dataset
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

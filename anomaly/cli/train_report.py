@@ -14,7 +14,7 @@ from anomaly.config.load import load_config
 from anomaly.config.schema import METHODS, by_product
 from anomaly.datasets import open_dataset
 from anomaly.errors import AnomalyError, OutputError, first_of, some
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 from anomaly.scoring.image_statistics import LEAST_IMAGES
 from anomaly.storage.folder import MANIFEST, read_manifest
 from anomaly.training.runs import check_same, train_run

@@ -21,8 +21,7 @@ from anomaly.datasets import Sample, check_good_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
 from anomaly.evaluation.recalibrate import tested_of
-from anomaly.files.lock import locked
-from anomaly.files.outputs import RUN
+from anomaly.files.outputs import RUN, locked
 from anomaly.files.writing import claim
 from anomaly.imaging.listing import list_images
 from anomaly.storage.folder import check_run_folder, find_model

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from anomaly.errors import AnomalyError, ModelError, OutputError, some, why
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 from anomaly.files.writing import draft_of
 from anomaly.imaging.decoder_pool import resident_bytes
 from anomaly.imaging.listing import list_images

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,13 +83,10 @@ def load_model(
     chosen = _device(folder, export, device)
     check_files(folder, files_of(manifest, export), [EXPORT] if export else [])
     config = config_in(folder, manifest)
-    network = _exported(folder, manifest, export, precision, like) if export else None
+    source = _Source(folder, manifest, config, chosen, precision, like)
+    network = _exported_network(source, export) if export else None
     try:
-        stages = (
-            exported_stages(network, folder, config)
-            if network
-            else _computed_stages(folder, manifest, config, chosen, precision, like)
-        )
+        stages = exported_stages(network, folder, config) if network else _torch_stages(source)
         statistics = folder / STATISTICS
         images = len(manifest["training_images"])
         training_statistics = None
@@ -168,72 +166,63 @@ def _device(
     return CPU
 
 
-def _exported(
-    folder: Path,
-    manifest: dict[str, Any],
-    export: dict[str, Any],
-    precision: str | None,
-    like: Model | None,
-) -> ExportedNetwork:
+@dataclass(frozen=True)
+class _Source:
+    """A model folder whose files were checked, and how its model is wanted; see `load_model`."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    config: Config
+    device: torch.device
+    precision: str | None
+    like: Model | None
+
+
+def _exported_network(source: _Source, export: dict[str, Any]) -> ExportedNetwork:
     """The exported network, asked for nothing but what it was compared in."""
-    if precision not in (None, export["precision"]):
+    if source.precision not in (None, export["precision"]):
         raise ModelError(
-            f"{folder} was exported in {export['precision']}; to have it in {precision}, export "
-            f"the model again with --precision {precision}"
+            f"{source.folder} was exported in {export['precision']}; to have it in "
+            f"{source.precision}, export the model again with --precision {source.precision}"
         )
-    if like is not None and isinstance(like.extractor, ExportedNetwork):
-        return like.extractor
-    return open_network(folder, manifest, export)
+    if source.like is not None and isinstance(source.like.extractor, ExportedNetwork):
+        return source.like.extractor
+    return open_network(source.folder, source.manifest, export)
 
 
-def _computed_stages(
-    folder: Path,
-    manifest: dict[str, Any],
-    config: Config,
-    device: torch.device,
-    precision: str | None,
-    like: Model | None,
-) -> dict[str, Any]:
-    """A detector's stages in torch: the truncated network with its weights, and the scorer."""
-    from safetensors.torch import load_file
+def _torch_stages(source: _Source) -> dict[str, Any]:
+    """A model's stages in torch: the truncated network with its weights, and the scorer."""
+    from anomaly.backbones.registry import Normalisation  # needs torch, which exports do without
 
-    from anomaly.backbones.registry import Normalisation
-
-    network = like.extractor if like else _extractor(folder, manifest, config, device, precision)
-    backbone = manifest["backbone"]
-    # Copies: a mapped file that somebody writes over takes the process with it.
-    known = {name: values.clone() for name, values in load_file(folder / SCORER).items()}
+    backbone = source.manifest["backbone"]
     return {
-        "extractor": network,
+        "extractor": source.like.extractor if source.like else _extractor(source),
         "normalise": Normalisation(tuple(backbone["mean"]), tuple(backbone["std"])),
-        "scorer": scorer_of(config, known, device),
-        "device": device,
+        "scorer": scorer_of(source.config, _tensors(source.folder / SCORER), source.device),
+        "device": source.device,
     }
 
 
-def _extractor(
-    folder: Path,
-    manifest: dict[str, Any],
-    config: Config,
-    device: torch.device,
-    precision: str | None,
-) -> FeatureExtractor:
-    """The truncated network with its weights."""
-    from safetensors.torch import load_file
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Copies of the tensors in a file: one mapped and written over takes the process with it."""
+    from safetensors.torch import load_file  # needs torch
 
-    from anomaly.backbones.registry import build, load_state
+    return {name: values.clone() for name, values in load_file(file).items()}
+
+
+def _extractor(source: _Source) -> FeatureExtractor:
+    """The truncated network with its weights."""
+    from anomaly.backbones.registry import build, load_state  # these need torch
     from anomaly.backbones.truncation import truncate
 
-    backbone = manifest["backbone"]
-    extractor = truncate(build(config.backbone.name), backbone["layers"])
+    folder, backbone = source.folder, source.manifest["backbone"]
+    extractor = truncate(build(source.config.backbone.name), backbone["layers"])
     _check_equal(folder, "channels", backbone["channels"], list(extractor.channels))
     _check_equal(folder, "strides", backbone["strides"], list(extractor.strides))
     _check_equal(folder, "patch", backbone.get("patch"), extractor.patch)
-    # Copies, as of the scorer's tensors.
-    state = {name: values.clone() for name, values in load_file(folder / BACKBONE).items()}
-    full = build(config.backbone.name)
-    load_state(extractor.network, state, full, str(folder / BACKBONE))
-    return extractor.to(device, _precision(config, device, precision))
+    full = build(source.config.backbone.name)
+    load_state(extractor.network, _tensors(folder / BACKBONE), full, str(folder / BACKBONE))
+    return extractor.to(source.device, _precision(source))
 
 
 def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
@@ -267,12 +256,13 @@ def _unreadable(folder: Path, manifest: dict[str, Any], error: Exception) -> Mod
     )
 
 
-def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
-    """The model's own precision, unless told otherwise or the device is slower with it."""
-    own = config.precision
-    chosen = wanted or ("fp32" if own == "bf16" and not has_bf16(device) else own)
+def _precision(source: _Source) -> str:
+    """The model's own precision, unless another is wanted or the device is slower with it."""
+    own = source.config.precision
+    chosen = source.precision
+    chosen = chosen or ("fp32" if own == "bf16" and not has_bf16(source.device) else own)
     if chosen != own:
-        why = "as asked" if wanted else "this machine doesn't have bf16"
+        why = "as asked" if source.precision else "this machine doesn't have bf16"
         log.warning(
             "the model was trained in %s and runs in %s (%s): scores move by about 1 %% in "
             "the mean, single ones by up to 10 %%, and verdicts close to a threshold may change",

@@ -11,7 +11,7 @@ from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.errors import ConfigError
 from anomaly.export.models import check_arguments
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, first_of
 from anomaly.export.feature_files import FeatureWriter
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 from anomaly.storage.exported import check_layers
 
 

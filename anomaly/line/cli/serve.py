@@ -13,7 +13,7 @@ from anomaly.cli.common_options import add_device, device_and_threads, number
 from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.errors import AnomalyError, OutputError
-from anomaly.files.lock import locked_file
+from anomaly.files.outputs import locked_file
 from anomaly.line.bodies import is_loopback
 from anomaly.line.record import Keeping
 from anomaly.line.sinks import Mqtt, Webhook
