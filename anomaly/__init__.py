@@ -26,11 +26,11 @@ _HOME = {
     "AnomalyError": "errors",
     "Config": "config.schema",
     "ImageError": "errors",
-    "Prediction": "model.prediction",
+    "Prediction": "scoring.prediction",
     "evaluate": "evaluating",
     "fit": "fitting",
     "load": "detector",
-    "load_config": "config.files",
+    "load_config": "config.load",
     "open_dataset": "datasets",
 }
 

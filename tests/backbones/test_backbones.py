@@ -11,6 +11,7 @@ from families import FAMILIES
 from safetensors.torch import save_file
 from tiny_network import TinyNetwork
 
+import anomaly
 from anomaly.backbones import networks
 from anomaly.backbones import registry as backbones
 from anomaly.backbones.networks import IMAGENET_MEAN, IMAGENET_STD
@@ -155,7 +156,7 @@ def test_a_network_of_ones_own_is_an_entry_of_the_registry(
     assert detector.extractor.layers == ("layer2", "layer3")
     assert detector.manifest["backbone"]["mean"] == [0.5, 0.5, 0.5]
     assert "layer4" not in str(detector.extractor.network.state_dict().keys())
-    detector.predict(product / "test" / "spot" / "001.png")
+    anomaly.load(tmp_path / "run").predict(product / "test" / "spot" / "001.png")
 
     state, _ = backbones.read_weights("mine", "random", 1)
     save_file(state, tmp_path / "own.safetensors")

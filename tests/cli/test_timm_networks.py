@@ -11,6 +11,7 @@ from conftest import Command, train_arguments
 from families import quick_and_slow
 from safetensors.torch import save_file
 
+import anomaly
 from anomaly.backbones import registry as backbones
 from anomaly.backbones.truncation import truncate
 from anomaly.errors import ConfigError, WeightsError
@@ -57,7 +58,7 @@ def test_the_whole_way(
     patch = 14 if name == DINO else 16 if "vit" in name else None
     assert backbone.get("patch") == patch
     part = product / "test" / "spot" / "001.png"
-    found = detector.predict(part)
+    found = anomaly.load(run).predict(part)
     if patch:
         assert found.patch_scores.shape == tuple(s // patch for s in found.view.size)
     assert np.isfinite(found.anomaly_map).all()
@@ -107,7 +108,7 @@ def test_exported_it_says_the_same(
     code, _, err = command("export", export)
     assert code == 0, err
     part = product / "test" / "spot" / "001.png"
-    one, two = load_model(run, "cpu").predict(part), load_model(tmp_path / "e").predict(part)
+    one, two = anomaly.load(run, "cpu").predict(part), anomaly.load(tmp_path / "e").predict(part)
     assert two.score == pytest.approx(one.score, rel=1e-4)
 
 
@@ -177,7 +178,7 @@ def test_weights_come_from_the_users_cache_and_are_never_downloaded(
     assert backbone["weights_licence"] == "apache-2.0"
     assert len(backbone["weights_sha256"]) == 64
     shutil.rmtree(tmp_path / "hub")  # the model keeps what it needs
-    assert load_model(tmp_path / "run").predict(product / "test" / "spot" / "001.png").score > 0
+    assert anomaly.load(tmp_path / "run").predict(product / "test" / "spot" / "001.png").score > 0
 
 
 def test_names_and_sides_that_do_not_fit_are_answered(
@@ -233,7 +234,7 @@ def test_it_is_trained_at_the_size_that_it_takes(
     code, _, err = command("train", train_arguments(product, tmp_path / "run", *settings))
     assert code == 0, err
     part = product / "test" / "spot" / "001.png"
-    assert load_model(tmp_path / "run").predict(part).view.size == (160, 160)
+    assert anomaly.load(tmp_path / "run").predict(part).view.size == (160, 160)
     code, _, err = command("layers", ["--backbone", "timm/test_maxvit"])
     assert code == 2
     assert "doesn't take images of 224×224; give another size, such as 160×160" in err
