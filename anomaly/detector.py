@@ -157,8 +157,8 @@ class AnomalyDetector(_Scoring):
     def __repr__(self) -> str:
         config, manifest = self.model.config, self.model.manifest
         images = f"{len(manifest.get('training_images', ()))} good images"
-        said = f"{self.method} on {config.backbone.name}, {images}, {self.model.device.type}"
-        return f"<AnomalyDetector {self.name}: {said}>"
+        about = f"{self.method} on {config.backbone.name}, {images}, {self.model.device.type}"
+        return f"<AnomalyDetector {self.name}: {about}>"
 
     @property
     def name(self) -> str:
@@ -401,5 +401,5 @@ def load(
             doesn't belong; there is no such product; or the products' models can't share one
             network, or nothing tells images of theirs apart.
     """
-    found = product_folder.load(folder, device, precision, product)
-    return AnomalyDetector(found) if isinstance(found, Model) else ProductSet(found)
+    model = product_folder.load(folder, device, precision, product)
+    return AnomalyDetector(model) if isinstance(model, Model) else ProductSet(model)

@@ -151,10 +151,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     file = folder / MANIFEST
     values = read_json(file)
-    found = values.get("format") if isinstance(values, dict) else None
-    if found != FORMAT:
+    written = values.get("format") if isinstance(values, dict) else None
+    if written != FORMAT:
         raise ModelError(
-            f"{file} isn't a manifest of this program's models (format {str(found)[:40]!r}, "
+            f"{file} isn't a manifest of this program's models (format {str(written)[:40]!r}, "
             f"expected {FORMAT!r}); give a folder that this version's `train` wrote"
         )
     check_seal(values, file)

@@ -114,15 +114,15 @@ def load_model(
     )
 
 
-def _check_equal(folder: Path, key: str, recorded: object, found: object) -> None:
+def _check_equal(folder: Path, key: str, recorded: object, actual: object) -> None:
     """See that a manifest and the files beside it say the same.
 
     Raises:
         ModelError: they don't.
     """
-    if recorded != found:
+    if recorded != actual:
         raise ModelError(
-            f"{folder}: {key} is {recorded!r} in its manifest, and {found!r} in its other files; "
+            f"{folder}: {key} is {recorded!r} in its manifest, and {actual!r} in its other files; "
             f"{AGAIN}"
         )
 
@@ -238,7 +238,7 @@ def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
         raise _unreadable(folder, manifest, error) from None
     made, backbone = manifest["made_with"], manifest["backbone"]
     one_aspect = manifest["aspect"] is not None
-    for key, recorded, found in (
+    for key, recorded, actual in (
         ("name", manifest["name"], config.name),
         ("seed", manifest["seed"], config.seed),
         ("backbone.name", backbone["name"], config.backbone.name),
@@ -247,7 +247,7 @@ def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
         ("precision", made["precision"], config.precision),
         ("one aspect for all images", one_aspect, config.one_aspect),
     ):
-        _check_equal(folder, key, recorded, found)
+        _check_equal(folder, key, recorded, actual)
     return config
 
 

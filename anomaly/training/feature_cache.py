@@ -122,8 +122,10 @@ class FeatureCache:
     def close(self) -> None:
         """Delete the temporary files, but those that other processes read."""
         for features in self._built:
-            for file in (*features.files, *features.points):
+            for file in features.files:
                 file.close()
+            for points in features.points:
+                points.close()
         self._built = []
 
     def _embed(self, batch: list[NetworkInput] | UnusableImage) -> _Embedded | UnusableImage:

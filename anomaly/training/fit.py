@@ -420,7 +420,7 @@ def _patch_pixels(features: CachedFeatures, stride: int) -> tuple[float, float]:
     """Original pixels that one patch is high and wide."""
     axes = [[pieces[0] for pieces in view.axes] for view in features.views.values()]
     height, width = (
-        median(stride * axis.source / axis.resized for axis in one)
-        for one in zip(*axes, strict=True)
+        median(stride * axis.source / axis.resized for axis in of_all)
+        for of_all in zip(*axes, strict=True)
     )
     return height, width
