@@ -77,7 +77,7 @@ class Predictor:
 
     @property
     def only_product(self) -> str:
-        """The product of every image; empty for a single model, and where images are told."""
+        """The product of every image; empty for a single model, and where it is recognised."""
         return next(iter(self.models)) if len(self.models) == 1 else ""
 
     def array_format(
@@ -188,6 +188,7 @@ class Predictor:
         with self.reference_model.embedder.inference_mode():
             embedded = self.reference_model.embedded(batch)
             products = [self.product_of(statistics) for statistics in embedded.statistics]
+            # One call of a scorer for all images of its product.
             for product in dict.fromkeys(name for name, _ in products):
                 places = [place for place, (name, _) in enumerate(products) if name == product]
                 model = self.models[product]

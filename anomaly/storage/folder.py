@@ -436,6 +436,7 @@ def appearing(folder: Path) -> Iterator[Path]:
         place.parent.mkdir(parents=True, exist_ok=True)
         draft.mkdir()
         yield draft
+        # Two renames, as a folder that isn't empty can't be replaced by one.
         if place.is_dir():
             place.rename(old)
         draft.rename(place)

@@ -84,6 +84,7 @@ def load_model(
     check_files(folder, files_of(manifest, export), [EXPORT] if export else [])
     config = config_in(folder, manifest)
     source = _Source(folder, manifest, config, chosen, precision, like)
+    # Outside the try: a missing engine is no damage, and training again wouldn't help.
     network = _exported_network(source, export) if export else None
     try:
         stages = exported_stages(network, folder, config) if network else _torch_stages(source)
@@ -290,7 +291,7 @@ def load(
         device: where the network and the scorer go: `auto` (the GPU where there is one), `cpu`,
             `cuda`, or a torch device.
         precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
-        product: that all images show, one of several; None tells each image's.
+        product: that all images show, one of several; None recognises each image's.
 
     Returns:
         An `AnomalyDetector` of one model; a `ProductSet` of several, with the same methods.
@@ -300,7 +301,7 @@ def load(
             torch isn't installed.
         ModelError: no model there, made by something else, or a file is missing, changed or
             doesn't belong; there is no such product; or the products' models can't share one
-            network, or nothing tells images of theirs apart.
+            network, or nothing shows which image is of which.
     """
     folder = Path(folder)
     products = find_products(folder)
@@ -308,6 +309,7 @@ def load(
         check_product(folder, products, product)
     if not products:
         return load_model(folder, device, precision)
+    # Before any network is read: this takes seconds, and its refusal costs nothing.
     _check_sharing(folder, products, precision)
     if product is None:
         _check_recognisable(folder, products)
@@ -367,6 +369,7 @@ def _shared(place: Path, precision: str | None) -> dict[str, Any]:
     stem = Path(export["network"]["file"]).stem if export else Path(BACKBONE).stem
     settings = to_dict(config)
     every = dict(flatten(settings))
+    # Of equal weights, one model may have been trained before their licence was recorded.
     backbone = {k: v for k, v in manifest["backbone"].items() if k != "weights_licence"}
     return {
         "model.kind": config.model.kind,

@@ -114,6 +114,7 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
     manifest = read_manifest(folder)
     before = model_id(folder)
     with appearing(folder) as draft:
+        # A bank may take gigabytes, and doesn't change: the new folder has the same files by link.
         for file in folder.iterdir():
             if file.is_file() and file.name not in (*_FILES, MANIFEST, HISTORY):
                 _link(file, draft / file.name)

@@ -119,6 +119,7 @@ def prepare(
             precision = choose_precision(extractor, network_input(trial, normalise, device))
     extractor = extractor.to(device, precision)
     config = config.model_copy(update={"precision": precision})
+    # What has to be drawn, such as a projection, is drawn before images are read.
     fitter = fitter_of(config).prepared(sum(extractor.channels), device)
     log.debug(
         "%s: %s, strides %s, in %s",
@@ -377,7 +378,7 @@ def train(
 
         def computed(done: int, total: int) -> None:
             progress("features", done, total)
-            if done == total:
+            if done == total:  # their memory is wanted for the scorer
                 decoders.rest()
 
         elsewhere: SharedFeatures | None = None

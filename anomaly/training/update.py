@@ -90,6 +90,7 @@ def learn(
         )
     limit, (_, rate) = detector.thresholds.image, detector.rates()
     with _reading(detector, samples, scratch, workers, progress) as (patches, names):
+        # A first trial with all shows the suspects; without them, what is learned changes.
         trial = _trial(detector, patches, names, names, progress)
         suspects = {} if include_suspects else _suspects(trial.good, limit, rate)
         if len(suspects) == len(trial.good.names):
