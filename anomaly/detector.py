@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from anomaly.calibration import Thresholds
 from anomaly.config.schema import Config
 from anomaly.errors import ImageError
 from anomaly.evaluation.recalibrate import recalibrated
 from anomaly.imaging.array_input import AxisOrder, Channels, ImageLike, is_one
-from anomaly.imaging.loading import UnusableImage
 from anomaly.scoring import predictor
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
@@ -87,11 +86,7 @@ class _Scoring:
             DataError: `channels`, `full_scale` or `layout` isn't a legal value.
         """
         given = self.model.array_format(channels, full_scale, layout)
-        if is_one(images):
-            (prediction,) = map(_usable, self.model.results([images], given))
-            return prediction
-        results = self.model.results(cast(Iterable[ImageLike], images), given)
-        return sorted(map(_usable, results), key=lambda prediction: prediction.index)
+        return self.model.predict(images, given)
 
     def stream(
         self,
@@ -133,13 +128,6 @@ class _Scoring:
                 on_error(image, ImageError(result.reason, result.status))
             else:
                 log.warning("skipped: %s", result.reason)
-
-
-def _usable(result: Prediction | UnusableImage) -> Prediction:
-    """A prediction; raises what is wrong with an image that can't be used."""
-    if isinstance(result, UnusableImage):
-        raise ImageError(result.reason, result.status)
-    return result
 
 
 @dataclass(frozen=True, eq=False)
