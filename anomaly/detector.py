@@ -319,7 +319,7 @@ class AnomalyDetector(_Scoring):
         from anomaly.explain.score import explained  # needs torch, which exports do without
 
         given = self.model.array_format(channels, full_scale, layout)
-        return explained(self.model, image, given, good)
+        return explained(self.model, given.source(image), *([] if good is None else [good]))
 
 
 @dataclass(frozen=True, eq=False)

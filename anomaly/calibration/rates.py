@@ -110,7 +110,7 @@ def _log_factorials(most: int) -> Floats:
 
 
 def supported_rate(images: int, confidence: float = 0.95) -> float:
-    """The lowest false-reject rate that so many good images can vouch for: 7.2 % for 40."""
+    """The lowest false-reject rate that so many good images can guarantee: 7.2 % for 40."""
     return float(-np.expm1(np.log1p(-confidence) / images))
 
 

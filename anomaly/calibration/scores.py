@@ -131,8 +131,8 @@ class GoodScores:
         if groups > 1 and self.left_out:  # of which groups isn't kept
             count += " at most"
         return (
-            f"the images come from {count}: as far as those of a group are alike, the bounds "
-            f"promise too much, and {count} can vouch for no less than "
+            f"the images come from {count}: if those of a group are alike, the bounds promise too "
+            f"much. {count} can't guarantee a false-reject rate below "
             f"{percent(supported_rate(groups))}"
         )
 

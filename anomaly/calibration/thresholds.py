@@ -272,8 +272,8 @@ class Costs:
 class Choice:
     """A threshold chosen by cost.
 
-    What is to be expected of new parts is told by scores that the choice hasn't seen: those of a
-    hundredth are judged by the threshold that the others choose. The bounds hold at any threshold.
+    What to expect of new parts is estimated on scores that were not used for the choice: each
+    hundredth is judged by the threshold that the others choose. The bounds hold at any threshold.
 
     Attributes:
         threshold: what it does to good parts.

@@ -129,8 +129,8 @@ def _plain(place: Path) -> Recognised:
         )
     if any(says_not_good(name) for name in inside):
         raise DataError(
-            f"{place} has folders of defects or tests ({', '.join(inside[:8])}), but none by whose "
-            "name it holds good images; rename that one to `good`, or give it alone"
+            f"{place} has folders of defects or tests ({', '.join(inside[:8])}), but none that is "
+            "named as good; rename the folder of good parts to `good`, or give it alone"
         )
     lists = sorted(place.glob("*.csv"))
     if len(lists) == 1 and not list_images(place):
@@ -142,8 +142,8 @@ def _plain(place: Path) -> Recognised:
     if len(unclear) > 1 and not any(image.parent == place for image in list_images(place)):
         raise DataError(
             f"{place} has folders whose names don't say which images are good "
-            f"({', '.join(unclear[:8])}): rename that one to `good`, or say --format folder where "
-            "all of them are"
+            f"({', '.join(unclear[:8])}). Rename the folder of good parts to `good`. If all "
+            "folders hold good parts, add --format folder"
         )
     return Recognised("folder", place, "good images alone")
 

@@ -176,7 +176,7 @@ def _check_embeddings(parent: Model, graph: Graph, inputs: Iterable[NDArray[np.f
     with torch.inference_mode():
         for images in inputs:
             maps = parent.extractor(parent.normalise(torch.from_numpy(images)))
-            wanted = parent.scorer.align([one.values for one in maps]).numpy()
+            wanted = parent.scorer.align(maps).numpy()
             off.append(np.square(graph(images)[0] - wanted).sum(-1).ravel())
             patches = wanted.reshape(-1, wanted.shape[-1]).astype(np.float64)
             seen.append((len(patches), patches.sum(0), np.square(patches).sum()))
@@ -232,7 +232,7 @@ def _learned_again(
     ):
         images = {i: sample.source for i, sample in samples.items()}
         patches = cache.build(images).checked()
-        scorer = fitter.again(detector.scorer, patches)
+        scorer = fitter.refit_embeddings(detector.scorer, patches)
         if patches.refused:
             why = patches.refused[0].reason
             raise DataError(f"a training image can't be used any more: {why}")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from anomaly.datasets.inputs import Found, picture_names
 from anomaly.errors import OutputError
@@ -17,7 +16,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
 from anomaly.inference.journal import Finished, Record, RunJournal
-from anomaly.inference.outputs import Outputs, RenderOptions, RenderResult
+from anomaly.inference.outputs import DEFAULTS, OutputOptions, Outputs, RenderOptions, RenderResult
 from anomaly.inference.rows import Row, row_of
 from anomaly.maps.encoding import Thumbnails
 from anomaly.methods.base import Progress
@@ -36,14 +35,14 @@ class Inputs:
     Attributes:
         paths: image files, sorted.
         pictures: a name for each one's heatmap, and for its other pictures.
-        heatmaps: which images have a heatmap: none, those that aren't called good, or all.
+        options: what is written of them.
         brought: gives each index and path, in order, once the file is there; for files that come
             from elsewhere.
     """
 
     paths: Sequence[Path]
     pictures: Sequence[str]
-    heatmaps: Literal["none", "reject", "all"] = "all"
+    options: OutputOptions = DEFAULTS
     brought: Callable[[Iterator[tuple[int, Path]]], Iterator[tuple[int, Path]]] = iter
 
 
@@ -109,8 +108,8 @@ def infer_files(
         OutputError: results can't be written; those that could are kept, and the run can go on.
     """
     paths = found.paths
-    inputs = Inputs(paths, picture_names(paths, folders), outputs.heatmaps)
-    thumbnails = Thumbnails(len(paths)) if outputs.page else None
+    inputs = Inputs(paths, picture_names(paths, folders), outputs.options)
+    thumbnails = Thumbnails(len(paths)) if outputs.options.page else None
     decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
     failure: OutputError | None = None
     try:
@@ -265,7 +264,7 @@ class _Run:
 
     def _render_options(self, result: Prediction) -> RenderOptions:
         thresholds = result.thresholds
-        verdict, wanted = result.verdict, self._inputs.heatmaps
+        verdict, wanted = result.verdict, self._inputs.options.heatmaps
         drawn = wanted == "all" or (wanted == "reject" and verdict != "good")
         times = result.score / thresholds.image if thresholds and thresholds.image else None
         small = 0

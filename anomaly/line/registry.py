@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from anomaly.errors import AnomalyError, ModelError, OutputError, some, why
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 from anomaly.files.writing import draft_of
+from anomaly.imaging.decoder_pool import resident_bytes
 from anomaly.imaging.listing import list_images
-from anomaly.imaging.process_limits import resident_bytes
 from anomaly.imaging.read import Image
 from anomaly.line.engine import Engine, Recorder
 from anomaly.line.slot import ModelSlot, Version

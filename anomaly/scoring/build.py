@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anomaly.backbones.extractor import FeatureExtractor
-    from anomaly.backbones.truncation import Truncated
 
 
 def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
@@ -33,21 +32,20 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
     Raises:
         AnomalyError: the weights or layers can't be used as configured.
     """
-    from anomaly.backbones.registry import build, default_layers
-    from anomaly.backbones.state import load_state, read_weights
+    from anomaly.backbones.registry import build, default_layers, load_state, read_weights
     from anomaly.backbones.truncation import truncate
 
     name = config.backbone.name
     full = build(name)
     layers = config.backbone.layers or default_layers(name, full, METHODS[config.model.kind].stages)
-    truncated = truncate(build(name), layers)
-    _check_size(config, truncated)
+    extractor = truncate(build(name), layers)
+    _check_size(config, extractor)
     state, sha256 = read_weights(name, config.backbone.weights, config.seed)
-    load_state(truncated.network, state, full, f"the weights file for backbone.name {name}")
-    return truncated.extractor().to(device, "fp32"), sha256
+    load_state(extractor.network, state, full, f"the weights file for backbone.name {name}")
+    return extractor.to(device, "fp32"), sha256
 
 
-def _check_size(config: Config, truncated: Truncated) -> None:
+def _check_size(config: Config, extractor: FeatureExtractor) -> None:
     """See that a network takes images of the sizes that a config gives them.
 
     Raises:
@@ -55,27 +53,28 @@ def _check_size(config: Config, truncated: Truncated) -> None:
     """
     import torch
 
-    from anomaly.backbones.extractor import check_side
     from anomaly.backbones.layer_table import takes
     from anomaly.backbones.truncation import probes
 
-    image, extractor = config.image, truncated.extractor()
+    image, patch, network = config.image, extractor.patch, extractor.network
     key = next((key for key in ("crop", "resize") if getattr(image, key)), "area")
     side: int = getattr(image, key)
     height = width = side
     if key == "area":
-        sizing = loading_of(config, extractor.coarsest_stride, None, None, extractor.patch).sizing
+        sizing = loading_of(config, extractor.coarsest_stride, None, None, patch).sizing
         # Whatever squares it divides its maps into, one of two neighbouring multiples won't fit.
         height = max(1, round(side / sizing.multiple)) * sizing.multiple
         width = height if image.tile else height + sizing.multiple
-    else:
-        check_side(f"image.{key}", side, truncated.layouts)
+    elif patch and side % patch:
+        low = side // patch * patch
+        raise ConfigError(
+            f"image.{key} is {side}, but the network cuts images into patches of {patch} pixels; "
+            f"choose {f'{low} or ' if low else ''}{low + patch}"
+        )
     with torch.device("meta"):
-        if takes(truncated.network, height, width, truncated.layers):
+        if takes(network, height, width, extractor.layers):
             return
-        fits = [
-            s for s in probes(truncated.network) if takes(truncated.network, s, s, truncated.layers)
-        ]
+        fits = [s for s in probes(network) if takes(network, s, s, extractor.layers)]
     best = min(fits, key=lambda fit: abs(fit - side))
     remedy = "resize" if key == "area" and not image.tile else key
     raise ConfigError(
@@ -105,7 +104,8 @@ def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) 
     """
     # For what can be made again from the tensors, such as an index.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anomaly"
-    scorer: Scorer = import_module(METHODS[config.model.kind].module).scorer(
+    method = METHODS[config.model.kind]
+    scorer: Scorer = import_module(method.arrays or method.module).scorer(
         tensors, config.model.model_dump(), device=device, cache=cache
     )
     return scorer

@@ -27,8 +27,7 @@ from anomaly.scoring.predictor import Predictor
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.backbones.embedder import Embedder
-    from anomaly.backbones.extractor import FeatureExtractor
+    from anomaly.backbones.extractor import Embedder, FeatureExtractor
     from anomaly.backbones.registry import Normalisation
     from anomaly.methods.base import Scorer
 
@@ -181,7 +180,7 @@ class Model(Predictor):
         """How network inputs become patch embeddings."""
         if isinstance(self.extractor, ExportedNetwork):
             return cast(Any, self.extractor)
-        from anomaly.backbones.embedder import Embedder
+        from anomaly.backbones.extractor import Embedder
 
         return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
 

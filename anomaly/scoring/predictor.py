@@ -26,7 +26,7 @@ from anomaly.imaging.loading import (
 )
 from anomaly.imaging.read import Image
 from anomaly.runtime.parallel import in_parallel
-from anomaly.runtime.threads import take_threads
+from anomaly.runtime.threads import apply_thread_limit
 from anomaly.scoring.image_statistics import ImageStatistics, nearest
 from anomaly.scoring.prediction import Patches, Prediction
 
@@ -170,7 +170,7 @@ class Predictor:
         Yields:
             One result for each image, in the batches' order.
         """
-        take_threads()
+        apply_thread_limit()
         tiled = self.reference_model.config.image.tile is not None
         # A large image's tiles go side by side already.
         together = map if tiled else partial(in_parallel, device=self.reference_model.device)

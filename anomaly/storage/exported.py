@@ -176,7 +176,7 @@ def open_network(
     backbone = manifest["backbone"]
     file = folder / export["network"]["file"]
     graph = Graph(file, export["engine"], export["precision"], get_threads())
-    layers, channels, strides = (backbone[key] for key in ("layers", "channels", "strides"))
+    layers, channels, strides = (tuple(backbone[key]) for key in ("layers", "channels", "strides"))
     return ExportedNetwork(graph, layers, channels, strides, backbone.get("patch"))
 
 

@@ -213,19 +213,17 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 def _extractor(source: _Source) -> FeatureExtractor:
     """The truncated network with its weights."""
-    from anomaly.backbones.registry import build  # these need torch
-    from anomaly.backbones.state import load_state
+    from anomaly.backbones.registry import build, load_state  # these need torch
     from anomaly.backbones.truncation import truncate
 
     folder, backbone = source.folder, source.manifest["backbone"]
-    truncated = truncate(build(source.config.backbone.name), backbone["layers"])
-    extractor = truncated.extractor()
-    _check_equal(folder, "channels", backbone["channels"], list(truncated.channels))
-    _check_equal(folder, "strides", backbone["strides"], list(truncated.strides))
+    extractor = truncate(build(source.config.backbone.name), backbone["layers"])
+    _check_equal(folder, "channels", backbone["channels"], list(extractor.channels))
+    _check_equal(folder, "strides", backbone["strides"], list(extractor.strides))
     _check_equal(folder, "patch", backbone.get("patch"), extractor.patch)
     full = build(source.config.backbone.name)
-    load_state(truncated.network, _tensors(folder / BACKBONE), full, str(folder / BACKBONE))
-    return truncated.extractor().to(source.device, _precision(source))
+    load_state(extractor.network, _tensors(folder / BACKBONE), full, str(folder / BACKBONE))
+    return extractor.to(source.device, _precision(source))
 
 
 def config_in(folder: Path, manifest: dict[str, Any]) -> Config:

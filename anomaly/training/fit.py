@@ -15,8 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from anomaly.backbones.embedder import Embedder, choose_precision, network_input
-from anomaly.backbones.extractor import FeatureExtractor
+from anomaly.backbones.extractor import Embedder, FeatureExtractor, choose_precision, network_input
 from anomaly.backbones.registry import Normalisation, normalisation
 from anomaly.calibration import GoodScores, thresholds_from
 from anomaly.config.schema import Config

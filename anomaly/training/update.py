@@ -172,7 +172,7 @@ def _trial(
 ) -> _Trial:
     """Learn the wanted images."""
     known = len(detector.manifest["training_images"])
-    fitter = fitter_of(detector.config).continuing(detector.scorer, known)
+    fitter = fitter_of(detector.config).incremental(detector.scorer, known)
     new = replace(detector, scorer=fitter.fit(patches.only(wanted)))
     numbers = tuple(sorted(i for i in patches.hashes if i in wanted))
     learned_names = {i: names[i] for i in numbers}

@@ -86,10 +86,10 @@ def test_few_images_say_so_and_lots_caution() -> None:
     assert "at most 63 %" in lines[1]
     assert "needs 299 good images" in lines[1]
     # 1 − √0.05 = 78 %.
-    assert "2 groups can vouch for no less than 78 %" in lines[2]
+    assert "2 groups can't guarantee a false-reject rate below 78 %" in lines[2]
     some = _good([1.0, 2.0, 3.0], groups=2)
     fewer = some.without(some.names[:1])
-    assert "2 groups at most can vouch for no less" in fewer.cautions[0]
+    assert "2 groups at most can't guarantee" in fewer.cautions[0]
     (said,) = replace(_good([1.0, 2.0]), stood_out=3).cautions
     assert said.startswith("3 more stood out from all others and were left out")
     many = np.linspace(1, 2, 500).tolist()

@@ -17,7 +17,7 @@ from anomaly.methods.patchcore.embedding import ALIGNERS
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 
 SETTINGS = {
-    "backbone": {"name": "tiny", "weights": "random", "layers": ["layer2", "layer3"]},
+    "backbone": {"name": "resnet18", "weights": "random", "layers": ["layer2", "layer3"]},
     "image": {"area": 64},
     "precision": "fp32",
     "batch_size": 2,
