@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from anomaly.calibration import Thresholds
 from anomaly.config.schema import Config
 from anomaly.errors import ImageError
 from anomaly.evaluation.recalibrate import recalibrated
 from anomaly.imaging.array_input import AxisOrder, Channels, ImageLike, is_one
-from anomaly.imaging.loading import UnusableImage
 from anomaly.scoring import predictor
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
@@ -87,11 +86,7 @@ class _Scoring:
             DataError: `channels`, `full_scale` or `layout` isn't a legal value.
         """
         given = self.model.array_format(channels, full_scale, layout)
-        if is_one(images):
-            (prediction,) = map(_usable, self.model.results([images], given))
-            return prediction
-        results = self.model.results(cast(Iterable[ImageLike], images), given)
-        return sorted(map(_usable, results), key=lambda prediction: prediction.index)
+        return self.model.predict(images, given)
 
     def stream(
         self,
@@ -135,13 +130,6 @@ class _Scoring:
                 log.warning("skipped: %s", result.reason)
 
 
-def _usable(result: Prediction | UnusableImage) -> Prediction:
-    """A prediction; raises what is wrong with an image that can't be used."""
-    if isinstance(result, UnusableImage):
-        raise ImageError(result.reason, result.status)
-    return result
-
-
 @dataclass(frozen=True, eq=False)
 class AnomalyDetector(_Scoring):
     """A trained detector, made by `anomaly.fit` or `anomaly.load`. Threads may share it.
@@ -157,8 +145,8 @@ class AnomalyDetector(_Scoring):
     def __repr__(self) -> str:
         config, manifest = self.model.config, self.model.manifest
         images = f"{len(manifest.get('training_images', ()))} good images"
-        said = f"{self.method} on {config.backbone.name}, {images}, {self.model.device.type}"
-        return f"<AnomalyDetector {self.name}: {said}>"
+        about = f"{self.method} on {config.backbone.name}, {images}, {self.model.device.type}"
+        return f"<AnomalyDetector {self.name}: {about}>"
 
     @property
     def name(self) -> str:
@@ -401,5 +389,5 @@ def load(
             doesn't belong; there is no such product; or the products' models can't share one
             network, or nothing tells images of theirs apart.
     """
-    found = product_folder.load(folder, device, precision, product)
-    return AnomalyDetector(found) if isinstance(found, Model) else ProductSet(found)
+    model = product_folder.load(folder, device, precision, product)
+    return AnomalyDetector(model) if isinstance(model, Model) else ProductSet(model)

@@ -86,7 +86,7 @@ def evaluate(
         workers=workers,
         progress=progress,
     )
-    return EvaluationResult(**{one.name: getattr(category, one.name) for one in fields(category)})
+    return EvaluationResult(**{f.name: getattr(category, f.name) for f in fields(category)})
 
 
 def _test_images(

@@ -41,7 +41,7 @@ RUNS = [("avx2", 1), ("avx2", 4), ("sse4.2", 2)]
 # What rounding could turn: arithmetic, and verdicts that hang on it.
 NUMERICAL = [
     "tests/test_portable.py",
-    "tests/scorers",
+    "tests/methods",
     "tests/maps/test_anomaly_map.py",
     "tests/calibration/test_calibration.py",
     "tests/training/test_cross_fitting.py",

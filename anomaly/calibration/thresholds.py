@@ -299,8 +299,8 @@ def recall_at(threshold: float, defect_scores: ArrayLike, *, chosen: bool = Fals
         ValueError: a score isn't finite.
     """
     defects = sorted_scores(defect_scores, "recall")
-    found = int((defects > threshold).sum())
-    return (rate_anywhere if chosen else rate_of)(found, len(defects), found / len(defects))
+    caught = int((defects > threshold).sum())
+    return (rate_anywhere if chosen else rate_of)(caught, len(defects), caught / len(defects))
 
 
 def cheapest_threshold(good_scores: ArrayLike, defect_scores: ArrayLike, costs: Costs) -> Choice:
@@ -322,11 +322,11 @@ def cheapest_threshold(good_scores: ArrayLike, defect_scores: ArrayLike, costs: 
     good = sorted_scores(good_scores, "a threshold")
     defects = sorted_scores(defect_scores, "recall")
     value = _cheapest(good, defects, costs)
-    rejected, found = _left_out(good, defects, costs)
+    rejected, caught = _left_out(good, defects, costs)
     threshold, recall = threshold_at(value, good), recall_at(value, defects, chosen=True)
     # None rejected still says no less than that the next image would be the first.
     rejects = replace(threshold.false_rejects, expected=max(rejected, 1) / (len(good) + 1))
-    recall = replace(recall, expected=found / len(defects))
+    recall = replace(recall, expected=caught / len(defects))
     cost = float(costs.of_a_part(rejects.expected, 1 - recall.expected))
     return Choice(replace(threshold, false_rejects=rejects), recall, cost)
 
@@ -345,12 +345,12 @@ def _left_out(good: Floats, defects: Floats, costs: Costs) -> tuple[int, int]:
 
     Of a class with one image nothing can be left out; that one is judged by the whole choice.
     """
-    rejected = found = 0
+    rejected = caught = 0
     folds = min(_FOLDS, max(len(good), len(defects)))
     for fold in range(folds):
         out = [np.arange(len(s)) % folds == fold for s in (good, defects)]
         kept = [s[~o] if len(s) > 1 else s for s, o in zip((good, defects), out, strict=True)]
         value = _cheapest(kept[0], kept[1], costs)
         rejected += int((good[out[0]] > value).sum())
-        found += int((defects[out[1]] > value).sum())
-    return rejected, found
+        caught += int((defects[out[1]] > value).sum())
+    return rejected, caught

@@ -67,28 +67,28 @@ def find_inputs(
         DataError: an input or the list doesn't exist or may not be looked at, there is no image at
             all, or the list gives an image no part or two.
     """
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     others: set[Path] = set()
     for given in inputs:
         if is_folder(given):
             files = list_files(given)
-            found.update(dict.fromkeys(filter(is_image, files)))
+            paths.update(dict.fromkeys(filter(is_image, files)))
             others.update(itertools.filterfalse(is_image, files))
         elif given.exists():
-            found[given] = None
+            paths[given] = None
         else:
             raise DataError(f"{option} {given} doesn't exist{looked_in(given)}")
     groups: dict[str, str] = {}
     if list_file is not None:
         listed, groups = _listed(list_file)
-        found.update(dict.fromkeys(listed))
-    if not found:
+        paths.update(dict.fromkeys(listed))
+    if not paths:
         wanted = [*map(str, inputs), *([f"--list {list_file}"] if list_file else [])]
         if not wanted:
             raise DataError("give --input, --list, or both")
         there = f" ({say_passed_over(len(others))})" if others else ""
         raise DataError(f"no images in {', '.join(wanted)}{there}")
-    return Found(sorted(found), groups, len(others))
+    return Found(sorted(paths), groups, len(others))
 
 
 def passed_over(folder: Path) -> int:

@@ -219,12 +219,12 @@ def open_test_images(
         if not is_folder(folder):
             missing = "is no folder" if folder.exists() else f"doesn't exist{like(folder)}"
             raise DataError(f"{folder} {missing}; give a folder of images to test with")
-        found = listed(folder, root) if is_good else _defects_in(folder, root, masks, finder)
-        if not found:
+        inside = listed(folder, root) if is_good else _defects_in(folder, root, masks, finder)
+        if not inside:
             raise DataError(f"no images in {folder}; give a folder of images to test with")
         if is_good:
-            check_good((sample.path for sample in found), folder)
-        for sample in found:
+            check_good((sample.path for sample in inside), folder)
+        for sample in inside:
             if samples.setdefault(sample.path, sample) != sample:
                 raise DataError(f"{sample.path} is given as good and as a defect; give it once")
     bad = [sample for sample in samples.values() if sample.is_defect]
@@ -386,7 +386,7 @@ def folders_in(folder: Path) -> list[str]:
         return []
     inside = _inside(folder)
     own = own_outputs(folder, [inner.name for inner in inside])
-    return sorted(one.name for one in inside if one.is_dir() and one.name not in own)
+    return sorted(e.name for e in inside if e.is_dir() and e.name not in own)
 
 
 def open_list(file: Path) -> Dataset:

@@ -148,28 +148,30 @@ def _plain(place: Path) -> Recognised:
     return Recognised("folder", place, "good images alone")
 
 
-def chosen(found: tuple[Recognised, ...], ask: Callable[[str], str] | None) -> Recognised:
+def chosen(candidates: tuple[Recognised, ...], ask: Callable[[str], str] | None) -> Recognised:
     """One of what a folder can be taken for.
 
     Args:
-        found: as `recognise` gave it.
+        candidates: as `recognise` gave them.
         ask: shows a question and returns the answer, or raises EOFError; None where there is no one
             to ask.
 
     Raises:
         DataError: several fit and there is no one to ask, or the answer names none of them.
     """
-    if len(found) == 1:
-        return found[0]
-    listed = ", ".join(f"{one.layout} ({one.reason})" for one in found)
-    untold = DataError(f"{found[0].root} can be {listed}; say which with --format")
+    if len(candidates) == 1:
+        return candidates[0]
+    listed = ", ".join(f"{c.layout} ({c.reason})" for c in candidates)
+    untold = DataError(f"{candidates[0].root} can be {listed}; say which with --format")
     if ask is None:
         raise untold
     try:
-        answer = ask(f"{found[0].root} can be {listed}. Which? [{found[0].layout}] ").strip()
+        answer = ask(
+            f"{candidates[0].root} can be {listed}. Which? [{candidates[0].layout}] "
+        ).strip()
     except EOFError:  # Ctrl-D
         raise untold from None
-    by_name = {one.layout: one for one in found}
+    by_name = {c.layout: c for c in candidates}
     if answer and answer not in by_name:
         raise DataError(f"{answer!r} isn't one of them; {nearest(answer, by_name)}")
-    return by_name[answer or found[0].layout]
+    return by_name[answer or candidates[0].layout]

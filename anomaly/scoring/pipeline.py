@@ -98,8 +98,8 @@ class Model(Predictor):
 
     def __repr__(self) -> str:
         network, count = self.config.backbone.name, len(self.manifest.get("training_images", ()))
-        said = f"{self.method} on {network}, {count} good images, {self.device.type}"
-        return f"<Model {self.config.name}: {said}>"
+        about = f"{self.method} on {network}, {count} good images, {self.device.type}"
+        return f"<Model {self.config.name}: {about}>"
 
     @property
     def models(self) -> Mapping[str, Model]:

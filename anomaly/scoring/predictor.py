@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
 from anomaly.errors import DataError, ImageError, ModelError
-from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, sources
+from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, is_one, sources
 from anomaly.imaging.decoder_pool import Decoders, load_shared
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Tiling
@@ -77,7 +77,7 @@ class Predictor:
 
     @property
     def only_product(self) -> str:
-        """The product of every image; empty for a single model, and where images are told."""
+        """The product of every image; empty for a single model, and where it is recognised."""
         return next(iter(self.models)) if len(self.models) == 1 else ""
 
     def array_format(
@@ -89,6 +89,20 @@ class Predictor:
         """How arrays are to be taken as images; what they don't say comes from the config."""
         image = self.reference_model.config.image
         return ArrayFormat(channels, full_scale, layout, image.bit_depth, image.max_pixels)
+
+    def predict(
+        self, images: ImageLike | Iterable[ImageLike], given: ArrayFormat | None = None
+    ) -> Prediction | list[Prediction]:
+        """Score one image, or several; see `anomaly.AnomalyDetector.predict`.
+
+        Raises:
+            ImageError: an image can't be used; says which and why.
+        """
+        if is_one(images):
+            (prediction,) = map(_usable, self.results([images], given))
+            return prediction
+        results = self.results(cast(Iterable[ImageLike], images), given)
+        return sorted(map(_usable, results), key=lambda prediction: prediction.index)
 
     def results(
         self, images: Iterable[ImageLike], given: ArrayFormat | None = None
@@ -188,6 +202,7 @@ class Predictor:
         with self.reference_model.embedder.inference_mode():
             embedded = self.reference_model.embedded(batch)
             products = [self.product_of(statistics) for statistics in embedded.statistics]
+            # One call of a scorer for all images of its product.
             for product in dict.fromkeys(name for name, _ in products):
                 places = [place for place, (name, _) in enumerate(products) if name == product]
                 model = self.models[product]
@@ -234,6 +249,13 @@ class Predictor:
         return self.models[product].prediction(
             item, whole, tiling.patches, tiling.best, (product, reason)
         )
+
+
+def _usable(result: Prediction | UnusableImage) -> Prediction:
+    """A prediction; raises what is wrong with an image that can't be used."""
+    if isinstance(result, UnusableImage):
+        raise ImageError(result.reason, result.status)
+    return result
 
 
 def _without_score(prediction: Prediction) -> UnusableImage:

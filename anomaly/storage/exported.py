@@ -115,10 +115,10 @@ def read_export(folder: Path) -> dict[str, Any] | None:
             )
         return None
     values = read_json(file)
-    found = values.get("format") if isinstance(values, dict) else None
-    if found != FORMAT:
+    written = values.get("format") if isinstance(values, dict) else None
+    if written != FORMAT:
         raise ModelError(
-            f"{file} isn't of this version's exports (format {str(found)[:40]!r}, expected "
+            f"{file} isn't of this version's exports (format {str(written)[:40]!r}, expected "
             f"{FORMAT!r}); export the model again"
         )
     check_seal(values, file)

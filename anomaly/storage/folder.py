@@ -151,10 +151,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     file = folder / MANIFEST
     values = read_json(file)
-    found = values.get("format") if isinstance(values, dict) else None
-    if found != FORMAT:
+    written = values.get("format") if isinstance(values, dict) else None
+    if written != FORMAT:
         raise ModelError(
-            f"{file} isn't a manifest of this program's models (format {str(found)[:40]!r}, "
+            f"{file} isn't a manifest of this program's models (format {str(written)[:40]!r}, "
             f"expected {FORMAT!r}); give a folder that this version's `train` wrote"
         )
     check_seal(values, file)
@@ -436,6 +436,7 @@ def appearing(folder: Path) -> Iterator[Path]:
         place.parent.mkdir(parents=True, exist_ok=True)
         draft.mkdir()
         yield draft
+        # Two renames, as a folder that isn't empty can't be replaced by one.
         if place.is_dir():
             place.rename(old)
         draft.rename(place)

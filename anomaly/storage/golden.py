@@ -54,21 +54,21 @@ def score_golden(
     return dict(sorted(answers.items()))
 
 
-def moved_since(recorded: Answers, found: Answers, tolerance: float) -> dict[str, str]:
+def moved_since(recorded: Answers, current: Answers, tolerance: float) -> dict[str, str]:
     """What has become of each image that isn't as recorded, by name, in the order of names.
 
     Args:
         recorded: what was said then.
-        found: what is said now.
+        current: what is said now.
         tolerance: share by which a score may move.
     """
     moved = {}
-    for name in sorted(recorded.keys() | found.keys()):
-        if name not in found:
+    for name in sorted(recorded.keys() | current.keys()):
+        if name not in current:
             moved[name] = "recorded, but missing today"
         elif name not in recorded:
             moved[name] = "new; record again with --record"
-        elif change := _change(recorded[name], found[name], tolerance):
+        elif change := _change(recorded[name], current[name], tolerance):
             moved[name] = change
     return moved
 
@@ -85,18 +85,18 @@ def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> st
     return ""
 
 
-def write_record(folder: Path, model_id: str, found: Answers) -> None:
+def write_record(folder: Path, model_id: str, current: Answers) -> None:
     """Note what a model says of the golden images in their folder.
 
     Args:
         folder: where they are.
         model_id: the model's.
-        found: what it says, as `score_golden` returns it.
+        current: what it says, as `score_golden` returns it.
 
     Raises:
         OutputError: no room, no permission.
     """
-    write(folder / GOLDEN, as_json({"model_id": model_id, "images": found}))
+    write(folder / GOLDEN, as_json({"model_id": model_id, "images": current}))
 
 
 def read_record(folder: Path) -> dict[str, Any]:

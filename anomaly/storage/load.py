@@ -84,6 +84,7 @@ def load_model(
     check_files(folder, files_of(manifest, export), [EXPORT] if export else [])
     config = config_in(folder, manifest)
     source = _Source(folder, manifest, config, chosen, precision, like)
+    # Outside the try: a missing engine is no damage, and training again wouldn't help.
     network = _exported_network(source, export) if export else None
     try:
         stages = exported_stages(network, folder, config) if network else _torch_stages(source)
@@ -114,15 +115,15 @@ def load_model(
     )
 
 
-def _check_equal(folder: Path, key: str, recorded: object, found: object) -> None:
+def _check_equal(folder: Path, key: str, recorded: object, actual: object) -> None:
     """See that a manifest and the files beside it say the same.
 
     Raises:
         ModelError: they don't.
     """
-    if recorded != found:
+    if recorded != actual:
         raise ModelError(
-            f"{folder}: {key} is {recorded!r} in its manifest, and {found!r} in its other files; "
+            f"{folder}: {key} is {recorded!r} in its manifest, and {actual!r} in its other files; "
             f"{AGAIN}"
         )
 
@@ -236,7 +237,7 @@ def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
         raise _unreadable(folder, manifest, error) from None
     made, backbone = manifest["made_with"], manifest["backbone"]
     one_aspect = manifest["aspect"] is not None
-    for key, recorded, found in (
+    for key, recorded, actual in (
         ("name", manifest["name"], config.name),
         ("seed", manifest["seed"], config.seed),
         ("backbone.name", backbone["name"], config.backbone.name),
@@ -245,7 +246,7 @@ def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
         ("precision", made["precision"], config.precision),
         ("one aspect for all images", one_aspect, config.one_aspect),
     ):
-        _check_equal(folder, key, recorded, found)
+        _check_equal(folder, key, recorded, actual)
     return config
 
 
@@ -288,7 +289,7 @@ def load(
         device: where the network and the scorer go: `auto` (the GPU where there is one), `cpu`,
             `cuda`, or a torch device.
         precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
-        product: that all images show, one of several; None tells each image's.
+        product: that all images show, one of several; None recognises each image's.
 
     Returns:
         An `AnomalyDetector` of one model; a `ProductSet` of several, with the same methods.
@@ -298,7 +299,7 @@ def load(
             torch isn't installed.
         ModelError: no model there, made by something else, or a file is missing, changed or
             doesn't belong; there is no such product; or the products' models can't share one
-            network, or nothing tells images of theirs apart.
+            network, or nothing shows which image is of which.
     """
     folder = Path(folder)
     products = find_products(folder)
@@ -306,6 +307,7 @@ def load(
         check_product(folder, products, product)
     if not products:
         return load_model(folder, device, precision)
+    # Before any network is read: this takes seconds, and its refusal costs nothing.
     _check_sharing(folder, products, precision)
     if product is None:
         _check_recognisable(folder, products)
@@ -365,6 +367,7 @@ def _shared(place: Path, precision: str | None) -> dict[str, Any]:
     stem = Path(export["network"]["file"]).stem if export else Path(BACKBONE).stem
     settings = to_dict(config)
     every = dict(flatten(settings))
+    # Of equal weights, one model may have been trained before their licence was recorded.
     backbone = {k: v for k, v in manifest["backbone"].items() if k != "weights_licence"}
     return {
         "model.kind": config.model.kind,

@@ -82,6 +82,7 @@ def save_rest(detector: Model, draft: Path, backbone: Mapping[str, Any]) -> str:
     files = {f.name: file_entry(f) for f in draft.iterdir() if f.name not in network}
     files = dict(sorted({**files, BACKBONE: dict(backbone)}.items()))
     current = {"software_version": __version__, "files": files}
+    # Last of the files that count: it holds the hashes of all others, and its own names the model.
     write_manifest(draft, {**detector.manifest, **current})
     written = model_id(draft)
     write_history(draft, detector.history, detector.changes, written)

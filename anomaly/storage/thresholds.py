@@ -57,19 +57,20 @@ def read_thresholds(folder: Path) -> Thresholds | None:
     values, scores = (read_json(file) for file in files)
     if values is None and scores is None:
         return None
-    found, good = checked(values, _ThresholdsFile, files[0]), checked(scores, GoodScores, files[1])
+    written = checked(values, _ThresholdsFile, files[0])
+    good = checked(scores, GoodScores, files[1])
     sizes = {len(good.names), len(good.image), len(good.peak), len(good.hashes or good.names)}
     if len(sizes) > 1 or 0 in sizes or (good.groups is not None and good.groups < 1):
         raise ModelError(f"{files[1]}: its names and scores don't belong together; {AGAIN}")
     try:
-        if not (_possible(found.review) and _possible(found.reject)):
+        if not (_possible(written.review) and _possible(written.reject)):
             raise ValueError("a rate lies outside 0 to 1")
-        calibration = Calibration(found.review, found.reject)
+        calibration = Calibration(written.review, written.reject)
     except ValueError:
         raise ModelError(
             f"{files[0]}: its thresholds and rates don't belong together; {AGAIN}"
         ) from None
-    return Thresholds(calibration, found.pixel, found.label, good)
+    return Thresholds(calibration, written.pixel, written.label, good)
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
     manifest = read_manifest(folder)
     before = model_id(folder)
     with appearing(folder) as draft:
+        # A bank may take gigabytes, and doesn't change: the new folder has the same files by link.
         for file in folder.iterdir():
             if file.is_file() and file.name not in (*_FILES, MANIFEST, HISTORY):
                 _link(file, draft / file.name)
@@ -157,10 +159,10 @@ def thresholds_alone_differ(folder: Path) -> frozenset[str]:
     ids: set[str] = set()
     for line in reversed(read_history(folder).splitlines()):
         with suppress(ValueError, TypeError, KeyError, AttributeError):  # somebody's own line
-            said = json.loads(line)
-            if {"updated", "merged", "quantised"} & said["asked"].keys():
+            entry = json.loads(line)
+            if {"updated", "merged", "quantised"} & entry["asked"].keys():
                 break
-            ids.add(str(said["model_before"]))
+            ids.add(str(entry["model_before"]))
     return frozenset(ids - {""})
 
 
@@ -187,7 +189,7 @@ def change(
         "asked": dict(asked),
         "before": None if before is None else before.to_json(),
         "after": None if after is None else after.to_json(),
-        "images": {name: dict(some) for name, some in images.items()},
+        "images": {kind: dict(hashes) for kind, hashes in images.items()},
         "left_out": {out.name: out.image for out in left_out},
         "defects_found": found,
     }

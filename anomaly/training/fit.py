@@ -118,6 +118,7 @@ def prepare(
             precision = choose_precision(extractor, network_input(trial, normalise, device))
     extractor = extractor.to(device, precision)
     config = config.model_copy(update={"precision": precision})
+    # What has to be drawn, such as a projection, is drawn before images are read.
     fitter = fitter_of(config).prepared(sum(extractor.channels), device)
     log.debug(
         "%s: %s, strides %s, in %s",
@@ -376,7 +377,7 @@ def train(
 
         def computed(done: int, total: int) -> None:
             progress("features", done, total)
-            if done == total:
+            if done == total:  # their memory is wanted for the scorer
                 decoders.rest()
 
         elsewhere: SharedFeatures | None = None
@@ -419,7 +420,7 @@ def _patch_pixels(features: CachedFeatures, stride: int) -> tuple[float, float]:
     """Original pixels that one patch is high and wide."""
     axes = [[pieces[0] for pieces in view.axes] for view in features.views.values()]
     height, width = (
-        median(stride * axis.source / axis.resized for axis in one)
-        for one in zip(*axes, strict=True)
+        median(stride * axis.source / axis.resized for axis in of_all)
+        for of_all in zip(*axes, strict=True)
     )
     return height, width

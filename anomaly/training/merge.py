@@ -52,7 +52,7 @@ def merge(detectors: Sequence[Model], names: Sequence[str]) -> Model:
     thresholds = _thresholds(detectors, names)
     parents = [d.model_id for d in detectors if d.model_id]
     manifest = {**first.manifest, "training_images": training, "refused_images": {}}
-    made = change({"merged": list(names)}, first.thresholds, thresholds, {})
+    entry = change({"merged": list(names)}, first.thresholds, thresholds, {})
     return replace(
         first,
         scorer=scorer,
@@ -63,8 +63,8 @@ def merge(detectors: Sequence[Model], names: Sequence[str]) -> Model:
         folder=None,
         history=b"".join(detector.history for detector in detectors),
         changes=(
-            *(one for detector in detectors for one in detector.changes),
-            made | {"model_before": " ".join(parents)},
+            *(earlier for detector in detectors for earlier in detector.changes),
+            entry | {"model_before": " ".join(parents)},
         ),
     )
 
@@ -107,9 +107,9 @@ def _numbered(
         new = {name: sha256 for name, sha256 in images.items() if sha256 not in place}
         # Copies of one image within a model were learned from, each.
         place |= {s: len(training) + i for i, s in reversed(list(enumerate(new.values())))}
-        mine = {name: len(training) + i for i, name in enumerate(new)}
+        own = {name: len(training) + i for i, name in enumerate(new)}
         numbers.append(
-            {i: mine.get(name, place[images[name]]) for i, name in zip(old, images, strict=True)}
+            {i: own.get(name, place[images[name]]) for i, name in zip(old, images, strict=True)}
         )
         training |= zip(unique_names(new, training), new.values(), strict=True)
     return numbers, training
@@ -125,7 +125,7 @@ def _thresholds(detectors: Sequence[Model], names: Sequence[str]) -> Thresholds 
         if detector.thresholds is None:
             return None
         goods.append(_hashed(detector.thresholds.good, detector.manifest["training_images"]))
-    _say_what_is_lost(detectors, names)
+    _warn_of_other_thresholds(detectors, names)
     left_out = {o.sha256 or (i, o.name): o for i, good in enumerate(goods) for o in good.left_out}
     known, parts = {key for key in left_out if isinstance(key, str)}, []
     for detector, good in zip(detectors, goods, strict=True):
@@ -158,7 +158,7 @@ def _hashed(good: GoodScores, images: Mapping[str, str]) -> GoodScores:
     return replace(good.with_rows(rows), left_out=tuple(out))
 
 
-def _say_what_is_lost(detectors: Sequence[Model], names: Sequence[str]) -> None:
+def _warn_of_other_thresholds(detectors: Sequence[Model], names: Sequence[str]) -> None:
     """Warn of thresholds that were set otherwise than the new ones will be."""
     wanted = detectors[0].rates()
     for detector, name in zip(detectors, names, strict=True):

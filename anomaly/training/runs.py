@@ -132,10 +132,10 @@ def keep_run(
     model_id = save(detector, output / "model", overwrite=overwrite)
     clear(output, ("golden", "suspects"))
     if golden is not None:
-        parts, said = golden
+        parts, answers = golden
         with appearing(output / "golden") as draft:
             shutil.copytree(parts, draft, dirs_exist_ok=True)
-            write_record(draft, model_id, said)
+            write_record(draft, model_id, answers)
     write(output / "train.json", as_json(made_of(sources, detector, model_id)))
     return model_id
 

@@ -27,7 +27,7 @@ from anomaly.training.feature_cache import CachedFeatures, FeatureCache
 from anomaly.training.fit import StageProgress
 
 # A suspect scores so many times the threshold that the other images would give.
-_ODD = 1.1
+_SUSPECT_FACTOR = 1.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +90,7 @@ def learn(
         )
     limit, (_, rate) = detector.thresholds.image, detector.rates()
     with _reading(detector, samples, scratch, workers, progress) as (patches, names):
+        # A first trial with all shows the suspects; without them, what is learned changes.
         trial = _trial(detector, patches, names, names, progress)
         suspects = {} if include_suspects else _suspects(trial.good, limit, rate)
         if len(suspects) == len(trial.good.names):
@@ -170,26 +171,26 @@ def _trial(
     progress: StageProgress,
 ) -> _Trial:
     """Learn the wanted images."""
-    learned = len(detector.manifest["training_images"])
-    fitter = fitter_of(detector.config).incremental(detector.scorer, learned)
+    known = len(detector.manifest["training_images"])
+    fitter = fitter_of(detector.config).incremental(detector.scorer, known)
     new = replace(detector, scorer=fitter.fit(patches.only(wanted)))
     numbers = tuple(sorted(i for i in patches.hashes if i in wanted))
-    some = {i: names[i] for i in numbers}
-    if len(some) > 1:
+    learned_names = {i: names[i] for i in numbers}
+    if len(learned_names) > 1:
         good = cross_fit(
             new,
             patches,
             fitter,
-            some,
+            learned_names,
             patches.hashes,
             folds=detector.config.calibration.folds,
             groups={},
             progress=partial(progress, "calibration"),
         )
     else:  # without it, the detector knows what it knew before
-        scored = scores_of(detector, patches.only(some), patches.views)
+        scored = scores_of(detector, patches.only(learned_names), patches.views)
         image, peak = zip(*scored.values(), strict=True)
-        good = GoodScores(tuple(some.values()), image, peak, "")
+        good = GoodScores(tuple(learned_names.values()), image, peak, "")
     hashes = tuple(patches.hashes[i] for i in numbers)  # some may have been calibrated with
     return _Trial(new, replace(good, hashes=hashes), numbers)
 
@@ -197,8 +198,8 @@ def _trial(
 def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
     """The images that stand out from all the others, the worst first, and their scores.
 
-    Each scores a tenth above the reject threshold that those less odd than it would give, or is
-    odder than such a one. At most half of the images: what most of them have isn't odd.
+    Each scores a tenth above the reject threshold that those with lower scores would give, or
+    higher than such an image. At most half of the images: what most of them have isn't suspicious.
     """
     order = np.argsort(-np.array(new.image), kind="stable").tolist()
     scores = [new.image[i] for i in order]
@@ -206,7 +207,7 @@ def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
     for k in range((len(order) + 1) // 2):
         rest = scores[k + 1 :]
         least = threshold_for_false_reject_rate(rest, rate).value if rest else limit
-        if scores[k] > _ODD * max(limit, least):
+        if scores[k] > _SUSPECT_FACTOR * max(limit, least):
             count = k + 1
     return {new.names[i]: new.image[i] for i in order[:count]}
 
