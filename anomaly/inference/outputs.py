@@ -322,7 +322,7 @@ class PictureWriter:
             write(self.output / MAPS / name, encode_uint16(found, image.size, limit))
         elif self.maps == "float32":
             file = self.output / MAPS / PurePosixPath(name).with_suffix(".tiff")
-            write(file, encode_float32(found, image.size))
+            write(file, encode_float32(found()))
         if not (options.heatmap or self.masks or self.regions):
             return RenderResult()
         rejected = options.verdict == "reject"
