@@ -108,12 +108,12 @@ class ArrayFormat:
             raise unsupported("there isn't enough memory for a copy of it") from None
 
     def _image(self, given: Any) -> Image:
-        if isinstance(given, _kind("PIL.Image", "Image")):
+        if _is(given, "PIL.Image", "Image"):
             values, orientation = _from_pil(given)
             pixels = turned_upright(self._rgb(values, "HWC", "rgb"), orientation)
         else:
             layout = self.layout
-            if isinstance(given, _kind("torch", "Tensor")):
+            if _is(given, "torch", "Tensor"):
                 given = _from_torch(given, layout)
             elif not isinstance(given, np.ndarray):
                 raise unsupported(
@@ -175,22 +175,17 @@ def sources(
 
 def is_one(images: Any) -> TypeGuard[ImageLike]:
     """Whether something is meant as one image, not as a collection of several."""
-    if isinstance(images, np.ndarray | _kind("torch", "Tensor")):
+    if isinstance(images, np.ndarray) or _is(images, "torch", "Tensor"):
         return len(getattr(images, "shape", ())) < 4  # (N, H, W, 3) is N images
-    if isinstance(images, str | os.PathLike | Image | _kind("PIL.Image", "Image")):
-        return True
     # A file's bytes, or an open file, are no collection of images either; they will be refused.
-    return isinstance(images, bytes | bytearray | io.IOBase) or not isinstance(images, Iterable)
+    if isinstance(images, str | os.PathLike | Image | bytes | bytearray | io.IOBase):
+        return True
+    return _is(images, "PIL.Image", "Image") or not isinstance(images, Iterable)
 
 
-def _kind(module: str, name: str) -> type:
-    """A class of a library that somebody else has imported, else one that nothing is of."""
-    found = getattr(sys.modules.get(module), name, None)
-    return found if isinstance(found, type) else _Nothing
-
-
-class _Nothing:
-    """Has no instances."""
+def _is(value: Any, module: str, name: str) -> bool:
+    """Whether a value is of a class of a library, which somebody else has imported then."""
+    return isinstance(value, getattr(sys.modules.get(module), name, ()))
 
 
 def _of_known_type(values: NDArray[Any]) -> NDArray[Any]:

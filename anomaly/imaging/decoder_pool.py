@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 from anomaly.errors import AnomalyError, ImageError, why
 from anomaly.imaging import read
 from anomaly.imaging.decoder_worker import Task, name_of, receive, send, serve
-from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load, paint
 from anomaly.imaging.read import Image
 from anomaly.runtime.parallel import StoppedError, prefetch
@@ -105,7 +104,8 @@ class Decoders:
             StoppedError: they aren't; a process that is at one of them is ended.
         """
         try:
-            yield from prefetch(lambda item: self.submit(*item), items, self._ahead, stopped)
+            count = _ahead(self._task, len(self._processes))
+            yield from prefetch(lambda item: self.submit(*item), items, count, stopped)
         except StoppedError:
             for process in self._processes:
                 process.drop()
@@ -147,7 +147,8 @@ class Decoders:
         Raises:
             Exception: what the function raises.
         """
-        return prefetch(lambda item: self._call(function, item), items, self._ahead)
+        count = _ahead(self._task, len(self._processes))
+        return prefetch(lambda item: self._call(function, item), items, count)
 
     def call(self, function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
         """What a function that reads files returns; see `map`.
@@ -179,17 +180,11 @@ class Decoders:
             when they can't be written.
         """
         process = self._of.pop(index)
-        return process.submit(_about_image, process, self._task, "finish", index, path, *what)
+        return process.submit(_finish, process, self._task, index, path, *what)
 
     def forget(self, index: int) -> None:
         """An image that `load_all` has given needs no pictures."""
         self._of.pop(index, None)
-
-    @property
-    def _ahead(self) -> int:
-        # An image that is worth tiling is too large to have many of it waiting.
-        tiled = self._task is not None and self._task.loading.sizing.tile
-        return 0 if tiled else AHEAD * len(self._processes)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         process = self._idlest()
@@ -202,36 +197,29 @@ class Decoders:
 def _load(
     process: _DecoderProcess, task: Task, index: int, source: Path | bytes
 ) -> NetworkInput | UnusableImage:
-    answer = _about_image(process, task, "load", index, source)
-    if not isinstance(answer, NetworkInput):
-        assert isinstance(answer, UnusableImage)
-        return answer
-    if answer.image is not None:
-        return replace(answer, render=partial(paint, answer.name, answer.image))
-    return replace(answer, render=partial(_render, process, task, index, source))
-
-
-def _render(
-    process: _DecoderProcess, task: Task, index: int, source: Path | bytes, view: View
-) -> NDArray[np.float32]:
-    """Of a large image: asked for by the network's thread while loads may be waiting."""
-    request = process.submit(_about_image, process, task, "render", index, source, view)
-    answer = request.result()
-    if isinstance(answer, UnusableImage):
-        raise ImageError(answer.reason, answer.status)
-    assert isinstance(answer, np.ndarray)
+    try:
+        answer = process.ask(task, "load", index, source)
+    except _EndedError as ended:
+        return _failed(index, source, "decoding", ended)
+    if isinstance(answer, NetworkInput) and answer.image is not None:
+        # Of an image that isn't to be kept, the tiles are all that the pixels are needed for.
+        render = partial(paint, answer.name, answer.image)
+        return replace(answer, render=render, image=answer.image if task.keep_image else None)
+    assert isinstance(answer, NetworkInput | UnusableImage)
     return answer
 
 
-def _about_image(
-    process: _DecoderProcess, task: Task, name: str, index: int, source: Path | bytes, *what: Any
+def _finish(
+    process: _DecoderProcess, task: Task, index: int, source: Path | bytes, *what: Any
 ) -> Any:
-    """What a process answers to a request about an image, which is `failed` where it has ended."""
     try:
-        return process.ask(task, name, index, source, *what)
+        return process.ask(task, "finish", index, source, *what)
     except _EndedError as ended:
-        doing = {"load": "decoding", "render": "rendering", "finish": "drawing"}[name]
-        return UnusableImage(index, "failed", f"{name_of(index, source)}: {doing} it {ended}")
+        return _failed(index, source, "drawing", ended)
+
+
+def _failed(index: int, source: Path | bytes, doing: str, ended: Exception) -> UnusableImage:
+    return UnusableImage(index, "failed", f"{name_of(index, source)}: {doing} it {ended}")
 
 
 def _call(
@@ -241,6 +229,12 @@ def _call(
         return process.ask(None, "call", function, arguments)
     except _EndedError as ended:
         return ImageError(f"reading it {ended}", "failed")
+
+
+def _ahead(task: Task | None, processes: int) -> int:
+    """How many images are loaded ahead of the one asked for."""
+    # An image that is worth tiling is too large to have many of it waiting.
+    return 0 if task is not None and task.loading.sizing.tile else AHEAD * processes
 
 
 def _finished(result: NetworkInput | UnusableImage) -> Future[NetworkInput | UnusableImage]:
@@ -514,9 +508,7 @@ def load_shared(
         loading: how.
         keep_image: whether decoded files are handed over, too; pixels always are.
     """
-    tiled = loading.sizing.tile is not None
-    # The processes serve many callers, and keep nothing for one that may not come back.
-    task = Task(loading, keep_image=keep_image or tiled)
+    task = Task(loading, keep_image=keep_image)
     sources: deque[Path | Image | UnusableImage] = deque()
 
     def submit(
@@ -531,15 +523,11 @@ def load_shared(
         # The program may have gone to another folder since the processes were started.
         return _shared_decoders().submit(index, source.absolute(), task)
 
-    # An image that is worth tiling is too large to have many of it waiting.
-    for loaded in prefetch(submit, items, 0 if tiled else AHEAD):
+    for loaded in prefetch(submit, items, _ahead(task, 1)):
         source = sources.popleft()
         if isinstance(loaded, NetworkInput) and isinstance(source, Path):
-            # Of an image that isn't to be kept, the tiles are all that the pixels are needed for.
-            image = loaded.image if keep_image else None
-            yield replace(loaded, path=source, image=image)
-        else:
-            yield loaded
+            loaded = replace(loaded, path=source)
+        yield loaded
 
 
 def read_mask(path: Path) -> NDArray[np.bool_]:

@@ -4,8 +4,8 @@ Nobody knows what a parser does with a damaged file. So before each request a pr
 the kernel refuses it memory beyond the limit, and ends it when its computing time is over. Only
 computing counts, so that neither a slow network folder nor a busy machine ends it.
 
-A process keeps the images that it has decoded, within `_KEPT_BYTES`, where they are to be drawn or
-cut into tiles; those that didn't fit it reads again. It ends with the one that has started it.
+A process keeps the images that it has decoded, within `_KEPT_BYTES`, where they are to be drawn;
+those that didn't fit it reads again. It ends with the one that has started it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.errors import ImageError, OutputError
+from anomaly.errors import OutputError
 from anomaly.imaging import read
 from anomaly.imaging.geometry import Tiling, View
 from anomaly.imaging.loading import (
@@ -34,7 +34,6 @@ from anomaly.imaging.loading import (
     Preprocessing,
     UnusableImage,
     load,
-    paint,
     to_unusable,
 )
 from anomaly.imaging.read import Image, described
@@ -166,36 +165,24 @@ class Worker:
         return function(*arguments)
 
     def load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
-        """Load an image; it is kept where it will be drawn or cut into tiles."""
+        """Load an image; it is kept to be drawn, and handed over to be cut into tiles."""
         loaded = self._load(index, source)
         if isinstance(loaded, UnusableImage):
             return loaded
-        if self.task.keep_image:
-            return replace(loaded, render=_elsewhere)
-        if self.task.pictures is not None or isinstance(loaded.view, Tiling):
+        if self.task.pictures is not None:
             self._keep(index, loaded.decoded)
-        return replace(loaded, image=None, render=_elsewhere)
-
-    def render(
-        self, index: int, source: Path | bytes, view: View
-    ) -> NDArray[np.float32] | UnusableImage:
-        """Render a view of an image."""
-        image = self._image(index, source)
-        if isinstance(image, UnusableImage):
-            return image
-        self._keep(index, image)
-        name = name_of(index, source)
-        try:
-            return paint(name, image, view)
-        except ImageError as error:
-            return to_unusable(index, name, error)
+        handed = self.task.keep_image or isinstance(loaded.view, Tiling)
+        return replace(loaded, image=loaded.image if handed else None, render=_elsewhere)
 
     def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:
         """Draw an image, which is forgotten then."""
         assert self.task.pictures is not None
-        image = self._image(index, source)
-        if isinstance(image, UnusableImage):
-            return image
+        image = self._kept.pop(index, None)
+        if image is None:
+            loaded = self._load(index, source)
+            if isinstance(loaded, UnusableImage):
+                return loaded
+            image = loaded.decoded
         _limit(None, 0)  # drawing follows no file's orders
         try:
             return self.task.pictures.write(image, *what)
@@ -217,13 +204,6 @@ class Worker:
         while held > _KEPT_BYTES and len(self._kept) > 1:
             held -= self._kept.popitem(last=False)[1].pixels.nbytes
 
-    def _image(self, index: int, source: Path | bytes) -> Image | UnusableImage:
-        image = self._kept.pop(index, None)
-        if image is not None:
-            return image
-        loaded = self._load(index, source)
-        return loaded if isinstance(loaded, UnusableImage) else loaded.decoded
-
 
 def name_of(index: int, source: Path | bytes) -> str:
     """What messages call an image: its path, or its place where its bytes came from memory."""
@@ -231,4 +211,4 @@ def name_of(index: int, source: Path | bytes) -> str:
 
 
 def _elsewhere(view: View) -> NDArray[np.float32]:
-    raise ValueError(f"{view} is to be rendered where the image is")
+    raise ValueError(f"{view} can't be rendered: the image was decoded in another process")

@@ -146,10 +146,19 @@ def load(
         loading: how.
     """
     path = source if isinstance(source, Path) else None
+    name = described(index, path)
     try:
-        return _load(index, source, loading)
+        image = source
+        if not isinstance(image, Image):
+            image = read_image(image, max_pixels=loading.max_pixels, bit_depth=loading.bit_depth)
+        view = loading.sizing.view(image.size)
+        if loading.region is not None:
+            loading.region.inside(image.size, slice(0, 1))  # raises where it doesn't fit
+        render = partial(paint, name, image)
+        pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
+        return NetworkInput(index, image.sha256, view, pixels, render, path, image)
     except Exception as error:  # a shift mustn't end because of one image
-        return to_unusable(index, described(index, path), error)
+        return to_unusable(index, name, error)
 
 
 def to_unusable(index: int, name: Path | str, error: Exception) -> UnusableImage:
@@ -162,20 +171,6 @@ def to_unusable(index: int, name: Path | str, error: Exception) -> UnusableImage
         return UnusableImage(index, "unsupported", f"{name}: {out_of_memory()}")
     what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
     return UnusableImage(index, "failed", f"{name}: {what}")
-
-
-def _load(index: int, source: Path | bytes | Image, loading: Preprocessing) -> NetworkInput:
-    path = source if isinstance(source, Path) else None
-    if isinstance(source, Image):
-        image = source
-    else:
-        image = read_image(source, max_pixels=loading.max_pixels, bit_depth=loading.bit_depth)
-    view = loading.sizing.view(image.size)
-    if loading.region is not None:
-        loading.region.inside(image.size, slice(0, 1))
-    render = partial(paint, described(index, path), image)
-    pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
-    return NetworkInput(index, image.sha256, view, pixels, render, path, image)
 
 
 def paint(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:

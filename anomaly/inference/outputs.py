@@ -296,7 +296,7 @@ class PictureWriter:
             write(self.output / MAPS / name, encode_uint16(anomaly_map, image.size, limit))
         elif options.maps == "float32":
             file = self.output / MAPS / PurePosixPath(name).with_suffix(".tiff")
-            write(file, encode_float32(anomaly_map, image.size))
+            write(file, encode_float32(anomaly_map()))
         if not outlined:
             return RenderResult()
         rejected = render.verdict == "reject"

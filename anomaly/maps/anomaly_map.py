@@ -18,8 +18,6 @@ How far a defect reaches follows from the map itself, whatever the threshold: `S
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -188,7 +186,7 @@ def source_map(
         no patch near by counts.
     """
     rows, columns = (
-        _operators.get(patches, pieces, smoothing)
+        _source_operator(patches, pieces, smoothing)
         for patches, pieces in zip(scores.shape, view.axes, strict=True)
     )
     if strip is not None:
@@ -215,36 +213,8 @@ def upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[np
     return (_gaussian(size, smoothing) @ bilinear).astype(np.float32)
 
 
-class _Operators:
-    """The last source operators, as far as they fit: those of large tiled images take 50 MB each.
-
-    Images of one size share them; threads may.
-    """
-
-    _BYTES = 128_000_000
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[int, Axis, float], NDArray[np.float32]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, patches: int, pieces: Axis, smoothing: float) -> NDArray[np.float32]:
-        """See `_source_operator`."""
-        key = patches, pieces, smoothing
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        made = _source_operator(*key)
-        with self._lock:
-            self._kept[key] = made
-            while len(self._kept) > 2 and sum(o.nbytes for o in self._kept.values()) > self._BYTES:
-                self._kept.popitem(last=False)
-        return made
-
-
-_operators = _Operators()
-
-
+# Images of one size share a pair; those of large tiled images take 50 MB each.
+@lru_cache(maxsize=4)
 def _source_operator(patches: int, pieces: Axis, smoothing: float) -> NDArray[np.float32]:
     """(source, patches) for an axis, `patches` counted over all its pieces; NaN outside a crop."""
     each = patches // len(pieces)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import struct
 from dataclasses import dataclass
 
 import cv2
 import numpy as np
-from isal import isal_zlib
 from numpy.typing import NDArray
 
 from anomaly.maps.heatmap import encode_png
@@ -19,7 +17,7 @@ from anomaly.maps.regions import AnomalyMap, strips
 # Level 65,535 stands for 8 times the threshold; level 0 for pixels that weren't looked at.
 LEVELS_AT_THRESHOLD = 8192
 
-_SHORT, _LONG = 3, 4
+_LZW, _OF_FLOATS = 5, 3  # TIFF 6.0 and its technical note 3
 
 
 def encode_uint16(anomaly_map: AnomalyMap, size: tuple[int, int], threshold: float) -> bytes:
@@ -40,58 +38,13 @@ def encode_uint16(anomaly_map: AnomalyMap, size: tuple[int, int], threshold: flo
     return encode_png(levels, {"scale": repr(scale)})
 
 
-def encode_float32(anomaly_map: AnomalyMap, size: tuple[int, int]) -> bytes:
-    """A map as a float TIFF in score units, NaN where the network didn't look.
+def encode_float32(anomaly_map: NDArray[np.float32]) -> bytes:
+    """A map (H0, W0) as a float TIFF in score units, NaN where the network didn't look.
 
-    Deflated, with differences of bytes of equal weight (TIFF technical note 3, predictor 3):
-    lossless, and a fraction of the size for maps, which are smooth.
-
-    Args:
-        anomaly_map: gives some rows of the map, (rows, W0).
-        size: (H0, W0) of the image.
+    Lossless; the predictor for floats makes it a fraction of the size for maps, which are smooth.
     """
-    rows = list(strips(size))
-    data = [_compressed(anomaly_map(strip)) for strip in rows]
-    offsets = np.cumsum([8, *map(len, data)])
-    directory = int(offsets[-1]) + (-int(offsets[-1]) % 2)
-    tags = [
-        (256, _LONG, [size[1]]),
-        (257, _LONG, [size[0]]),
-        (258, _SHORT, [32]),  # bits of a sample
-        (259, _SHORT, [8]),  # deflate
-        (262, _SHORT, [1]),  # 0 is black
-        (273, _LONG, offsets[:-1].tolist()),
-        (277, _SHORT, [1]),  # samples of a pixel
-        (278, _LONG, [rows[0].stop]),  # rows of a strip
-        (279, _LONG, [len(strip) for strip in data]),
-        (317, _SHORT, [3]),  # predictor
-        (339, _SHORT, [3]),  # floats
-    ]
-    header = struct.pack("<2sHI", b"II", 42, directory)
-    padding = bytes(directory - int(offsets[-1]))
-    return b"".join([header, *data, padding, _directory(tags, directory)])
-
-
-def _compressed(values: NDArray[np.float32]) -> bytes:
-    height, width = values.shape
-    # The bytes of each row: all highest ones first, then all second ones, and so on.
-    planes = values.astype(">f4").view(np.uint8).reshape(height, width, 4).transpose(0, 2, 1)
-    flat = planes.reshape(height, 4 * width)
-    flat[:, 1:] -= flat[:, :-1].copy()
-    return bytes(isal_zlib.compress(np.ascontiguousarray(flat), 1))
-
-
-def _directory(tags: list[tuple[int, int, list[int]]], place: int) -> bytes:
-    """TIFF 6.0, section 2: twelve bytes a tag; values that don't fit lie behind."""
-    entries = []
-    behind = b""
-    free = place + 2 + 12 * len(tags) + 4
-    for tag, kind, values in tags:
-        packed = struct.pack(f"<{len(values)}{'H' if kind == _SHORT else 'I'}", *values)
-        if len(packed) > 4:
-            packed, behind = struct.pack("<I", free + len(behind)), behind + packed
-        entries.append(struct.pack("<HHI", tag, kind, len(values)) + packed.ljust(4, b"\0"))
-    return struct.pack("<H", len(tags)) + b"".join(entries) + bytes(4) + behind
+    settings = [cv2.IMWRITE_TIFF_COMPRESSION, _LZW, cv2.IMWRITE_TIFF_PREDICTOR, _OF_FLOATS]
+    return _encode(".tiff", anomaly_map, settings)
 
 
 SHOWN = 200  # images with a picture on the page of a run
@@ -154,7 +107,11 @@ def encoded(kind: str, picture: NDArray[np.generic], quality: int) -> bytes:
         picture: (H, W), (H, W, 3) or (H, W, 4) uint8, blue first.
         quality: OpenCV's number of the setting.
     """
-    done, data = cv2.imencode(kind, np.ascontiguousarray(picture), [quality, _QUALITY])
+    return _encode(kind, picture, [quality, _QUALITY])
+
+
+def _encode(kind: str, picture: NDArray[np.generic], settings: list[int]) -> bytes:
+    done, data = cv2.imencode(kind, np.ascontiguousarray(picture), settings)
     if not done:
         raise ValueError(f"a picture of shape {picture.shape} can't be encoded as {kind}")
     return data.tobytes()

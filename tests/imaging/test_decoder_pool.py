@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 
-from anomaly.errors import AnomalyError, ImageError, OutputError
+from anomaly.errors import AnomalyError, OutputError
 from anomaly.imaging import decoder_pool, decoder_worker, loading
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -115,7 +115,7 @@ def test_images_that_are_not_kept_are_read_again(
     assert isinstance(found, UnusableImage) == (kept == 0)
 
 
-def test_tiles_are_rendered_where_the_image_is(folder: Path) -> None:
+def test_tiles_are_the_same_as_here(folder: Path) -> None:
     task = _task(folder, tile=64, overlap=8)
     path = folder / "00.png"
     with Decoders(1) as decoders:
@@ -125,6 +125,7 @@ def test_tiles_are_rendered_where_the_image_is(folder: Path) -> None:
         assert isinstance(there, NetworkInput)
         assert isinstance(here, NetworkInput)
         assert isinstance(there.view, Tiling)
+        assert there.image is None  # but for its tiles
         for mine, theirs in zip(here.tiles(2), there.tiles(2), strict=True):
             for one, other in zip(mine, theirs, strict=True):
                 np.testing.assert_array_equal(one.pixels, other.pixels)
@@ -176,41 +177,25 @@ def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_what_one_image_does_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = decoder_worker.Worker(_task(folder, tile=64, overlap=8))
+    worker = decoder_worker.Worker(_task(folder))
     path = folder / "00.png"
-    item = worker.load(0, path)
-    assert isinstance(item, NetworkInput)
-    assert isinstance(item.view, Tiling)
-    (_, _, tile), *_ = item.view.tiles()
 
     def fail(*_: object) -> None:
         raise cv2.error("no room")
 
     with monkeypatch.context() as patched:
         patched.setattr(loading, "render", fail)
-        found = worker.render(0, path, tile)
+        found = worker.load(0, path)
         assert isinstance(found, UnusableImage)
         assert (found.status, "image.tile" in found.reason) == ("unsupported", True)
-    assert isinstance(worker.render(0, path, tile), np.ndarray)
+    item = worker.load(0, path)
+    assert isinstance(item, NetworkInput)
     with monkeypatch.context() as patched:
         patched.setattr(PictureWriter, "write", fail)
         drawn = worker.finish(0, path, _map(item), "0.png")
         assert isinstance(drawn, UnusableImage)
         assert drawn.status == "failed"
         assert "no room" in drawn.reason
-
-
-def test_a_large_image_that_vanishes_between_tiles(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = folder / "00.png"
-    with Decoders(1) as decoders:
-        decoders.begin(_task(folder, tile=64, overlap=8))
-        (item,) = decoders.load_all([(0, path)])
-        path.unlink()
-        decoders._processes[0]._child.send_signal(signal.SIGKILL)  # and with it what it had read
-        with pytest.raises(ImageError, match=r"00\.png"):
-            list(item.tiles(2))
 
 
 def test_the_processes_load_no_torch() -> None:

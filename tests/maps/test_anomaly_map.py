@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy.ndimage import gaussian_filter, maximum_filter
 from torch.nn import functional as F
 
-from anomaly.imaging.geometry import AxisView, Sizing
-from anomaly.maps.anomaly_map import SourceMap, _Operators, source_map, without_halo
+from anomaly.imaging.geometry import Sizing
+from anomaly.maps.anomaly_map import SourceMap, source_map, without_halo
 from anomaly.scoring.image_score import image_scores, network_map, with_border_damped
 
 
@@ -171,13 +171,3 @@ def test_a_relative_score_is_over_the_median_of_what_counts() -> None:
 
 def _twice(scores: torch.Tensor, maps: torch.Tensor) -> list[tuple[Any, Any]]:
     return [(scores, maps), (scores.numpy(), maps.numpy())]
-
-
-def test_operators_of_many_large_sizes_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    operators = _Operators()
-    monkeypatch.setattr(_Operators, "_BYTES", 1_000_000)
-    made = [operators.get(64, (AxisView(size, 512, 0, 512),), 4.0) for size in range(900, 1000, 4)]
-    assert sum(kept.nbytes for kept in operators._kept.values()) <= 1_000_000
-    assert operators.get(64, (AxisView(996, 512, 0, 512),), 4.0) is made[-1]
-    again = operators.get(64, (AxisView(900, 512, 0, 512),), 4.0)
-    np.testing.assert_array_equal(again, made[0])
