@@ -1,4 +1,4 @@
-"""Nearest bank vectors: exact, or by faiss. An index is derived from the bank, and never part of a model.
+"""Nearest bank vectors: exact, or by faiss. An index is derived, and never part of a model.
 
 Torch tensors and numpy arrays alike; imports torch to ask what a processor can do.
 """

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from anomaly.methods.padim.covariance import (
     GaussianStatistics,
-    flat_width,
     pack_triangle,
     unpack_triangle,
 )
@@ -61,15 +60,6 @@ def test_merging_parts_equals_one_pass(lengths, offset, seed):
 def test_packed_triangle_comes_back(dimensions):
     lower = torch.randn(2, dimensions, dimensions).tril()
     assert torch.equal(unpack_triangle(pack_triangle(lower)), lower)
-
-
-def test_flat_statistics_come_back():
-    statistics = GaussianStatistics.of(correlated(3, 9, 70))
-    flat = statistics.flat()
-    assert flat.shape == (3, flat_width(70))
-    again = GaussianStatistics.from_flat(9, flat, 70)
-    assert torch.equal(again.mean, statistics.mean)
-    assert torch.equal(again.covariance(), statistics.covariance())
 
 
 def test_packed_triangle_is_little_more_than_half():
