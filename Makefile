@@ -25,7 +25,7 @@ demo: $(INSTALLED)
 # A test file belongs to one process, of which there are as many as processors.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# What protects users, in about five minutes on two cores.
+# What protects users, in minutes on two cores.
 test: $(INSTALLED)
 	$(PYTEST) -n auto --dist loadfile
 

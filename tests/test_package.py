@@ -15,6 +15,7 @@ import yaml
 from conftest import REPOSITORY
 
 from anomaly import __version__
+from benchmarks.structure import Imports
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
 
@@ -65,6 +66,14 @@ def test_what_other_code_imports_is_there(folder: str) -> None:
                 for name in {alias.name for alias in node.names} - set(dir(module)):
                     inside = hasattr(module, "__path__") and find_spec(f"{node.module}.{name}")
                     assert inside, f"{file}: {node.module} has no {name}"
+
+
+def test_no_module_imports_the_package_root_and_there_is_no_circle() -> None:
+    """Imports inside functions count: they are stairs, too."""
+    imports = Imports(REPOSITORY / "anomaly")
+    assert imports.edges["anomaly"] == set()
+    assert imports.cycles() == []
+    assert len(imports.inside_functions()) <= 60
 
 
 def test_the_licence_is_there() -> None:

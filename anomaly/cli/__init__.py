@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from types import ModuleType
 
-from anomaly.cli import logging_setup as speech
+from anomaly.cli.logging_setup import add_logging, log_to_file, log_to_terminal
 from anomaly.cli.stopping import Interrupted, Stopping
 from anomaly.errors import AnomalyError, nearest, needs_training
 from anomaly.version import __version__
@@ -31,22 +31,22 @@ COMMANDS = {
     "calibrate": "choose a trained model's thresholds, without training it again",
     "infer": "score images: verdicts in results.csv, heatmaps beside them",
     "manifest": "list the images of a large job, for many machines to share",
-    "merge-results": "join what the machines of a large job have found, and see that it is all",
+    "merge-results": "join the results of a large job's machines, and check that none is missing",
     "evaluate": "measure trained models on their test splits",
     "layers": "list a network's layers: shapes, strides, parameters, compute",
     "features": "save what layers make of images, for classifiers of your own",
     "explain": "show why an image was flagged, in pictures",
     "export": "write a trained model for ONNX Runtime or OpenVINO",
-    "selfcheck": "score known parts before a shift and say what has moved",
-    "serve": "answer over HTTP, write every answer down, and show a page to the line",
+    "selfcheck": "score known parts before a shift and name scores that have changed",
+    "serve": "answer over HTTP, record every answer, and show a page to the line",
     "deploy": "put a new version of a model in the place of the old one, or the old one back",
     "register": "log a model in MLflow, as the next version of a registered one",
-    "feedback": "write down what parts of a line really were, or list what was said",
+    "feedback": "record what parts of a line really were, or list these records",
     "update": "let a model learn good parts that people have confirmed",
     "merge": "join models of one setting: of two lines, or of two lots",
     "drift": "say whether parts still look like the good images behind the thresholds",
     "sample-data": "generate a small data set to try things on",
-    "completion": "print what lets a shell complete commands and options",
+    "completion": "print a shell script that completes commands and options",
 }
 
 # The annexes' commands, and where their modules lie.
@@ -70,22 +70,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     _set_environment()
     command = arguments[0] if arguments and arguments[0] in COMMANDS else None
     if arguments and command is None and not arguments[0].startswith("-"):
-        known = nearest(arguments[0], COMMANDS)
-        print(f"error: there is no command {arguments[0]!r}; {known}", file=sys.stderr)
+        hint = nearest(arguments[0], COMMANDS)
+        print(f"error: there is no command {arguments[0]!r}; {hint}", file=sys.stderr)
         return 2
-    options, said = _parsed(command, arguments or ["--help"])
+    options = _parse(command, arguments or ["--help"])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every file name can be shown
     started = time.monotonic()
     with ExitStack() as listeners:
-        listeners.enter_context(speech.spoken(quiet=said.quiet, verbose=said.verbose))
+        listeners.enter_context(log_to_terminal(quiet=options.quiet, verbose=options.verbose))
         try:
-            if said.log_file is not None:
-                listeners.enter_context(speech.written(said.log_file, arguments))
+            if options.log_file is not None:
+                listeners.enter_context(log_to_file(options.log_file, arguments))
             with Stopping(politely=False):
                 code = _run(options)
         except Exception as error:
-            code = _told(error, options.command)
+            code = _report_error(error, options.command)
         except KeyboardInterrupt as stop:
             print(str(stop) or "interrupted", file=sys.stderr)
             code = stop.exit_code if isinstance(stop, Interrupted) else 130
@@ -106,8 +106,8 @@ def _set_environment() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-def _told(error: Exception, command: str) -> int:
-    """Say what a person's input, files or machine have caused; the exit code.
+def _report_error(error: Exception, command: str) -> int:
+    """Log an error that a user's input, files or machine have caused; returns the exit code.
 
     Raises:
         Exception: the error itself, where it is a defect of this program.
@@ -150,7 +150,7 @@ def execute(arguments: Sequence[str]) -> int:
         AnomalyError: what ends it.
     """
     log.info("\n$ anomaly %s", shlex.join(arguments))
-    return _run(_parsed(arguments[0], arguments)[0])
+    return _run(_parse(arguments[0], arguments))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -177,15 +177,11 @@ def _check_paths(options: argparse.Namespace) -> None:
         load_config(config[0], options.overrides)
 
 
-def _parsed(
-    command: str | None, arguments: Sequence[str]
-) -> tuple[argparse.Namespace, argparse.Namespace]:
-    """The command's own options, and those on what is said."""
+def _parse(command: str | None, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command; without one, argparse prints help or the version and exits."""
     if command is not None:
         _check_options(command, arguments[1:])
-    options = _parser(command).parse_args(arguments)
-    names = ("quiet", "verbose", "log_file")
-    return options, argparse.Namespace(**{name: vars(options).pop(name, None) for name in names})
+    return _parser(command).parse_args(arguments)
 
 
 def _check_options(command: str, arguments: Sequence[str]) -> None:
@@ -196,8 +192,8 @@ def _check_options(command: str, arguments: Sequence[str]) -> None:
         if name == "--":
             return
         if name.startswith("--") and not any(option.startswith(name) for option in known):
-            told = nearest(name, known)
-            print(f"error: anomaly {command} has no option {name}; {told}", file=sys.stderr)
+            hint = nearest(name, known)
+            print(f"error: anomaly {command} has no option {name}; {hint}", file=sys.stderr)
             raise SystemExit(2)
 
 
@@ -211,7 +207,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == command:
             _module(name).add_arguments(sub)
-            speech.add_arguments(sub)
+            add_logging(sub)
     return parser
 
 
@@ -219,7 +215,7 @@ def options_of(command: str) -> list[str]:
     """The options of a command, as they are typed."""
     parser = argparse.ArgumentParser()
     _module(command).add_arguments(parser)
-    speech.add_arguments(parser)
+    add_logging(parser)
     return [name for action in parser._actions for name in action.option_strings if name[1] == "-"]
 
 

@@ -6,19 +6,26 @@ import argparse
 import logging
 import math
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.calibration import Costs, recall_at, thresholds_by_cost, thresholds_from
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import (
+    add_device,
+    add_paths,
+    check_images,
+    device_and_threads,
+    number,
+)
 from anomaly.cli.logging_setup import ProgressLine
-from anomaly.cli.train_report import say_raised
+from anomaly.cli.train_report import report_raised
 from anomaly.datasets import check_good_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
 from anomaly.evaluation.recalibrate import by_hand, known_scores, score_held_out
 from anomaly.evaluation.splits import tested_hashes
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 from anomaly.storage.folder import HISTORY, find_model
 from anomaly.storage.load import load_model
 from anomaly.storage.thresholds import change, replace_thresholds
@@ -32,25 +39,108 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def scored_images(
+_RATES = ("false_reject_rate", "review_rate", "defect_share")
+_AMOUNTS = ("threshold", "review_threshold", "cost_escape", "cost_false_reject")
+_CRITERIA = ("without", "data_root", *_RATES, *_AMOUNTS)  # options that the history records
+_FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="the run's folder, or its model/ folder")
+    good = "good images that the model hasn't learned from (default: the scores it came with)"
+    add_paths(parser, "--good", good)
+    defects = "images of defects: says how many are found, and costs can be weighed"
+    add_paths(parser, "--defects", defects)
+    add(
+        "--without",
+        action="extend",
+        nargs="+",
+        metavar="IMAGE",
+        help="good images to leave out: names as train prints them; all others count (again)",
+    )
+    add(
+        "--data-root",
+        type=Path,
+        help="the data sets' folder, where it has moved since training: no image of the test "
+        "split may touch a threshold",
+    )
+    rates = parser.add_argument_group("by rates (default: those that the model has)")
+    add = rates.add_argument
+    add("--false-reject-rate", type=number, metavar="R", help="good parts that may be rejected")
+    add("--review-rate", type=number, metavar="R", help="good parts that may not be called good")
+    costs = parser.add_argument_group("by cost (needs --defects)")
+    add = costs.add_argument
+    add("--cost-escape", type=number, metavar="C", help="of passing a defective part")
+    add("--cost-false-reject", type=number, metavar="C", help="of rejecting a good one")
+    add("--defect-share", type=number, metavar="P", help="of the parts on the line (0.01)")
+    hand = parser.add_argument_group("by hand")
+    add = hand.add_argument
+    add("--threshold", type=number, metavar="X", help="reject above this image score")
+    add("--review-threshold", type=number, metavar="Y", help="review above this (default: X)")
+    add_device(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Choose thresholds and write them into the model folder."""
+    _check(options)
+    check_images(options, "good", "defects")
+    model = find_model(options.model, exported=False).resolve()
+    with locked(model.parent if model.name == "model" else model):  # a run's lock is its model's
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    device, threads = device_and_threads(options)
+    model = load_model(options.model, device)
+    scored = _score_images(options, model, threads)
+    good, defects = _good_scores(options, model, scored), scored.get("defects")
+    before = model.thresholds
+    new, choice = _choose(options, model, good, defects)
+    _warn_of_unusual(before, new, good)
+    print("\n".join(new.lines()))
+    report_raised(new, options.model)
+    recall = None if defects is None else _print_recall(new, defects, choice)
+    exit_code = 3 if any(images.refused for images in scored.values()) else 0
+    learned = model.manifest["training_images"]
+    if any(out.name in learned for out in good.left_out):
+        log.info(
+            "the model itself has still learned from what was left out; if that isn't good, remove "
+            "it from the training images and train again"
+        )
+    if new == before:
+        print("these are the thresholds that the model has; nothing was changed")
+        return exit_code
+    criteria = {name: value for name in _CRITERIA if (value := getattr(options, name)) is not None}
+    images = {name: one.named_hashes() for name, one in scored.items()}
+    record = change(criteria, before, new, images, recall)
+    model_id = replace_thresholds(options.model, new, record)
+    history = find_model(options.model) / HISTORY
+    print(f"model {model.model_id} is now {model_id}; the change is in {history}")
+    return exit_code
+
+
+def _score_images(
     options: argparse.Namespace, model: Model, threads: int
 ) -> dict[str, HeldOutScores]:
-    """The scores of the images that were given, by option.
+    """Score the images of `--good` and `--defects`, by option.
 
     Raises:
         DataError: an image is given as good and as a defect, or belongs to the test split; or none
             can be used.
     """
-    given = {name: getattr(options, name) for name in ("good", "defects")}
-    given = {name: inputs for name, inputs in given.items() if inputs is not None}
-    found = {name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items()}
-    check_good_inputs(given.get("good", ()), found.get("good", ()))
-    # Copies are found by their hashes, once all are scored.
-    if twice := set(found.get("good", ())) & set(found.get("defects", ())):
+    given = {"good": options.good, "defects": options.defects}
+    files = {
+        name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items() if paths
+    }
+    check_good_inputs(options.good, files.get("good", ()))
+    # Copies under other names are found by their hashes, once all are scored.
+    if twice := set(files.get("good", ())) & set(files.get("defects", ())):
         raise _twice(min(twice))
-    tested = _tested(options, model) if given else frozenset()
+    tested = _tested(options, model) if files else frozenset()
     scored: dict[str, HeldOutScores] = {}
-    for name, paths in found.items():
+    for name, paths in files.items():
         with ProgressLine() as progress:
             scored[name] = score_held_out(
                 model,
@@ -58,7 +148,7 @@ def scored_images(
                 what=f"--{name}",
                 tested=tested,
                 workers=threads,
-                progress=lambda done, total, name=name: progress(name, done, total),  # type: ignore[misc]
+                progress=partial(progress, name),
             )
         for reason in first_of(scored[name].refused, f" of --{name}"):
             log.warning("skipped: %s", reason)
@@ -89,101 +179,7 @@ def _tested(options: argparse.Namespace, model: Model) -> frozenset[str]:
         return frozenset()
 
 
-_FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add, number = parser.add_argument, machine.number
-    add("--model", type=Path, required=True, help="the run's folder, or its model/ folder")
-    add(
-        "--good",
-        type=Path,
-        action="extend",
-        nargs="+",
-        metavar="PATH",
-        help="good images that the model hasn't learned from (default: the scores it came with)",
-    )
-    add(
-        "--defects",
-        type=Path,
-        action="extend",
-        nargs="+",
-        metavar="PATH",
-        help="images of defects: says how many are found, and costs can be weighed",
-    )
-    add(
-        "--without",
-        action="extend",
-        nargs="+",
-        metavar="IMAGE",
-        help="good images to leave out: names as train prints them; all others count (again)",
-    )
-    add(
-        "--data-root",
-        type=Path,
-        help="the data sets' folder, where it has moved since training: no image of the test "
-        "split may touch a threshold",
-    )
-    rates = parser.add_argument_group("by rates (default: those that the model has)")
-    add = rates.add_argument
-    add("--false-reject-rate", type=number, metavar="R", help="good parts that may be rejected")
-    add("--review-rate", type=number, metavar="R", help="good parts that may not be called good")
-    costs = parser.add_argument_group("by cost (needs --defects)")
-    add = costs.add_argument
-    add("--cost-escape", type=number, metavar="C", help="of passing a defective part")
-    add("--cost-false-reject", type=number, metavar="C", help="of rejecting a good one")
-    add("--defect-share", type=number, metavar="P", help="of the parts on the line (0.01)")
-    hand = parser.add_argument_group("by hand")
-    add = hand.add_argument
-    add("--threshold", type=number, metavar="X", help="reject above this image score")
-    add("--review-threshold", type=number, metavar="Y", help="review above this (default: X)")
-    machine.add_arguments(parser)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Choose thresholds and write them into the model folder."""
-    _check(options)
-    machine.check_images(options, "good", "defects")
-    model = find_model(options.model, exported=False).resolve()
-    with locked(model.parent if model.name == "model" else model):  # a run's lock is its model's
-        return _run(options)
-
-
-def _run(options: argparse.Namespace) -> int:
-    device, threads = machine.device_and_threads(options)
-    model = load_model(options.model, device)
-    scored = scored_images(options, model, threads)
-    good, defects = _good(options, model, scored), scored.get("defects")
-    new, choice = _choose(options, model, good, defects)
-    _say_what_is_odd(model.thresholds, new, good)
-
-    for line in new.lines():
-        print(line)
-    say_raised(new, options.model)
-    found = None if defects is None else _recall(new, defects, choice)
-    before = model.thresholds
-    done = 3 if any(images.refused for images in scored.values()) else 0
-    learned = model.manifest["training_images"]
-    if any(out.name in learned for out in good.left_out):
-        log.info(
-            "the model itself has still learned from what was left out; where that isn't good, "
-            "take it from the training images and train again"
-        )
-    if new == before:
-        print("these are the thresholds that the model has; nothing was changed")
-        return done
-    apart = ("command", "model", "good", "defects", "device", "threads")
-    asked = {k: v for k, v in vars(options).items() if k not in apart and v is not None}
-    images = {name: one.named_hashes() for name, one in scored.items()}
-    record = change(asked, before, new, images, found)
-    model_id = replace_thresholds(options.model, new, record)
-    history = find_model(options.model) / HISTORY
-    print(f"model {model.model_id} is now {model_id}; the change is in {history}")
-    return done
-
-
-def _say_what_is_odd(before: Thresholds | None, new: Thresholds, good: GoodScores) -> None:
+def _warn_of_unusual(before: Thresholds | None, new: Thresholds, good: GoodScores) -> None:
     if before is not None and new.label != before.label != "calibrated":
         log.warning("the thresholds %s are replaced by thresholds %s", before.label, new.label)
     highest = max(good.image)
@@ -208,25 +204,23 @@ def _check(options: argparse.Namespace) -> None:
         raise AnomalyError("--false-reject-rate and costs both set the reject threshold; give one")
     if by_hand and options.threshold is None:
         raise AnomalyError("--review-threshold needs --threshold, where rejection begins")
-    if by_cost and None in (options.cost_escape, options.cost_false_reject, options.defects):
+    if by_cost and None in (
+        options.cost_escape,
+        options.cost_false_reject,
+        options.defects or None,
+    ):
         raise AnomalyError("costs need all of --cost-escape, --cost-false-reject and --defects")
     if options.defect_share is not None and not by_cost:
         raise AnomalyError("--defect-share says how to weigh costs; give --cost-escape, too")
-    for name in ("false_reject_rate", "review_rate", "defect_share"):
-        _within(options, name, 1, "between 0 and 1 (0.01 is 1 %)", strict=True)
-    for name in ("threshold", "review_threshold", "cost_escape", "cost_false_reject"):
-        _within(options, name, math.inf, "a number of 0 or more", strict=False)
-
-
-def _within(
-    options: argparse.Namespace, name: str, limit: float, legal: str, *, strict: bool
-) -> None:
-    value = getattr(options, name)
-    if value is not None and not (0 <= value < limit and not (strict and value == 0)):
+    for name in (*_RATES, *_AMOUNTS):
+        value = getattr(options, name)
+        if value is None or (0 < value < 1 if name in _RATES else 0 <= value < math.inf):
+            continue
+        legal = "between 0 and 1 (0.01 is 1 %)" if name in _RATES else "a number of 0 or more"
         raise AnomalyError(f"--{name.replace('_', '-')} is {value:g}; it must be {legal}")
 
 
-def _good(
+def _good_scores(
     options: argparse.Namespace, model: Model, scored: dict[str, HeldOutScores]
 ) -> GoodScores:
     if "good" in scored:
@@ -258,14 +252,14 @@ def _choose(
     return thresholds, choice
 
 
-def _recall(
+def _print_recall(
     thresholds: Thresholds, defects: HeldOutScores, choice: Choice | None
 ) -> dict[str, Any]:
-    """Say how many defects are found, and give these figures for the record.
+    """Print how many defects are found, and return these figures for the record.
 
     Only thresholds by rate are sure not to have been chosen by these defects.
     """
-    said = {}
+    recalls = {}
     for what, value in (("rejected", thresholds.image), ("not called good", thresholds.review)):
         rate = recall_at(value, defects.image, chosen=thresholds.label != "calibrated")
         if choice is not None and value == choice.threshold.value:
@@ -275,5 +269,5 @@ def _recall(
             f"of {rate.images} defects {rate.count} {what}: {100 * rate.count / rate.images:.1f} %"
             f"{expected}, {100 * rate.low:.1f} to {100 * rate.high:.1f} % (95 % confidence)"
         )
-        said[what] = asdict(rate)
-    return said
+        recalls[what] = asdict(rate)
+    return recalls

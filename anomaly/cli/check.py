@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import add_config
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.config.schema import by_product
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import Reading, Severity, check
 from anomaly.errors import first_of
-from anomaly.imaging.decoder_pool import read_mask
 from anomaly.runtime.threads import cores
 from anomaly.scoring.build import region_of
 
@@ -34,7 +35,7 @@ _HEADINGS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    machine.add_config(parser)
+    add_config(parser)
     parser.add_argument("--json", action="store_true", help="everything found, as JSON on stdout")
     parser.add_argument("--all", action="store_true", help="name every file, not the first few")
 
@@ -47,40 +48,34 @@ def run(options: argparse.Namespace) -> int:
     """
     config = load_config(options.config, options.overrides)
     several = by_product(config)
-    found = [_checked(one) for one in (several.values() or [config])]
+    checked = [_check_data_set(each) for each in (several.values() or [config])]
     if options.json:
-        values = [_as_json(report, folder) for folder, report in found]
+        values = [{"folder": folder} | asdict(report) for folder, report in checked]
         print(json.dumps(values if several else values[0], indent=2, ensure_ascii=False))
     else:
         shown = None if options.all else _SHOWN
-        texts = ["\n".join(_as_text(report, folder, shown)) for folder, report in found]
+        texts = ["\n".join(_as_text(report, folder, shown)) for folder, report in checked]
         print("\n\n".join(texts))
-    reports = [report for _, report in found]
+    reports = [report for _, report in checked]
     if any(report.has(Severity.WRONG) for report in reports):
         return 2
     return 3 if any(report.has(Severity.UNUSABLE) for report in reports) else 0
 
 
-def _checked(config: Config) -> tuple[str, DataReport]:
-    """A data set's folder, and what was found in it."""
+def _check_data_set(config: Config) -> tuple[str, DataReport]:
+    """A data set's folder, and the report on it."""
     data, image = config.data, config.image
     dataset = open_dataset(data.format, data.root, data.category)
-    region = region_of(image, Path(), read_mask)
+    region = region_of(image, Path())
     with ProgressLine() as progress:
         report = check(
             dataset,
             Reading(image.bit_depth, image.max_pixels, data.mask_above, region),
             one_grid=config.one_aspect,
             workers=cores(),
-            progress=lambda done, total: progress("reading", done, total),
+            progress=partial(progress, "reading"),
         )
     return str(dataset.folder), report
-
-
-def _as_json(report: DataReport, folder: str) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {"folder": folder, **asdict(report)}
 
 
 def _as_text(report: DataReport, folder: str, shown: int | None) -> list[str]:
@@ -114,6 +109,6 @@ def _counts(counts: dict[str, int], what: str) -> str:
 def _fault_lines(faults: Sequence[Fault], shown: int | None) -> list[str]:
     lines = []
     for kind in dict.fromkeys(fault.kind for fault in faults):
-        mine = [fault.detail for fault in faults if fault.kind == kind]
-        lines += [f"  {kind}: {one}" for one in first_of(mine, " (--all names them)", shown)]
+        details = [fault.detail for fault in faults if fault.kind == kind]
+        lines += [f"  {kind}: {text}" for text in first_of(details, " (--all names them)", shown)]
     return lines

@@ -42,7 +42,24 @@ def annex(name: str) -> Any:
         raise AnomalyError(f"this installation has no anomaly.{name}; install all of it") from None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_paths(
+    parser: argparse._ActionsContainer, option: str, text: str, metavar: str = "PATH"
+) -> None:
+    """An option that takes paths, and may be repeated; empty where it isn't given."""
+    parser.add_argument(
+        option, type=Path, action="extend", nargs="+", default=[], metavar=metavar, help=text
+    )
+
+
+def add_output(
+    parser: argparse.ArgumentParser, text: str, replaces: str = "an earlier run"
+) -> None:
+    """The options on the folder to write into, and on what is there already."""
+    parser.add_argument("--output", type=Path, required=True, help=text)
+    parser.add_argument("--overwrite", action="store_true", help=f"replace {replaces} there")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
     """The options that every command with a network takes."""
     parser.add_argument(
         "--device",
@@ -60,17 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def number(text: str) -> float:
-    """A number of an option, as `argparse` takes it; says how to write one that people mean."""
-    try:
+    """A number of an option, for `argparse`; the error says how to write one with `,` or `%`."""
+    with suppress(ValueError):
         return float(text)
-    except ValueError:
-        pass
-    plain, share = text.replace(",", ".").rstrip("% "), text.rstrip().endswith("%")
-    try:
-        meant = f"; write {float(plain) / (100 if share else 1):g}"
-    except ValueError:
-        meant = ""
-    raise argparse.ArgumentTypeError(f"{text!r} is no number{meant}")
+    remedy = ""
+    with suppress(ValueError):
+        plain = float(text.replace(",", ".").rstrip("% "))
+        remedy = f"; write {plain / (100 if text.rstrip().endswith('%') else 1):g}"
+    raise argparse.ArgumentTypeError(f"{text!r} is no number{remedy}")
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -81,28 +95,19 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, "override a setting, e.g. --set model.kind=padim; may be repeated")
 
 
-def add_settings(parser: argparse.ArgumentParser, told: str) -> None:
-    """The option that changes a config's values; `told` is its help."""
+def add_settings(parser: argparse.ArgumentParser, text: str) -> None:
+    """The option that changes a config's values."""
     parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=told
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text
     )
 
 
-def add_precision(parser: argparse.ArgumentParser) -> None:
-    """The option of commands that use a trained model."""
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "bf16"),
-        help="compute in this number format instead of the model's own",
-    )
-
-
-def add_cluster(parser: argparse._ActionsContainer, told: str) -> None:
-    """The options of commands that a Ray cluster can share; `told` is what it does."""
+def add_cluster(parser: argparse._ActionsContainer, text: str) -> None:
+    """The options of commands that a Ray cluster can share; `text` says what it does."""
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help=f"{told} (auto, HOST:PORT, ray://…), or of one that is started here (local); "
+        help=f"{text} (auto, HOST:PORT, ray://…), or of one that is started here (local); "
         "--threads is then for each worker (default: 1)",
     )
     parser.add_argument(
@@ -114,7 +119,7 @@ def add_cluster(parser: argparse._ActionsContainer, told: str) -> None:
 
 
 @contextmanager
-def cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
+def joined_cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
     """The Ray cluster that is asked for, while the block lasts; None without --ray.
 
     Raises:
@@ -125,10 +130,10 @@ def cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
         yield None
         return
     threads = wanted_threads(options) if options.threads else 1
-    with annex("runtime.actors").joined(
+    with annex("cluster.actors").joined(
         options.ray, threads, options.workers, options.device
-    ) as found:
-        yield found
+    ) as cluster:
+        yield cluster
 
 
 def check_cluster(options: argparse.Namespace) -> None:
@@ -154,8 +159,8 @@ def check_images(options: argparse.Namespace, *names: str) -> None:
         DataError: a file or a folder doesn't exist, or there is no image.
     """
     for name in names:
-        if given := getattr(options, name):
-            find_inputs(given, option=f"--{name}")
+        if paths := getattr(options, name):
+            find_inputs(paths, option=f"--{name}")
 
 
 def passed_on(options: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -200,7 +205,10 @@ def device_and_threads(
 
     use_threads(threads)  # torch and faiss follow when they are imported
     cv2.setNumThreads(1)  # files are decoded in parallel already
-    exported = [_is_exported(folder) for folder in models or _named(options)]
+    if models is None:
+        model = getattr(options, "model", None) or []
+        models = model if isinstance(model, list) else [model]
+    exported = [_is_exported(folder) for folder in models]
     if not any(exported):
         device = device_of(options.device)
         log.debug("on %s (--device %s), %d threads", device, options.device, threads)
@@ -208,11 +216,6 @@ def device_and_threads(
     if options.device == "cuda":
         raise AnomalyError("an exported model computes on the CPU; leave --device out")
     return CPU if all(exported) else device_of("cpu"), threads
-
-
-def _named(options: argparse.Namespace) -> Sequence[Path]:
-    named = getattr(options, "model", None) or []
-    return named if isinstance(named, list) else [named]
 
 
 def _is_exported(folder: Path) -> bool:

@@ -6,28 +6,43 @@ import argparse
 import logging
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
-from anomaly.cli.config_runs import Source, made, sources
+from anomaly.cli.common_options import (
+    add_cluster,
+    add_device,
+    add_output,
+    add_paths,
+    add_settings,
+    annex,
+    device_and_threads,
+    joined_cluster,
+)
+from anomaly.cli.logging_setup import ProgressLine
+from anomaly.cli.train_report import TrainOptions, trained_run
+from anomaly.config.load import load_config
+from anomaly.config.schema import by_product
 from anomaly.datasets import open_test_images
 from anomaly.errors import AnomalyError, ConfigError, ModelError, first_of
-from anomaly.files.lock import locked
-from anomaly.report.category import Failure
+from anomaly.evaluation.splits import images_to_test
+from anomaly.files.outputs import locked
+from anomaly.report.category import evaluated
 from anomaly.report.comparison import summary, write_comparison
-from anomaly.report.index import EvaluationFolder
+from anomaly.report.index import EvaluationFolder, Failure
 from anomaly.report.tables import at_thresholds, table, undefined
 from anomaly.scoring.image_statistics import nearest
 from anomaly.storage.folder import find_products
-from anomaly.storage.load import appearances
+from anomaly.storage.load import load_model, training_statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from anomaly.datasets import Sample
-    from anomaly.report.category import Category, Failure
+    import torch
+
+    from anomaly.report.category import Category
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("A", "B"),
         help="compare two evaluations, the outputs of this command, instead of making one",
     )
-    parser.add_argument("--output", type=Path, required=True, help="where the reports go")
-    machine.add_settings(
-        parser, "with --config: override a setting of all of them; may be repeated"
-    )
+    add_output(parser, "where the reports go", "earlier reports")
+    add_settings(parser, "with --config: override a setting of all of them; may be repeated")
     parser.add_argument(
         "--runs", type=Path, default=Path("runs"), help="with --config: where runs are (runs)"
     )
@@ -63,24 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="the data sets' folder, where it has moved since training",
     )
-    parser.add_argument(
-        "--good",
-        type=Path,
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="FOLDER",
-        help="with --model: test with the good images in these folders, not with the data set's",
-    )
-    parser.add_argument(
-        "--defects",
-        type=Path,
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="FOLDER",
-        help="with --model: test with the defects in these folders; subfolders name their types",
-    )
+    good = "with --model: test with the good images in these folders, not with the data set's"
+    add_paths(parser, "--good", good, "FOLDER")
+    defects = "with --model: test with the defects in these folders; subfolders name their types"
+    add_paths(parser, "--defects", defects, "FOLDER")
     parser.add_argument(
         "--masks",
         type=Path,
@@ -88,11 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --defects: their masks, named like them (scratch/1.png for scratch/1.jpg), of "
         "several folders each in one of its name",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace earlier reports there")
-    machine.add_cluster(
-        parser, "train and evaluate models side by side on the workers of this Ray cluster"
-    )
-    machine.add_arguments(parser)
+    add_cluster(parser, "train and evaluate models side by side on the workers of this Ray cluster")
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -106,30 +102,35 @@ def run(options: argparse.Namespace) -> int:
     if (options.good or options.defects) and options.data_root:
         raise ConfigError("--data-root names a data set to test with, --good and --defects images")
     if options.good or options.defects:  # before torch is imported, which takes seconds
-        _check_alone(options.model)
-        _say_unmasked(open_test_images(options.good, options.defects, options.masks), options.masks)
+        _check_one_product(options.model)
+        _check_masks(options)
     with locked(options.output):
-        if options.compare:
-            first, second = options.compare
-            return _compare(first, second, options.output, options.overwrite)
-        return _run(options)
+        if not options.compare:
+            return _run(options)
+        first, second = options.compare
+        comparison = write_comparison(first, second, options.output, overwrite=options.overwrite)
+        print(summary(comparison))
+        print(f"all of it: {options.output / 'comparison.html'}")
+        return 0
 
 
-def _say_unmasked(samples: Sequence[Sample], masks: Path | None) -> None:
+def _check_masks(options: argparse.Namespace) -> None:
+    """See that the named images can be listed, and warn of defects without masks."""
+    samples = open_test_images(options.good, options.defects, options.masks)
     defects = [sample for sample in samples if sample.is_defect]
-    bare = [sample for sample in defects if sample.mask_path is None]
-    if bare and masks is not None:
+    unmasked = [sample for sample in defects if sample.mask_path is None]
+    if unmasked and options.masks is not None:
         log.warning(
             "%d of %d defects have no mask in %s, %s for one; they count in the figures of images, "
             "not in those of pixels",
-            len(bare),
+            len(unmasked),
             len(defects),
-            masks,
-            bare[0].path,
+            options.masks,
+            unmasked[0].path,
         )
 
 
-def _check_alone(folders: Sequence[Path]) -> None:
+def _check_one_product(folders: Sequence[Path]) -> None:
     """See that the named images aren't to be those of several products.
 
     Raises:
@@ -149,7 +150,7 @@ def _run(options: argparse.Namespace) -> int:
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)
     categories: list[Category] = []
     failures: list[Failure] = []
-    sets: dict[Path, list[Category]] = {}
+    product_sets: dict[Path, list[Category]] = {}
 
     def take(source: Source, outcome: Category | AnomalyError) -> None:
         """Add what came of a model to the report; if that is an error, the others go on."""
@@ -162,28 +163,30 @@ def _run(options: argparse.Namespace) -> int:
             # The pictures are in the report; only the figures are needed from here on.
             categories.append(replace(category, tiles={}))
             if source.product:
-                sets.setdefault(Path(outcome.model).parent, []).append(categories[-1])
+                product_sets.setdefault(Path(outcome.model).parent, []).append(categories[-1])
         except AnomalyError as error:
             log.error("%s", error)
             failures.append(Failure(str(source), str(error)))
 
     try:
-        with machine.cluster(options) as cluster:
+        with joined_cluster(options) as cluster:
             if cluster is None:
-                _one_by_one(options, take)
+                device, threads = device_and_threads(options)
+                for source in sources(options):
+                    take(source, evaluate_source(source, options, device, threads))
             else:
-                machine.annex("cli.evaluate_ray").run(options, cluster, take)
+                annex("cluster.cli.evaluate").run(options, cluster, take)
     finally:
         # Whatever stopped the run, what was evaluated has its index.
         if categories:
             folder.finish(categories, failures)
-    for place, members in sets.items():
+    for runs, members in product_sets.items():
         if len(members) > 1:
-            _tell_apart(place, members)
-    return _say(categories, failures, options.output)
+            _print_confusions(runs, members)
+    return _report(categories, failures, options.output)
 
 
-def _tell_apart(folder: Path, members: Sequence[Category]) -> None:
+def _print_confusions(folder: Path, members: Sequence[Category]) -> None:
     """Say how many test images of each product are taken for another one.
 
     Args:
@@ -191,7 +194,7 @@ def _tell_apart(folder: Path, members: Sequence[Category]) -> None:
         members: their evaluations.
     """
     try:
-        known = appearances(folder)
+        known = training_statistics(folder)
     except AnomalyError as error:
         log.warning("which product an image shows can't be told: %s", error)
         return
@@ -203,16 +206,73 @@ def _tell_apart(folder: Path, members: Sequence[Category]) -> None:
         print(f"{product}: {', '.join([right, *others])}")
 
 
-def _one_by_one(
-    options: argparse.Namespace, take: Callable[[Source, Category | AnomalyError], None]
-) -> None:
-    device, threads = machine.device_and_threads(options)
-    for source in sources(options):
-        try:
-            outcome: Category | AnomalyError = made(source, options, device, threads)
-        except AnomalyError as error:
-            outcome = error
-        take(source, outcome)
+@dataclass(frozen=True)
+class Source:
+    """What a model to evaluate comes from.
+
+    Attributes:
+        named: a run or model folder, a folder of runs, or a config, as the user named it.
+        product: one of those runs, or of the categories that the config lists; else empty.
+    """
+
+    named: str
+    product: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.named}: {self.product}" if self.product else self.named
+
+
+def sources(options: argparse.Namespace) -> list[Source]:
+    """The models that the options name: of a folder of runs or a list of categories, each."""
+    listed: list[Source] = []
+    for named in map(str, [*(options.model or ()), *(options.config or ())]):
+        products: Iterable[str] = ()
+        with suppress(AnomalyError):  # said when it is evaluated
+            if options.config:
+                products = by_product(load_config(named, options.overrides))
+            else:
+                products = find_products(Path(named))
+        listed += [Source(named, product) for product in products] or [Source(named)]
+    return listed
+
+
+def evaluate_source(
+    source: Source, options: argparse.Namespace, device: torch.device, threads: int
+) -> Category | AnomalyError:
+    """Evaluate one model, which is trained first where the options name configs.
+
+    Returns:
+        The evaluation, or why there is none.
+    """
+    try:
+        folder = Path(source.named) / source.product
+        if options.config:
+            train = TrainOptions(device, threads)
+            folder = trained_run(
+                source.named, options.overrides, options.runs, train, source.product
+            )
+        model = load_model(folder, device)
+        samples, data_folder = images_to_test(
+            model,
+            folder,
+            data_root=options.data_root,
+            good=options.good,
+            defects=options.defects,
+            masks=options.masks,
+        )
+        with ProgressLine() as progress:
+            return evaluated(
+                model,
+                samples,
+                data_folder,
+                mask_above=model.config.data.mask_above,
+                own_split=not (options.good or options.defects),
+                workers=threads,
+                progress=partial(progress, model.config.name),
+                model=str(folder),
+            )
+    except AnomalyError as error:
+        return error
 
 
 def _distinct(category: Category, folder: Path, taken: set[str]) -> Category:
@@ -223,7 +283,7 @@ def _distinct(category: Category, folder: Path, taken: set[str]) -> Category:
     return replace(category, evaluation=replace(category.evaluation, name=name))
 
 
-def _say(categories: Sequence[Category], failures: Sequence[Failure], output: Path) -> int:
+def _report(categories: Sequence[Category], failures: Sequence[Failure], output: Path) -> int:
     if not categories:
         return 2
     evaluations = [c.evaluation for c in categories]
@@ -238,9 +298,3 @@ def _say(categories: Sequence[Category], failures: Sequence[Failure], output: Pa
         log.warning("not scored: %s", reason)
     print(f"all of it: {output / 'index.html'}")
     return 3 if refused or failures else 0
-
-
-def _compare(first: Path, second: Path, output: Path, overwrite: bool) -> int:
-    print(summary(write_comparison(first, second, output, overwrite=overwrite)))
-    print(f"all of it: {output / 'comparison.html'}")
-    return 0

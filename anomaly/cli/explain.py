@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.backbones.weights import check_weights
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import add_device, add_output, add_paths, device_and_threads
 from anomaly.errors import AnomalyError
-from anomaly.explain.pictures import claim_folder, save_explanation
-from anomaly.files.lock import locked
-from anomaly.imaging.decoder_pool import Decoders
+from anomaly.explain.pictures import RgbImage, claim_folder, save_explanation
+from anomaly.files.outputs import locked
 from anomaly.storage.exported import check_layers
 from anomaly.storage.load import load_model
 
@@ -29,17 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backbone", metavar="NAME", help="a torchvision classifier: explains the class it sees"
     )
     parser.add_argument("--input", type=Path, required=True, metavar="IMAGE", help="one image file")
-    parser.add_argument("--output", type=Path, required=True, help="where the pictures go")
-    parser.add_argument(
-        "--good",
-        type=Path,
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="FOLDER",
-        help="of --model: further folders with its training images, where they have moved since, "
-        "or were learned by update",
+    add_output(parser, "where the pictures go", "earlier pictures")
+    good = (
+        "of --model: further folders with its training images, where they have moved since, or "
+        "were learned by update"
     )
+    add_paths(parser, "--good", good, "FOLDER")
     parser.add_argument(
         "--weights",
         default="imagenet",
@@ -57,8 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="INDEX",
         help="of --backbone: the classes to look for (default: the likeliest, at most three)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace earlier pictures there")
-    machine.add_arguments(parser)
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,51 +74,45 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from anomaly.explain.classes import explain_class
-    from anomaly.explain.evidence import Findings, read_one
-    from anomaly.explain.score import explain_score, good_images
+    from anomaly.explain.saliency import explain_class  # needs torch
+    from anomaly.explain.score import explained
 
-    device, _ = machine.device_and_threads(options)
+    device, _ = device_and_threads(options)
     claim_folder(options.output, overwrite=options.overwrite)
-    score = seen = Findings()
-    with Decoders(1) as decoders:
-        if options.model is not None:
-            detector = load_model(options.model, device)
-            item = read_one(options.input, detector.loading, decoders)
-            there = good_images(detector, *options.good)
-            found = explain_score(detector, item, there, decoders.load)
-            pictures = {f"{name}.png": picture for name, picture in found.pictures.items()}
-            score = Findings(found.facts(), pictures, found.notes)
-        if options.backbone is not None:
-            seen = explain_class(
-                options.backbone,
-                options.input,
-                decoders,
-                weights=options.weights,
-                size=options.input_size,
-                device=device,
-                classes=options.classes,
-                # Beside a model's pictures, whose layers may have the same names.
-                before="" if options.model is None else "classifier_",
-            )
-    facts = save_explanation(
-        options.output,
-        {"image": str(options.input), **score.facts, **seen.facts},
-        score.pictures | seen.pictures,
-        [*score.notes, *seen.notes],
-        overwrite=options.overwrite,
-    )
-    _say(facts, options.output)
+    facts: dict[str, Any] = {"image": str(options.input)}
+    pictures: dict[str, RgbImage] = {}
+    notes: list[str] = []
+    if options.model is not None:
+        why = explained(load_model(options.model, device), options.input, *options.good)
+        facts |= why.facts()
+        pictures |= {f"{name}.png": picture for name, picture in why.pictures.items()}
+        notes += why.notes
+    if options.backbone is not None:
+        seen = explain_class(
+            options.backbone,
+            options.input,
+            weights=options.weights,
+            size=options.input_size,
+            device=device,
+            classes=options.classes,
+            # Beside a model's pictures, whose layers may have the same names.
+            before="" if options.model is None else "classifier_",
+        )
+        facts |= seen.facts
+        pictures |= seen.pictures
+        notes += seen.notes
+    facts = save_explanation(options.output, facts, pictures, notes, overwrite=options.overwrite)
+    _print_facts(facts, options.output)
     return 0
 
 
-def _say(facts: Mapping[str, Any], output: Path) -> None:
+def _print_facts(facts: Mapping[str, Any], output: Path) -> None:
     if facts.get("verdict"):
         reason = f": {facts['reason']}" if facts["reason"] else ""
         print(f"{facts['verdict']}, score {facts['image_score']:.4g}{reason}")
-    for one in facts.get("classes", ()):
-        named = f" {one['name']}" if one["name"] else ""
-        print(f"class {one['index']}{named}: {100 * one['probability']:.1f} %")
+    for seen in facts.get("classes", ()):
+        name = f" {seen['name']}" if seen["name"] else ""
+        print(f"class {seen['index']}{name}: {100 * seen['probability']:.1f} %")
     print(f"{', '.join(facts['pictures'])} and explanation.json in {output}")
     for note in facts["not_shown"]:
         log.info(f"not shown: {note}")

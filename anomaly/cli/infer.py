@@ -5,34 +5,40 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from dataclasses import fields
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
 from anomaly.cli import infer_watch
-from anomaly.cli.infer_page import write_page
+from anomaly.cli.common_options import (
+    add_cluster,
+    add_device,
+    annex,
+    device_and_threads,
+    number,
+    wanted_threads,
+)
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import find_inputs, say_passed_over
 from anomaly.errors import DataError, first_of
-from anomaly.files.lock import locked
-from anomaly.files.outputs import DONE, FOLDERS, HEATMAPS, JOURNAL
+from anomaly.files.outputs import DONE, FOLDERS, HEATMAPS, JOURNAL, locked
 from anomaly.files.writing import remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.inference.journal import RunJournal, exit_code_of
-from anomaly.inference.outputs import Outputs
+from anomaly.inference.outputs import OutputOptions, Outputs
 from anomaly.inference.rows import counts_of, say_counts, say_verdicts
 from anomaly.inference.run import infer_files
-from anomaly.scoring.products import check_product
+from anomaly.report.gallery import write_gallery
+from anomaly.scoring.predictor import check_product
 from anomaly.storage.folder import find_products
 from anomaly.storage.load import load
 
 if TYPE_CHECKING:
-    from anomaly.inference.journal import RunJournal
-    from anomaly.inference.outputs import Outputs
     from anomaly.inference.rows import Row
-    from anomaly.scoring.products import AnyModel
+    from anomaly.scoring.predictor import AnyModel
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--settle",
-        type=machine.number,
+        type=number,
         default=0.5,
         metavar="SECONDS",
         help="of --watch: a file that nobody has written to for so long is fully written (0.5)",
@@ -93,15 +99,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="i/n",
         help="take every n-th chunk of the manifest, i from 0 to n - 1 (default: 0/1, all)",
     )
-    machine.add_cluster(shards, "share all chunks out among the workers of this Ray cluster")
+    add_cluster(shards, "share all chunks out among the workers of this Ray cluster")
     _add_outputs(parser)
-    machine.add_precision(parser)
-    machine.add_arguments(parser)
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16"),
+        help="compute in this number format instead of the model's own",
+    )
+    add_device(parser)
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--heatmap",
+        dest="heatmaps",
         choices=("none", "reject", "all"),
         help="which images get one: none, those not called good (reject and review; default "
         "with --manifest), or all (default otherwise)",
@@ -112,7 +123,10 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         help="heatmaps of image, heatmap and colour bar, with verdict and score",
     )
     parser.add_argument(
-        "--no-page", action="store_true", help="leave out results.html, the page over all images"
+        "--no-page",
+        dest="page",
+        action="store_false",
+        help="leave out results.html, the page over all images",
     )
     more = parser.add_argument_group("more to write")
     more.add_argument("--masks", action="store_true", help="masks/: what is marked, as PNG")
@@ -139,26 +153,24 @@ def run(options: argparse.Namespace) -> int:
     elif len(products) == 1:
         log.log(NOTE, "%s holds one run, %s, which scores all images", options.model, *products)
     if options.manifest is not None:
-        machine.annex("cli.infer_shard").check(options)
-        way = "cli.infer_shard" if options.ray is None else "cli.infer_ray"
-        return int(machine.annex(way).run(options))
+        annex("cluster.cli.infer_shard").check(options)
+        way = "infer_shard" if options.ray is None else "infer_ray"
+        return int(annex(f"cluster.cli.{way}").run(options, _output_options(options)))
     if given := [f"--{n}" for n in ("shard", "ray", "workers") if getattr(options, n) is not None]:
         raise DataError(f"{given[0]} is about chunks of a manifest: give --manifest")
     options.output = Path(options.output)
-    outputs = Outputs(
-        options.output,
-        heatmaps=options.heatmap or "all",
-        side_by_side=options.side_by_side,
-        masks=options.masks,
-        regions=options.regions,
-        maps=options.maps,
-        parquet=options.parquet,
-        page=not options.no_page,
-    )
+    options.heatmaps = options.heatmaps or "all"
+    outputs = Outputs(options.output, _output_options(options))
     with locked(options.output):
         if options.watch:
             return infer_watch.run(options, outputs)
         return _run(options, outputs)
+
+
+def _output_options(options: argparse.Namespace) -> OutputOptions:
+    return OutputOptions(
+        **{field.name: getattr(options, field.name) for field in fields(OutputOptions)}
+    )
 
 
 def _run(options: argparse.Namespace, outputs: Outputs) -> int:
@@ -169,8 +181,8 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
         log.log(NOTE, say_passed_over(found.passed_over))
     is_complete = outputs.begin(resume=options.resume, overwrite=options.overwrite)
     # The decoding processes start while this one imports torch.
-    with Decoders(min(machine.wanted_threads(options), total)) as decoders, Stopping() as stop:
-        device, _ = machine.device_and_threads(options)
+    with Decoders(min(wanted_threads(options), total)) as decoders, Stopping() as stop:
+        device, _ = device_and_threads(options)
         model = load(options.model, device, options.precision, options.product)
         about = outputs.about(model, found.sha256)
         if is_complete:
@@ -189,22 +201,25 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
                 journal,
                 decoders,
                 stopped=lambda: stop.signal is not None,
-                progress=lambda done, total: progress("scoring", done, total),
+                progress=partial(progress, "scoring"),
             )
     rows = journal.rows()
     is_complete = len(rows) == total
-    page = ""
+    page = None
     if is_complete and thumbnails is not None:
-        page = write_page(options, model, lambda: rows, thumbnails, about)
-    _say(rows, total, options.output, page)
-    _say_learned_from(model, rows)
+        named = ", ".join(map(str, options.input or [options.list]))
+        page = write_gallery(
+            model, options.model, named, lambda: rows, options.output, thumbnails, about
+        )
+    _print_rows(rows, total, options.output, page)
+    _print_learned(model, rows)
     if not is_complete:
         print("stopped; go on with --resume")
         return stop.exit_code
     return _finish(options.output, journal, rows, model.name, begun)
 
 
-def _say_learned_from(model: AnyModel, rows: list[Row]) -> None:
+def _print_learned(model: AnyModel, rows: list[Row]) -> None:
     """Say how many of the images are the model's own training images."""
     learned = {
         product: frozenset(one.manifest["training_images"].values())
@@ -230,22 +245,23 @@ def _finish(
     return code
 
 
-def _say(rows: list[Row], total: int, output: Path, page: str) -> None:
+def _print_rows(rows: list[Row], total: int, output: Path, page: Path | None) -> None:
     print(say_counts(counts_of(rows), total))
     products = sorted({row.product for row in rows} - {""})
     for product in products if len(products) > 1 else ():
-        mine = [row for row in rows if row.product == product]
-        found = say_verdicts(counts_of(mine))
-        print(f"  {product}: {len(mine)} images{f': {found}' if found else ''}")
-    odd = [
+        scored = [row for row in rows if row.product == product]
+        verdicts = say_verdicts(counts_of(scored))
+        print(f"  {product}: {len(scored)} images{f': {verdicts}' if verdicts else ''}")
+    review = [
         f"review: {row.path}: {row.reason}"
         for row in rows
         if row.verdict == "review" and row.reason
     ]
-    bad = [f"{row.status}: {row.reason}" for row in rows if row.status != "ok"]
+    unscored = [f"{row.status}: {row.reason}" for row in rows if row.status != "ok"]
     where = ", all in results.csv"
-    for line in first_of(odd, f" for review{where}") + first_of(bad, where):
+    for line in first_of(review, f" for review{where}") + first_of(unscored, where):
         print(f"  {line}")
-    drawn = f", pictures in {output / HEATMAPS}" if any(row.heatmap for row in rows) else ""
+    heatmaps = f", pictures in {output / HEATMAPS}" if any(row.heatmap for row in rows) else ""
     if rows:
-        print(f"rows in {output / 'results.csv'}{drawn}{page}")
+        shown = f", all shown in {page}" if page else ""
+        print(f"rows in {output / 'results.csv'}{heatmaps}{shown}")

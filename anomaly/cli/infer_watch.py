@@ -9,11 +9,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
-from anomaly.cli.infer_page import write_page
+from anomaly.cli.common_options import device_and_threads, wanted_threads
 from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import passed_over, say_passed_over
@@ -26,17 +26,14 @@ from anomaly.imaging.listing import is_folder
 from anomaly.inference.rows import Row, counts_of, say_counts, total_of
 from anomaly.inference.watch import WatchJournal, stamp_of, watch
 from anomaly.maps.encoding import Thumbnails
-from anomaly.storage.folder import model_id
+from anomaly.report.gallery import write_gallery
+from anomaly.storage.folder import MANIFEST, model_id
 from anomaly.storage.load import load
-from anomaly.storage.manifest import MANIFEST
 
 if TYPE_CHECKING:
-    from anomaly.imaging.decoder_pool import Decoders
     from anomaly.inference.journal import Finished
     from anomaly.inference.outputs import Outputs
-    from anomaly.inference.rows import Row
-    from anomaly.maps.encoding import Thumbnails
-    from anomaly.scoring.products import AnyModel
+    from anomaly.scoring.predictor import AnyModel
 
 log = logging.getLogger(__name__)
 
@@ -47,19 +44,26 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
     resume = options.resume and (options.output / WATCHED).exists()
     claim(options.output, () if resume else INFER, overwrite=options.overwrite)
     remove_drafts(options.output, FOLDERS)
-    _say_passed_over(options)
-    with Decoders(machine.wanted_threads(options)) as decoders, Stopping() as stop:
-        device, _ = machine.device_and_threads(options)
+    with suppress(DataError):  # a folder that can't be listed now is tried again
+        if count := sum(passed_over(folder) for folder in options.input):
+            log.log(NOTE, say_passed_over(count))
+    with Decoders(wanted_threads(options)) as decoders, Stopping() as stop:
+        device, _ = device_and_threads(options)
         model = load(options.model, device, options.precision, options.product)
         about = outputs.about(model)
         about["folders"] = sorted(str(folder.absolute()) for folder in options.input)
         if not resume:
             outputs.clear(model)
-        thumbnails = None if options.no_page else Thumbnails()
+        thumbnails = Thumbnails() if options.page else None
         counts = _follow(options, outputs, model, about, decoders, stop, thumbnails)
         page = ""
         if thumbnails is not None:
-            page = write_page(options, model, lambda: _rows(options), thumbnails, about)
+            rows = partial(_rows, options.output)
+            named = ", ".join(map(str, options.input))
+            file = write_gallery(
+                model, options.model, named, rows, options.output, thumbnails, about
+            )
+            page = f", all shown in {file}"
     remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
     print(f"{say_counts(counts)}; rows in {options.output / 'results.csv'}{page}")
     return 0 if counts["ok"] == total_of(counts) else 3 if counts["ok"] else 2
@@ -84,19 +88,19 @@ def _follow(
     """
     counts: Counter[str] = Counter()
 
-    def seen(finished: Finished) -> None:
+    def on_row(finished: Finished) -> None:
         counts.update(counts_of([finished.row]))
         print(_line(finished.row), flush=True)
 
     journal = WatchJournal(
         options.output,
         about,
-        regions=options.regions,
-        mm_per_pixel=model.lead.config.image.mm_per_pixel,
-        seen=seen,
+        regions=outputs.options.regions,
+        mm_per_pixel=model.reference_model.config.image.mm_per_pixel,
+        seen=on_row,
     )
     outputs.write_scale(model)
-    decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
+    decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
     try:
         with journal:
@@ -108,67 +112,61 @@ def _follow(
                 decoders,
                 settle=options.settle,
                 stopped=lambda: stop.signal is not None,
-                heatmaps=outputs.heatmaps,
+                options=outputs.options,
                 thumbnails=thumbnails,
                 trouble=log.warning,
-                looking=_saying_changes(model),
+                looking=_warner_of_changes(model),
             )
     except OutputError as error:
-        told = OutputError(f"{error}; once that is mended, go on with --resume")
-        told.exit_code = 3 if counts["ok"] else 2
-        raise told from None
+        failure = OutputError(f"{error}; once that is mended, go on with --resume")
+        failure.exit_code = 3 if counts["ok"] else 2
+        raise failure from None
     return counts
 
 
-def _saying_changes(model: AnyModel) -> Callable[[], None]:
-    """What warns when a folder holds another model than the one that was loaded from it."""
-    now = {one.folder: one.model_id for one in model.models.values() if one.folder is not None}
-    stamps = {folder: stamp_of(folder / MANIFEST) for folder in now}
+def _warner_of_changes(model: AnyModel) -> Callable[[], None]:
+    """A function that warns when a folder holds another model than was loaded from it."""
+    current = {m.folder: m.model_id for m in model.models.values() if m.folder is not None}
+    stamps = {folder: stamp_of(folder / MANIFEST) for folder in current}
 
     def look() -> None:
-        for folder, known in now.items():
+        for folder, known in current.items():
             stamp = stamp_of(folder / MANIFEST)
             if stamp in (None, stamps[folder]):
                 continue
             stamps[folder] = stamp
             with suppress(OSError):  # replaced once more
-                now[folder] = model_id(folder)
-            if now[folder] != known:
+                current[folder] = model_id(folder)
+            if current[folder] != known:
                 log.warning(
                     "the model in %s was changed: it is %s now. What arrives is still scored as "
                     "%s was; to take the new one, end this and start again with another --output",
                     folder,
-                    now[folder],
+                    current[folder],
                     known,
                 )
 
     return look
 
 
-def _rows(options: argparse.Namespace) -> Iterator[Row]:
+def _rows(output: Path) -> Iterator[Row]:
     """The rows written so far, of earlier runs there, too."""
-    with (options.output / "results.jsonl").open(encoding="utf-8") as lines:
+    with (output / "results.jsonl").open(encoding="utf-8") as lines:
         yield from (Row(**json.loads(line)) for line in lines)
 
 
-def _say_passed_over(options: argparse.Namespace) -> None:
-    with suppress(DataError):  # a folder that can't be listed now is tried again
-        if count := sum(passed_over(folder) for folder in options.input):
-            log.log(NOTE, say_passed_over(count))
-
-
 def _line(row: Row) -> str:
-    """What is said of one image, on one line whatever its name."""
-    said = f"{row.verdict or row.status:<12}"
+    """An image's row as one line to print, whatever the image's name."""
+    text = f"{row.verdict or row.status:<12}"
     if row.image_score is None:
-        said += row.reason
+        text += row.reason
     else:
-        said += f"{row.image_score:.4g}"
-        said += f" = {row.image_score / row.threshold:.2f} x reject" if row.threshold else ""
-        said += f"  {row.product}" if row.product else ""
-        said += f"  {row.path}" + (f": {row.reason}" if row.reason else "")
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)
-    return f"{row.time[11:19]} UTC  {shown}"
+        text += f"{row.image_score:.4g}"
+        text += f" = {row.image_score / row.threshold:.2f} x reject" if row.threshold else ""
+        text += f"  {row.product}" if row.product else ""
+        text += f"  {row.path}" + (f": {row.reason}" if row.reason else "")
+    printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return f"{row.time[11:19]} UTC  {printable}"
 
 
 def _outermost(folders: Sequence[Path]) -> list[Path]:
@@ -195,7 +193,7 @@ def _check(options: argparse.Namespace) -> None:
         raise DataError("--watch follows folders: give them with --input, and no --list")
     for folder in options.input:
         if not is_folder(folder):
-            raise DataError(f"--watch follows folders, and --input {folder} is none")
+            raise DataError(f"--watch follows folders, and --input {folder} is no folder")
     options.input = _outermost(options.input)
     if options.parquet:
         raise OutputError("--parquet is written at the end of a run, which --watch doesn't have")

@@ -47,7 +47,7 @@ _COLOURS = {"error": "31", "warning": "33"}
 log = logging.getLogger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_logging(parser: argparse.ArgumentParser) -> None:
     """The options that every command takes."""
     how = parser.add_argument_group("what is said").add_mutually_exclusive_group()
     how.add_argument("-q", "--quiet", action="store_true", help="only results and errors")
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def spoken(*, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
+def log_to_terminal(*, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
     """Show what is logged on the terminal, inside the `with` statement."""
     own = logging.getLogger("anomaly")
     level, handler = own.level, _Terminal()
@@ -75,7 +75,7 @@ def spoken(*, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def written(file: Path, command: Sequence[str]) -> Iterator[None]:
+def log_to_file(file: Path, command: Sequence[str]) -> Iterator[None]:
     """Add all that is printed and logged to a file, with times, inside the `with` statement.
 
     Raises:
@@ -226,7 +226,11 @@ class ProgressLine:
         if self._done >= self._total:
             return f"{text}, finishing"
         rate = self._done / seconds if seconds > 0.2 else 0.0
-        left = f", {rate:.1f} a second, {_said((self._total - self._done) / rate)}" if rate else ""
+        left = (
+            f", {rate:.1f} a second, {_time_left((self._total - self._done) / rate)}"
+            if rate
+            else ""
+        )
         return text + left
 
     def _end_stage(self) -> None:
@@ -237,7 +241,7 @@ class ProgressLine:
             log.debug("%s: %d of %d in %.1f s", self._stage, self._done, self._total, seconds)
 
 
-def _said(seconds: float) -> str:
+def _time_left(seconds: float) -> str:
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= 1.5 * length:
             return f"about {seconds / length:.2g} {unit} left"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from anomaly.cli import common_options as machine
-from anomaly.files.lock import locked
-from anomaly.files.outputs import RUN
+from anomaly.cli.common_options import add_device, add_output, device_and_threads
+from anomaly.files.outputs import RUN, locked
 from anomaly.files.writing import claim
 from anomaly.storage.folder import check_run_folder, find_model
 from anomaly.storage.load import load_model
@@ -19,9 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "models", type=Path, nargs="+", metavar="MODEL", help="two or more runs or model folders"
     )
-    parser.add_argument("--output", type=Path, required=True, help="the new run's folder")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run there")
-    machine.add_arguments(parser)
+    add_output(parser, "the new run's folder")
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -30,13 +28,12 @@ def run(options: argparse.Namespace) -> int:
     check_run_folder(output, [find_model(given, exported=False) for given in options.models])
     from anomaly.training.merge import merge
 
-    overwrite = options.overwrite
     with locked(output):
-        claim(output, RUN, overwrite=overwrite)
-        device, _ = machine.device_and_threads(options, options.models)
+        claim(output, RUN, overwrite=options.overwrite)
+        device, _ = device_and_threads(options, options.models)
         models = [load_model(folder, device) for folder in options.models]
         merged = merge(models, [str(folder) for folder in options.models])
-        model_id = keep_run(merged, output, options.models, overwrite=overwrite)
+        model_id = keep_run(merged, output, options.models, overwrite=options.overwrite)
     if merged.thresholds is None:
         print("no thresholds, as one of the models has none; `anomaly calibrate --good` finds some")
     else:

@@ -8,12 +8,11 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import add_device, device_and_threads, number
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError
-from anomaly.files.lock import locked
-from anomaly.files.outputs import GOLDEN
+from anomaly.files.outputs import GOLDEN, locked
 from anomaly.storage.golden import moved_since, read_record, score_golden, write_record
 from anomaly.storage.load import load_model
 
@@ -33,12 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tolerance",
-        type=machine.number,
+        type=number,
         default=0.01,
         metavar="SHARE",
         help="how far a score may move (default 0.01: by 1 %%); more for parts photographed anew",
     )
-    machine.add_arguments(parser)
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,20 +57,19 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, paths: list[Path]) -> int:
     recorded = None if options.record else read_record(options.golden)
 
-    device, threads = machine.device_and_threads(options)
+    device, threads = device_and_threads(options)
     model = load_model(options.model, device)
     with ProgressLine() as progress:
-        told = partial(progress, "scoring")
-        found = score_golden(model, paths, options.golden, threads, told)
+        scores = score_golden(model, paths, options.golden, threads, partial(progress, "scoring"))
     if recorded is None:
-        write_record(options.golden, model.model_id, found)
-        print(f"{len(found)} images recorded in {options.golden / GOLDEN}")
+        write_record(options.golden, model.model_id, scores)
+        print(f"{len(scores)} images recorded in {options.golden / GOLDEN}")
         return 0
     if recorded["model_id"] != model.model_id:
         log.info(f"recorded with model {recorded['model_id']}, checked with {model.model_id}")
-    moved = moved_since(recorded["images"], found, options.tolerance)
+    moved = moved_since(recorded["images"], scores, options.tolerance)
     for name, change in moved.items():
         print(f"{name}: {change}")
-    kept = len(found.keys() - moved.keys())
-    print(f"{kept} of {len(found)} images as recorded" + ("" if moved else ": ready"))
+    kept = len(scores.keys() - moved.keys())
+    print(f"{kept} of {len(scores)} images as recorded" + ("" if moved else ": ready"))
     return 1 if moved else 0

@@ -8,26 +8,27 @@ import shlex
 import sys
 import webbrowser
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
 from anomaly.cli import execute
+from anomaly.cli.common_options import add_device, add_settings, passed_on
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import parse_config
 from anomaly.config.schema import ModelConfig, readers
 from anomaly.datasets import open_dataset
-from anomaly.datasets.advice import advice
-from anomaly.datasets.check import Reading, check
+from anomaly.datasets.check import Reading, advice, check
 from anomaly.datasets.recognise import chosen, recognise
 from anomaly.errors import OutputError
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 from anomaly.files.writing import at_home, claim, write
 from anomaly.runtime.threads import cores
 from anomaly.storage.folder import check_run_folder
 
 if TYPE_CHECKING:
-    from anomaly.datasets.advice import Advice
+    from anomaly.datasets.check import Advice
     from anomaly.datasets.recognise import Recognised
 
 log = logging.getLogger(__name__)
@@ -43,23 +44,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="where everything goes (runs/<name>)")
     parser.add_argument("--overwrite", action="store_true", help="replace what lies there")
     parser.add_argument("--no-open", action="store_true", help="don't open the page in a browser")
-    machine.add_settings(
-        parser, "a setting that is to differ from what would be chosen; may be repeated"
-    )
-    machine.add_arguments(parser)
+    add_settings(parser, "a setting that is to differ from what would be chosen; may be repeated")
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Look, check, train, evaluate, show."""
     name = parse_config({"name": options.name or _name_of(options.folder)}, "--name").name
-    output: Path = options.output or Path("runs") / name
-    with locked(output):  # the commands that follow work within this lock
-        return _start(options, name, output)
+    options.output = options.output or Path("runs") / name
+    options.interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    with locked(options.output):  # the commands that follow work within this lock
+        return _start(options, name)
 
 
-def _start(options: argparse.Namespace, name: str, output: Path) -> int:
-    talks = sys.stdin.isatty() and sys.stdout.isatty()
-    taken = chosen(recognise(options.folder, options.format), input if talks else None)
+def _start(options: argparse.Namespace, name: str) -> int:
+    output: Path = options.output
+    taken = chosen(
+        recognise(options.folder, options.format), input if options.interactive else None
+    )
     config = output / f"{name}.yaml"
     check_run_folder(output)
     claim(output, ("model",), overwrite=options.overwrite)
@@ -74,67 +76,73 @@ def _start(options: argparse.Namespace, name: str, output: Path) -> int:
         listing = output.absolute() / "images.csv"
         write(listing, taken.listing)
         log.info(f"they are listed in {listing}")
-        taken = type(taken)(taken.layout, listing, taken.reason)
+        taken = replace(taken, root=listing, listing="")
     network, why = _network(options.overrides)
     if network is not None:
         log.info(f"the network is {network}: {why}")
-    advised, tested, usable = _look(taken)
+    hints, tested, usable = _look(taken)
     given = dict(setting.replace(" ", "").partition("=")[::2] for setting in options.overrides)
     kind = given.get("model.kind", ModelConfig().kind)
-    advised = tuple(one for one in advised if kind in (readers(one.key) or [kind]))
-    for one in advised:
-        log.info(f"- {one.reason}" + (f" ({one.key}: {one.value})" if one.key else ""))
-    write(config, config_text(name, taken, network, why, advised))
+    hints = [hint for hint in hints if kind in (readers(hint.key) or [kind])]
+    for hint in hints:
+        setting = f" ({hint.key}: {hint.value})" if hint.key else ""
+        log.info(f"- {hint.reason}{setting}")
+    write(config, config_text(name, taken, network, why, hints))
     log.info(f"the settings are in {config}, with the reasons; change what you know better")
-    return _steps(options, config, output, taken, tested, alone=usable == 1, opens=talks)
+    code = _train(options, config, single=usable == 1)
+    return _show(options, None if tested else taken.root, code) if code in (0, 3) else code
 
 
-def _steps(
-    options: argparse.Namespace,
-    config: Path,
-    output: Path,
-    taken: Recognised,
-    tested: bool,
-    *,
-    alone: bool,
-    opens: bool,
-) -> int:
-    """Run the commands, each printed as it can be run alone; the exit code of the worst."""
-    uncalibrated = ["--no-calibrate"] if alone else []
-    again = ["--overwrite"] if options.overwrite else []
-    settings, computes = machine.passed_on(options)
+def _train(options: argparse.Namespace, config: Path, single: bool) -> int:
+    """Check the data set and train, printed as each command can be run alone."""
+    settings, computes = passed_on(options)
     of_config = ["--config", str(config), *settings]
     if execute(["check", *of_config]) == 2:
-        log.info("what is wrong is said above; training goes on without what can't be used")
-    if alone:
+        log.info("the faults are listed above; training goes on without the files at fault")
+    if single:
         log.info("one image doesn't show how good parts differ: no thresholds, so no verdicts")
-    train = ["train", *of_config, "--output", str(output), *uncalibrated]
-    code = execute([*train, *again, *computes])
-    if code not in (0, 3):
-        return code
+    uncalibrated = ["--no-calibrate"] if single else []
+    overwrite = ["--overwrite"] if options.overwrite else []
+    output = ["--output", str(options.output)]
+    return execute(["train", *of_config, *output, *uncalibrated, *overwrite, *computes])
+
+
+def _show(options: argparse.Namespace, scored: Path | None, code: int) -> int:
+    """Evaluate the model, or score images without labels, and open the page.
+
+    Args:
+        options: of the command.
+        scored: the images; None where the data set has test images.
+        code: the exit code of training.
+
+    Returns:
+        The exit code of the worst.
+    """
+    output: Path = options.output
+    overwrite = ["--overwrite"] if options.overwrite else []
+    _, computes = passed_on(options)
     model = ["--model", str(output)]
-    if tested:
+    if scored is None:
         page = output / "evaluation" / "index.html"
-        last = ["evaluate", *model, "--output", str(page.parent), *again, *computes]
+        command = ["evaluate", *model]
     else:
         page = output / "results" / "results.html"
         log.info(
             "There are no other images to test with, so the training images are scored: "
             "anything marked is unusual even among them."
         )
-        images = ["--input", str(taken.root)]
-        last = ["infer", *model, *images, "--output", str(page.parent), *again, *computes]
-    code = max(code, execute(last))
+        command = ["infer", *model, "--input", str(scored)]
+    code = max(code, execute([*command, "--output", str(page.parent), *overwrite, *computes]))
     if page.is_file():
         print(f"\nLook at {page.absolute()}")
         log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
-        if opens and not options.no_open:
+        if options.interactive and not options.no_open:
             webbrowser.open(page.absolute().as_uri())
     return code
 
 
 def config_text(
-    name: str, taken: Recognised, network: str | None, why: str, advised: Iterable[Advice]
+    name: str, taken: Recognised, network: str | None, why: str, hints: Iterable[Advice]
 ) -> str:
     """A config of the few settings that matter, as YAML with comments.
 
@@ -143,7 +151,7 @@ def config_text(
         taken: what its images are taken for.
         network: the backbone; None where the settings on the command line name one.
         why: why that one.
-        advised: further settings, and remarks.
+        hints: further settings, and remarks.
     """
     import yaml
 
@@ -161,16 +169,17 @@ def config_text(
     if network is not None:
         lines += ["backbone:", f"  # {why}", f"  name: {network}", "  weights: imagenet"]
     sections: dict[str, list[str]] = {"image": [], "model": []}
-    for one in advised:
-        section, _, key = (one.key or "image.").partition(".")
-        sections[section] += [f"  # {one.reason}"] + ([f"  {key}: {one.value}"] if key else [])
+    for hint in hints:
+        section, _, key = (hint.key or "image.").partition(".")
+        setting = [f"  {key}: {hint.value}"] if key else []
+        sections[section] += [f"  # {hint.reason}", *setting]
     for section, inside in sections.items():
-        settled = any(not line.startswith("  #") for line in inside)
-        lines += [f"{section}:" if settled else f"# {section}:", *inside] if inside else []
+        has_settings = any(not line.startswith("  #") for line in inside)
+        lines += [f"{section}:" if has_settings else f"# {section}:", *inside] if inside else []
     return "\n".join(lines) + "\n"
 
 
-def _look(taken: Recognised) -> tuple[tuple[Advice, ...], bool, int]:
+def _look(taken: Recognised) -> tuple[list[Advice], bool, int]:
     """What suits the images, whether there are any to test with, and how many to learn from."""
     dataset = open_dataset(taken.layout, taken.root, None)
     with ProgressLine() as progress:
@@ -178,16 +187,16 @@ def _look(taken: Recognised) -> tuple[tuple[Advice, ...], bool, int]:
             dataset,
             Reading(),
             workers=cores(),
-            progress=lambda done, total: progress("looking", done, total),
+            progress=partial(progress, "looking"),
         )
-    return advice(report), bool(dataset.test), report.splits["train"].usable
+    return list(advice(report)), bool(dataset.test), report.splits["train"].usable
 
 
 def _network(settings: Sequence[str]) -> tuple[str | None, str]:
     """The backbone whose weights can be had, and why it is that one."""
     if any(setting.startswith("backbone.") for setting in settings):
         return None, ""
-    from anomaly.backbones.torchvision_networks import backbone_at_hand
+    from anomaly.backbones.networks import backbone_at_hand
 
     return backbone_at_hand()
 

@@ -6,26 +6,33 @@ import argparse
 from pathlib import Path
 
 from anomaly.backbones.weights import check_weights
-from anomaly.cli import common_options as machine
-from anomaly.cli.config_runs import train_products
-from anomaly.cli.train_report import TrainOptions, train_and_say
+from anomaly.cli.common_options import (
+    add_cluster,
+    add_config,
+    add_device,
+    annex,
+    device_and_threads,
+    joined_cluster,
+)
+from anomaly.cli.train_report import TrainOptions, train_and_report, train_products
 from anomaly.config.load import load_config
+from anomaly.config.schema import by_product
 from anomaly.datasets import open_dataset
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    machine.add_config(parser)
+    add_config(parser)
     parser.add_argument("--output", type=Path, help="the run's folder (default: runs/<name>)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier run there")
     parser.add_argument(
         "--no-calibrate", action="store_true", help="find no thresholds; results have no verdicts"
     )
-    machine.add_cluster(
+    add_cluster(
         parser, "compute features and scores on the workers of this Ray cluster (docs/scale.md)"
     )
-    machine.add_arguments(parser)
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,21 +40,19 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     output: Path = options.output or Path("runs") / config.name
     data = config.data
+    several = isinstance(data.category, tuple)
     with locked(output):
         # Before torch is imported, which takes seconds.
-        listed = data.category if isinstance(data.category, tuple) else [data.category]
-        datasets = [open_dataset(data.format, data.root, category) for category in listed]
-        if not isinstance(data.category, tuple):  # of several all may be trained
+        configs = list(by_product(config).values()) or [config]
+        datasets = [open_dataset(data.format, data.root, one.data.category) for one in configs]
+        if not several:  # of several all may be trained
             check_weights(config.backbone.weights)
-        device, threads = machine.device_and_threads(options)
-        with machine.cluster(options) as cluster:
-            calibrate, overwrite = not options.no_calibrate, options.overwrite
-            shared = (
-                None
-                if cluster is None
-                else machine.annex("model.cluster_cache").computed_by(cluster)
+        device, threads = device_and_threads(options)
+        with joined_cluster(options) as cluster:
+            shared = None if cluster is None else annex("cluster.cache").computed_by(cluster)
+            train = TrainOptions(
+                device, threads, not options.no_calibrate, options.overwrite, shared
             )
-            how = TrainOptions(device, threads, calibrate, overwrite, shared)
-            if isinstance(data.category, tuple):
-                return train_products(config, datasets, output, how)
-            return train_and_say(config, datasets[0], output, how)
+            if several:
+                return train_products(config, datasets, output, train)
+            return train_and_report(config, datasets[0], output, train)

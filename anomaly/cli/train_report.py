@@ -1,18 +1,23 @@
-"""Training with progress shown, and what is said of it: for the commands that train."""
+"""Training as commands do it: with progress shown, for each product of a config, and reported."""
 
 from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.cli.logging_setup import ProgressLine
-from anomaly.config.schema import METHODS
-from anomaly.errors import first_of, some
+from anomaly.config.load import load_config
+from anomaly.config.schema import METHODS, by_product
+from anomaly.datasets import open_dataset
+from anomaly.errors import AnomalyError, OutputError, first_of, some
+from anomaly.files.outputs import locked
 from anomaly.scoring.image_statistics import LEAST_IMAGES
-from anomaly.training.runs import train_run
+from anomaly.storage.folder import MANIFEST, read_manifest
+from anomaly.training.runs import check_same, train_run
 
 if TYPE_CHECKING:
     import torch
@@ -30,25 +35,147 @@ _FEW = 16  # images of which turned copies may add something
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a command trains, whatever the config.
+    """How a command trains, whatever the config: arguments of `train_run`, by name.
 
     Attributes:
         device: where to compute.
-        threads: decoding processes.
+        workers: decoding processes.
         calibrate: whether to find thresholds.
         overwrite: replace an earlier run.
         shared: has other machines compute features and scores; None for this process.
     """
 
     device: torch.device
-    threads: int
+    workers: int
     calibrate: bool = True
     overwrite: bool = False
     shared: SharedFeaturesOf | None = None
 
 
-def train_and_say(
-    config: Config, dataset: Dataset, output: Path, how: TrainOptions, product: str = ""
+def train_products(
+    config: Config, datasets: Sequence[Dataset], output: Path, options: TrainOptions
+) -> int:
+    """Train a model for each category that a config lists, each a run in a folder.
+
+    One that is there already and was trained with the same settings is kept, unless it is to be
+    overwritten. Where one fails, the others go on.
+
+    Args:
+        config: lists categories.
+        datasets: of these, in their order.
+        output: the folder of their runs.
+        options: how to train.
+
+    Returns:
+        The exit code: 3 where images or a product couldn't be used, 2 where no product could.
+    """
+    if (output / "model").exists():  # it would hide those beside it
+        raise OutputError(
+            f"{output} holds the run of one model; give another --output for those of several "
+            "products"
+        )
+    codes: list[int] = []
+    products = list(by_product(config))
+    for number, (product, dataset) in enumerate(zip(products, datasets, strict=True), 1):
+        log.info("%s, product %d of %d", product, number, len(datasets))
+        try:
+            others = products[: number - 1] if options.overwrite else products
+            own_config = _product_config(config, product, output, others)
+            remedy = "--overwrite trains all products again"
+            codes.append(
+                _train_unless_there(own_config, dataset, output / product, options, product, remedy)
+            )
+        except AnomalyError as error:
+            log.error("%s: %s", product, error)
+            codes.append(2)
+    if min(codes) == 2:
+        return 2
+    if len(products) > 1:
+        print(f"all in {output}: anomaly infer --model {shlex.quote(str(output))} tells them apart")
+    return 3 if any(codes) else 0
+
+
+def trained_run(
+    config_file: str, overrides: Sequence[str], runs: Path, options: TrainOptions, product: str = ""
+) -> Path:
+    """The run of a config, trained now unless it has been before.
+
+    Args:
+        config_file: the config, or its bare name.
+        overrides: of its settings.
+        runs: the folder of runs.
+        options: how to train.
+        product: one of the categories that it lists; empty where it lists none.
+
+    Raises:
+        ConfigError: a run of this name was trained with other settings.
+        AnomalyError: training failed.
+    """
+    config = load_config(config_file, overrides)
+    run = runs / config.name
+    if product:
+        config = _product_config(config, product, run, list(by_product(config)))
+        run = run / product
+    dataset = open_dataset(config.data.format, config.data.root, config.data.category)
+    _train_unless_there(config, dataset, run, options, product)
+    return run
+
+
+def _train_unless_there(
+    config: Config,
+    dataset: Dataset,
+    run: Path,
+    options: TrainOptions,
+    product: str = "",
+    remedy: str = "",
+) -> int:
+    """Train into a run's folder, unless a run of the same settings is there and is to stay.
+
+    Args:
+        config: all settings.
+        dataset: that they name.
+        run: the folder.
+        options: how to train.
+        product: for progress; empty for one that isn't one of several.
+        remedy: what to do where the run was trained with other settings, see `check_same`.
+
+    Returns:
+        The exit code of training; 0 where the run stays.
+
+    Raises:
+        ConfigError: a run that is there was trained with other settings.
+        AnomalyError: training failed.
+    """
+    with locked(run):  # it may be being trained
+        if not (run / "model").exists() or options.overwrite:
+            return train_and_report(config, dataset, run, options, product)
+        check_same(run, config, dataset, remedy)
+    log.info("%s was trained with these settings before, and is kept", config.name)
+    return 0
+
+
+def _product_config(config: Config, product: str, folder: Path, others: Sequence[str]) -> Config:
+    """The config of one of several products, in the precision that the others' models have.
+
+    Models share a pass of the network only if they have one precision, so that the first that is
+    trained settles it where it is left open.
+
+    Args:
+        config: lists categories.
+        product: one of them.
+        folder: of their runs.
+        others: those that it is to go with, as far as they are trained.
+    """
+    own = by_product(config)[product]
+    models = [folder / other / "model" for other in others]
+    trained = [model for model in models if (model / MANIFEST).is_file()]
+    if config.precision != "auto" or not trained:
+        return own
+    return own.model_copy(update={"precision": read_manifest(trained[0])["made_with"]["precision"]})
+
+
+def train_and_report(
+    config: Config, dataset: Dataset, output: Path, options: TrainOptions, product: str = ""
 ) -> int:
     """Train one model, and print what came of it.
 
@@ -56,8 +183,8 @@ def train_and_say(
         config: all settings.
         dataset: what to learn from.
         output: the run's folder.
-        how: to train.
-        product: names it, for progress; empty for one that isn't one of several.
+        options: how to train.
+        product: for progress; empty for one that isn't one of several.
 
     Returns:
         The exit code: 3 where images couldn't be used.
@@ -67,94 +194,79 @@ def train_and_say(
         def progress(stage: str, done: int, total: int) -> None:
             line(f"{product}, {stage}" if product else stage, done, total)
 
-        training, summary = train_run(
-            config,
-            dataset,
-            output,
-            device=how.device,
-            workers=how.threads,
-            calibrate=how.calibrate,
-            overwrite=how.overwrite,
-            shared=how.shared,
-            progress=progress,
-        )
-    _say(summary, output, training.detector.thresholds)
+        training, summary = train_run(config, dataset, output, **vars(options), progress=progress)
+    _report(summary, output, training.detector.thresholds)
     return 3 if training.refused else 0
 
 
-def _say(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -> None:
-    images, vectors = summary["images"], summary["bank_vectors"]
-    learned = f"{images['learned']} images, {summary['patches']:,} patches"
+def _report(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -> None:
+    images, vectors = summary["images"]["learned"], summary["bank_vectors"]
     kept = f", {vectors:,} kept in the memory bank" if vectors else ""
-    print(f"trained {summary['name']} ({summary['kind']}) on {learned}{kept}")
+    print(
+        f"trained {summary['name']} ({summary['kind']}) on {images} images, "
+        f"{summary['patches']:,} patches{kept}"
+    )
     if thresholds is None:
         print("no thresholds, so results will have no verdicts; `anomaly calibrate` finds some")
     else:
-        for line in thresholds.lines():
-            print(line)
-        say_raised(thresholds, output)
-    if images["learned"] < LEAST_IMAGES:
+        print("\n".join(thresholds.lines()))
+        report_raised(thresholds, output)
+    if images < LEAST_IMAGES:
         log.info(
-            "so few images (%d) don't show what is usual: it takes %d for another product, a lens "
-            "cap or a blurred image to be noticed as such",
-            images["learned"],
+            "%d images are too few to notice another product, a lens cap or a blurred image as "
+            "such; that takes %d",
+            images,
             LEAST_IMAGES,
         )
-    if images["learned"] <= _FEW and _could_turn(summary):
+    one_grid = METHODS[summary["kind"]].one_grid
+    if images <= _FEW and summary["turned_copies"] == "none" and not one_grid:
         log.info(
-            "%d images are few; where the part may lie any way, and a turned one is as good, train "
-            "with --set model.turned_copies=quarter_turns, which learns turned copies of them, too",
-            images["learned"],
+            "%d images are few. If a part may lie any way, train with "
+            "--set model.turned_copies=quarter_turns: turned copies of the images are learned, too",
+            images,
         )
-    _say_patch(summary)
-    if summary["suspects"]:
-        learned = "" if summary["left_out"] else "; a defect among the good ones is learned as good"
-        log.info("look at these training images%s:", learned)
-        for suspect in summary["suspects"][:3]:
-            picture = output / suspect["heatmap"]
-            log.info("  %.4g  %s  %s", suspect["score"], suspect["name"], picture)
-    if stand_out := summary["stand_out"]:
-        _say_stand_out(stand_out, summary["left_out"])
-    if odd := summary["odd"]:
-        log.info(
-            "%d of %d training images would be for review whatever their score, being so unlike "
-            "the others: %s",
-            len(odd),
-            images["learned"],
-            some(odd),
-        )
-    _say_refused(summary["refused"])
+    _report_patch_size(summary, one_grid)
+    _report_suspects(summary, output)
+    for reason in first_of([*summary["refused"].values()], "; train.json lists all"):
+        log.warning("skipped: %s", reason)
     seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9
     print(
         f"{seconds:.1f} s, {peak:.2f} GB at most; model {summary['model_id']} in {output / 'model'}"
     )
 
 
-def _could_turn(summary: dict[str, Any]) -> bool:
-    """Whether the model could learn turned copies and doesn't."""
-    return summary["turned_copies"] == "none" and not METHODS[summary["kind"]].one_grid
-
-
-def _say_stand_out(images: dict[str, float], left_out: bool) -> None:
-    """Which training images stand out from all others, and what becomes of them."""
-    names = some([*images], most=_NAMED)
-    names += ", train.json names all" if len(images) > _NAMED else ""
-    if left_out:
+def _report_suspects(summary: dict[str, Any], output: Path) -> None:
+    """Say which training images a person should look at."""
+    left_out, outliers, unlike = summary["left_out"], summary["stand_out"], summary["odd"]
+    if summary["suspects"]:
+        learned = "" if left_out else "; a defect among the good ones is learned as good"
+        log.info("look at these training images%s:", learned)
+        for suspect in summary["suspects"][:3]:
+            picture = output / suspect["heatmap"]
+            log.info("  %.4g  %s  %s", suspect["score"], suspect["name"], picture)
+    if outliers:
+        names = some([*outliers], most=_NAMED)
+        names += ", train.json names all" if len(outliers) > _NAMED else ""
         log.info(
-            "nothing was learned from what stands out from all others: %s; where it is good, "
-            "--set model.leave_out_suspects=false learns it",
+            "nothing was learned from what stands out from all others: %s. If these are good, "
+            "train with --set model.leave_out_suspects=false"
+            if left_out
+            else "standing out from all others: %s. If these aren't good, remove them, or train "
+            "with --set model.leave_out_suspects=true, which leaves out what stands out",
             names,
         )
-    else:
+    if unlike:
         log.info(
-            "standing out from all others: %s; where that isn't good, take it away, or train with "
-            "--set model.leave_out_suspects=true, which learns nothing from what stands out",
-            names,
+            "%d of %d training images would be for review whatever their score, being so unlike "
+            "the others: %s",
+            len(unlike),
+            summary["images"]["learned"],
+            some(unlike),
         )
 
 
-def say_raised(thresholds: Thresholds, model: Path) -> None:
-    """Which good images put the reject threshold so high, and what to do about it."""
+def report_raised(thresholds: Thresholds, model: Path) -> None:
+    """Say which good images put the reject threshold so high, and what to do about it."""
     raised = thresholds.raised_by()
     for i, (name, score, value) in enumerate(raised):
         without = "without it" if i == 0 else f"without it and the {i} before"
@@ -171,30 +283,19 @@ def say_raised(thresholds: Thresholds, model: Path) -> None:
         )
 
 
-def _say_patch(summary: dict[str, Any]) -> None:
-    size = summary["patch_size"]
-    (height, width), mm = size["pixels"] or (0.0, 0.0), size["mm"]
+def _report_patch_size(summary: dict[str, Any], one_grid: bool) -> None:
+    (height, width), mm = summary["patch_size"]["pixels"] or (0.0, 0.0), summary["patch_size"]["mm"]
     real = f", {mm[0]:.3g} × {mm[1]:.3g} mm" if mm else ""
     log.info(
         f"one patch covers {height:.0f} × {width:.0f} original pixels{real} (height × width): "
         "smaller defects may not be seen"
     )
-    log.info(f"  {_remedy(summary)}")
-
-
-def _remedy(summary: dict[str, Any]) -> str:
-    """What makes patches smaller."""
     image = summary["image"]
     if image["resize"] is not None:
-        return f"image.resize above {image['resize']} sees smaller ones, and takes longer"
-    if image["tile"] is not None:
-        return f"image.tile below {image['tile']} sees smaller ones, and takes longer"
-    area = f"image.area above {image['area']}"
-    if METHODS[summary["kind"]].one_grid:
-        return f"{area} sees smaller ones, and takes longer"
-    return f"{area} or image.tile, which cuts large images up, sees smaller ones, and takes longer"
-
-
-def _say_refused(refused: dict[str, str]) -> None:
-    for reason in first_of([*refused.values()], "; train.json lists all"):
-        log.warning("skipped: %s", reason)
+        setting = f"image.resize={2 * image['resize']}"
+    elif image["tile"] is not None:
+        setting = f"image.tile={max(64, image['tile'] // 2)}"
+    else:
+        setting = f"image.area={2 * image['area']}"
+        setting += "" if one_grid else " or with image.tile, which cuts large images up"
+    log.info(f"  for smaller defects, train with --set {setting} (slower)")

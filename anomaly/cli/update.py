@@ -8,14 +8,20 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import (
+    add_device,
+    add_output,
+    add_paths,
+    annex,
+    check_images,
+    device_and_threads,
+)
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets import Sample, check_good_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
 from anomaly.evaluation.recalibrate import tested_of
-from anomaly.files.lock import locked
-from anomaly.files.outputs import RUN
+from anomaly.files.outputs import RUN, locked
 from anomaly.files.writing import claim
 from anomaly.imaging.listing import list_images
 from anomaly.storage.folder import check_run_folder, find_model
@@ -23,7 +29,6 @@ from anomaly.storage.golden import golden_of
 from anomaly.storage.load import load_model
 
 if TYPE_CHECKING:
-    from anomaly.datasets import Sample
     from anomaly.scoring.pipeline import Model
 
 log = logging.getLogger(__name__)
@@ -35,37 +40,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model", type=Path, required=True, help="the run, or its model/ folder; it stays as it is"
     )
-    add(
-        "--good",
-        type=Path,
-        action="extend",
-        nargs="+",
-        metavar="PATH",
-        help="images that a person has looked at and found good",
-    )
+    add_paths(parser, "--good", "images that a person has looked at and found good")
     add(
         "--feedback",
         type=Path,
         metavar="FILE",
         help="the record of serve: parts that people have called good, and defects",
     )
-    add(
-        "--defects",
-        type=Path,
-        action="extend",
-        nargs="+",
-        metavar="PATH",
-        help="images of defects; none that is caught may pass",
-    )
-    add("--output", type=Path, required=True, help="the new run's folder")
-    add("--overwrite", action="store_true", help="replace an earlier run there")
+    add_paths(parser, "--defects", "images of defects; none that is caught may pass")
+    add_output(parser, "the new run's folder")
     add(
         "--include-suspects",
         action="store_true",
         help="learn from images that stand out from all others, too: they were looked at again",
     )
     add("--force", action="store_true", help="even where a defect that was caught would pass")
-    machine.add_arguments(parser)
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if not options.good and options.feedback is None:
         raise AnomalyError("give what is to be learned: --good, --feedback, or both")
-    machine.check_images(options, "good", "defects")
+    check_images(options, "good", "defects")
     folder = find_model(options.model, exported=False)
     output: Path = options.output
     check_run_folder(output, [folder])
@@ -90,11 +80,11 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
     from anomaly.evaluation.update import DEFECTS, refusal, update
 
-    device, threads = machine.device_and_threads(options)
+    device, threads = device_and_threads(options)
     model = load_model(folder, device)
     good, compare = _images(options, model, folder, scratch)
     with ProgressLine() as progress:
-        made = update(
+        updated = update(
             model,
             good,
             compare=compare,
@@ -104,21 +94,21 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
             scratch=scratch,
             progress=progress,
         )
-    refused = list(made.learned.refused.values())
+    refused = list(updated.learned.refused.values())
     for reason in first_of(refused):
         log.warning("skipped: %s", reason)
-    print("\n".join(made.lines()))
-    if made.caution:
-        log.warning(made.caution)
-    if made.learned.suspects:
+    print("\n".join(updated.lines()))
+    if updated.caution:
+        log.warning(updated.caution)
+    if updated.learned.suspects:
         print("look at the suspects again; where they are good, add --include-suspects")
     if not compare[DEFECTS]:
         print("no confirmed defects were given, so nothing says whether one would pass now")
-    if made.escapes and not options.force:
-        print(f"{refusal(made.escapes)} (--force)")
+    if updated.escapes and not options.force:
+        print(f"{refusal(updated.escapes)} (--force)")
         return 1
     output: Path = options.output
-    model_id = made.keep(options.model, output, overwrite=options.overwrite)
+    model_id = updated.keep(options.model, output, overwrite=options.overwrite)
     print(f"model {model_id}, from {folder}, is in {output / 'model'}")
     return 3 if refused else 0
 
@@ -130,25 +120,25 @@ def _images(
     from anomaly.evaluation.update import DEFECTS, GOLDEN_PARTS
     from anomaly.training.update import lineage
 
-    def named(option: str) -> list[Sample]:
-        given = getattr(options, option)
-        paths = find_inputs(given, option=f"--{option}").paths if given else []
-        if option == "good":
-            check_good_inputs(given or (), paths)
-        # Folders of defects have names in common; good images keep theirs in the model.
-        return [Sample(path, path.name if option == "good" else str(path)) for path in paths]
-
-    good, past, defects = named("good"), [], named("defects")
+    good_files, defect_files = (
+        find_inputs(given, option=option).paths if given else []
+        for option, given in (("--good", options.good), ("--defects", options.defects))
+    )
+    check_good_inputs(options.good, good_files)
+    # Folders of defects have names in common; good images keep theirs in the model.
+    good, past = [Sample(file, file.name) for file in good_files], []
+    defects = [Sample(file, str(file)) for file in defect_files]
     if options.feedback is not None:
-        record = machine.annex("service.confirmed")
-        said = record.confirmed_parts(options.feedback, lineage(model), scratch)
-        if said.lost:
+        feedback = annex("line.feedback")
+        confirmed = feedback.confirmed_parts(options.feedback, lineage(model), scratch)
+        if confirmed.lost:
             log.warning(
                 "left out, as the record keeps no picture of them (--keep-good, --keep-pictures of "
                 "serve): %d of the parts that people have judged",
-                said.lost,
+                confirmed.lost,
             )
-        good, past, defects = [*said.good, *good], said.past, [*said.defects, *defects]
+        good, defects = [*confirmed.good, *good], [*confirmed.defects, *defects]
+        past = confirmed.past
     golden = golden_of(folder)
     if not good:
         raise DataError(f"{options.feedback} has no part with a picture that was called good")

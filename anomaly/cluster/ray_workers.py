@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from anomaly.cluster.actors import Actor, Cluster, Worker, WorkerDied
-from anomaly.cluster.shards import infer_shard, probe
+from anomaly.cluster.shards import infer_shard, probe, shard_outputs
 from anomaly.datasets.image_manifest import read_manifest
 from anomaly.errors import AnomalyError, DataError
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.inference.outputs import ShardPictures
+from anomaly.inference.outputs import OutputOptions
 from anomaly.runtime.threads import use_threads
 from anomaly.storage.load import load
 
@@ -30,21 +30,21 @@ class RayJob:
         model: model or run folder.
         manifest: the list of images.
         dest: where parts and pictures go.
+        outputs: what to write.
         device: as `--device`.
         precision: instead of the model's own; None for that.
         product: that all images show, where there are models of several; None tells each image's.
         threads: of each worker.
-        pictures: which to write.
     """
 
     model: str
     manifest: str
     dest: str
+    outputs: OutputOptions
     device: str = "auto"
     precision: str | None = None
     product: str | None = None
     threads: int = 1
-    pictures: ShardPictures = field(default_factory=ShardPictures)
 
 
 class _Scorer:
@@ -75,7 +75,7 @@ class _Scorer:
         dest = self._job.dest
         # Of this chunk alone: a worker is ended without a word, and would leave its folder behind.
         with tempfile.TemporaryDirectory(prefix="anomaly-out-") as folder:
-            outputs = self._job.pictures.outputs(self._model, dest, Path(folder))
+            outputs = shard_outputs(self._job.outputs, self._model, dest, Path(folder))
             where = (self._model, self._manifest, [chunk], dest, outputs, about)
             return infer_shard(*where, self._decoders, lost=lost)
 
@@ -95,7 +95,7 @@ class _Scorer:
         cv2.setNumThreads(1)
         self._manifest = read_manifest(job.manifest)
         self._model = load(job.model, job.device, job.precision, job.product)
-        outputs = job.pictures.outputs(self._model, job.dest, Path())
+        outputs = shard_outputs(job.outputs, self._model, job.dest, Path())
         self._about = outputs.about(self._model, self._manifest.id)
         self._decoders = Decoders(job.threads).__enter__()
         self._begun = True

@@ -32,18 +32,32 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import most_bytes
 from anomaly.inference.journal import Finished
-from anomaly.inference.outputs import Outputs
+from anomaly.inference.outputs import OutputOptions, Outputs, have_thresholds
 from anomaly.inference.rows import Row, as_parquet, counts_of, row_of
 from anomaly.inference.run import Inputs, infer
 from anomaly.methods.base import Progress
-from anomaly.runtime.parallel import ahead
+from anomaly.runtime.parallel import prefetch
 
 if TYPE_CHECKING:
-    from anomaly.scoring.products import AnyModel
+    from anomaly.scoring.predictor import AnyModel
 
 _FETCHING = 16  # objects on their way at once
 _FETCHED = 48  # that may be ahead of the decoding processes
 _SAMPLE = 20  # a chunk of so many images none of which can be had: that isn't the images' fault
+
+
+def shard_outputs(options: OutputOptions, model: AnyModel, dest: str, folder: Path) -> Outputs:
+    """What a process of a job writes.
+
+    Args:
+        options: of the job.
+        model: says what is good.
+        dest: where the job's results go.
+        folder: a temporary one, for pictures on their way to object storage.
+    """
+    if options.heatmaps is None:
+        options = replace(options, heatmaps="reject" if have_thresholds(model) else "none")
+    return Outputs(storage.local(dest) or folder, options)
 
 
 def infer_shard(
@@ -82,7 +96,7 @@ def infer_shard(
         OutputError: a part or a picture can't be written; the parts that exist remain.
         DataError: the storage of the images, or of the manifest, doesn't answer.
     """
-    decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
+    decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
     outputs.write_scale(model)
     counts: Counter[str] = Counter()
     total, before = sum(manifest.sizes[chunk] for chunk in chunks), 0
@@ -90,7 +104,7 @@ def infer_shard(
         tempfile.TemporaryDirectory(prefix="anomaly-shard-") as spool,
         ThreadPoolExecutor(_FETCHING, "fetch") as threads,
     ):
-        limit = most_bytes(model.lead.loading.max_pixels)
+        limit = most_bytes(model.reference_model.loading.max_pixels)
         for chunk in chunks:
             images = _Images(manifest.chunk(chunk), Path(spool), threads, limit, stopped)
             for i, reason in lost.items():
@@ -98,7 +112,7 @@ def infer_shard(
                 images.rows[i] = row_of(unusable, model, images.names[i], time.perf_counter())
             _remove_drafts(outputs.folder, chunk)
             pictures = [f"{_name(chunk)}/{i:06}.png" for i in range(len(images.names))]
-            inputs = Inputs(images.paths, pictures, outputs.heatmaps, images.brought)
+            inputs = Inputs(images.paths, pictures, outputs.options, images.brought)
 
             def said(done: int, _: int, before: int = before) -> None:
                 progress(before + done, total)
@@ -140,12 +154,13 @@ def probe(
         tempfile.TemporaryDirectory(prefix="anomaly-shard-") as spool,
         ThreadPoolExecutor(_FETCHING, "fetch") as threads,
     ):
-        nothing = Outputs(Path(spool), heatmaps="none")
-        decoders.begin(Task(model.lead.loading, nothing.pictures(model)))
-        names, limit = manifest.chunk(chunk), most_bytes(model.lead.loading.max_pixels)
+        options = OutputOptions(heatmaps="none")
+        nothing = Outputs(Path(spool), options)
+        decoders.begin(Task(model.reference_model.loading, nothing.pictures(model)))
+        names, limit = manifest.chunk(chunk), most_bytes(model.reference_model.loading.max_pixels)
         images = _Images([names[i] for i in wanted], Path(spool), threads, limit, lambda: False)
         pictures = [f"{i}.png" for i in wanted]
-        infer(model, Inputs(images.paths, pictures, "none", images.brought), images, decoders)
+        infer(model, Inputs(images.paths, pictures, options, images.brought), images, decoders)
 
 
 def _name(chunk: int) -> str:
@@ -206,7 +221,7 @@ class _Images:
 
     def brought(self, items: Iterator[tuple[int, Path]]) -> Iterator[tuple[int, Path]]:
         """Fetch what isn't here, a bounded number of files ahead."""
-        return ahead(self._bring, items, _FETCHED if self._remote else 0, self._stopped)
+        return prefetch(self._bring, items, _FETCHED if self._remote else 0, self._stopped)
 
     def add(self, batch: Sequence[Finished]) -> None:
         """Take rows, and give them the names that the manifest has."""

@@ -235,7 +235,7 @@ class ImageConfig(_Section):
 
     @property
     def overlap_in_force(self) -> int:
-        """Original pixels that neighbouring tiles share: an eighth of a tile unless told."""
+        """Original pixels that neighbouring tiles share: an eighth of a tile unless set."""
         if self.tile is None:
             return 0
         return self.tile // 8 if self.overlap is None else self.overlap
@@ -289,27 +289,27 @@ class ModelConfig(_Section):
     smoothing: Annotated[float, Field(ge=0, le=100)] = 4.0
     """σ of the Gaussian that blurs the anomaly map, in network pixels."""
     halo_damping: Annotated[float, Field(ge=0, le=4)] = 0.5
-    """How much a patch beside a higher one is lowered on the anomaly map: the power of its share.
+    """How strongly the glow around a defect is reduced (0 = off). The image score is unchanged.
 
-    0 for none. The image score is that of the map before.
+    A patch is multiplied by (s / highest neighbour)^this on the anomaly map.
     """
     border_damping: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """How much a patch at the image's border counts less for the image score, from 0 to 1.
+    """How much less a patch at the image's border counts for the image score, from 0 to 1.
 
-    It fades over 24 network pixels: what a network makes of the border comes in part from its
-    padding. Maps and outlines don't depend on it, nor do images of several tiles.
+    It fades over 24 network pixels: near the border, features come in part from the network's
+    padding. Maps, outlines and images of several tiles don't depend on it.
     """
     leave_out_suspects: bool = False
-    """Learn nothing from training images that stand out from all others, as defects among them do.
+    """Leave out training images that stand out from all others, as defects among them do.
 
-    What stands out has a score whose logarithm lies five robust standard deviations above the
-    median; `train` says how many do in any case.
+    Those are images whose score's logarithm lies five robust standard deviations above the median;
+    `train` says in any case how many there are.
     """
     turned_copies: Literal["none", "quarter_turns", "quarter_turns_and_mirrors"] = "none"
-    """What is learned beside each training image, of parts that may lie any way: copies of it.
+    """Learn turned copies of each training image, too, for parts that may lie in any direction.
 
-    Only where a part that lies otherwise is as good: a turned one is no defect any more. It helps
-    most with few images. PatchCore and subspace.
+    A part that lies otherwise is then no defect any more. It helps most with few images. PatchCore
+    and subspace.
     """
 
     coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
@@ -322,8 +322,9 @@ class ModelConfig(_Section):
     spacing_neighbours: Annotated[int, Field(ge=0, le=1000)] = 9
     """PatchCore: patches of kinds that are rare among good ones count less for the image score.
 
-    A distance is divided by the mean distance of its nearest bank vector to so many others, over
-    the bank's mean, where that is above 1. 0 for plain distances, which maps always have.
+    A distance is divided by the mean distance from its nearest bank vector to that one's nearest
+    neighbours, this many, over the bank's mean, if that is above 1. 0 for plain distances, which
+    maps always have.
     """
     neighbours: Annotated[int, Field(ge=2, le=1000)] = 3
     """PatchCore: b of the `reweighted` image score."""
@@ -346,17 +347,17 @@ class ModelConfig(_Section):
 class CalibrationConfig(_Section):
     """Which share of good parts may be rejected, and which may need a second look.
 
-    The reject rate is kept with 95 % confidence, the review rate in the mean. `folds` is into how
-    many parts the training images are split for their cross-fitted scores; PaDiM without groups
-    leaves out each image alone.
+    The reject rate is kept with 95 % confidence, the review rate on average. For their cross-fitted
+    scores, the training images are split into `folds` parts; PaDiM without groups leaves out each
+    image alone.
     """
 
     reject_rate: Annotated[float, Field(gt=0, lt=1)] = 0.01
     """The share of good parts that may be rejected, kept with 95 % confidence."""
     review_rate: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """The share of good parts that may need a second look, in the mean."""
+    """The share of good parts that may need a second look, on average."""
     folds: Annotated[int, Field(ge=2, le=100)] = 10
-    """Into how many parts the training images are split to be scored."""
+    """The number of parts into which the training images are split to be scored."""
 
     @model_validator(mode="after")
     def _in_order(self) -> CalibrationConfig:

@@ -103,7 +103,7 @@ def read_manifest(place: str) -> ImageManifest:
     try:
         return storage.again(place, partial(_opened, place))
     except OSError as error:
-        raise DataError(f"{place} can't be read: {storage.said(error)}") from None
+        raise DataError(f"{place} can't be read: {storage.answer(error)}") from None
 
 
 def _opened(place: str) -> ImageManifest:

@@ -24,13 +24,14 @@ from anomaly.export.equality import (
 )
 from anomaly.export.graph import OPSET, write_graph
 from anomaly.export.quantised import quantised, training_images
-from anomaly.files.writing import as_json, like, remove_draft_folders, write
+from anomaly.files.writing import as_json, like, remove_drafts, write
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.exported import exported_stages, open_network, write_export
 from anomaly.storage.folder import (
     BACKBONE,
     EXPORT,
     HISTORY,
+    MANIFEST,
     appearing,
     check_run_folder,
     claim_model,
@@ -39,7 +40,6 @@ from anomaly.storage.folder import (
     model_id,
 )
 from anomaly.storage.load import load_model
-from anomaly.storage.manifest import MANIFEST
 from anomaly.training.fit import StageProgress
 from anomaly.training.runs import made_of, training_record
 from anomaly.version import __version__
@@ -162,7 +162,7 @@ def export_model(
         further=further,
         overwrite=overwrite,
     )
-    remove_draft_folders(output)
+    remove_drafts(output)
     parent = load_model(folder, "cpu")
     samples = training_images(parent, source, data_root, further) if precision == "int8" else {}
     paths = golden_images(parent, source, golden, [one.path for one in samples.values()])
@@ -191,7 +191,7 @@ def export_model(
         progress("writing graphs", 1, 1)
         network = open_network(draft, own.manifest, values)
         exported = replace(own, **exported_stages(network, draft, own.config))
-        values["engine_version"] = network.version
+        values["engine_version"] = network.graph.version
         both = reference, own
         values["equality"] = _equality(both, exported, draft, values, paths, workers, progress)
         if own is not parent:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from anomaly.errors import AnomalyError, DataError, OutputError
 from anomaly.files.outputs import JOB, SHARDED
-from anomaly.files.writing import draft_of, write
+from anomaly.files.writing import draft, write
 
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 _BLOCK = 1 << 20
@@ -90,7 +90,7 @@ def put(place: str, content: bytes | Path) -> None:
         try:
             _asked(place, send, OutputError)
         except _ANSWERS as error:
-            raise OutputError(f"{place} can't be written: {said(error)}") from None
+            raise OutputError(f"{place} can't be written: {answer(error)}") from None
     else:
         write(path, content if isinstance(content, bytes) else content.read_bytes())
 
@@ -110,7 +110,7 @@ def names(place: str) -> set[str]:
     except FileNotFoundError:
         return set()
     except OSError as error:
-        raise OutputError(f"{place} can't be listed: {said(error)}") from None
+        raise OutputError(f"{place} can't be listed: {answer(error)}") from None
 
 
 @contextmanager
@@ -123,20 +123,12 @@ def appearing(place: str) -> Iterator[Path]:
     path = local(place)
     if path is None:
         with tempfile.TemporaryDirectory(prefix="anomaly-") as folder:
-            draft = Path(folder) / "draft"
-            yield draft
-            put(place, draft)
+            unfinished = Path(folder) / "draft"
+            yield unfinished
+            put(place, unfinished)
         return
-    draft = draft_of(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield draft
-        draft.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path} can't be written: {said(error)}") from None
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
+    with draft(path) as unfinished:
+        yield unfinished
 
 
 def exists(place: str) -> bool:
@@ -172,7 +164,7 @@ def opened(place: str) -> IO[bytes]:
         stream: IO[bytes] = _asked(place, lambda fs, name: fs.open(name, "rb"))
         return stream
     except OSError as error:
-        raise DataError(f"{place} can't be read: {said(error)}") from None
+        raise DataError(f"{place} can't be read: {answer(error)}") from None
 
 
 def again(place: str, act: Callable[[], Result], kind: type[AnomalyError] = DataError) -> Result:
@@ -201,7 +193,7 @@ def again(place: str, act: Callable[[], Result], kind: type[AnomalyError] = Data
             if pause is None:
                 raise kind(
                     f"{place}: the storage doesn't answer, after {len(_PAUSES) + 1} attempts "
-                    f"({said(error)})"
+                    f"({answer(error)})"
                 ) from None
             time.sleep(pause)
     raise AssertionError
@@ -220,28 +212,28 @@ def each_file(place: str) -> Iterator[str]:
     fs, name = _filesystem(place)
     try:
         if any(c in name for c in "*?[") and not again(place, partial(fs.exists, name)):
-            found = again(place, partial(fs.glob, name, detail=True)).items()
-            yield from (fs.unstrip_protocol(n) for n, about in found if about["type"] == "file")
+            matches = again(place, partial(fs.glob, name, detail=True)).items()
+            yield from (fs.unstrip_protocol(n) for n, about in matches if about["type"] == "file")
         elif again(place, partial(fs.isfile, name)):
             yield fs.unstrip_protocol(name)
         else:
             yield from map(fs.unstrip_protocol, _walk(place, fs, name))
     except OSError as error:
-        raise DataError(f"{place} can't be listed: {said(error)}") from None
+        raise DataError(f"{place} can't be listed: {answer(error)}") from None
 
 
 def _walk(place: str, fs: Any, folder: str) -> Iterator[str]:
-    entries = again(place, partial(fs.ls, folder, detail=True))
-    kinds = {str(entry["name"]).rstrip("/"): entry["type"] for entry in entries}
-    of = {name.rpartition("/")[2]: name for name in kinds if name != folder.rstrip("/")}
-    own = SHARDED if JOB in of else ()
-    for last in sorted(of):
-        if last.startswith(".") or last in own:
+    listing = again(place, partial(fs.ls, folder, detail=True))
+    paths = [(str(entry["name"]).rstrip("/"), entry["type"]) for entry in listing]
+    entries = {path.rpartition("/")[2]: (path, kind) for path, kind in paths}
+    own = SHARDED if JOB in entries else ()
+    for name, (path, kind) in sorted(entries.items()):
+        if name.startswith(".") or name in own or path == folder.rstrip("/"):
             continue
-        if kinds[of[last]] == "directory":
-            yield from _walk(place, fs, of[last])
+        if kind == "directory":
+            yield from _walk(place, fs, path)
         else:
-            yield of[last]
+            yield path
 
 
 def _asked(
@@ -265,22 +257,17 @@ def _filesystem(place: str, kind: type[AnomalyError] = DataError) -> tuple[Any, 
         # Listings that are kept would fill the memory, and hide what others write.
         fs, name = url_to_fs(place if is_chain else first, use_listings_cache=False)
         name += "" if is_chain else place.removeprefix(first)
-    except ImportError:
-        known = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-        package = known.get(protocol)
-        raise kind(
-            f"{place} needs " + (f"{package}: pip install {package}" if package else
-            f"the package of fsspec that opens {protocol}://, which isn't installed")
-        ) from None  # fmt: skip
+    except ImportError as error:  # fsspec names the package
+        raise kind(f"{place} needs another package: {error}") from None
     except ValueError:
         raise kind(f"{place}: {protocol}:// isn't known; see fsspec's list of storage") from None
     except Exception as error:
-        raise kind(f"{place} can't be reached ({said(error)})") from None
+        raise kind(f"{place} can't be reached ({answer(error)})") from None
     return fs, str(name)
 
 
-def said(error: BaseException) -> str:
-    """What storage has answered, in our words where these are known."""
+def answer(error: BaseException) -> str:
+    """What storage has answered, as the end of a message."""
     if isinstance(error, FileNotFoundError):
         return "it doesn't exist"
     if isinstance(error, PermissionError):

@@ -7,12 +7,12 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from anomaly.errors import AnomalyError, OutputError, closest
+from anomaly.errors import AnomalyError, OutputError, closest, why
 from anomaly.files.outputs import foreign, is_model, own_outputs
 
 # File systems take 255 bytes a name; this leaves room for a suffix and a number.
@@ -36,8 +36,8 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
         if folder.is_file():
             raise OutputError(f"{folder} is a file, and results need a folder; give another one")
         folder.mkdir(parents=True, exist_ok=True)
-        there = [file.name for file in folder.iterdir()]
-        if is_model(folder, there):
+        entries = [file.name for file in folder.iterdir()]
+        if is_model(folder, entries):
             raise OutputError(
                 f"{folder} is a model folder, which holds nothing else; give another --output"
             )
@@ -49,14 +49,15 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
                 f"{listed} {exist} already; give another --output or add --overwrite "
                 "(overwrite=True)"
             )
-        own = own_outputs(folder, there) if present else ()
+        own = own_outputs(folder, entries) if present else ()
         for path in present:
             if path.is_dir() and path.name not in own and any(path.iterdir()):
                 raise OutputError(
                     f"{path} isn't from an earlier run, so it isn't written over; move it away or "
                     "give another --output"
                 )
-            if (other := foreign(folder, path.name) if path.name in own else None) is not None:
+            other = foreign(folder, path.name) if path.name in own else None
+            if other is not None:
                 raise OutputError(
                     f"{other} isn't from an earlier run, and {path} would be deleted with it; move "
                     "it away or give another --output"
@@ -170,7 +171,7 @@ def share(file: Path) -> None:
 
 
 def remove_drafts(folder: Path, inside: Iterable[str] = ()) -> None:
-    """Delete what `write` has left of files that it couldn't finish, because it was killed.
+    """Delete drafts of files and folders that a killed process couldn't finish.
 
     Args:
         folder: drafts in it are deleted, not those in its folders, where others may be at work.
@@ -179,19 +180,33 @@ def remove_drafts(folder: Path, inside: Iterable[str] = ()) -> None:
     pattern = f"{_DRAFT}*{_DRAFT_SUFFIX}"
     own = (draft for name in inside for draft in (folder / name).rglob(pattern))
     for draft in (*folder.glob(pattern), *own):
-        with suppress(OSError):
-            draft.unlink()
-
-
-def remove_draft_folders(folder: Path) -> None:
-    """Delete drafts of folders that were to appear in this one, left by processes that were killed.
-
-    Args:
-        folder: nobody else is at work in it.
-    """
-    for draft in folder.glob(f"{_DRAFT}*{_DRAFT_SUFFIX}"):
         if draft.is_dir():
             shutil.rmtree(draft, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                draft.unlink()
+
+
+@contextmanager
+def draft(file: Path) -> Iterator[Path]:
+    """A path to write to, beside a file whose name it takes if the block ends without an error.
+
+    Args:
+        file: its folder is made if need be.
+
+    Raises:
+        OutputError: no room, no permission.
+    """
+    unfinished = draft_of(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield unfinished
+        unfinished.replace(file)
+    except OSError as error:
+        raise OutputError(f"{file} can't be written: {why(error)}") from None
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 def write(file: Path, content: bytes | str) -> None:
@@ -205,18 +220,8 @@ def write(file: Path, content: bytes | str) -> None:
         OutputError: no room, no permission.
     """
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
-    draft = draft_of(file)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("xb") as stream:
-            stream.write(data)
-        draft.replace(file)
-    except BaseException as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise OutputError(f"{file} can't be written: {error.strerror}") from None
-        raise
+    with draft(file) as unfinished:
+        unfinished.write_bytes(data)
 
 
 class GrowingFile:

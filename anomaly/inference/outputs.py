@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import OutputError
-from anomaly.files import storage
 from anomaly.files.outputs import (
     FOLDERS,
     HEATMAPS,
@@ -40,12 +39,12 @@ from anomaly.inference.rows import (
 )
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.encoding import Thumbnail, encode_float32, encode_uint16, thumbnail
-from anomaly.maps.heatmap import RgbImage, colour_bar, display, encode_png, heatmap, with_colour_bar
+from anomaly.maps.heatmap import colour_bar, display, encode_png, heatmap, with_colour_bar
 from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_areas
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
-    from anomaly.scoring.products import AnyModel
+    from anomaly.scoring.predictor import AnyModel
 
 
 Heatmaps: TypeAlias = Literal["none", "reject", "all"]
@@ -53,12 +52,12 @@ MapFiles: TypeAlias = Literal["float32", "uint16"]
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """What is to be written.
+class OutputOptions:
+    """What a run writes, as the options of `anomaly infer` say.
 
     Attributes:
-        folder: where.
-        heatmaps: which images have one: none, those not called good, or all.
+        heatmaps: which images have one: none, those not called good, or all. None, for a manifest's
+            images: those not called good, or none where the model has no thresholds.
         side_by_side: heatmaps of image, heatmap and colour bar.
         masks: what is marked, as PNG.
         regions: whether to write regions.csv.
@@ -67,14 +66,29 @@ class Outputs:
         page: whether to write results.html.
     """
 
-    folder: Path
-    heatmaps: Heatmaps = "all"
+    heatmaps: Heatmaps | None = "all"
     side_by_side: bool = False
     masks: bool = False
     regions: bool = False
     maps: MapFiles | None = None
     parquet: bool = False
     page: bool = True
+
+
+DEFAULTS = OutputOptions()
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The folder of a run, and what is written into it.
+
+    Attributes:
+        folder: where.
+        options: what.
+    """
+
+    folder: Path
+    options: OutputOptions = DEFAULTS
 
     def begin(self, *, resume: bool, overwrite: bool) -> bool:
         """See that the folder can take a run over a list of files; nothing there is lost yet.
@@ -90,7 +104,7 @@ class Outputs:
             OutputError: the folder holds another run, and nothing says what is to become of that;
                 it can't be written to; or pyarrow is missing.
         """
-        if self.parquet and importlib.util.find_spec("pyarrow") is None:
+        if self.options.parquet and importlib.util.find_spec("pyarrow") is None:
             raise OutputError("--parquet needs pyarrow: pip install 'anomaly[parquet]'")
         unfinished = (self.folder / JOURNAL).exists()
         if resume and (self.folder / WATCHED).exists():
@@ -117,15 +131,17 @@ class Outputs:
             model: says what is good.
             images: names the list of images; None where there is none.
         """
-        names = [n for n in ("side_by_side", "masks", "regions", "parquet") if getattr(self, n)]
+        options = self.options
+        switches = ("side_by_side", "masks", "regions", "parquet")
+        names = [name for name in switches if getattr(options, name)]
         listed = {} if images is None else {"list of images": images}
         return listed | {
             "model": model.model_id,
             "software version": __version__,
-            "device": str(model.lead.device),
-            "engine": model.lead.extractor.engine,
-            "precision": model.lead.extractor.precision,
-            "set of outputs": [self.heatmaps, *names, *([self.maps] if self.maps else [])],
+            "device": str(model.reference_model.device),
+            "engine": model.reference_model.extractor.engine,
+            "precision": model.reference_model.extractor.precision,
+            "set of outputs": [options.heatmaps, *names, *filter(None, [options.maps])],
         }
 
     def pictures(self, model: AnyModel) -> PictureWriter:
@@ -134,25 +150,20 @@ class Outputs:
         Raises:
             OutputError: a model has no thresholds, which some of it needs.
         """
-        asked = {
-            "--masks": self.masks,
-            "--regions": self.regions,
-            "--maps uint16": self.maps == "uint16",
-            "--heatmap reject": self.heatmaps == "reject",
+        options = self.options
+        by_thresholds = {
+            "--masks": options.masks,
+            "--regions": options.regions,
+            "--maps uint16": options.maps == "uint16",
+            "--heatmap reject": options.heatmaps == "reject",
         }
-        needing = [name for name, wanted in asked.items() if wanted]
+        needing = [name for name, wanted in by_thresholds.items() if wanted]
         if needing and not have_thresholds(model):
             raise OutputError(
                 f"{', '.join(needing)}: the model has no thresholds; train it without "
                 "--no-calibrate"
             )
-        return PictureWriter(
-            self.folder,
-            beside=model.lead.unit if self.side_by_side else None,
-            masks=self.masks,
-            regions=self.regions,
-            maps=self.maps,
-        )
+        return PictureWriter(self.folder, options, model.reference_model.unit)
 
     def write_scale(self, model: AnyModel) -> None:
         """Write what the heatmaps' colours mean, once: it is the same for every picture of a model.
@@ -163,7 +174,7 @@ class Outputs:
         several = len(model.models) > 1
         for product, one in model.models.items():
             thresholds = one.thresholds
-            if thresholds is not None and self.heatmaps != "none":
+            if thresholds is not None and self.options.heatmaps != "none":
                 bar = colour_bar(480, thresholds.pixel, one.unit, thresholds.review_pixel)
                 place = self.folder / SCALES / f"{product}.png" if several else self.folder / SCALE
                 write(place, encode_png(bar))
@@ -186,9 +197,9 @@ class Outputs:
             return
         write(self.folder / "results.csv", as_csv(rows, Row))
         write(self.folder / "results.jsonl", as_jsonl(rows))
-        if self.parquet:
+        if self.options.parquet:
             write(self.folder / "results.parquet", as_parquet(rows))
-        if self.regions:
+        if self.options.regions:
             found = [
                 region
                 for one in journal.in_order()
@@ -197,40 +208,6 @@ class Outputs:
             write(self.folder / "regions.csv", as_csv(found, RegionRow))
         if groups:
             write(self.folder / "parts.csv", as_csv(judge_parts(rows, groups), Part))
-
-
-@dataclass(frozen=True)
-class ShardPictures:
-    """Which pictures a job's processes write; each of them loads the model itself.
-
-    Attributes:
-        heatmaps: which images have one; None for those not called good, or none where the model
-            has no thresholds.
-        side_by_side: heatmaps of image, heatmap and colour bar.
-        masks: what is marked, as PNG.
-        maps: how to write anomaly maps, if at all.
-    """
-
-    heatmaps: Heatmaps | None = None
-    side_by_side: bool = False
-    masks: bool = False
-    maps: MapFiles | None = None
-
-    def outputs(self, model: AnyModel, dest: str, folder: Path) -> Outputs:
-        """What a process writes.
-
-        Args:
-            model: says what is good.
-            dest: where the job's results go.
-            folder: a temporary one, for pictures on their way to object storage.
-        """
-        return Outputs(
-            storage.local(dest) or folder,
-            heatmaps=self.heatmaps or ("reject" if have_thresholds(model) else "none"),
-            side_by_side=self.side_by_side,
-            masks=self.masks,
-            maps=self.maps,
-        )
 
 
 def have_thresholds(model: AnyModel) -> bool:
@@ -284,29 +261,24 @@ class PictureWriter:
 
     Attributes:
         output: the folder for folders of heatmaps, masks and maps.
-        beside: what the scores are, to show image, heatmap and colour bar side by side; None for
-            the image under its heatmap alone.
-        masks: whether to write predicted masks.
-        regions: whether to find the masks' regions.
-        maps: how to write anomaly maps, if at all.
+        options: what to write; which image has a heatmap is left to `RenderOptions`.
+        unit: of the scores.
     """
 
     output: Path
-    beside: str | None = None
-    masks: bool = False
-    regions: bool = False
-    maps: Literal["float32", "uint16"] | None = None
+    options: OutputOptions = DEFAULTS
+    unit: str = ""
 
     def write(
-        self, image: Image, found: SourceMap, name: str, options: RenderOptions = PLAIN
+        self, image: Image, anomaly_map: SourceMap, name: str, render: RenderOptions = PLAIN
     ) -> RenderResult:
         """Write one image's files.
 
         Args:
             image: the decoded file.
-            found: its anomaly map.
+            anomaly_map: of it.
             name: the heatmap's path in its folder; the others have the same in theirs.
-            options: what the heatmap says of the image.
+            render: what the heatmap says of the image.
 
         Returns:
             The marked regions and a small heatmap, where they are wanted.
@@ -314,54 +286,56 @@ class PictureWriter:
         Raises:
             OutputError: no room, no permission.
         """
-        if not (options.heatmap or self.masks or self.regions or self.maps):
+        options = self.options
+        outlined = render.heatmap or options.masks or options.regions
+        if not (outlined or options.maps):
             return RenderResult()
-        found = found.held()
-        limit = float(np.nanmax(found.scores)) if options.limit is None else options.limit
-        if self.maps == "uint16":
-            write(self.output / MAPS / name, encode_uint16(found, image.size, limit))
-        elif self.maps == "float32":
+        anomaly_map = anomaly_map.held()
+        limit = float(np.nanmax(anomaly_map.scores)) if render.limit is None else render.limit
+        if options.maps == "uint16":
+            write(self.output / MAPS / name, encode_uint16(anomaly_map, image.size, limit))
+        elif options.maps == "float32":
             file = self.output / MAPS / PurePosixPath(name).with_suffix(".tiff")
-            write(file, encode_float32(found, image.size))
-        if not (options.heatmap or self.masks or self.regions):
+            write(file, encode_float32(anomaly_map, image.size))
+        if not outlined:
             return RenderResult()
-        rejected = options.verdict == "reject"
-        areas = outlined_areas(found, limit, options.review, rejected=rejected)
+        rejected = render.verdict == "reject"
+        areas = outlined_areas(anomaly_map, limit, render.review, rejected=rejected)
         # In a method of its own: of a large image the picture is gone before the mask is encoded.
-        small = self._write_heatmap(image, found, limit, areas, name, options)
-        if not (self.masks or self.regions):
+        small = self._write_heatmap(image, anomaly_map, limit, areas, name, render)
+        if not (options.masks or options.regions):
             return RenderResult(small=small)
         mask = np.where(areas == MARKED, areas, np.uint8(0))
-        if self.masks:
+        if options.masks:
             write(self.output / MASKS / name, encode_png(mask))
-        return RenderResult(marked_regions(mask, found) if self.regions else (), small)
+        return RenderResult(marked_regions(mask, anomaly_map) if options.regions else (), small)
 
     def _write_heatmap(
         self,
         image: Image,
-        found: SourceMap,
+        anomaly_map: SourceMap,
         limit: float,
         areas: NDArray[np.uint8],
         name: str,
-        options: RenderOptions,
+        render: RenderOptions,
     ) -> Thumbnail | None:
-        if not options.heatmap:
+        if not render.heatmap:
             return None
-        picture = self._captioned(image, heatmap(image, found, limit, areas), limit, options)
+        picture = heatmap(image, anomaly_map, limit, areas)
+        if self.options.side_by_side:
+            caption = _caption(render)
+            picture = with_colour_bar(
+                display(image), picture, limit, self.unit, render.review, caption
+            )
         write(self.output / HEATMAPS / name, encode_png(picture))
-        return thumbnail(picture, options.small) if options.small else None
+        return thumbnail(picture, render.small) if render.small else None
 
-    def _captioned(
-        self, image: Image, picture: RgbImage, limit: float, options: RenderOptions
-    ) -> RgbImage:
-        if self.beside is None:
-            return picture
-        caption = f"score {options.score:.4g}"
-        if options.times is not None:
-            caption += f" = {options.times:.2f} x the reject threshold"
-        if options.verdict:
-            caption = f"{options.verdict}: {caption}"
-        return with_colour_bar(display(image), picture, limit, self.beside, options.review, caption)
+
+def _caption(render: RenderOptions) -> str:
+    caption = f"score {render.score:.4g}"
+    if render.times is not None:
+        caption += f" = {render.times:.2f} x the reject threshold"
+    return f"{render.verdict}: {caption}" if render.verdict else caption
 
 
 def picture_exists(output: Path, name: str) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from anomaly.datasets.inputs import Found, picture_names
 from anomaly.errors import OutputError
@@ -17,13 +16,13 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
 from anomaly.inference.journal import Finished, Record, RunJournal
-from anomaly.inference.outputs import Outputs, RenderOptions, RenderResult
+from anomaly.inference.outputs import DEFAULTS, OutputOptions, Outputs, RenderOptions, RenderResult
 from anomaly.inference.rows import Row, row_of
 from anomaly.maps.encoding import Thumbnails
 from anomaly.methods.base import Progress
 from anomaly.runtime.parallel import StoppedError
 from anomaly.scoring.prediction import Prediction
-from anomaly.scoring.products import AnyModel
+from anomaly.scoring.predictor import AnyModel
 
 _BEHIND = 16  # scored images whose pictures may still be on their way
 _LAST_SECONDS = 5.0  # that their pictures may take once the run is to stop
@@ -36,14 +35,14 @@ class Inputs:
     Attributes:
         paths: image files, sorted.
         pictures: a name for each one's heatmap, and for its other pictures.
-        heatmaps: which images have a heatmap: none, those that aren't called good, or all.
+        options: what is written of them.
         brought: gives each index and path, in order, once the file is there; for files that come
             from elsewhere.
     """
 
     paths: Sequence[Path]
     pictures: Sequence[str]
-    heatmaps: Literal["none", "reject", "all"] = "all"
+    options: OutputOptions = DEFAULTS
     brought: Callable[[Iterator[tuple[int, Path]]], Iterator[tuple[int, Path]]] = iter
 
 
@@ -109,9 +108,9 @@ def infer_files(
         OutputError: results can't be written; those that could are kept, and the run can go on.
     """
     paths = found.paths
-    inputs = Inputs(paths, picture_names(paths, folders), outputs.heatmaps)
-    thumbnails = Thumbnails(len(paths)) if outputs.page else None
-    decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
+    inputs = Inputs(paths, picture_names(paths, folders), outputs.options)
+    thumbnails = Thumbnails(len(paths)) if outputs.options.page else None
+    decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
     failure: OutputError | None = None
     try:
         with journal:
@@ -130,7 +129,7 @@ def infer_files(
     finally:
         # Whatever stopped the run, the rows that exist are kept.
         try:
-            mm_per_pixel = model.lead.config.image.mm_per_pixel
+            mm_per_pixel = model.reference_model.config.image.mm_per_pixel
             outputs.write_tables(journal, found.groups, mm_per_pixel)
         except OutputError as error:
             failure = failure or error
@@ -265,7 +264,7 @@ class _Run:
 
     def _render_options(self, result: Prediction) -> RenderOptions:
         thresholds = result.thresholds
-        verdict, wanted = result.verdict, self._inputs.heatmaps
+        verdict, wanted = result.verdict, self._inputs.options.heatmaps
         drawn = wanted == "all" or (wanted == "reject" and verdict != "good")
         times = result.score / thresholds.image if thresholds and thresholds.image else None
         small = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from anomaly.datasets.inputs import picture_names
 from anomaly.errors import DataError
@@ -16,11 +16,11 @@ from anomaly.files.writing import GrowingFile
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.listing import is_image, list_files
 from anomaly.inference.journal import Finished, Journal
-from anomaly.inference.outputs import picture_exists
+from anomaly.inference.outputs import DEFAULTS, OutputOptions, picture_exists
 from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lines, region_rows
 from anomaly.inference.run import Inputs, infer
 from anomaly.maps.encoding import Thumbnails
-from anomaly.scoring.products import AnyModel
+from anomaly.scoring.predictor import AnyModel
 
 _POLL_SECONDS = 0.5
 # Looking into the folders takes at most this share of the time.
@@ -204,7 +204,7 @@ def watch(
     *,
     settle: float = 0.5,
     stopped: Callable[[], bool],
-    heatmaps: Literal["none", "reject", "all"] = "all",
+    options: OutputOptions = DEFAULTS,
     thumbnails: Thumbnails | None = None,
     trouble: Callable[[str], None] = lambda message: None,
     looking: Callable[[], None] = lambda: None,
@@ -222,7 +222,7 @@ def watch(
         decoders: begun, with this model's loading.
         settle: seconds after which a file that nobody has written to is fully written.
         stopped: asked all the time.
-        heatmaps: which images have one, as for `Inputs`.
+        options: what is written of each image.
         thumbnails: as for `infer`.
         trouble: called with what is wrong with the folders, once for each spell of it.
         looking: called before each look into them.
@@ -250,7 +250,7 @@ def watch(
         if ready:
             paths = list(ready)
             names = picture_names(paths, folders, partial(picture_exists, output), numbers)
-            inputs = Inputs(paths, names, heatmaps)
+            inputs = Inputs(paths, names, options)
             journal.arrived = list(ready.items())
             infer(model, inputs, journal, decoders, stopped=stopped, thumbnails=thumbnails)
         _pause(polled + max(_POLL_SECONDS, (polled - begun) / _POLL_SHARE), stopped)

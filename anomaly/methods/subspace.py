@@ -30,7 +30,7 @@ from anomaly.methods.base import (
     check_disjoint,
     check_tensors,
 )
-from anomaly.runtime.parallel import spread
+from anomaly.runtime.parallel import parallel_map
 
 if TYPE_CHECKING:
     import torch
@@ -338,7 +338,7 @@ class SubspaceFitter(Fitter[PatchSubspace]):
         """
         device = statistics[0].mean.device
         self.prepared(len(statistics[0].mean), device)
-        return spread(
+        return parallel_map(
             lambda s: PatchSubspace(s.mean.float(), s.axes(self.variance, self.components), s),
             statistics,
             device,

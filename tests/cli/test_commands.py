@@ -103,17 +103,19 @@ def test_what_one_patch_covers(
     said = json.loads((tmp_path / "run" / "train.json").read_text())["patch_size"]
     assert said == {"pixels": pixels, "mm": pytest.approx([0.05 * side for side in pixels])}
     assert f"one patch covers {pixels[0]:.0f} × {pixels[1]:.0f} original pixels, " in out
-    remedy = "image.area above"
-    for key, says in (("resize", "image.resize above"), ("tile", "image.tile below")):
-        remedy = says if any(f"image.{key}" in s for s in settings) else remedy
-    assert f"smaller defects may not be seen\n  {remedy} " in out
+    given = dict(setting.split("=") for setting in settings)
+    remedy = f"image.area={2 * int(given.get('image.area', 64))}"
+    remedy = "image.resize=192" if "image.resize" in given else remedy
+    remedy = "image.tile=64" if "image.tile" in given else remedy
+    says = f"smaller defects may not be seen\n  for smaller defects, train with --set {remedy} "
+    assert says in out
 
 
 def test_few_images_dont_show_what_is_usual(tmp_path: Path, command: Command) -> None:
     for count, says in ((7, True), (8, False)):
         product = write_product(tmp_path / f"part{count}", n_train=count)
         code, out, _ = command("train", train_arguments(product, tmp_path / f"run{count}"))
-        assert (code, "don't show what is usual: it takes 8" in out) == (0, says)
+        assert (code, "too few to notice another product" in out) == (0, says)
     summary = json.loads((tmp_path / "run8" / "train.json").read_text())
     assert summary["patch_size"]["mm"] is None
 

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from anomaly.cli import logging_setup as progress
-from anomaly.cli.logging_setup import ProgressLine, spoken
+from anomaly.cli import logging_setup
+from anomaly.cli.logging_setup import ProgressLine, log_to_terminal
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_PLAIN_SECONDS", 0.25)
-    with spoken(), ProgressLine() as line:
+    monkeypatch.setattr(logging_setup, "_PLAIN_SECONDS", 0.25)
+    with log_to_terminal(), ProgressLine() as line:
         time.sleep(0.3)  # nothing to say yet
         line("features", 0, 8)
         time.sleep(0.3)
@@ -38,4 +38,4 @@ def test_a_short_run_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     ("seconds", "said"), [(12.3, "12 s"), (95, "1.6 min"), (3000, "50 min"), (9000, "2.5 h")]
 )
 def test_time_left(seconds: float, said: str) -> None:
-    assert progress._said(seconds) == f"about {said} left"
+    assert logging_setup._time_left(seconds) == f"about {said} left"

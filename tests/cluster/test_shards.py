@@ -598,6 +598,7 @@ def test_a_worker_of_a_cluster_leaves_no_folder_behind(
 ) -> None:
     """It is ended without a word, and can't delete anything then."""
     from anomaly.cluster.ray_workers import RayJob, _Scorer
+    from anomaly.inference.outputs import OutputOptions
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     destinations = [str(tmp_path / "out"), "memory://worker/out"]
@@ -605,7 +606,8 @@ def test_a_worker_of_a_cluster_leaves_no_folder_behind(
     # Which images a chunk holds depends on their folder's name: not each has one to draw.
     drawn = min((one / "heatmaps").iterdir())
     for dest in destinations:
-        worker = _Scorer(RayJob(str(run_folder), str(manifest), dest, device="cpu"))
+        outputs = OutputOptions(heatmaps=None)
+        worker = _Scorer(RayJob(str(run_folder), str(manifest), dest, outputs, device="cpu"))
         assert sum(worker.score(int(drawn.name), worker.about(), {}).values())
         worker._decoders.__exit__()
     names = [f"{drawn.name}/{file.name}" for file in drawn.iterdir()]

@@ -18,13 +18,13 @@ from conftest import FAST, REPOSITORY, Command, train_arguments, write_part, wri
 
 from anomaly.cli import COMMANDS
 from anomaly.errors import OutputError
-from anomaly.files import lock as output_lock
-from anomaly.files.lock import LOCK, locked, locked_file
+from anomaly.files import outputs
+from anomaly.files.outputs import LOCK, locked, locked_file
 
 _HOLD = """
 import sys
 from pathlib import Path
-from anomaly.files.lock import locked, locked_file
+from anomaly.files.outputs import locked, locked_file
 place = Path(sys.argv[1])
 try:
     with locked_file(place) if place.suffix else locked(place):
@@ -155,12 +155,12 @@ def test_a_file_system_without_locks(
         flock(handle, operation)
 
     (tmp_path / "local").mkdir()
-    monkeypatch.setattr(output_lock.tempfile, "tempdir", str(tmp_path / "local"))
+    monkeypatch.setattr(outputs.tempfile, "tempdir", str(tmp_path / "local"))
     monkeypatch.setattr(fcntl, "flock", without)
     with locked(tmp_path / "out"):
         assert not (tmp_path / "out" / LOCK).exists()
         assert len(list((tmp_path / "local").iterdir())) == 1
-        monkeypatch.setattr(output_lock, "_held", set())
+        monkeypatch.setattr(outputs, "_held", set())
         with pytest.raises(OutputError, match=f"process {os.getpid()} on "):
             locked(tmp_path / "out").__enter__()
     assert "another machine there goes unnoticed" in caplog.text

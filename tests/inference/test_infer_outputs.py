@@ -175,7 +175,7 @@ def test_what_is_said_where_nothing_could_be_scored(
     base = ["--model", run_folder, "--input", tmp_path / "broken.png"]
     code, out, _ = command("infer", [*base, "--output", tmp_path / "out"])
     assert (code, out.splitlines()[0]) == (2, "0 of 1 images scored: 1 unsupported")
-    said = f"rows in {tmp_path / 'out' / 'results.csv'}, all on one page in "
+    said = f"rows in {tmp_path / 'out' / 'results.csv'}, all shown in "
     assert out.splitlines()[-1] == said + str(tmp_path / "out" / "results.html")
 
 

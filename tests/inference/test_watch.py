@@ -304,7 +304,7 @@ def test_what_cant_be_watched(
     for flags, says in (
         ([], "give them with --input"),
         (["--input", tmp_path, "--list", "x"], "no --list"),
-        (["--input", __file__], "is none"),
+        (["--input", __file__], "is no folder"),
         (["--input", tmp_path, "--parquet"], "at the end of a run"),
     ):
         code, _, err = command("infer", [*base, *flags])

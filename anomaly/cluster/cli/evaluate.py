@@ -14,15 +14,14 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
-from anomaly.cli.config_runs import made
-from anomaly.cli.config_runs import sources as sources_of
-from anomaly.cli.logging_setup import ProgressLine, is_quiet, spoken
+from anomaly.cli.common_options import device_and_threads
+from anomaly.cli.evaluate import evaluate_source, sources
+from anomaly.cli.logging_setup import ProgressLine, is_quiet, log_to_terminal
 from anomaly.cluster.actors import dispatch, then
 from anomaly.errors import AnomalyError
 
 if TYPE_CHECKING:
-    from anomaly.cli.config_runs import Source
+    from anomaly.cli.evaluate import Source
     from anomaly.cluster.actors import Actor, Cluster
     from anomaly.report.category import Category
 
@@ -40,14 +39,14 @@ def run(
         cluster: where the workers are.
         take: called with each model, in order, and with what came of it.
     """
-    sources = sources_of(options)
+    models = sources(options)
     outcomes: dict[int, tuple[Outcome, Said]] = {}
     taken = 0
     options.threads = cluster.threads
     options.folder, options.quiet = Path.cwd(), is_quiet()
 
     def hire() -> _Worker:
-        return _Worker(cluster.start(_Evaluator, options), sources, outcomes)
+        return _Worker(cluster.start(_Evaluator, options), models, outcomes)
 
     with ProgressLine() as progress:
 
@@ -58,12 +57,12 @@ def run(
                 outcome, (out, err) = outcomes.pop(taken)
                 print(out, end="")
                 print(err, end="", file=sys.stderr)
-                take(sources[taken], outcome)
+                take(models[taken], outcome)
                 taken += 1
 
         remedy = "start it again: what is trained is kept"
-        each = [1] * len(sources)
-        dispatch(range(len(sources)), each, hire, cluster.room, progress=done, remedy=remedy)
+        each = [1] * len(models)
+        dispatch(range(len(models)), each, hire, cluster.room, progress=done, remedy=remedy)
 
 
 class _Evaluator:
@@ -83,13 +82,12 @@ class _Evaluator:
         with (
             redirect_stdout(io.StringIO()) as out,
             redirect_stderr(io.StringIO()) as err,
-            spoken(quiet=self._options.quiet),
+            log_to_terminal(quiet=self._options.quiet),
         ):
-            device, threads = machine.device_and_threads(self._options)
-            try:
-                outcome = made(source, self._options, device, threads)
-            except AnomalyError as error:
-                outcome = AnomalyError(str(error))
+            device, threads = device_and_threads(self._options)
+            outcome = evaluate_source(source, self._options, device, threads)
+            if isinstance(outcome, AnomalyError):
+                outcome = AnomalyError(str(outcome))  # others may not be picklable
         return outcome, (out.getvalue(), err.getvalue())
 
 

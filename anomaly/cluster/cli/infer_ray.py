@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import joined_cluster
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.cluster.actors import dispatch
-from anomaly.cluster.cli import infer_shard
 from anomaly.cluster.parts import begin_job, chunks_done
 from anomaly.cluster.ray_workers import RayJob, RayWorkers
 from anomaly.datasets.image_manifest import read_manifest
@@ -23,14 +22,15 @@ from anomaly.inference.rows import say_counts
 if TYPE_CHECKING:
     from anomaly.cluster.ray_workers import RayWorkers
     from anomaly.datasets.image_manifest import ImageManifest
+    from anomaly.inference.outputs import OutputOptions
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, outputs: OutputOptions) -> int:
     """Score a manifest; 0 once each image has a row, be it one that says what is wrong."""
     if options.shard is not None:
         raise DataError("--shard can't be given with --ray, which shares out all chunks")
     manifest = read_manifest(options.manifest)
-    with Stopping() as stop, machine.cluster(options) as cluster:
+    with Stopping() as stop, joined_cluster(options) as cluster:
         assert cluster is not None  # without --ray there is another command
         job = RayJob(
             model=_everywhere(str(options.model)),
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
             precision=options.precision,
             product=options.product,
             threads=cluster.threads,
-            pictures=infer_shard.pictures(options),
+            outputs=outputs,
         )
         counts = _run(options, manifest, RayWorkers(cluster, job), cluster.room, stop)
         if stop.signal is not None:

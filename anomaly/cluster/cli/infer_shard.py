@@ -7,23 +7,20 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import check_cluster, device_and_threads, wanted_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.cluster.parts import Shard, begin_job, chunks_done
-from anomaly.cluster.shards import infer_shard
+from anomaly.cluster.shards import infer_shard, shard_outputs
 from anomaly.datasets.image_manifest import read_manifest
 from anomaly.errors import DataError, OutputError
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.inference.outputs import ShardPictures
 from anomaly.inference.rows import say_counts, total_of
 from anomaly.storage.load import load
 
 if TYPE_CHECKING:
-    from anomaly.cluster.parts import Shard
     from anomaly.datasets.image_manifest import ImageManifest
-    from anomaly.imaging.decoder_pool import Decoders
-    from anomaly.inference.outputs import ShardPictures
+    from anomaly.inference.outputs import OutputOptions
 
 _OTHERS = ("input", "list", "watch", "overwrite", "regions", "parquet")
 
@@ -36,15 +33,10 @@ def check(options: argparse.Namespace) -> None:
     """
     if others := [f"--{name}" for name in _OTHERS if getattr(options, name)]:
         raise DataError(f"{', '.join(others)} can't be given with --manifest")
-    machine.check_cluster(options)
+    check_cluster(options)
 
 
-def pictures(options: argparse.Namespace) -> ShardPictures:
-    """Which pictures the options ask for."""
-    return ShardPictures(options.heatmap, options.side_by_side, options.masks, options.maps)
-
-
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, wanted: OutputOptions) -> int:
     """Score a shard; 0 once each of its images has a row, be it one that says what is wrong."""
     shard = Shard.of("0/1" if options.shard is None else options.shard)
     manifest = read_manifest(options.manifest)
@@ -52,18 +44,22 @@ def run(options: argparse.Namespace) -> int:
         chunks = f"{len(manifest.sizes)} chunks for {shard.count} shards"
         print(f"shard {shard.index}/{shard.count}: nothing to do, the manifest has {chunks}")
         return 0
-    with Decoders(machine.wanted_threads(options)) as decoders:
-        return _run(options, shard, manifest, decoders)
+    with Decoders(wanted_threads(options)) as decoders:
+        return _run(options, wanted, shard, manifest, decoders)
 
 
 def _run(
-    options: argparse.Namespace, shard: Shard, manifest: ImageManifest, decoders: Decoders
+    options: argparse.Namespace,
+    wanted: OutputOptions,
+    shard: Shard,
+    manifest: ImageManifest,
+    decoders: Decoders,
 ) -> int:
     dest = options.output
     with Stopping() as stop, tempfile.TemporaryDirectory(prefix="anomaly-out-") as folder:
-        device, _ = machine.device_and_threads(options)
+        device, _ = device_and_threads(options)
         model = load(options.model, device, options.precision, options.product)
-        outputs = pictures(options).outputs(model, dest, Path(folder))
+        outputs = shard_outputs(wanted, model, dest, Path(folder))
         about = outputs.about(model, manifest.id)
         begin_job(dest, about)
         mine, done = shard.chunks(manifest), chunks_done(dest)

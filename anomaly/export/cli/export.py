@@ -7,11 +7,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.errors import ConfigError
 from anomaly.export.models import check_arguments
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     check_arguments(options.model, options.output, options.to, **asked)  # before torch is imported
     with locked(options.output):
         options.device = "cpu"
-        _, threads = machine.device_and_threads(options)
+        _, threads = device_and_threads(options)
         from anomaly.export.models import export_model
 
         with ProgressLine() as progress:

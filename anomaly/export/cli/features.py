@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anomaly.backbones.weights import check_weights
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import add_device, device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, first_of
 from anomaly.export.feature_files import FeatureWriter
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 from anomaly.storage.exported import check_layers
 
 
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=8, metavar="N")
     parser.add_argument("--shard-size", type=int, default=1024, metavar="N", help="images a shard")
     parser.add_argument("--overwrite", action="store_true", help="begin anew instead of going on")
-    machine.add_arguments(parser)
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, paths: Sequence[Path]) -> int:
     from anomaly.export.features import from_backbone, from_model, save_features
 
-    device, threads = machine.device_and_threads(options)
+    device, threads = device_and_threads(options)
     if options.model is None:
         source = from_backbone(
             options.backbone,

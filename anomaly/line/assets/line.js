@@ -168,7 +168,7 @@ function chart() {
   const limits = scored.length ? scored[scored.length - 1] : null;
   svg.setAttribute("viewBox", `0 0 ${width || 300} ${height || 120}`);
   svg.replaceChildren();
-  at("scale").textContent = limits && limits.threshold ? "÷ reject threshold, up to 2.5" : "";
+  at("scale").textContent = limits && limits.threshold ? "1.0 = reject threshold" : "";
   if (!limits) return;
   // Each part by its own threshold: models and thresholds may change on the way.
   const high = limits.threshold ? 2.5 : Math.max(...scored.map((part) => part.image_score)) || 1;

@@ -9,7 +9,7 @@ import argparse
 import logging
 from pathlib import Path
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import add_device, device_and_threads
 from anomaly.errors import AnomalyError
 from anomaly.line.registry import back, check, deploy
 from anomaly.storage.folder import find_model
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--back", action="store_true", help="put the version before in use again instead"
     )
-    machine.add_arguments(parser)
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{options.to} holds model {back(options.to)} again")
     else:
         folder = find_model(options.model)
-        device, threads = machine.device_and_threads(options)
+        device, threads = device_and_threads(options)
         model = load_model(folder, device)
         print(f"checked: {check(model, folder, threads)}")
         before = training_record(options.to).get("name")

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.calibration.rates import percent
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import number
 from anomaly.cli.logging_setup import NOTE
 from anomaly.errors import DataError
 from anomaly.files.writing import write
 from anomaly.line.drift import HORIZON, Drift, levels_of
 from anomaly.line.drift_page import drift_html, read_scores
 from anomaly.storage.exported import files_of, read_export
-from anomaly.storage.folder import EXPORT, check_files, find_model, model_id
-from anomaly.storage.manifest import read_manifest
+from anomaly.storage.folder import EXPORT, check_files, find_model, model_id, read_manifest
 from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
 
 if TYPE_CHECKING:
@@ -37,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--defects",
-        type=machine.number,
+        type=number,
         default=0.01,
         metavar="SHARE",
         help="share of parts that are usually defective (0.01)",
     )
     parser.add_argument(
         "--false-alarms",
-        type=machine.number,
+        type=number,
         default=0.05,
         metavar="SHARE",
         help="chance of an alarm in 2,000 parts that haven't changed (0.05)",

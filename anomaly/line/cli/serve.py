@@ -9,11 +9,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import common_options as machine
+from anomaly.cli.common_options import add_device, device_and_threads, number
 from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.errors import AnomalyError, OutputError
-from anomaly.files.lock import locked_file
+from anomaly.files.outputs import locked_file
 from anomaly.line.bodies import is_loopback
 from anomaly.line.record import Keeping
 from anomaly.line.sinks import Mqtt, Webhook
@@ -61,21 +61,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     more = parser.add_argument_group("limits")
     more.add_argument(
-        "--max-body", type=machine.number, default=64, metavar="MB", help="longest image file (64)"
+        "--max-body", type=number, default=64, metavar="MB", help="longest image file (64)"
     )
     more.add_argument(
         "--queue", type=int, default=64, metavar="N", help="parts of a model that may wait (64)"
     )
     more.add_argument(
         "--memory",
-        type=machine.number,
+        type=number,
         metavar="MB",
         help="room for models in memory; the one asked for longest ago leaves when another needs "
         "it, and comes back when it is asked for (all stay)",
     )
     more.add_argument(
         "--keep-good",
-        type=machine.number,
+        type=number,
         default=0.02,
         metavar="SHARE",
         help="share of good parts whose picture is kept, beside all others' (0.02)",
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MB",
         help="room for pictures in the record; then the oldest go, good parts' first (2000)",
     )
-    machine.add_arguments(parser)
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
         from anomaly.line.server import listening, serve
         from anomaly.line.service import InspectionService
 
-        device, threads = machine.device_and_threads(options, list(folders.values()))
+        device, threads = device_and_threads(options, list(folders.values()))
         listener = listening(options.host, options.port)
         service = InspectionService(
             folders,

@@ -30,7 +30,7 @@ from anomaly.methods.padim.gaussian import (
     position_blocks,
     whitening_of,
 )
-from anomaly.runtime.parallel import spread
+from anomaly.runtime.parallel import parallel_map
 
 # Numbers that one block of positions works on, which is what each thread holds. A GPU wants few
 # launches.
@@ -199,7 +199,7 @@ class GaussianAccumulator:
             whole[name] = part.new_empty(room) if part.ndim else part
         for done in range(0, len(self._blocks), _BLOCKS_A_STEP):
             step = self._blocks[done : done + _BLOCKS_A_STEP]
-            spread(fill, step, self._device)
+            parallel_map(fill, step, self._device)
             progress(done + len(step), len(self._blocks))
         return whole["mean"], whitening_of(whole)
 
@@ -232,7 +232,7 @@ class GaussianAccumulator:
             for whole, panel in zip(store.scatter, merged.scatter, strict=True):
                 whole[block] = panel
 
-        spread(fill, self._blocks, self._device)
+        parallel_map(fill, self._blocks, self._device)
         self._folded = GaussianStatistics(count, store.mean, store.scatter)
         self._waiting.clear()
 

@@ -28,7 +28,7 @@ from anomaly.methods.base import (
     check_tensors,
     device_of,
 )
-from anomaly.runtime.parallel import spread
+from anomaly.runtime.parallel import parallel_map
 
 if TYPE_CHECKING:
     import torch
@@ -332,7 +332,7 @@ class PatchGaussian(Scorer):
         patches, device = self.projection.by_position(embeddings), device_of(embeddings)
         block = _SCORING_BLOCK[device.type]
         blocks = position_blocks(patches.shape[1], self.whitening.numbers, block)
-        squared = spread(partial(self._squared_distances, patches), blocks, device)
+        squared = parallel_map(partial(self._squared_distances, patches), blocks, device)
         scores = module_of(patches).concatenate(squared) ** 0.5
         return PatchScores(scores.T.reshape(embeddings.shape[:3]))
 

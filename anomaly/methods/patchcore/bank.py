@@ -22,7 +22,7 @@ from anomaly.methods.base import (
     check_tensors,
 )
 from anomaly.methods.patchcore.search import NearestNeighbors
-from anomaly.runtime.parallel import made_once
+from anomaly.runtime.parallel import locked_cached_property
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ class MemoryBank(Scorer):
         """
         return self._neighbours.search(patches, count)
 
-    @made_once
+    @locked_cached_property
     def _neighbours(self) -> NearestNeighbors:
         return NearestNeighbors(self.vectors, self.search, self.cache)
 
@@ -134,7 +134,7 @@ class MemoryBank(Scorer):
             return scores.scores
         return scores.scores / self._sparsity[scores.nearest]
 
-    @made_once
+    @locked_cached_property
     def _sparsity(self) -> Array:
         """(M,) float32, from 1 up: what distances to each vector are divided by."""
         assert self.spacing is not None  # see `weighted`

@@ -32,7 +32,7 @@ from torch import Tensor
 from anomaly.errors import ConfigError, DataError
 from anomaly.methods.base import Progress
 from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
-from anomaly.runtime.parallel import Spread, spreading
+from anomaly.runtime.parallel import ParallelMap, parallel_pool
 
 # A pool is 1 MiB at 128 numbers a point, and a pick reads it once; with a larger one, picks cost
 # more than the rounds that are saved.
@@ -93,8 +93,8 @@ def greedy_k_center(
     n = len(points)
     if not 1 <= size <= n:
         raise ConfigError(f"coreset size {size} is outside 1 to {n}, the number of patches")
-    with spreading(points.device) as spread:
-        nearest = MinDistances(points, spread)
+    with parallel_pool(points.device) as parallel_map:
+        nearest = MinDistances(points, parallel_map)
         if size == n:
             return Selection(torch.arange(n, device=points.device), 0.0)
         if bounds is not None:
@@ -138,8 +138,8 @@ def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None 
     wanted = len(points) if most is None else min(most, len(points))
     if not wanted:
         return picks
-    with spreading(points.device) as spread:
-        nearest = MinDistances(points, spread)
+    with parallel_pool(points.device) as parallel_map:
+        nearest = MinDistances(points, parallel_map)
         nearest.squared.copy_(bounds)
         while len(new := _pick_from_pool(points, nearest, wanted - len(picks), radius**2)[0]):
             picks = torch.cat([picks, new])
@@ -152,7 +152,7 @@ class MinDistances:
 
     Args:
         points: (N, d), any floating dtype.
-        spread: hands out work, see `anomaly.runtime.parallel.spreading`.
+        parallel_map: hands out work, see `anomaly.runtime.parallel.parallel_pool`.
 
     Attributes:
         squared: (N,) float32; centres have -1. The owner may set them before the first centre.
@@ -161,9 +161,9 @@ class MinDistances:
         DataError: a point is NaN or infinite.
     """
 
-    def __init__(self, points: Tensor, spread: Spread) -> None:
+    def __init__(self, points: Tensor, parallel_map: ParallelMap) -> None:
         self._points = points
-        self._spread = spread
+        self._parallel_map = parallel_map
         self._mean = points.mean(0, dtype=torch.float32)
         if not bool(self._mean.isfinite().all()):
             bad = int((~points.isfinite().all(1)).sum())
@@ -180,7 +180,7 @@ class MinDistances:
         for batch in torch.split(members, _CENTRES):
             # Distances are multiplied out: around the mean, large norms don't cancel.
             centres = self._points.index_select(0, batch).float() - self._mean
-            self._spread(partial(self._update, centres), self._blocks)
+            self._parallel_map(partial(self._update, centres), self._blocks)
             self.squared[batch] = -1.0  # even where rounding leaves one above 0
 
     def _update(self, centres: Tensor, block: slice) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anomaly.runtime.parallel import spread
+from anomaly.runtime.parallel import parallel_map
 
 # Of 128 to 1,024 cells, 256 measured best: few are wide, many make products too small to be quick.
 # A GPU multiplies faster than it could be told what to skip.
@@ -70,7 +70,7 @@ def squared_to_two_owners(
     device = points.device
     rows = _ROWS[device.type]
     cells = _Cells.around_first(centres.float(), owners, count)
-    cell_of = torch.cat(spread(cells.nearest, torch.split(points, rows), device))
+    cell_of = torch.cat(parallel_map(cells.nearest, torch.split(points, rows), device))
     sizes = cell_of.bincount(minlength=len(cells.away)).tolist()
     groups = enumerate(torch.split(cell_of.argsort(stable=True), sizes))
     work = [(c, block) for c, group in groups for block in torch.split(group, rows) if len(block)]
@@ -85,7 +85,7 @@ def squared_to_two_owners(
         if count > 1:
             others[block] = values[1]
 
-    spread(measure, work, device)
+    parallel_map(measure, work, device)
     return least, nearest, others
 
 

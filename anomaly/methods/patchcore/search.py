@@ -1,4 +1,4 @@
-"""Nearest bank vectors: exact, or by faiss. An index is derived, and never part of a model.
+"""Nearest bank vectors: exact, or by faiss; an index is derived from the bank, never saved.
 
 Torch tensors and numpy arrays alike; imports torch to ask what a processor can do.
 """
@@ -30,7 +30,7 @@ from anomaly.methods.patchcore.distances import (
     squared_norms,
 )
 from anomaly.runtime.devices import has_bf16
-from anomaly.runtime.parallel import spread
+from anomaly.runtime.parallel import parallel_map
 from anomaly.runtime.threads import get_threads, one_blas_thread
 
 METHODS = ("exact", "faiss", "ivf")
@@ -157,7 +157,7 @@ class ExactIndex:
         step = -(-len(queries) // count)
         blocks = [queries[start : start + step] for start in range(0, len(queries), step)]
         with one_blas_thread():
-            indices = spread(partial(self._nearest, k=k, screen=screen), blocks, self._device)
+            indices = parallel_map(partial(self._nearest, k=k, screen=screen), blocks, self._device)
         return module_of(queries).concatenate(indices)
 
     def _nearest(self, queries: Array, k: int, screen: Screen | None) -> Array:

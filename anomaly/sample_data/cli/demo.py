@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from anomaly.cli import common_options as machine
 from anomaly.cli import execute
+from anomaly.cli.common_options import add_device, add_settings, passed_on
 
 _PRODUCTS = {"plate": "brushed_plate", "fabric": "woven_fabric"}
 
@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/demo"), help="for the models and their results"
     )
-    machine.add_settings(parser, "a setting to train with; may be repeated")
-    machine.add_arguments(parser)
+    add_settings(parser, "a setting to train with; may be repeated")
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     output: Path = options.output
     data = Path("data/sample")
     runs = {name: str(output / name) for name in _PRODUCTS}
-    settings, computes = machine.passed_on(options)
+    settings, computes = passed_on(options)
     steps = [["sample-data", "--output", str(data)]]
     for name, product in _PRODUCTS.items():
         config = ["--config", f"sample_{product}.yaml", *settings]

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from anomaly.cli.logging_setup import ProgressLine
-from anomaly.files.lock import locked
+from anomaly.files.outputs import locked
 from anomaly.sample_data import PRODUCTS, write_sample_data
 
 

@@ -11,9 +11,8 @@ import torch
 from conftest import Command, train_arguments
 
 from anomaly import cli
-from anomaly.cli import logging_setup as speech
 from anomaly.cli import region
-from anomaly.cli.logging_setup import ProgressLine
+from anomaly.cli.logging_setup import ProgressLine, log_to_terminal
 
 UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (\w+) +(.*)")
 
@@ -128,7 +127,7 @@ def test_colour_is_for_terminals_and_never_the_only_sign(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.stderr", stream)
-    with speech.spoken():
+    with log_to_terminal():
         cli.log.error("it is broken")
     text = stream.getvalue()
     assert ("\x1b[31m" in text) == coloured
@@ -141,7 +140,7 @@ def test_a_terminal_shows_progress_unless_it_is_to_be_quiet(
 ) -> None:
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
-    with speech.spoken(quiet=quiet), ProgressLine() as progress:
+    with log_to_terminal(quiet=quiet), ProgressLine() as progress:
         progress("features", 1, 2)
         progress("features", 2, 2)
     assert ("features: 2 of 2" in stream.getvalue()) != quiet
