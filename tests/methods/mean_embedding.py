@@ -18,7 +18,6 @@ from anomaly.methods.base import (
     PatchScores,
     Progress,
     Scorer,
-    check_fits,
     check_tensors,
 )
 from anomaly.methods.patchcore.embedding import patchcore_concat
@@ -41,9 +40,6 @@ class MeanEmbedding(Scorer):
 
     def score(self, embeddings: Tensor) -> PatchScores:
         return PatchScores(torch.linalg.vector_norm(embeddings - self.mean, dim=3))
-
-    def check_origin(self, channels: int, images: int) -> None:
-        check_fits(channels, self.dimensions)
 
     def to(self, target: torch.device | str) -> MeanEmbedding:
         return MeanEmbedding(self.mean.to(target))

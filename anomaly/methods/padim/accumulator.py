@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import tempfile
 from collections.abc import Callable
 from functools import reduce
-from threading import Lock
-from typing import IO
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from anomaly.methods.padim.covariance import (
     GaussianStatistics,
     centre,
     cholesky_whitening,
-    flat_width,
     low_rank_whitening,
     samples_of,
     scatter_of,
@@ -27,6 +26,7 @@ from anomaly.methods.padim.gaussian import (
     CholeskyWhitening,
     LowRankWhitening,
     Whitening,
+    panel_rows,
     position_blocks,
     whitening_of,
 )
@@ -38,71 +38,55 @@ _FITTING_BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}
 _BLOCKS_A_STEP = 16
 
 
-class PositionFile:
-    """An array (rows, P, width) float32 on disk, read and written by positions, by several threads.
+def allocate(shape: tuple[int, ...], in_memory: bool, device: torch.device) -> Tensor:
+    """A float32 tensor, in memory or in a temporary file without a name, gone with the process.
 
-    The file has no name and is gone with this object, or with the process. It isn't mapped, so its
-    pages never count as this program's memory.
+    Args:
+        shape: of the tensor.
+        in_memory: whether it stays in memory.
+        device: where it is in memory; a file is mapped on the CPU.
+
+    Raises:
+        OutputError: no room on the disk.
     """
-
-    def __init__(self, positions: int, width: int, device: torch.device) -> None:
-        self._positions = positions
-        self._width = width
-        self._device = device
-        self._lock = Lock()
-        self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, lives on
-
-    def write(self, row: int, first: int, values: Tensor) -> None:
-        """Write values (..., width) from position `first` of a row on, and on into further rows.
-
-        Raises:
-            OutputError: no room on the disk.
-        """
-        data = values.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    if in_memory:
+        return torch.empty(shape, device=device)
+    size = 4 * math.prod(shape)
+    with tempfile.TemporaryFile() as file:
         try:
-            with self._lock:
-                self._file.seek(self._offset(row, first))
-                while data:  # an unbuffered write may stop short
-                    data = data[self._file.write(data) :]
+            # Writing to a mapped page that the disk has no room for would end the process.
+            reserve = getattr(os, "posix_fallocate", None)
+            if reserve is not None:
+                reserve(file.fileno(), 0, size)
+            file.truncate(size)
         except OSError as error:
             raise OutputError(
                 f"no room for training patches in {tempfile.gettempdir()} ({error.strerror}); "
                 "free some disk space, or set TMPDIR to a folder on another disk"
             ) from None
-
-    def read(self, rows: int, positions: slice) -> Tensor:
-        """A slice of positions of the first rows, (rows, p, width)."""
-        first, last, _ = positions.indices(self._positions)
-        values = np.empty((rows, last - first, self._width), np.float32)
-        with self._lock:
-            for row, target in enumerate(values):
-                self._file.seek(self._offset(row, first))
-                self._file.readinto(target)  # type: ignore[attr-defined]
-        return torch.from_numpy(values).to(self._device)
-
-    def __getitem__(self, positions: slice) -> Tensor:
-        """A slice of positions of the first row, (p, width)."""
-        return self.read(1, positions)[0]
-
-    def __setitem__(self, positions: slice, values: Tensor) -> None:
-        self.write(0, positions.start, values)
-
-    def _offset(self, row: int, position: int) -> int:
-        return (row * self._positions + position) * self._width * 4
+        return torch.from_numpy(np.memmap(file, np.float32, "r+", shape=shape))
 
 
 class SampleStore:
     """Patches (N, P, d): appended image by image, read position by position.
 
     They stay in memory up to a limit, then go to a file.
+
+    Args:
+        shape: N at most, P and d.
+        device: where the patches are.
+        memory_limit: bytes that may be held in memory; a batch that would exceed it, and all that
+            follow, go to the file.
     """
 
-    def __init__(self, positions: int, dimensions: int, device: torch.device) -> None:
-        self._positions = positions
-        self._dimensions = dimensions
+    def __init__(
+        self, shape: tuple[int, int, int], device: torch.device, memory_limit: int
+    ) -> None:
+        self._shape = shape
         self._device = device
+        self._memory_limit = memory_limit
         self._in_memory: list[Tensor] = []
-        self._file: PositionFile | None = None
+        self._file: Tensor | None = None
         self._in_file = 0
 
     def __len__(self) -> int:
@@ -113,34 +97,29 @@ class SampleStore:
         """Bytes held in memory."""
         return sum(batch.nbytes for batch in self._in_memory)
 
-    def append(self, patches: Tensor, memory_limit: int) -> None:
+    def append(self, patches: Tensor) -> None:
         """Take the patches (B, P, d) float32 of further images.
 
         Args:
-            patches: on the store's device. They are kept as they are where they are all of a
-                tensor, and mustn't change.
-            memory_limit: bytes that may be held in memory; a batch that would exceed it, and all
-                that follow, go to the file.
+            patches: copied, as they may be a part of a larger tensor.
 
         Raises:
             OutputError: no room on the disk.
         """
-        if not self._in_file and self.nbytes + patches.nbytes <= memory_limit:
-            whole = patches.is_contiguous() and patches.untyped_storage().nbytes() == patches.nbytes
-            self._in_memory.append(
-                patches if whole else patches.clone(memory_format=torch.contiguous_format)
-            )
+        if not self._in_file and self.nbytes + patches.nbytes <= self._memory_limit:
+            self._in_memory.append(patches.clone(memory_format=torch.contiguous_format))
             return
         if self._file is None:
-            self._file = PositionFile(self._positions, self._dimensions, self._device)
-        self._file.write(self._in_file, 0, patches)
-        self._in_file += len(patches)
+            self._file = allocate(self._shape, in_memory=False, device=self._device)
+        last = self._in_file + len(patches)
+        self._file[self._in_file : last] = patches
+        self._in_file = last
 
     def read(self, positions: slice) -> Tensor:
         """The samples (p, N, d) of a slice of positions."""
         parts = [batch[:, positions] for batch in self._in_memory]
         if self._file is not None:
-            parts.append(self._file.read(self._in_file, positions))
+            parts.append(self._file[: self._in_file, positions].to(self._device))
         return torch.cat(parts).transpose(0, 1)
 
     def clear(self) -> None:
@@ -169,20 +148,19 @@ class GaussianAccumulator:
         self._shape = (positions, dimensions)
         self._device = device
         self._memory_limit = memory_limit
-        self._waiting = SampleStore(positions, dimensions, device)
-        self._statistics: Tensor | PositionFile | None = None
-        self._folded = 0
+        self._waiting = SampleStore((dimensions + 1, *self._shape), device, memory_limit)
+        self._folded: GaussianStatistics | None = None
 
     @property
     def count(self) -> int:
         """How many images it has taken."""
-        return self._folded + len(self._waiting)
+        return (self._folded.count if self._folded else 0) + len(self._waiting)
 
     def add(self, patches: Tensor) -> None:
         """Take the patches (B, P, d) of further images."""
         while len(patches):  # folded after as many, whichever of them share a batch
             room = self._shape[1] + 1 - len(self._waiting)
-            self._waiting.append(patches[:room], self._memory_limit)
+            self._waiting.append(patches[:room])
             patches = patches[room:]
             if len(self._waiting) > self._shape[1]:
                 self._fold()
@@ -227,7 +205,7 @@ class GaussianAccumulator:
 
     def _gaussian(self, block: slice, regularisation: float) -> tuple[Tensor, Whitening]:
         """Means (p, d) float64 and whitening of a block of positions."""
-        if self._statistics is None:  # few images
+        if self._folded is None:  # few images
             mean, centred = centre(self._waiting.read(block))
             return mean, low_rank_whitening(centred, regularisation)
         statistics = self._statistics_of(block)
@@ -237,29 +215,30 @@ class GaussianAccumulator:
         self, more: Callable[[slice], GaussianStatistics] | None = None, images: int = 0
     ) -> None:
         """Turn waiting samples into statistics; `more` are those of further images."""
-        store = self._statistics
+        count, store = self.count + images, self._folded
         if store is None:
-            positions, width = self._shape[0], flat_width(self._shape[1])
-            if 4 * positions * width <= self._memory_limit:
-                store = torch.empty(positions, width, device=self._device)
-            else:
-                store = PositionFile(positions, width, self._device)
+            positions, dimensions = self._shape
+            panels = [(positions, r.stop - r.start, r.stop) for r in panel_rows(dimensions)]
+            in_memory = 4 * sum(map(math.prod, panels)) <= self._memory_limit
+            scatter = tuple(allocate(panel, in_memory, self._device) for panel in panels)
+            mean = torch.empty(self._shape, dtype=torch.float64, device=self._device)
+            store = GaussianStatistics(0, mean, scatter)
 
         def fill(block: slice) -> None:
             parts = [self._statistics_of(block)] if self.count else []
             parts += [more(block)] if more is not None else []
-            store[block] = reduce(GaussianStatistics.merge, parts).flat()
+            merged = reduce(GaussianStatistics.merge, parts)
+            store.mean[block] = merged.mean
+            for whole, panel in zip(store.scatter, merged.scatter, strict=True):
+                whole[block] = panel
 
         parallel_map(fill, self._blocks, self._device)
-        self._statistics, self._folded = store, self.count + images
+        self._folded = GaussianStatistics(count, store.mean, store.scatter)
         self._waiting.clear()
 
     def _statistics_of(self, block: slice) -> GaussianStatistics:
         """Statistics of all samples so far, folded and waiting."""
-        if self._statistics is None:
-            return GaussianStatistics.of(self._waiting.read(block))
-        flat = self._statistics[block]
-        folded = GaussianStatistics.from_flat(self._folded, flat, self._shape[1])
-        if not len(self._waiting):
-            return folded
-        return folded.merge(GaussianStatistics.of(self._waiting.read(block)))
+        parts = [self._folded.at(block, self._device)] if self._folded else []
+        if len(self._waiting):
+            parts.append(GaussianStatistics.of(self._waiting.read(block)))
+        return reduce(GaussianStatistics.merge, parts)

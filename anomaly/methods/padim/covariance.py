@@ -60,19 +60,10 @@ class GaussianStatistics:
         )
         return GaussianStatistics(count, mean, scatter)
 
-    def flat(self) -> Tensor:
-        """Mean and scatter as one row for each position, (P, `flat_width`) float32."""
-        panels = [panel.flatten(1) for panel in self.scatter]
-        return torch.cat([self.mean.view(torch.float32), *panels], dim=1)
-
-    @classmethod
-    def from_flat(cls, count: int, flat: Tensor, dimensions: int) -> GaussianStatistics:
-        """The way back from `flat`."""
-        shapes = [(rows.stop - rows.start, rows.stop) for rows in panel_rows(dimensions)]
-        sizes = [2 * dimensions, *(height * width for height, width in shapes)]
-        mean, *panels = torch.split(flat, sizes, dim=1)
-        scatter = tuple(p.reshape(-1, *s) for p, s in zip(panels, shapes, strict=True))
-        return cls(count, mean.contiguous().view(torch.float64), scatter)
+    def at(self, positions: slice, device: torch.device) -> GaussianStatistics:
+        """Those of a slice of the positions, on a device."""
+        scatter = tuple(panel[positions].to(device) for panel in self.scatter)
+        return GaussianStatistics(self.count, self.mean[positions], scatter)
 
     def covariance(self) -> Tensor:
         """(P, d, d) float32, unbiased: divided by N − 1."""
@@ -90,12 +81,6 @@ def centre(samples: Tensor) -> tuple[Tensor, Tensor]:
     centred = samples - origin
     shift = centred.mean(dim=1, keepdim=True)
     return (origin.double() + shift.double())[:, 0], centred.sub_(shift)
-
-
-def flat_width(dimensions: int) -> int:
-    """Numbers of one position in `GaussianStatistics.flat`: about d²/2 for large d."""
-    sizes: list[int] = [(r.stop - r.start) * r.stop for r in panel_rows(dimensions)]
-    return 2 * dimensions + sum(sizes)
 
 
 def pack_triangle(lower: Tensor) -> Triangle:

@@ -8,7 +8,6 @@ laziness, all exact, because a distance that wasn't brought up to date is an upp
   below that leave the pool.
 - *Blocks.* All picks of one pool then meet all N points in blocked matrix products.
 - *End.* The picks of the last pool needn't: what is left of it holds the farthest of all points.
-- *Cells.* Most points needn't meet most picks, see `MinDistances`.
 
 `select_streamed` does it in a fixed amount of memory. While all points fit, the selection is exact.
 When they don't, the first half of the picks comes from a uniform sample; the stream is read again,
@@ -22,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,10 +29,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.errors import ConfigError
+from anomaly.errors import ConfigError, DataError
 from anomaly.methods.base import Progress
-from anomaly.methods.patchcore.nearest_centres import MinDistances, distances_to_nearest
-from anomaly.runtime.parallel import parallel_pool
+from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
+from anomaly.runtime.parallel import ParallelMap, parallel_pool
 
 # A pool is 1 MiB at 128 numbers a point, and a pick reads it once; with a larger one, picks cost
 # more than the rounds that are saved.
@@ -42,6 +42,10 @@ _SIFT = 64
 # Points that may be the farthest: bounds, multiplied out, are off by a few 1e-4 where distances
 # are small beside the points' own spread.
 _FARTHEST = 8
+# Points a block: rows of one product. A GPU wants few launches.
+_BLOCK = {"cpu": 4096, "cuda": 65536}
+# Centres a product, so that it never exceeds _CENTRES × _BLOCK numbers.
+_CENTRES = 2048
 
 _Array = NDArray[Any]
 
@@ -90,7 +94,7 @@ def greedy_k_center(
     if not 1 <= size <= n:
         raise ConfigError(f"coreset size {size} is outside 1 to {n}, the number of patches")
     with parallel_pool(points.device) as parallel_map:
-        nearest = MinDistances(points, parallel_map, size)
+        nearest = MinDistances(points, parallel_map)
         if size == n:
             return Selection(torch.arange(n, device=points.device), 0.0)
         if bounds is not None:
@@ -135,12 +139,55 @@ def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None 
     if not wanted:
         return picks
     with parallel_pool(points.device) as parallel_map:
-        nearest = MinDistances(points, parallel_map, wanted)
+        nearest = MinDistances(points, parallel_map)
         nearest.squared.copy_(bounds)
         while len(new := _pick_from_pool(points, nearest, wanted - len(picks), radius**2)[0]):
             picks = torch.cat([picks, new])
             nearest.add_centres(new)
     return picks
+
+
+class MinDistances:
+    """The squared distance of every point to its nearest centre, as points become centres.
+
+    Args:
+        points: (N, d), any floating dtype.
+        parallel_map: hands out work, see `anomaly.runtime.parallel.parallel_pool`.
+
+    Attributes:
+        squared: (N,) float32; centres have -1. The owner may set them before the first centre.
+
+    Raises:
+        DataError: a point is NaN or infinite.
+    """
+
+    def __init__(self, points: Tensor, parallel_map: ParallelMap) -> None:
+        self._points = points
+        self._parallel_map = parallel_map
+        self._mean = points.mean(0, dtype=torch.float32)
+        if not bool(self._mean.isfinite().all()):
+            bad = int((~points.isfinite().all(1)).sum())
+            raise DataError(
+                f"{bad} of {len(points)} patch embeddings hold NaN or infinite values; "
+                "check the backbone's weights and the precision it runs in"
+            )
+        size = _BLOCK[points.device.type]
+        self._blocks = [slice(i, i + size) for i in range(0, len(points), size)]
+        self.squared = torch.full((len(points),), torch.inf, device=points.device)
+
+    def add_centres(self, members: Tensor) -> None:
+        """Make centres of some points (n,) int64."""
+        for batch in torch.split(members, _CENTRES):
+            # Distances are multiplied out: around the mean, large norms don't cancel.
+            centres = self._points.index_select(0, batch).float() - self._mean
+            self._parallel_map(partial(self._update, centres), self._blocks)
+            self.squared[batch] = -1.0  # even where rounding leaves one above 0
+
+    def _update(self, centres: Tensor, block: slice) -> None:
+        offsets = self._points[block].float() - self._mean
+        squared = torch.addmm(centres.square().sum(1, True), centres, offsets.T, alpha=-2)
+        nearest = squared.amin(0).add_(offsets.square().sum(1)).clamp_(min=0)
+        self.squared[block] = torch.minimum(nearest, self.squared[block])
 
 
 def _pick_from_pool(

@@ -152,9 +152,13 @@ class MemoryBankFitter(Fitter[MemoryBank]):
 
     def refit_embeddings(self, scorer: MemoryBank, patches: PatchSet) -> MemoryBank:
         """The same patches of the same images in the bank, embedded by another network."""
+        projection = self._projection_of(scorer)
         with torch.inference_mode():
-            new = replace(scorer, vectors=gather_origins(patches, scorer.origins))
-            return replace(new, covering_radius=self._farthest(new, patches)).spaced()
+            bank = replace(scorer, vectors=gather_origins(patches, scorer.origins))
+            centres = bank.vectors @ projection
+            points = (part for _, part in patches.projected(self.projection) if len(part))
+            radius = max((covering_radius(part, centres) for part in points), default=0.0)
+            return replace(bank, covering_radius=radius).spaced()
 
     def incremental(self, scorer: MemoryBank, learned: int) -> MemoryBankFitter:
         """A fitter whose `fit` adds vectors to a bank, see `MemoryBankFitter.base`."""
@@ -177,12 +181,6 @@ class MemoryBankFitter(Fitter[MemoryBank]):
             scorers[0], vectors=vectors, origins=origins, covering_radius=radius, exact=False
         )
         return merged.spaced()
-
-    def _farthest(self, bank: MemoryBank, patches: PatchSet) -> float:
-        """The covering radius of patches, among projected embeddings."""
-        centres = bank.vectors @ self._projection_of(bank)
-        parts = (part for _, part in patches.projected(self.projection) if len(part))
-        return max((covering_radius(part, centres) for part in parts), default=0.0)
 
     def _projection_of(self, bank: MemoryBank) -> Tensor:
         return self.projection(bank.dimensions).to(bank.vectors.device)

@@ -267,28 +267,19 @@ def gather(patches: PatchSet, places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gathered(places: Tensor, patches: PatchSet) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Which of the places some images have, with their embeddings and origins; see `gather`."""
+    """Of the places that some images have: their numbers, embeddings and origins; see `gather`."""
     order = places[:, 0].argsort(stable=True)
     images, ranks = places[order].T.contiguous()
     seen: dict[int, int] = {}
     gathered = []
-    for batch in patches:
-        height, width = batch.embeddings.shape[1:3]
-        corners = batch.corners or ((0, 0),) * len(batch.images)
-        for i, image in enumerate(batch.images):
-            counted = torch.arange(height * width)
-            if batch.inside is not None:
-                counted = batch.inside[i].flatten().nonzero()[:, 0].cpu()
-            first = seen.get(image, 0)
-            seen[image] = first + len(counted)
-            wanted = slice(*torch.searchsorted(images, torch.tensor([image, image + 1])).tolist())
-            here = (ranks[wanted] >= first) & (ranks[wanted] < seen[image])
-            cells = counted[ranks[wanted][here] - first]
-            inner = torch.stack([cells // width, cells % width], 1)
-            start = torch.tensor([image, *corners[i]])
-            origins = start + torch.cat([torch.zeros_like(cells)[:, None], inner], 1)
-            vectors = batch.embeddings[i].flatten(0, 1)[cells.to(batch.embeddings.device)]
-            gathered.append((order[wanted][here], vectors, origins.int()))
+    for image, origins, embeddings in _with_origins(patches):
+        first = seen.get(image, 0)
+        seen[image] = first + len(origins)
+        wanted = slice(*torch.searchsorted(images, torch.tensor([image, image + 1])).tolist())
+        here = (ranks[wanted] >= first) & (ranks[wanted] < seen[image])
+        chosen = ranks[wanted][here] - first
+        vectors = embeddings[chosen.to(embeddings.device)]
+        gathered.append((order[wanted][here], vectors, origins[chosen]))
     return gathered
 
 
@@ -307,20 +298,32 @@ def gather_origins(batches: Iterable[PatchBatch], origins: Tensor) -> Tensor:
     """
     vectors: Tensor | None = None
     missing = torch.ones(len(origins), dtype=torch.bool, device=origins.device)
-    for batch in batches:
-        size = torch.tensor(batch.embeddings.shape[1:3], device=origins.device)
-        corners = batch.corners or ((0, 0),) * len(batch.images)
-        for grid, image, corner in zip(batch.embeddings, batch.images, corners, strict=True):
-            if vectors is None:
-                vectors = grid.new_empty(len(origins), grid.shape[-1])
-            places = origins[:, 1:] - torch.tensor(corner, device=origins.device)
-            here = (origins[:, 0] == image) & ((places >= 0) & (places < size)).all(1)
-            rows, columns = places[here].long().T
-            vectors[here] = grid[rows, columns]
-            missing &= ~here
+    for image, places, embeddings in _with_origins(batches):
+        if vectors is None:
+            vectors = embeddings.new_empty(len(origins), embeddings.shape[1])
+        rows = (origins[:, 0] == image).nonzero()[:, 0]
+        row, patch = (origins[rows, None] == places.to(origins.device)).all(2).nonzero().T
+        vectors[rows[row]] = embeddings[patch]
+        missing[rows[row]] = False
     if vectors is None or bool(missing.any()):
         raise DataError(
             f"{int(missing.sum())} vectors of the memory bank come from patches that the training "
             "images don't have; train again"
         )
     return vectors
+
+
+def _with_origins(batches: Iterable[PatchBatch]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each training image, or tile of one: its patches' origins (n, 3) and embeddings (n, D).
+
+    Of the patches that count; origins are int32, on the CPU.
+    """
+    for batch in batches:
+        height, width = batch.embeddings.shape[1:3]
+        corners = batch.corners or ((0, 0),) * len(batch.images)
+        cells = torch.arange(height * width, dtype=torch.int32)
+        places = torch.stack([torch.zeros_like(cells), cells // width, cells % width], 1)
+        for i, (image, patches) in enumerate(zip(batch.images, batch.counted(), strict=True)):
+            counted = slice(None) if batch.inside is None else batch.inside[i].flatten().cpu()
+            start = torch.tensor([image, *corners[i]], dtype=torch.int32)
+            yield image, start + places[counted], patches
