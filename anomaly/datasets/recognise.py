@@ -155,8 +155,8 @@ def _plain(place: Path) -> Recognised:
     if len(unclear) > 1 and not any(image.parent == place for image in list_images(place)):
         raise DataError(
             f"{place} has folders whose names don't say which images are good "
-            f"({', '.join(unclear[:8])}). Rename the folder of good parts to `good`. If all folders "
-            "hold good parts, add --format folder"
+            f"({', '.join(unclear[:8])}). Rename the folder of good parts to `good`. If all "
+            "folders hold good parts, add --format folder"
         )
     return Recognised("folder", place, "good images alone")
 
