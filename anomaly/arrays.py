@@ -32,3 +32,8 @@ def as_numpy(values: Array) -> NDArray[Any]:
     return cast(
         NDArray[Any], values if isinstance(values, np.ndarray) else values.numpy(force=True)
     )
+
+
+def as_float32(values: Array) -> Array:
+    """An array, or a tensor, in float32."""
+    return values.astype(np.float32) if isinstance(values, np.ndarray) else values.float()

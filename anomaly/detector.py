@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from anomaly.calibration import Thresholds
 from anomaly.config.schema import Config
 from anomaly.errors import ImageError
 from anomaly.evaluation.recalibrate import recalibrated
 from anomaly.imaging.array_input import AxisOrder, Channels, ImageLike, is_one
-from anomaly.scoring import products
+from anomaly.imaging.loading import UnusableImage
+from anomaly.scoring import predictor
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.scoring.products import AnyModel
+from anomaly.scoring.predictor import AnyModel
 from anomaly.storage import load as product_folder
 from anomaly.storage.save import save
 
@@ -86,7 +87,11 @@ class _Scoring:
             DataError: `channels`, `full_scale` or `layout` isn't a legal value.
         """
         given = self.model.array_format(channels, full_scale, layout)
-        return self.model.predict(images, given)
+        if is_one(images):
+            (prediction,) = map(_usable, self.model.results([images], given))
+            return prediction
+        results = self.model.results(cast(Iterable[ImageLike], images), given)
+        return sorted(map(_usable, results), key=lambda prediction: prediction.index)
 
     def stream(
         self,
@@ -128,6 +133,13 @@ class _Scoring:
                 on_error(image, ImageError(result.reason, result.status))
             else:
                 log.warning("skipped: %s", result.reason)
+
+
+def _usable(result: Prediction | UnusableImage) -> Prediction:
+    """A prediction; raises what is wrong with an image that can't be used."""
+    if isinstance(result, UnusableImage):
+        raise ImageError(result.reason, result.status)
+    return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,7 +331,7 @@ class AnomalyDetector(_Scoring):
         from anomaly.explain.score import explained  # needs torch, which exports do without
 
         given = self.model.array_format(channels, full_scale, layout)
-        return explained(self.model, image, given, good)
+        return explained(self.model, given.source(image), *([] if good is None else [good]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,7 +345,7 @@ class ProductSet(_Scoring):
         model: the products' models.
     """
 
-    model: products.ProductSet
+    model: predictor.ProductSet
 
     def __repr__(self) -> str:
         return repr(self.model)

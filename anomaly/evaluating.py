@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from anomaly.config.schema import Config
-from anomaly.datasets import Dataset, Sample
+from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.detector import AnomalyDetector, ProductSet
 from anomaly.errors import DataError
 from anomaly.evaluation.splits import images_to_test, not_learned
 from anomaly.methods.base import Progress
 from anomaly.report.category import Category, evaluated
 from anomaly.report.index import write_report
-from anomaly.scoring.build import images_meant
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,7 +75,7 @@ def evaluate(
         data, place = images_to_test(model, model.folder)
         samples = list(data)
     else:
-        samples, place, mask_above = images_meant(data, mask_above)
+        samples, place, mask_above = _test_images(data, mask_above)
     samples = not_learned(model, model.config.name, samples)
     category = evaluated(
         model,
@@ -86,3 +87,33 @@ def evaluate(
         progress=progress,
     )
     return EvaluationResult(**{one.name: getattr(category, one.name) for one in fields(category)})
+
+
+def _test_images(
+    data: Dataset | Config | Iterable[Sample], mask_above: int
+) -> tuple[list[Sample], str, int]:
+    """The test images of a data set, of the data set that a config names, or the samples given.
+
+    Args:
+        data: any of these.
+        mask_above: mask values above this are defect, where no config says so.
+
+    Returns:
+        The images; their folder for people, empty for samples; and above which value their masks
+        are defect.
+
+    Raises:
+        DataError: the data set that the config names can't be opened, or something else was given.
+    """
+    if isinstance(data, Config):
+        where, mask_above = data.data, data.data.mask_above
+        data = open_dataset(where.format, where.root, where.category)
+    if isinstance(data, Dataset):
+        return list(data.test), str(data.folder), mask_above
+    samples: list[Any] = [data] if isinstance(data, str | PathLike) else list(data)
+    if not all(isinstance(sample, Sample) for sample in samples):
+        raise DataError(
+            "what to test with has to say which images are defective: give "
+            "anomaly.open_dataset(format, folder), samples, or a Config"
+        )
+    return samples, "", mask_above

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from anomaly.calibration import (
+from anomaly.calibration.rates import rate_of
+from anomaly.calibration.thresholds import (
     Costs,
     Threshold,
     calibrate,
     cheapest_threshold,
-    rate_of,
     recall_at,
     threshold_at,
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from anomaly.backbones.embedder import Embedder
+from anomaly.backbones.extractor import Embedder
 from anomaly.backbones.registry import normalisation
 from anomaly.config.load import parse_config
 from anomaly.datasets import open_dataset

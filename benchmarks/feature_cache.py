@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.backbones.embedder import Embedder
+from anomaly.backbones.extractor import Embedder
 from anomaly.backbones.registry import build, default_layers, normalisation
 from anomaly.config.load import parse_config
 from anomaly.config.schema import Config

@@ -24,8 +24,8 @@ from anomaly.config.schema import Config
 from anomaly.datasets import open_dataset
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.loading import UnusableImage, by_shape
-from anomaly.scoring.image_statistics import Appearance, AppearanceModel, appearances_of
-from anomaly.training.setup import prepare
+from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
+from anomaly.training.fit import prepare
 from benchmarks.inputs import machine
 
 _FOLDS = 10
@@ -35,11 +35,11 @@ _FOLDS = 10
 class _Looks:
     """What a data set's images look like as a whole."""
 
-    train: list[Appearance]
-    good: list[Appearance]
-    defects: list[Appearance]
+    train: list[ImageStatistics]
+    good: list[ImageStatistics]
+    defects: list[ImageStatistics]
 
-    def spread(self, count: int) -> list[Appearance]:
+    def spread(self, count: int) -> list[ImageStatistics]:
         """So many of all images, evenly."""
         every = [*self.train, *self.good, *self.defects]
         return [every[i] for i in np.linspace(0, len(every) - 1, count).astype(int)]
@@ -61,7 +61,7 @@ def main() -> None:
     print(f"| {options.network} | {' | '.join(sets)} | held out | good | defects |")
     print("|---" * (len(sets) + 4) + "|")
     for name, looks in sets.items():
-        usual = AppearanceModel.of(looks.train)
+        usual = TrainingStatistics.of(looks.train)
         pairs = [
             "–" if other == name else _told(usual, others.spread(options.images))
             for other, others in sets.items()
@@ -70,19 +70,19 @@ def main() -> None:
         print(f"| {name} | {' | '.join([*pairs, *own])} |")
 
 
-def _told(usual: AppearanceModel, looks: Sequence[Appearance]) -> str:
+def _told(usual: TrainingStatistics, looks: Sequence[ImageStatistics]) -> str:
     """How many of some images are taken for another product."""
     return f"{_count(usual, looks)} of {len(looks)}"
 
 
-def _count(usual: AppearanceModel, looks: Sequence[Appearance]) -> int:
+def _count(usual: TrainingStatistics, looks: Sequence[ImageStatistics]) -> int:
     return sum("as a whole" in usual.deviation(one) for one in looks)
 
 
-def _held_out(looks: Sequence[Appearance]) -> str:
+def _held_out(looks: Sequence[ImageStatistics]) -> str:
     count = 0
     for part in np.array_split(np.arange(len(looks)), _FOLDS):
-        usual = AppearanceModel.of([one for i, one in enumerate(looks) if i not in part])
+        usual = TrainingStatistics.of([one for i, one in enumerate(looks) if i not in part])
         count += _count(usual, [looks[i] for i in part])
     return f"{count} of {len(looks)}"
 
@@ -90,14 +90,14 @@ def _held_out(looks: Sequence[Appearance]) -> str:
 def _looks(config: Config, data: Path) -> _Looks:
     dataset, device = open_dataset("mvtec", data), torch.device("cpu")
     samples = [*sorted(dataset.train, key=lambda sample: sample.name), *dataset.test]
-    found: dict[int, Appearance] = {}
+    found: dict[int, ImageStatistics] = {}
     with Decoders(2) as decoders, torch.inference_mode():
         embed = prepare(config, samples, decoders, device).embedder
         loaded = decoders.load_all((i, sample.source) for i, sample in enumerate(samples))
         for batch in by_shape(loaded, 4):
             if isinstance(batch, UnusableImage):
                 sys.exit(batch.reason)
-            looks = appearances_of(batch, embed(batch), None)
+            looks = statistics_of(batch, embed(batch), None)
             found |= {item.index: look for item, look in zip(batch, looks, strict=True)}
             print(f"\r{data.name} {len(found)}/{len(samples)} ", end="", file=sys.stderr)
     print(file=sys.stderr)

@@ -58,7 +58,7 @@ def sides(network: str, size: int, engines: list[str], folder: Path) -> dict[str
 
     def ours(precision: str) -> Side:
         extractor = detector.extractor.to(DEVICE, precision)
-        return lambda x: align([m.values for m in extractor(normalise(x))])
+        return lambda x: align(extractor(normalise(x)))
 
     def by_name(module: nn.Module) -> Side:
         return lambda x: align([*module(normalise(x)).values()])

@@ -214,15 +214,15 @@ def _decoding_here(path: Route) -> Iterator[None]:
     """Let the decoding processes' work be done here, and record while a run scores."""
     import anomaly.inference.run as run
     from anomaly.imaging import decoder_worker
-    from anomaly.imaging.decoder_process import DecoderProcess
+    from anomaly.imaging.decoder_pool import _DecoderProcess
 
     workers: dict[int, Any] = {}
 
     def exchange(
-        process: DecoderProcess, request: object, name: str, arguments: tuple[Any, ...]
-    ) -> tuple[str, Any]:
-        worker = workers.setdefault(id(process.task), decoder_worker.Worker(process.task))
-        return "done", getattr(worker, name)(*arguments)
+        process: object, request: object, task: Any, name: str, arguments: tuple[Any, ...]
+    ) -> tuple[bool, Any]:
+        worker = workers.setdefault(id(task), decoder_worker.Worker(task))
+        return True, getattr(worker, name)(*arguments)
 
     def infer(*arguments: Any, **options: Any) -> Any:
         path.recording = True
@@ -233,12 +233,12 @@ def _decoding_here(path: Route) -> Iterator[None]:
             sys.setprofile(None)
             path.recording = False
 
-    usual, scored = DecoderProcess._exchange, run.infer
-    DecoderProcess._exchange, run.infer = exchange, infer  # type: ignore[method-assign]
+    usual, scored = _DecoderProcess._exchange, run.infer
+    _DecoderProcess._exchange, run.infer = exchange, infer  # type: ignore[method-assign]
     try:
         yield
     finally:
-        DecoderProcess._exchange, run.infer = usual, scored  # type: ignore[method-assign]
+        _DecoderProcess._exchange, run.infer = usual, scored  # type: ignore[method-assign]
 
 
 def trace() -> Route:

@@ -176,19 +176,25 @@ def _attribute_docstrings(tree: ast.Module) -> dict[str, dict[str, str]]:
 
 def figures() -> str:
     """What the reports' figures mean, from the words that the reports themselves use."""
-    from anomaly.report.document import GLOSSARY
+    from anomaly.report.document import glossary
 
-    return "\n".join(f"| `{name}` | {text} |" for name, text in GLOSSARY.items())
+    return "\n".join(f"| `{name}` | {text} |" for name, text in glossary().items())
+
+
+# What every room may stand on, so that arrows to it would say nothing.
+BASEMENT = ("runtime", "files")
 
 
 def rooms() -> str:
     """The rooms of the package as a drawing: floors as the contract has them, arrows as imported.
 
-    An arrow that follows from two others (a to b, b to c) is left out, so that the rest is legible.
+    A room is a folder. An arrow that follows from two others (a to b, b to c) is left out, so that
+    the rest is legible.
     """
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     layers = contract["tool"]["importlinter"]["contracts"][0]["layers"]
-    floors = [re.findall(r"\b[a-z]\w*", layer) for layer in layers]  # without __main__
+    named = ([name for name in re.findall(r"\w+", layer) if _is_room(name)] for layer in layers)
+    floors = [floor for floor in named if floor]
     arrows = imports_of_rooms({room for floor in floors for room in floor})
     place = {
         room: (140 + (i + 0.5) * 860 / len(floor), 30 + 78 * level)
@@ -199,19 +205,23 @@ def rooms() -> str:
     for start, ends in sorted(arrows.items()):
         for end in sorted(_direct(start, ends, arrows)):
             (x0, y0), (x1, y1) = place[start], place[end]
-            if y0 < y1:  # else side by side
-                y0, y1 = y0 + 17, y1 - 17
+            y0, y1 = y0 + 17, y1 - 17
             bend = (y1 - y0) / 2
             lines.append(f'<path d="M{x0:.0f} {y0}C{x0:.0f} {y0 + bend:.0f} {x1:.0f} '
                          f'{y1 - bend:.0f} {x1:.0f} {y1}"/>')  # fmt: skip
     for room, (x, y) in place.items():
         lines.append(f'<rect x="{x - 58:.0f}" y="{y - 17}" width="116" height="34" rx="6"/>'
                      f'<text x="{x:.0f}" y="{y + 5}">{room}</text>')  # fmt: skip
-    lines += [f'<text class="floor" x="8" y="{35 + 78 * n}">floor {n + 1}</text>'
-              for n in range(len(floors))]  # fmt: skip
+    names = ["annexes", *(f"floor {n}" for n in range(len(floors) - 1, 0, -1))]
+    lines += [f'<text class="floor" x="8" y="{35 + 78 * n}">{name}</text>'
+              for n, name in enumerate(names)]  # fmt: skip
     size = f'viewBox="0 0 1010 {60 + 78 * (len(floors) - 1)}"'
     title = "<title>Rooms of the package and their imports</title>"
     return f'<div><svg class="rooms" role="img" {size}>{title}{"".join(lines)}</svg></div>'
+
+
+def _is_room(name: str) -> bool:
+    return name not in BASEMENT and (ROOT / "anomaly" / name).is_dir()
 
 
 def imports_of_rooms(names: set[str]) -> dict[str, set[str]]:

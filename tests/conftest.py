@@ -265,6 +265,12 @@ def padim_folder(product: Path, made_once: MadeOnce) -> Path:
 
 
 @pytest.fixture(scope="session")
+def resnet_folder(product: Path, made_once: MadeOnce) -> Path:
+    """A trained PatchCore run of a network that sees more than the tests' own; read only."""
+    return made_once("resnet/disc", partial(train, product, "backbone.name=resnet18"))
+
+
+@pytest.fixture(scope="session")
 def subspace_folder(product: Path, made_once: MadeOnce) -> Path:
     """A trained subspace run; read only."""
     return made_once("subspace/disc", partial(train, product, "model.kind=subspace"))

@@ -66,7 +66,6 @@ def lossless_forms(rgb):
         encoded(rgb, "TIFF", compression="tiff_deflate"),
         encoded(rgb, "TIFF", compression="tiff_adobe_deflate", tiffinfo={317: 2}),
         encoded(rgb, "TIFF", compression="packbits"),
-        encoded(opaque, "TIFF"),
         by_opencv(".tiff", wide),
         by_opencv(".tiff", (rgb / 255).astype(np.float32)),
         encoded(rgb, "WEBP", lossless=True),

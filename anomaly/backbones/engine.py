@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -203,7 +204,7 @@ _first, _has_run = Lock(), Event()
 
 
 # No engine gains by more, and eight take twice the memory.
-_AT_ONCE = 2
+_MAX_BATCH = 2
 
 
 def has_no_layers(folder: Path) -> ModelError:
@@ -214,12 +215,13 @@ def has_no_layers(folder: Path) -> ModelError:
     )
 
 
+@dataclass(frozen=True, eq=False)
 class ExportedNetwork:
     """A graph from images to patch embeddings: `FeatureExtractor` and `Embedder` in one.
 
     Threads may share one.
 
-    Args:
+    Attributes:
         graph: images (B, 3, H, W) in [0, 1] -> embeddings (B, h, w, D).
         layers: paths of the layers that are hooked in the network which the graph was made of.
         channels: C of each layer.
@@ -227,20 +229,21 @@ class ExportedNetwork:
         patch: side of the patches that a transformer cuts images into; None for other networks.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        layers: Sequence[str],
-        channels: Sequence[int],
-        strides: Sequence[int],
-        patch: int | None = None,
-    ) -> None:
-        self._graph = graph
-        self.engine = graph.engine
-        self.precision = graph.precision
-        self.version = graph.version
-        self.layers, self.channels, self.strides = tuple(layers), tuple(channels), tuple(strides)
-        self.patch = patch
+    graph: Graph
+    layers: tuple[str, ...]
+    channels: tuple[int, ...]
+    strides: tuple[int, ...]
+    patch: int | None = None
+
+    @property
+    def engine(self) -> str:
+        """What computes: a key of `ENGINES`."""
+        return self.graph.engine
+
+    @property
+    def precision(self) -> str:
+        """The number format that the graph is computed in."""
+        return self.graph.precision
 
     @property
     def coarsest_stride(self) -> int:
@@ -254,17 +257,17 @@ class ExportedNetwork:
         Raises:
             ModelError: always; says where there is one.
         """
-        raise has_no_layers(self._graph.file.parent)
+        raise has_no_layers(self.graph.file.parent)
 
     def __call__(self, batch: Sequence[NetworkInput]) -> NDArray[np.float32]:
         """Patch embeddings (B, h, w, D) of images of one size."""
         return self._run(np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2))
 
-    def at_once(self, wanted: int) -> int:
+    def max_batch_size(self, wanted: int) -> int:
         """How many images to compute together, at most as many as are wanted."""
-        return min(wanted, _AT_ONCE)
+        return min(wanted, _MAX_BATCH)
 
-    def quietly(self) -> AbstractContextManager[Any]:
+    def inference_mode(self) -> AbstractContextManager[Any]:
         """A context that does nothing: an exported network has no gradients."""
         return nullcontext()
 
@@ -277,5 +280,5 @@ class ExportedNetwork:
         # A thread that computes alone is one of as many as the graph has threads. One image takes
         # as long alone as among several, and a fraction of their memory.
         together = get_threads() == 1
-        parts = [self._graph(one[None], together=together)[0] for one in images]
+        parts = [self.graph(image[None], together=together)[0] for image in images]
         return np.concatenate(parts)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.errors import LayerError
-from anomaly.hooks import HookSet, capture, match
+from anomaly.hooks import HookSet, capture
 from anomaly.hooks.guard import named_tensors
 
 
@@ -65,23 +65,23 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
     seen: dict[str, tuple[int, tuple[int, ...] | None, int]] = {}
     runs: Counter[str] = Counter()
 
-    def note(module: nn.Module, inputs: Any, output: Any, path: str) -> None:
+    names = {module: path for path, module in network.named_modules()}
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        path = names[module]
         tensors = [tensor for _, tensor in named_tensors(output, path)]
         shape = tuple(tensors[0].shape) if tensors else None
         seen.pop(path, None)  # of several calls the last one counts, also for the order
         seen[path] = len(seen), shape, counter.get_total_flops() // 2
         runs[path] += 1
 
-    paths = match(network, nn.Module)
     with FlopCounterMode(display=False) as counter, HookSet(network) as hooks:
-        for path in paths:
-            hooks.forward(path, note, path)
+        hooks.forward(nn.Module, note)
         show(network, size, size)
     order = {path: place for place, path in enumerate(seen)}
     total = max(seen[""][2], 1)
     table = []
-    for path in paths:
-        module = network.get_submodule(path)
+    for module, path in names.items():
         shape, spent = seen[path][1:] if path in seen else (None, None)
         table.append(
             Layer(
@@ -130,8 +130,7 @@ def show(
 
 def own_side(network: nn.Module) -> int | None:
     """The side of the square images that a network was trained with; None where nothing says it."""
-    said = getattr(network, "pretrained_cfg", None) or {}
-    size = said.get("input_size")
+    size = (getattr(network, "pretrained_cfg", None) or {}).get("input_size")  # timm states it
     return size[-1] if size else None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anomaly.hooks import capture
+from anomaly.hooks import HookSet, capture
 
 Pair = tuple[str, str]
 
@@ -48,7 +48,10 @@ def foldable(network: nn.Module, layers: Sequence[str], image: Tensor) -> tuple[
     wanted: set[int] = set()
     calls: Counter[str] = Counter()
 
-    def note(path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    names = {module: path for path, module in network.named_modules()}
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        path = names[module]
         calls[path] += 1
         alive.extend((inputs, output))
         kind = type(module).__name__
@@ -63,17 +66,10 @@ def foldable(network: nn.Module, layers: Sequence[str], image: Tensor) -> tuple[
         if path in layers:
             wanted.update(id(leaf) for leaf in torch.utils._pytree.tree_leaves(output))
 
-    handles = [
-        module.register_forward_hook(lambda m, i, o, path=path: note(path, m, i, o))
-        for path, module in network.named_modules()
-    ]
-    reads = Reads()
-    try:
-        with torch.no_grad(), reads, capture(network, layers, stop=True, clone=False) as captured:
+    with torch.no_grad(), Reads() as reads, HookSet(network) as hooks:
+        hooks.forward(nn.Module, note)
+        with capture(network, layers, stop=True, clone=False) as captured:
             captured.run(image)
-    finally:
-        for handle in handles:
-            handle.remove()
     outputs = {path: output for output, path in made.items()}
     return tuple(
         (conv, norm)

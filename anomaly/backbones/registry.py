@@ -1,20 +1,24 @@
-"""The registry of networks: torchvision's, timm's, and those of your own, each by its name."""
+"""Networks by name: torchvision's, timm's and your own; how they are made and given weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import entry_points
-from typing import TypeAlias, cast
+from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from anomaly.backbones import timm_networks, torchvision_networks
-from anomaly.errors import ConfigError, WeightsError
+from anomaly.backbones import networks
+from anomaly.backbones.weights import State, read_state, weights_path
+from anomaly.errors import ConfigError, WeightsError, some
 
-State: TypeAlias = dict[str, Tensor]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,6 @@ class Normalisation:
         return (images - mean) / std
 
 
-def _of_imagenet() -> Normalisation:
-    return Normalisation(torchvision_networks.IMAGENET_MEAN, torchvision_networks.IMAGENET_STD)
-
-
 def _no_official() -> tuple[State, str]:
     raise WeightsError(
         "this network has no official weights; give a file: "
@@ -46,6 +46,8 @@ def _no_official() -> tuple[State, str]:
 class Backbone:
     """A network, and what has to be known about it.
 
+    All but `network` are called when they are needed: some import a library or read a table.
+
     Attributes:
         network: makes it with random weights, which come from torch's global generator. It takes
             normalised images (B, 3, H, W).
@@ -56,15 +58,19 @@ class Backbone:
             their file.
         renamed: the tensors of a file by the network's own key names.
         licence: of the official weights, where it is known.
+        classes: names of the classes that the official weights tell apart, where they are known.
         packages: distributions whose versions a model's manifest records, besides torchvision's.
     """
 
     network: Callable[[], nn.Module]
     stages: Callable[[nn.Module], Sequence[str]] = lambda network: ()
-    normalisation: Callable[[], Normalisation] = _of_imagenet
+    normalisation: Callable[[], Normalisation] = lambda: Normalisation(
+        networks.IMAGENET_MEAN, networks.IMAGENET_STD
+    )
     official: Callable[[], tuple[State, str]] = _no_official
     renamed: Callable[[State, nn.Module], State] = lambda state, network: state
     licence: Callable[[], str | None] = lambda: None
+    classes: Callable[[], Sequence[str]] = lambda: ()
     packages: tuple[str, ...] = ()
 
 
@@ -72,7 +78,6 @@ class Backbone:
 #     BACKBONES["mine"] = Backbone(MyNetwork, lambda network: ("layer1", "layer2", "layer3"))
 # For commands, a package names its `Backbone` as an entry point of the group `anomaly.backbones`.
 BACKBONES: dict[str, Backbone] = {}
-_ENTRY_POINTS = "anomaly.backbones"
 
 
 def backbone_of(name: str) -> Backbone:
@@ -83,37 +88,46 @@ def backbone_of(name: str) -> Backbone:
     """
     if name in BACKBONES:
         return BACKBONES[name]
-    if name.startswith(timm_networks.PREFIX):
+    if name.startswith(networks.TIMM):
         return _of_timm(name)
-    if name not in torchvision_networks.known_backbones() and (own := _of_packages(name)):
+    if name not in networks.torchvision_names() and (own := _of_package(name)):
         return own
-    return Backbone(
-        network=partial(torchvision_networks.make, name),
-        stages=partial(torchvision_networks.stages, name),
-        normalisation=lambda: Normalisation(*torchvision_networks.mean_and_std(name)),
-        official=partial(torchvision_networks.weights, name),
-    )
+    return _of_torchvision(name)
 
 
 @cache
-def _of_packages(name: str) -> Backbone | None:
-    for entry in entry_points(group=_ENTRY_POINTS, name=name):
+def _of_package(name: str) -> Backbone | None:
+    for entry in entry_points(group="anomaly.backbones", name=name):
         return cast(Backbone, entry.load())
     return None
 
 
+def _of_torchvision(name: str) -> Backbone:
+    def classes() -> Sequence[str]:
+        weights = networks.torchvision_weights(name)
+        return weights.meta["categories"] if weights else ()
+
+    return Backbone(
+        network=partial(networks.torchvision_network, name),
+        stages=partial(networks.torchvision_stages, name),
+        normalisation=lambda: Normalisation(*networks.torchvision_mean_and_std(name)),
+        official=partial(networks.torchvision_state, name),
+        classes=classes,
+    )
+
+
 def _of_timm(name: str) -> Backbone:
     def normalisation() -> Normalisation:
-        settings = timm_networks.settings(name)
+        settings = networks.timm_settings(name)
         return Normalisation(tuple(settings["mean"]), tuple(settings["std"]))
 
     return Backbone(
-        network=partial(timm_networks.build, name),
-        stages=timm_networks.stages,
+        network=partial(networks.timm_network, name),
+        stages=networks.timm_stages,
         normalisation=normalisation,
-        official=partial(timm_networks.official_state, name),
-        renamed=timm_networks.renamed,
-        licence=lambda: timm_networks.settings(name).get("license"),
+        official=partial(networks.timm_state, name),
+        renamed=networks.timm_keys,
+        licence=lambda: networks.timm_settings(name).get("license"),
         packages=("timm",),
     )
 
@@ -160,3 +174,130 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
 def normalisation(name: str) -> Normalisation:
     """The normalisation that the network's official weights were trained with."""
     return backbone_of(name).normalisation()
+
+
+def read_weights(name: str, weights: str, seed: int) -> tuple[State, str | None]:
+    """A network's tensors by name, and the sha256 of the file that they came from.
+
+    Args:
+        name: the network.
+        weights: `imagenet` for the official ones, `random`, or the path of a `.safetensors` or
+            `.pth` file. Official ones of timm are those of an installed package, else those in the
+            user's Hugging Face cache.
+        seed: for random weights, which have no file.
+
+    Raises:
+        WeightsError: see `anomaly.backbones.weights`.
+    """
+    backbone = backbone_of(name)
+    if weights == "random":
+        log.warning(
+            "backbone.weights is 'random': %s has never seen an image, scores mean NOTHING. "
+            "Use this to try out speed and plumbing only.",
+            name,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return dict(backbone.network().state_dict()), None
+    if weights == "imagenet":
+        state, sha256 = backbone.official()
+    else:
+        state, sha256 = read_state(weights_path(Path(weights)))
+    return backbone.renamed(state, build(name)), sha256
+
+
+def full_network(name: str, weights: str) -> nn.Module:
+    """A network with all of its weights, nothing cut away; `random` ones are of seed 0."""
+    network = build(name)
+    state, _ = read_weights(name, weights, seed=0)
+    load_state(network, state, network, f"the weights file for {name}")
+    return network
+
+
+def load_state(
+    network: nn.Module, state: Mapping[str, Tensor], full: nn.Module, where: str
+) -> None:
+    """Give a truncated network its weights, in place.
+
+    Args:
+        network: what is left of `full` after truncation, on the meta device.
+        state: tensors by torchvision's key names; those of dropped layers may be there or not.
+            Half-precision values are widened to the network's own type.
+        full: the whole network, which says which keys belong to it.
+        where: the source of `state`, for error messages.
+
+    Raises:
+        WeightsError: keys are missing or foreign, shapes differ, or values can't be weights.
+    """
+    wanted, whole = network.state_dict(), full.state_dict()
+    # Counters of training steps, which old files lack and inference doesn't read.
+    needed = [key for key in wanted if not key.endswith("num_batches_tracked")]
+    missing = [key for key in needed if key not in state]
+    foreign = [key for key in state if key not in whole]
+    shapes = [
+        f"{k} is {tuple(state[k].shape)} instead of {tuple(v.shape)}"
+        for k, v in wanted.items()
+        if k in state and state[k].shape != v.shape
+    ]
+    present = needed[: len(needed) - len(missing)]
+    if missing and present and missing == needed[len(present) :] and not (foreign or shapes):
+        raise WeightsError(
+            f"{where} holds a part of {type(full).__name__}, up to {present[-1]}, and "
+            f"{len(missing)} tensors behind that are missing, {missing[0]} for one. Choose layers "
+            "that it has (backbone.layers), or give a whole file"
+        )
+    if missing or foreign or shapes:
+        problems = [f"without {some(missing)}"] if missing else []
+        problems += [f"with unknown {some(foreign)}"] if foreign else []
+        problems += shapes[:3]
+        raise WeightsError(
+            f"{where} belongs to another network than {type(full).__name__}: "
+            f"{'; '.join(problems)}. Check backbone.name against the file"
+        )
+    for key in wanted:
+        if key in state and not _is_usable(key, state[key]):
+            raise WeightsError(
+                f"{where}: {key} holds NaN, infinite or impossible values; get the file again"
+            )
+    filled = OrderedDict(
+        (k, state[k].to(v.dtype).contiguous() if k in state else torch.zeros((), dtype=v.dtype))
+        for k, v in wanted.items()
+    )
+    # Some networks (MNASNet) ask which version of their keys this is.
+    filled._metadata = wanted._metadata  # type: ignore[attr-defined]
+    network.load_state_dict(filled, assign=True)
+    _fill_buffers(network)
+
+
+def _fill_buffers(network: nn.Module) -> None:
+    """Compute what no weights file holds: positions, windows. In place, after the weights.
+
+    Raises:
+        ConfigError: a module doesn't say how.
+    """
+    for path, module in network.named_modules():
+        empty = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
+        if not empty:
+            continue
+        if not hasattr(module, "init_non_persistent_buffers"):
+            raise ConfigError(
+                f"{type(network).__name__}: the buffers of {path} can't be computed without its "
+                "weights; choose another network"
+            )
+        for key, buffer in empty.items():
+            module._buffers[key] = torch.empty_like(buffer, device="cpu")
+        module.init_non_persistent_buffers()
+
+
+def _is_usable(key: str, values: Tensor) -> bool:
+    if values.is_sparse or values.is_meta:
+        return False
+    if not values.is_floating_point():
+        return not values.is_complex()  # counters, and indices of windows
+    if not values.numel():
+        return True
+    low, high = values.float().aminmax()  # formats of 8 bits have none of their own
+    # A variance below 0 makes NaN of every image.
+    return bool(low.isfinite() and high.isfinite()) and not (
+        key.endswith("running_var") and low < 0
+    )

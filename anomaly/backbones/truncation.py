@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from anomaly.backbones.extractor import FeatureExtractor, Layout, layout_of
 from anomaly.backbones.layer_table import own_side, takes
-from anomaly.backbones.optimise import Pair, Reads, foldable
+from anomaly.backbones.optimise import Reads, foldable
 from anomaly.errors import LayerError
 from anomaly.hooks import HookSet, capture, match
 
@@ -21,7 +20,7 @@ from anomaly.hooks import HookSet, capture, match
 PROBES = (256, 224)
 
 
-class Nothing(nn.Module):
+class PassThrough(nn.Module):
     """Stands where a part was that isn't needed: gives back its first argument."""
 
     def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -29,40 +28,7 @@ class Nothing(nn.Module):
         return first
 
 
-@dataclass(frozen=True)
-class Truncated:
-    """A network cut behind its last wanted layer, still without weights.
-
-    Attributes:
-        network: on the meta device; what doesn't run before the last layer is gone.
-        layers: canonical paths, in the order in which they run.
-        layouts: how each layer's output lies.
-        copies: whether a later layer overwrites a wanted one in place.
-        pairs: convolutions and batch norms that inference may fold.
-    """
-
-    network: nn.Module
-    layers: tuple[str, ...]
-    layouts: tuple[Layout, ...]
-    copies: bool
-    pairs: tuple[Pair, ...]
-
-    @property
-    def channels(self) -> tuple[int, ...]:
-        """C of each layer."""
-        return tuple(layout.channels for layout in self.layouts)
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Stride of each layer."""
-        return tuple(layout.stride for layout in self.layouts)
-
-    def extractor(self) -> FeatureExtractor:
-        """The extractor, once the network has its weights."""
-        return FeatureExtractor(self.network, self.layers, self.layouts, self.copies, self.pairs)
-
-
-def truncate(network: nn.Module, layers: Sequence[str]) -> Truncated:
+def truncate(network: nn.Module, layers: Sequence[str]) -> FeatureExtractor:
     """Drop every part of a network that isn't needed to compute `layers`, in place.
 
     A dry run on the meta device, which computes nothing, shows which parameters are touched before
@@ -72,6 +38,9 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> Truncated:
         network: on the meta device.
         layers: paths or patterns, as `anomaly.hooks.match` takes them.
 
+    Returns:
+        The extractor, still without weights.
+
     Raises:
         LayerError: a layer doesn't exist, doesn't run exactly once, or gives neither a map nor
             tokens; or it gives something else than a map (B, C, h, w), of a network that takes
@@ -79,33 +48,25 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> Truncated:
     """
     with torch.device("meta"):
         probe, outputs = truncate_in_place(network, layers)
-        layouts = tuple(
-            _layout(path, tuple(output.shape), probe) for path, output in outputs.items()
-        )
-        oblong = all(layout.axes == "map" for layout in layouts) or takes(
-            network, probe, 2 * probe, list(outputs)
-        )
-        if not oblong:
+        paths = tuple(outputs)
+        layouts = tuple(_layout(path, outputs[path].shape, probe) for path in paths)
+        only_maps = all(layout.axes == "map" for layout in layouts)
+        if not only_maps and not takes(network, probe, 2 * probe, paths):
             raise LayerError(
                 f"{type(network).__name__} takes images of {probe}×{probe} only, so its tokens "
                 "can't be placed on others; choose another network"
             )
         image = torch.empty(1, 3, probe, probe, device="meta")
-        return Truncated(
-            network,
-            tuple(outputs),
-            layouts,
-            _overwritten(network, list(outputs), image),
-            foldable(network, list(outputs), image),
-        )
+        copies, pairs = _overwritten(network, paths, image), foldable(network, paths, image)
+        return FeatureExtractor(network.eval(), paths, layouts, copies, pairs)
 
 
-def _layout(path: str, shape: tuple[int, ...], probe: int) -> Layout:
+def _layout(path: str, shape: Sequence[int], probe: int) -> Layout:
     if layout := layout_of(shape, (probe, probe)):
         return layout
     raise LayerError(
-        f"layer {path!r} gives {shape}, not a feature map (B, C, h, w), nor a token for each "
-        "patch; choose another layer"
+        f"layer {path!r} gives {tuple(shape)}, not a feature map (B, C, h, w), nor a token for "
+        "each patch; choose another layer"
     )
 
 
@@ -152,15 +113,16 @@ def _truncated(network: nn.Module, layers: Sequence[str], probe: int) -> dict[st
     calls: Counter[str] = Counter()  # in the order of the layers' first calls
     read, needed = Reads(), set[int]()
 
-    def note(*_: object, path: str) -> None:
-        calls[path] += 1
+    names = {network.get_submodule(path): path for path in paths}
+
+    def note(layer: nn.Module, *_: object) -> None:
+        calls[names[layer]] += 1
         if len(calls) == len(paths):
             needed.update(read.count)
 
     try:
         with torch.no_grad(), torch.device("meta"), read, HookSet(network) as hooks:
-            for path in paths:
-                hooks.forward(path, note, path=path)
+            hooks.forward(paths, note)
             with capture(network, [*paths, *ends], stop=True) as captured:
                 captured.run(torch.empty(1, 3, probe, probe, device="meta"))
                 if silent := [path for path in paths if not calls[path]]:
@@ -216,6 +178,6 @@ def _drop_unused(module: nn.Module, used: set[int], keep: Sequence[str], path: s
         wanted = any(p == inner or p.startswith(inner + ".") for p in keep)
         unused = tensors and not wanted and not any(id(t) in used for t in tensors)
         if unused and _is_called(child):  # else its members, which somebody goes through
-            module.register_module(name, Nothing())
+            module.register_module(name, PassThrough())
         else:
             _drop_unused(child, used, keep, inner)

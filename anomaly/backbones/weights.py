@@ -1,4 +1,4 @@
-"""Where backbone weights are looked for, and how each way of not having them is told apart.
+"""Files of backbone weights: where they are looked for, and what is wrong with one.
 
 Imports torch only where it reads a file, so that a wrong path is an error at once.
 """
@@ -14,11 +14,11 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Mapping
+from concurrent.futures import Future
 from http.client import HTTPException
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError
@@ -31,13 +31,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Tensors of a network by name.
+State: TypeAlias = "dict[str, Tensor]"
+
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")
 # Seconds: until a server has to answer, and the longest that it may pause within a file.
 _PATIENCE, _PAUSE = 10.0, 30.0
 
 
 def check_weights(weights: str) -> None:
-    """See that what `backbone.weights` says can be: `imagenet`, `random`, or a file that is there.
+    """Check that `backbone.weights` is `imagenet`, `random`, or a file that is there.
 
     Raises:
         WeightsError: as `weights_path`.
@@ -55,8 +58,7 @@ def weights_path(path: Path) -> Path:
     """
     path = at_home(path)
     if not path.is_file():
-        missing = f"doesn't exist{looked_in(path)}"
-        kind = "is a folder" if path.is_dir() else missing
+        kind = "is a folder" if path.is_dir() else f"doesn't exist{looked_in(path)}"
         raise WeightsError(
             f"backbone.weights: {path} {kind}. Give `imagenet`, `random`, "
             "or the path of a .safetensors or .pth file"
@@ -79,33 +81,33 @@ def search_folders() -> list[Path]:
 
 
 def _downloads() -> Path:
-    import torch
+    import torch  # only where a file is needed, see above
 
     return Path(torch.hub.get_dir()) / "checkpoints"
 
 
-def official_state(url: str) -> tuple[dict[str, Tensor], str]:
-    """An official torchvision file: one already on disk, else a download. Its hash is checked.
+def official_state(url: str) -> tuple[State, str]:
+    """The tensors in an official torchvision file, and its sha256, which is checked.
 
     Args:
         url: the file's official address; its name carries the first digits of its sha256.
 
-    Returns:
-        The tensors by name, and the file's sha256.
-
     Raises:
         WeightsError: the file is damaged, isn't the official one, or can't be downloaded.
     """
-    prefix = _hash_of(url)
-    file = official_file(url)
-    sha256 = file_sha256(file)
+    file, prefix = official_file(url), _hash_in(url)
+    state, sha256 = read_state(file)
     if not sha256.startswith(prefix):
-        _refuse(file, sha256, prefix)
-    return _read(file), sha256
+        raise WeightsError(
+            f"{file} isn't the official file: its sha256 starts with {sha256[: len(prefix)]} "
+            f"instead of {prefix}. Replace it with the official {file.name}, or, if it is meant, "
+            "rename it and give its path as backbone.weights"
+        )
+    return state, sha256
 
 
 def official_file(url: str, *, download: bool = True) -> Path:
-    """Where an official torchvision file is, after a download if need be.
+    """Where an official torchvision file is on disk, after a download if need be.
 
     Args:
         url: the file's official address.
@@ -114,42 +116,24 @@ def official_file(url: str, *, download: bool = True) -> Path:
     Raises:
         WeightsError: it isn't on disk and can't be downloaded, or mustn't be.
     """
-    name = url.rsplit("/", 1)[-1]
-    file = next((f / name for f in search_folders() if (f / name).is_file()), None)
-    if file is not None:
-        return file
+    name = url.rpartition("/")[2]
+    for folder in search_folders():
+        if (folder / name).is_file():
+            return folder / name
     if not download:
         raise WeightsError(f"{name} isn't on disk. {_where_to_put(name)}")
-    return _download(url, name, _hash_of(url))
+    return _download(url, name)
 
 
-def _hash_of(url: str) -> str:
+def _hash_in(url: str) -> str:
     """The first digits of the file's sha256, which its name carries; empty where it doesn't."""
     match = _HASH_IN_NAME.search(url)
     return match.group(1) if match else ""
 
 
-def file_state(path: Path) -> tuple[dict[str, Tensor], str]:
-    """Weights from a user's `.safetensors` or `.pth` file, and the file's sha256.
-
-    Raises:
-        WeightsError: no such file, another suffix, or damaged.
-        AnomalyError: its `~` stands for nobody's home folder.
-    """
-    return read_state(weights_path(path))
-
-
-def read_state(file: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors in a file, and its sha256.
-
-    Raises:
-        WeightsError: it is damaged.
-    """
-    return _read(file), file_sha256(file)
-
-
-def _download(url: str, name: str, prefix: str) -> Path:
-    target = _downloads() / name
+def _download(url: str, name: str) -> Path:
+    # Not `torch.hub.load_state_dict_from_url`: it waits for a silent server for ever.
+    target, prefix = _downloads() / name, _hash_in(url)
     draft = draft_of(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -183,28 +167,26 @@ def _download(url: str, name: str, prefix: str) -> Path:
 def _opened(url: str) -> Any:
     """A server's answer. Within `_PATIENCE`, whatever keeps it back.
 
-    A name server that can't be reached, and each address behind a firewall, would take a minute.
+    A name server that can't be reached, and each address behind a firewall, would take a minute:
+    the thread that waits for them is left behind.
 
     Raises:
         TimeoutError: no answer by then.
         OSError: as `urllib.request.urlopen`.
     """
-    answers: SimpleQueue[Any] = SimpleQueue()
+    answer: Future[Any] = Future()
 
     def ask() -> None:
         try:
-            answers.put(urllib.request.urlopen(url, timeout=_PAUSE))
+            answer.set_result(urllib.request.urlopen(url, timeout=_PAUSE))
         except Exception as error:
-            answers.put(error)
+            answer.set_exception(error)
 
     Thread(target=ask, daemon=True).start()
     try:
-        answer = answers.get(timeout=_PATIENCE)
-    except Empty:
+        return answer.result(_PATIENCE)
+    except TimeoutError:
         raise TimeoutError(errno.ETIMEDOUT, f"no answer within {_PATIENCE:g} s") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 def _where_to_put(name: str) -> str:
@@ -212,48 +194,24 @@ def _where_to_put(name: str) -> str:
     return f"Put the official file {name} into one of: {folders} (or set ANOMALY_WEIGHTS)"
 
 
-def _refuse(file: Path, sha256: str, prefix: str) -> None:
-    """Say whether a file with the wrong hash is damaged or simply another file."""
-    try:
-        _read(file)
-    except WeightsError as error:
-        raise WeightsError(
-            f"{error}. It should be {file.name} with a sha256 that starts with {prefix}"
-        ) from None
-    raise WeightsError(
-        f"{file} isn't the official file: its sha256 starts with {sha256[: len(prefix)]} instead "
-        f"of {prefix}. Replace it with the official {file.name}, or, if it is meant, rename it "
-        "and give its path as backbone.weights"
-    )
-
-
-def file_sha256(file: Path) -> str:
-    """A weights file's sha256.
+def read_state(file: Path) -> tuple[State, str]:
+    """The tensors in a `.safetensors` or `.pth` file, and its sha256.
 
     Raises:
-        WeightsError: it can't be read.
+        WeightsError: it can't be read, is damaged, or holds something else.
     """
-    try:
-        return sha256_of(file)
-    except OSError as error:
-        raise WeightsError(f"{file} can't be read: {why(error)}") from None
-
-
-def _read(file: Path) -> dict[str, Tensor]:
-    import torch
-    from safetensors.torch import load_file
-
     log.debug("weights from %s", file.absolute())
     try:
-        with file.open("rb") as stream:
-            # Told by the contents, which begin with the length of a header in JSON; from a name
-            # torch would take it the other way.
-            if stream.read(9)[8:] == b"{":
-                return load_file(file)
-            stream.seek(0)
-            loaded = torch.load(stream, map_location="cpu", weights_only=True)
+        sha256 = sha256_of(file)
+    except OSError as error:
+        raise WeightsError(f"{file} can't be read: {why(error)}") from None
+    damaged = WeightsError(
+        f"{file} is cut short or damaged ({file.stat().st_size:,} bytes); download or copy it again"
+    )
+    try:
+        loaded = _loaded(file)
     except SafetensorError:
-        raise WeightsError(_damaged(file)) from None
+        raise damaged from None
     except Exception as error:
         # torch.load raises half a dozen types, by the place where the file breaks off.
         if "weights_only" in str(error) and zipfile.is_zipfile(file):
@@ -261,17 +219,24 @@ def _read(file: Path) -> dict[str, Tensor]:
                 f"{file} holds more than tensors (a whole pickled model?), which could run code; "
                 "save its state_dict() and give that"
             ) from None
-        raise WeightsError(_damaged(file)) from None
-    return _tensors_of(loaded, file)
+        raise damaged from None
+    return _tensors_of(loaded, file), sha256
 
 
-def _damaged(file: Path) -> str:
-    return (
-        f"{file} is cut short or damaged ({file.stat().st_size:,} bytes); download or copy it again"
-    )
+def _loaded(file: Path) -> Any:
+    import torch
+    from safetensors.torch import load_file
+
+    with file.open("rb") as stream:
+        # Not by its name, from which torch would take it the other way: a safetensors file begins
+        # with the eight bytes of a header's length, then the header in JSON.
+        if stream.read(9)[8:] == b"{":
+            return load_file(file)
+        stream.seek(0)
+        return torch.load(stream, map_location="cpu", weights_only=True)
 
 
-def _tensors_of(loaded: Any, file: Path) -> dict[str, Tensor]:
+def _tensors_of(loaded: Any, file: Path) -> State:
     from torch import Tensor
 
     if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):

@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from anomaly.calibration.costs import Choice, Costs, cheapest_threshold
-from anomaly.calibration.rates import Floats, Rate, ScoreScale
+from anomaly.calibration.rates import ScoreScale
 from anomaly.calibration.scores import GoodScores
 from anomaly.calibration.thresholds import (
     Calibration,
+    Choice,
+    Costs,
     Threshold,
     calibrate,
+    cheapest_threshold,
     threshold_at,
     threshold_for_expected_rate,
     threshold_for_false_reject_rate,
@@ -96,16 +98,16 @@ class Thresholds:
         order = np.argsort(-np.array(self.good.image), kind="stable")[:_HIGHEST].tolist()
         if target is None or self.images <= len(order):
             return []
-        found: list[tuple[int, float]] = []
+        highest: list[tuple[str, float, float]] = []
         listed, before = 0, self.image
-        for i in order:
-            rest = np.delete(np.array(self.good.image), [j for j, *_ in found] + [i])
+        for count, i in enumerate(order, 1):
+            rest = np.delete(np.array(self.good.image), order[:count])
             value = threshold_for_false_reject_rate(rest, target).value
-            found.append((i, value))
+            highest.append((self.good.names[i], self.good.image[i], value))
             if value <= before - _WORTH_A_WORD * abs(before):
-                listed = len(found)
+                listed = count
             before = value
-        return [(self.good.names[i], self.good.image[i], value) for i, value in found[:listed]]
+        return highest[:listed]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the scores."""
@@ -116,12 +118,6 @@ class Thresholds:
             "reject": _threshold_json(self.calibration.reject),
             "pixel": self.pixel,
         }
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any], good: GoodScores) -> Thresholds:
-        """The way back from `to_json`."""
-        calibration = Calibration(_threshold(values["review"]), _threshold(values["reject"]))
-        return cls(calibration, values["pixel"], values["label"], good)
 
     @cached_property
     def _scale(self) -> ScoreScale:
@@ -189,10 +185,7 @@ def _with_pixels(calibration: Calibration, label: str, good: GoodScores) -> Thre
 
 def _pixels_at(value: float, good: GoodScores) -> float:
     """The anomaly map's value that is as rare among good images as an image score."""
-    return _matched(value, np.sort(np.array(good.image)), np.sort(np.array(good.peak)))
-
-
-def _matched(value: float, scores: Floats, peaks: Floats) -> float:
+    scores, peaks = np.sort(np.array(good.image)), np.sort(np.array(good.peak))
     for end in (0, -1):
         outside = value < scores[0] if end == 0 else value > scores[-1]
         if outside and scores[end] > 0:
@@ -202,10 +195,3 @@ def _matched(value: float, scores: Floats, peaks: Floats) -> float:
 
 def _threshold_json(threshold: Threshold) -> dict[str, Any]:
     return {**asdict(threshold), "statement": threshold.statement}
-
-
-def _threshold(values: dict[str, Any]) -> Threshold:
-    rate = Rate(**values["false_rejects"])
-    # Written from the day on that there were two ways to keep a rate.
-    kept = values.get("kept", "bound")
-    return Threshold(values["value"], rate, values["confidence"], values["target"], kept)

@@ -98,15 +98,9 @@ def rate_showing(count: int, images: int, chance: float) -> float:
 
 def binomial(trials: int, rate: float) -> Floats:
     """The chances (trials + 1,) of 0, 1, … successes, with a rate inside (0, 1)."""
-    hits = np.arange(trials + 1)
-    ways = _log_ways(trials, hits)
-    return np.asarray(np.exp(ways + hits * np.log(rate) + (trials - hits) * np.log1p(-rate)))
-
-
-def _log_ways(out_of: int, some: int | NDArray[np.int64]) -> Floats:
-    """The logarithm of the ways to choose `some` out of so many."""
-    factorials = _log_factorials(out_of)
-    return np.asarray(factorials[out_of] - factorials[some] - factorials[out_of - some])
+    hits, factorials = np.arange(trials + 1), _log_factorials(trials)
+    log_ways = factorials[trials] - factorials - factorials[::-1]
+    return np.asarray(np.exp(log_ways + hits * np.log(rate) + (trials - hits) * np.log1p(-rate)))
 
 
 @lru_cache(maxsize=4)

@@ -99,11 +99,11 @@ class GoodScores:
         either, all images of the one of which none are count as one.
         """
         known = self.groups is not None or other.groups is not None
-        again = {*other.hashes} - {""}
-        rows = [row for row in self.rows() if row[3] not in again]
-        out = tuple(image for image in self.left_out if image.sha256 not in again)
-        mine = len(rows) + len(out)
-        moved = tuple(image._replace(place=mine + image.place) for image in other.left_out)
+        shared = {*other.hashes} - {""}
+        rows = [row for row in self.rows() if row[3] not in shared]
+        out = tuple(image for image in self.left_out if image.sha256 not in shared)
+        count = len(rows) + len(out)
+        moved = tuple(image._replace(place=count + image.place) for image in other.left_out)
         return replace(
             self.with_rows(rows + other.rows()),
             source=source,
@@ -115,37 +115,37 @@ class GoodScores:
     @property
     def cautions(self) -> list[str]:
         """Why the bounds may promise too much; nothing where nothing is known against them."""
-        said = [] if self.groups is None else [self._caution_of_groups(self.groups)]
+        cautions = [] if self.groups is None else [self._caution_of_groups(self.groups)]
         if self.stood_out:
-            said.append(
+            cautions.append(
                 f"{self.stood_out} more stood out from all others and were left out "
                 f"(model.leave_out_suspects). {_FOR_THE_REST}"
             )
         if self.left_out:
             names = ", ".join(image.name for image in self.left_out)
-            said.append(f"{len(self.left_out)} more left out by hand: {names}. {_FOR_THE_REST}")
-        return said
+            cautions.append(f"{len(self.left_out)} more left out by hand: {names}. {_FOR_THE_REST}")
+        return cautions
 
     def _caution_of_groups(self, groups: int) -> str:
-        held = "one group" if groups == 1 else f"{groups} groups"
+        count = "one group" if groups == 1 else f"{groups} groups"
         if groups > 1 and self.left_out:  # of which groups isn't kept
-            held += " at most"
-        least = supported_rate(groups)
+            count += " at most"
         return (
-            f"the images come from {held}: if those of a group are alike, the bounds promise too "
-            f"much. {held} can't guarantee a false-reject rate below {percent(least)}"
+            f"the images come from {count}: if those of a group are alike, the bounds promise too "
+            f"much. {count} can't guarantee a false-reject rate below "
+            f"{percent(supported_rate(groups))}"
         )
 
 
 def _place(wanted: str, names: Sequence[str]) -> int:
     """Which of the images is meant: by its name, the end of it, or a path that ends with it."""
     path = "/" + wanted.replace("\\", "/")
-    found = [i for i, name in enumerate(names) if name == wanted] or [
+    places = [i for i, name in enumerate(names) if name == wanted] or [
         i for i, name in enumerate(names) if f"/{name}".endswith(path) or path.endswith(f"/{name}")
     ]
-    if len(found) != 1:
-        what = f"{len(found)} good images are" if found else "no good image is"
+    if len(places) != 1:
+        what = f"{len(places)} good images are" if places else "no good image is"
         raise DataError(
             f"{what} called {wanted}; calibration.json in the model's folder lists their names"
         )
-    return found[0]
+    return places[0]

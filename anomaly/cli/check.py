@@ -17,7 +17,6 @@ from anomaly.config.schema import by_product
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import Reading, Severity, check
 from anomaly.errors import first_of
-from anomaly.imaging.decoder_pool import read_mask
 from anomaly.runtime.threads import cores
 from anomaly.scoring.build import region_of
 
@@ -67,7 +66,7 @@ def _check_data_set(config: Config) -> tuple[str, DataReport]:
     """A data set's folder, and the report on it."""
     data, image = config.data, config.image
     dataset = open_dataset(data.format, data.root, data.category)
-    region = region_of(image, Path(), read_mask)
+    region = region_of(image, Path())
     with ProgressLine() as progress:
         report = check(
             dataset,

@@ -29,13 +29,13 @@ from anomaly.datasets import open_test_images
 from anomaly.errors import AnomalyError, ConfigError, ModelError, first_of
 from anomaly.evaluation.splits import images_to_test
 from anomaly.files.outputs import locked
-from anomaly.report.category import Failure, evaluated
+from anomaly.report.category import evaluated
 from anomaly.report.comparison import summary, write_comparison
-from anomaly.report.index import EvaluationFolder
+from anomaly.report.index import EvaluationFolder, Failure
 from anomaly.report.tables import at_thresholds, table, undefined
 from anomaly.scoring.image_statistics import nearest
 from anomaly.storage.folder import find_products
-from anomaly.storage.load import appearances, load_model
+from anomaly.storage.load import load_model, training_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -194,7 +194,7 @@ def _print_confusions(folder: Path, members: Sequence[Category]) -> None:
         members: their evaluations.
     """
     try:
-        known = appearances(folder)
+        known = training_statistics(folder)
     except AnomalyError as error:
         log.warning("which product an image shows can't be told: %s", error)
         return
@@ -270,7 +270,6 @@ def evaluate_source(
                 workers=threads,
                 progress=partial(progress, model.config.name),
                 model=str(folder),
-                keep_looks=bool(source.product),  # to be told from those of other products
             )
     except AnomalyError as error:
         return error

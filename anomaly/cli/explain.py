@@ -11,9 +11,8 @@ from typing import Any
 from anomaly.backbones.weights import check_weights
 from anomaly.cli.common_options import add_device, add_output, add_paths, device_and_threads
 from anomaly.errors import AnomalyError
-from anomaly.explain.pictures import claim_folder, save_explanation
+from anomaly.explain.pictures import RgbImage, claim_folder, save_explanation
 from anomaly.files.outputs import locked
-from anomaly.imaging.decoder_pool import Decoders
 from anomaly.storage.exported import check_layers
 from anomaly.storage.load import load_model
 
@@ -75,40 +74,34 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from anomaly.explain.classes import explain_class
-    from anomaly.explain.evidence import Findings, read_one
-    from anomaly.explain.score import explain_score, good_images
+    from anomaly.explain.saliency import explain_class  # needs torch
+    from anomaly.explain.score import explained
 
     device, _ = device_and_threads(options)
     claim_folder(options.output, overwrite=options.overwrite)
-    score = seen = Findings()
-    with Decoders(1) as decoders:
-        if options.model is not None:
-            detector = load_model(options.model, device)
-            item = read_one(options.input, detector.loading, decoders)
-            good = good_images(detector, *options.good)
-            explained = explain_score(detector, item, good, decoders.load)
-            pictures = {f"{name}.png": picture for name, picture in explained.pictures.items()}
-            score = Findings(explained.facts(), pictures, explained.notes)
-        if options.backbone is not None:
-            seen = explain_class(
-                options.backbone,
-                options.input,
-                decoders,
-                weights=options.weights,
-                size=options.input_size,
-                device=device,
-                classes=options.classes,
-                # Beside a model's pictures, whose layers may have the same names.
-                before="" if options.model is None else "classifier_",
-            )
-    facts = save_explanation(
-        options.output,
-        {"image": str(options.input), **score.facts, **seen.facts},
-        score.pictures | seen.pictures,
-        [*score.notes, *seen.notes],
-        overwrite=options.overwrite,
-    )
+    facts: dict[str, Any] = {"image": str(options.input)}
+    pictures: dict[str, RgbImage] = {}
+    notes: list[str] = []
+    if options.model is not None:
+        why = explained(load_model(options.model, device), options.input, *options.good)
+        facts |= why.facts()
+        pictures |= {f"{name}.png": picture for name, picture in why.pictures.items()}
+        notes += why.notes
+    if options.backbone is not None:
+        seen = explain_class(
+            options.backbone,
+            options.input,
+            weights=options.weights,
+            size=options.input_size,
+            device=device,
+            classes=options.classes,
+            # Beside a model's pictures, whose layers may have the same names.
+            before="" if options.model is None else "classifier_",
+        )
+        facts |= seen.facts
+        pictures |= seen.pictures
+        notes += seen.notes
+    facts = save_explanation(options.output, facts, pictures, notes, overwrite=options.overwrite)
     _print_facts(facts, options.output)
     return 0
 

@@ -32,13 +32,13 @@ from anomaly.inference.outputs import OutputOptions, Outputs
 from anomaly.inference.rows import counts_of, say_counts, say_verdicts
 from anomaly.inference.run import infer_files
 from anomaly.report.gallery import write_gallery
-from anomaly.scoring.products import check_product
+from anomaly.scoring.predictor import check_product
 from anomaly.storage.folder import find_products
 from anomaly.storage.load import load
 
 if TYPE_CHECKING:
     from anomaly.inference.rows import Row
-    from anomaly.scoring.products import AnyModel
+    from anomaly.scoring.predictor import AnyModel
 
 log = logging.getLogger(__name__)
 

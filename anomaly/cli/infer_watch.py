@@ -27,14 +27,13 @@ from anomaly.inference.rows import Row, counts_of, say_counts, total_of
 from anomaly.inference.watch import WatchJournal, stamp_of, watch
 from anomaly.maps.encoding import Thumbnails
 from anomaly.report.gallery import write_gallery
-from anomaly.storage.folder import model_id
+from anomaly.storage.folder import MANIFEST, model_id
 from anomaly.storage.load import load
-from anomaly.storage.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from anomaly.inference.journal import Finished
     from anomaly.inference.outputs import Outputs
-    from anomaly.scoring.products import AnyModel
+    from anomaly.scoring.predictor import AnyModel
 
 log = logging.getLogger(__name__)
 
@@ -97,11 +96,11 @@ def _follow(
         options.output,
         about,
         regions=outputs.options.regions,
-        mm_per_pixel=model.lead.config.image.mm_per_pixel,
+        mm_per_pixel=model.reference_model.config.image.mm_per_pixel,
         seen=on_row,
     )
     outputs.write_scale(model)
-    decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
+    decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
     try:
         with journal:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.config.schema import METHODS
 from anomaly.errors import AnomalyError, ConfigError
-from anomaly.storage.folder import find_model
-from anomaly.storage.manifest import read_manifest
+from anomaly.storage.folder import find_model, read_manifest
 
 if TYPE_CHECKING:
     from torch import nn

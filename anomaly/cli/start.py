@@ -19,8 +19,7 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import parse_config
 from anomaly.config.schema import ModelConfig, readers
 from anomaly.datasets import open_dataset
-from anomaly.datasets.advice import advice
-from anomaly.datasets.check import Reading, check
+from anomaly.datasets.check import Reading, advice, check
 from anomaly.datasets.recognise import chosen, recognise
 from anomaly.errors import OutputError
 from anomaly.files.outputs import locked
@@ -29,7 +28,7 @@ from anomaly.runtime.threads import cores
 from anomaly.storage.folder import check_run_folder
 
 if TYPE_CHECKING:
-    from anomaly.datasets.advice import Advice
+    from anomaly.datasets.check import Advice
     from anomaly.datasets.recognise import Recognised
 
 log = logging.getLogger(__name__)
@@ -197,7 +196,7 @@ def _network(settings: Sequence[str]) -> tuple[str | None, str]:
     """The backbone whose weights can be had, and why it is that one."""
     if any(setting.startswith("backbone.") for setting in settings):
         return None, ""
-    from anomaly.backbones.torchvision_networks import backbone_at_hand
+    from anomaly.backbones.networks import backbone_at_hand
 
     return backbone_at_hand()
 

@@ -16,7 +16,7 @@ from anomaly.datasets import open_dataset
 from anomaly.errors import AnomalyError, OutputError, first_of, some
 from anomaly.files.outputs import locked
 from anomaly.scoring.image_statistics import LEAST_IMAGES
-from anomaly.storage.manifest import MANIFEST, read_manifest
+from anomaly.storage.folder import MANIFEST, read_manifest
 from anomaly.training.runs import check_same, train_run
 
 if TYPE_CHECKING:

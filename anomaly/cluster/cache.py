@@ -29,8 +29,7 @@ from anomaly.methods.base import PatchSet, Progress, Result
 from anomaly.scoring.pipeline import Model
 from anomaly.training.cross_fitting import Suspects
 from anomaly.training.feature_cache import CachedFeatures, joined_features
-from anomaly.training.fit import SharedFeaturesOf
-from anomaly.training.setup import TrainingSetup
+from anomaly.training.fit import SharedFeaturesOf, TrainingSetup
 
 # Images of a shard, in whole batches, so that these are as one machine's; fewer where that leaves
 # workers without any.
@@ -73,7 +72,7 @@ class ClusterCache:
         self._images = images
         self._cluster = cluster
         self._progress = progress
-        batch = model.embedder.at_once(model.config.batch_size)
+        batch = model.embedder.max_batch_size(model.config.batch_size)
         wanted = min(_MOST, -(-len(images) // _LEAST_SHARDS))
         self.shard = -(-wanted // batch) * batch
         for left in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed

@@ -20,7 +20,7 @@ from anomaly.runtime.threads import use_threads
 from anomaly.scoring.build import loading_of
 from anomaly.training.cross_fitting import Suspect, Suspects, scores_of
 from anomaly.training.feature_cache import CachedFeatures, FeatureCache
-from anomaly.training.setup import TrainingSetup
+from anomaly.training.fit import TrainingSetup
 
 
 @dataclass(frozen=True)

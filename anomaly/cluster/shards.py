@@ -36,10 +36,10 @@ from anomaly.inference.outputs import OutputOptions, Outputs, have_thresholds
 from anomaly.inference.rows import Row, as_parquet, counts_of, row_of
 from anomaly.inference.run import Inputs, infer
 from anomaly.methods.base import Progress
-from anomaly.runtime.parallel import ahead
+from anomaly.runtime.parallel import prefetch
 
 if TYPE_CHECKING:
-    from anomaly.scoring.products import AnyModel
+    from anomaly.scoring.predictor import AnyModel
 
 _FETCHING = 16  # objects on their way at once
 _FETCHED = 48  # that may be ahead of the decoding processes
@@ -96,7 +96,7 @@ def infer_shard(
         OutputError: a part or a picture can't be written; the parts that exist remain.
         DataError: the storage of the images, or of the manifest, doesn't answer.
     """
-    decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
+    decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
     outputs.write_scale(model)
     counts: Counter[str] = Counter()
     total, before = sum(manifest.sizes[chunk] for chunk in chunks), 0
@@ -104,7 +104,7 @@ def infer_shard(
         tempfile.TemporaryDirectory(prefix="anomaly-shard-") as spool,
         ThreadPoolExecutor(_FETCHING, "fetch") as threads,
     ):
-        limit = most_bytes(model.lead.loading.max_pixels)
+        limit = most_bytes(model.reference_model.loading.max_pixels)
         for chunk in chunks:
             images = _Images(manifest.chunk(chunk), Path(spool), threads, limit, stopped)
             for i, reason in lost.items():
@@ -156,8 +156,8 @@ def probe(
     ):
         options = OutputOptions(heatmaps="none")
         nothing = Outputs(Path(spool), options)
-        decoders.begin(Task(model.lead.loading, nothing.pictures(model)))
-        names, limit = manifest.chunk(chunk), most_bytes(model.lead.loading.max_pixels)
+        decoders.begin(Task(model.reference_model.loading, nothing.pictures(model)))
+        names, limit = manifest.chunk(chunk), most_bytes(model.reference_model.loading.max_pixels)
         images = _Images([names[i] for i in wanted], Path(spool), threads, limit, lambda: False)
         pictures = [f"{i}.png" for i in wanted]
         infer(model, Inputs(images.paths, pictures, options, images.brought), images, decoders)
@@ -221,7 +221,7 @@ class _Images:
 
     def brought(self, items: Iterator[tuple[int, Path]]) -> Iterator[tuple[int, Path]]:
         """Fetch what isn't here, a bounded number of files ahead."""
-        return ahead(self._bring, items, _FETCHED if self._remote else 0, self._stopped)
+        return prefetch(self._bring, items, _FETCHED if self._remote else 0, self._stopped)
 
     def add(self, batch: Sequence[Finished]) -> None:
         """Take rows, and give them the names that the manifest has."""

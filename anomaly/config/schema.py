@@ -16,8 +16,8 @@ class Method:
 
     Attributes:
         title: its name in the literature.
-        module: where its functions are.
-        arrays: where that of exported models is; empty where there is none.
+        module: where its `fitter` is, and its `scorer` where `arrays` names no other module.
+        arrays: where its `scorer` is if that takes arrays, too, and so exported models; else empty.
         stages: how many stages of a network it reads by default, of those at strides 4, 8 and 16;
             the coarsest first.
         one_grid: whether it learns each place of the image by itself, so that all images need one
@@ -57,7 +57,7 @@ METHODS = {
     "padim": Method(
         "PaDiM",
         "anomaly.methods.padim.fitter",
-        "anomaly.methods.padim.array_gaussian",
+        "anomaly.methods.padim.gaussian",
         stages=3,
         one_grid=True,
         embedded_by=("model.dimensions", "model.projection", "seed"),
@@ -65,8 +65,8 @@ METHODS = {
     ),
     "subspace": Method(
         "Subspace",
-        "anomaly.methods.subspace.fitter",
-        "anomaly.methods.subspace.residual",
+        "anomaly.methods.subspace",
+        "anomaly.methods.subspace",
         settings=("variance", "components"),
     ),
 }

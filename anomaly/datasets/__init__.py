@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from anomaly.datasets.folders import FOLDERS, check_good_inputs, folders_in, open_test_images
-from anomaly.datasets.lists import open_list, open_visa
+from anomaly.datasets.layouts import FORMATS, check_good_inputs, folders_in, open_test_images
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
 from anomaly.files.writing import at_home, looked_in
@@ -25,8 +24,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-FORMATS: dict[str, Callable[[Path], Dataset]] = {**FOLDERS, "visa": open_visa, "csv": open_list}
 
 # What each format tests with, for messages.
 TEST_IMAGES = {
@@ -82,15 +79,9 @@ def open_dataset(
             raise DataError(f"{place} is a folder; with data.format=csv, data.root names the list")
     elif not is_folder(place):
         raise DataError(_missing(layout, at_home(root), category))
-    found = FORMATS[layout](place)
-    log.debug(
-        "%s, read as %s: %d images to learn from, %d to test with",
-        place.absolute(),
-        layout,
-        len(found.train),
-        len(found.test),
-    )
-    return found
+    dataset = FORMATS[layout](place)
+    log.debug("read as %s: %r", layout, dataset)
+    return dataset
 
 
 def _missing(layout: str, root: Path, category: str | None) -> str:

@@ -1,4 +1,7 @@
-"""Data set -> what is in it and what would go wrong with it. Decodes all, trains nothing."""
+"""Data set -> what is in it, what would go wrong with it, and the settings that suit it.
+
+Decodes every image and mask, and trains nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,13 @@ from anomaly.imaging.loading import UnusableImage, to_unusable
 from anomaly.imaging.read import MAX_PIXELS, Image, read_image
 from anomaly.imaging.region import Region
 
+_LEAST_IMAGES = 2  # one to learn from and one for the threshold
+_FEW_IMAGES = 20  # below that, one odd image sets both thresholds
+# For the advice: images of which each patch may be the only one of its kind; images whose coreset
+# is small at any ratio; original pixels of the shorter side from which small defects vanish at 256.
+_HANDFUL, _SMALL_SET, _LARGE = 8, 50, 2048
+_TILE, _OBLONG = 1024, 1.2
+
 
 class Severity(StrEnum):
     """What a fault leads to."""
@@ -25,6 +35,13 @@ class Severity(StrEnum):
     WRONG = "wrong"  # training or evaluation would be wrong
     UNUSABLE = "unusable"  # some files would be left out, or stop an evaluation
     NOTE = "note"  # worth knowing
+
+
+# What a kind of fault leads to, where that isn't an unusable file.
+_SEVERITIES = {
+    **dict.fromkeys(("leak", "mask_on_good", "too_few_images"), Severity.WRONG),
+    **dict.fromkeys(("duplicate", "no_masks", "few_images", "bit_depth"), Severity.NOTE),
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +63,11 @@ class Fault:
     split: str
     name: str
     detail: str
+
+
+def _fault(kind: str, split: str, sample: Sample | None, detail: str) -> Fault:
+    severity = _SEVERITIES.get(kind, Severity.UNUSABLE)
+    return Fault(kind, severity, split, "" if sample is None else sample.name, detail)
 
 
 @dataclass(frozen=True)
@@ -93,10 +115,6 @@ class DataReport:
         return any(fault.severity is severity for fault in self.faults)
 
 
-_LEAST_IMAGES = 2  # one to learn from and one for the threshold
-_FEW_IMAGES = 20  # below that, one odd image sets both thresholds
-
-
 @dataclass(frozen=True)
 class Reading:
     """How images are read, as in training; see `anomaly.imaging.read.read_image`.
@@ -112,16 +130,16 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What is kept of an image once it was looked at."""
+class _CheckedImage:
+    """What is kept of an image once it was decoded."""
 
     split: str
     sample: Sample
-    size: tuple[int, int] | None
-    mode: str
-    brightest: float  # of full scale
-    picture: bytes  # hash of the pixels
     faults: tuple[Fault, ...]
+    size: tuple[int, int] | None = None
+    mode: str = ""
+    brightest: float = 0.0  # of full scale
+    picture: bytes = b""  # hash of the pixels
 
     @property
     def usable(self) -> bool:
@@ -147,40 +165,38 @@ def check(
         progress: called with (done, total).
     """
     everything = [(split, s) for split, samples in dataset.splits.items() for s in samples]
-    seen: list[_Seen] = []
-    for one in _look_at_all(everything, reading, workers):
-        seen.append(one)
-        progress(len(seen), len(everything))
-    faults = [fault for one in seen for fault in one.faults]
-    faults += _missing_masks(seen) + _repeated(seen) + _too_few(seen)
-    bits = _fewer_bits(seen, reading)
-    if bits is not None:
-        faults.append(_shallow(bits))
+    images: list[_CheckedImage] = []
+    for image in _check_all(everything, reading, workers):
+        images.append(image)
+        progress(len(images), len(everything))
+    bits = None if reading.bit_depth is not None else _bits_used(images)
+    faults = [fault for image in images for fault in image.faults]
+    faults += [*_missing_masks(images), *_repeated(images), *_too_few(images), *_bit_depth(bits)]
     if one_grid:
-        faults += _other_aspects(seen)
+        faults += _other_aspects(images)
     order = list(Severity)
     faults.sort(key=lambda fault: order.index(fault.severity))
-    splits = {name: _summary([s for s in seen if s.split == name]) for name in dataset.splits}
+    splits = {name: _summary([s for s in images if s.split == name]) for name in dataset.splits}
     return DataReport({n: s for n, s in splits.items() if s.images}, tuple(faults), bits)
 
 
-def _look_at_all(
+def _check_all(
     everything: Sequence[tuple[str, Sample]], reading: Reading, workers: int
-) -> Iterator[_Seen]:
+) -> Iterator[_CheckedImage]:
     with Decoders(min(workers, len(everything))) as decoders:
-        found = decoders.map(partial(_look_at, reading), everything)
-        for one, (split, sample) in zip(found, everything, strict=True):
-            if isinstance(one, _Seen):
-                yield one
-            else:
+        results = decoders.map(partial(_check_image, reading), everything)
+        for result, (split, sample) in zip(results, everything, strict=True):
+            if isinstance(result, _CheckedImage):
+                yield result
+            else:  # its process was stopped
                 mask = "" if sample.mask_path is None else f", or its mask {sample.mask_path}"
-                reason = f"{sample.path}{mask}: {one}"
-                yield _unusable(split, sample, UnusableImage(0, one.status, reason))
+                reason = f"{sample.path}{mask}: {result}"
+                yield _unusable(split, sample, UnusableImage(0, result.status, reason))
 
 
-def _look_at(reading: Reading, one: tuple[str, Sample]) -> _Seen:
+def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
     """Look at one image and its mask; called in a decoding process."""
-    split, sample = one
+    split, sample = given
     try:
         image = read_image(sample.path, max_pixels=reading.max_pixels, bit_depth=reading.bit_depth)
         check_shape(image.size)
@@ -191,32 +207,26 @@ def _look_at(reading: Reading, one: tuple[str, Sample]) -> _Seen:
         *_mask_faults(split, sample, image, reading.mask_above),
     )
     brightest = float(image.pixels.max()) / image.full_scale
-    return _Seen(split, sample, image.size, image.mode, brightest, _picture(image), faults)
-
-
-def _unusable(split: str, sample: Sample, refused: UnusableImage) -> _Seen:
-    fault = Fault(refused.status, Severity.UNUSABLE, split, sample.name, refused.reason)
-    return _Seen(split, sample, None, "", 0.0, b"", (fault,))
-
-
-def _picture(image: Image) -> bytes:
-    """Equal for equal pictures, whatever kind of file holds them."""
+    # Equal for equal pictures, whatever kind of file holds them.
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{image.pixels.shape}{image.pixels.dtype}{image.full_scale}".encode())
     digest.update(image.pixels.data)
-    return digest.digest()
+    return _CheckedImage(split, sample, faults, image.size, image.mode, brightest, digest.digest())
+
+
+def _unusable(split: str, sample: Sample, refused: UnusableImage) -> _CheckedImage:
+    return _CheckedImage(split, sample, (_fault(refused.status, split, sample, refused.reason),))
 
 
 def _region_faults(
     split: str, sample: Sample, image: Image, region: Region | None
 ) -> Iterator[Fault]:
-    if region is None:
-        return
     try:
-        region.inside(image.size, slice(0, 1))
+        if region is not None:
+            region.inside(image.size, slice(0, 1))
     except DataError as error:
         detail = f"{sample.path} doesn't fit where to look: {error}"
-        yield Fault("region", Severity.UNUSABLE, split, sample.name, detail)
+        yield _fault("region", split, sample, detail)
 
 
 def _mask_faults(split: str, sample: Sample, image: Image, above: int) -> Iterator[Fault]:
@@ -225,120 +235,171 @@ def _mask_faults(split: str, sample: Sample, image: Image, above: int) -> Iterat
     try:
         marked = bool(ground_truth(sample, image.size, above).any())
     except (DataError, ImageError) as error:
-        yield Fault("mask_unusable", Severity.UNUSABLE, split, sample.name, str(error))
+        yield _fault("mask_unusable", split, sample, str(error))
         return
     if sample.is_defect and not marked:
         detail = f"{sample.mask_path} marks no defect, but {sample.path} is said to show one"
-        yield Fault("mask_empty", Severity.UNUSABLE, split, sample.name, detail)
+        yield _fault("mask_empty", split, sample, detail)
     if marked and not sample.is_defect:
         detail = f"{sample.mask_path} marks a defect, but {sample.path} is said to be good"
-        yield Fault("mask_on_good", Severity.WRONG, split, sample.name, detail)
+        yield _fault("mask_on_good", split, sample, detail)
 
 
-def _missing_masks(seen: Sequence[_Seen]) -> list[Fault]:
+def _missing_masks(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
     """Defects without a mask where others have one; a set without any may be meant to have none."""
-    defects = [s for s in seen if s.sample.is_defect]
-    if not defects:
-        return []
-    if all(s.sample.mask_path is None for s in defects):
+    defects = [image for image in images if image.sample.is_defect]
+    without = [image for image in defects if image.sample.mask_path is None]
+    if defects and len(without) == len(defects):
         detail = (
             f"none of the {len(defects)} defects has a mask, so there will be image figures only; "
             "pixel figures need masks of their own"
         )
-        return [Fault("no_masks", Severity.NOTE, "test", "", detail)]
-    return [
-        Fault(
-            "mask_missing",
-            Severity.UNUSABLE,
-            s.split,
-            s.sample.name,
-            f"{s.sample.path} has no mask, so it counts for image figures only",
-        )
-        for s in defects
-        if s.sample.mask_path is None
-    ]
+        yield _fault("no_masks", "test", None, detail)
+        return
+    for image in without:
+        detail = f"{image.sample.path} has no mask, so it counts for image figures only"
+        yield _fault("mask_missing", image.split, image.sample, detail)
 
 
-def _repeated(seen: Sequence[_Seen]) -> list[Fault]:
-    first: dict[bytes, _Seen] = {}
-    faults = []
-    for one in seen:
-        if not one.picture:
+def _repeated(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
+    first: dict[bytes, _CheckedImage] = {}
+    for image in images:
+        if not image.picture or (other := first.setdefault(image.picture, image)) is image:
             continue
-        other = first.setdefault(one.picture, one)
-        if other is one:
-            continue
-        leaks = other.split != one.split
-        faults.append(
-            Fault(
-                "leak" if leaks else "duplicate",
-                Severity.WRONG if leaks else Severity.NOTE,
-                one.split,
-                one.sample.name,
-                f"{one.sample.path} is the same picture as {other.sample.path}"
-                + (f" in {other.split}: remove it from one of them" if leaks else ""),
-            )
-        )
-    return faults
+        detail = f"{image.sample.path} is the same picture as {other.sample.path}"
+        if leaks := other.split != image.split:
+            detail += f" in {other.split}: remove it from one of them"
+        yield _fault("leak" if leaks else "duplicate", image.split, image.sample, detail)
 
 
-def _too_few(seen: Sequence[_Seen]) -> list[Fault]:
-    usable = sum(s.split == "train" and s.usable for s in seen)
-    if usable >= _FEW_IMAGES:
-        return []
+def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
+    usable = sum(image.split == "train" and image.usable for image in images)
     if usable < _LEAST_IMAGES:
         detail = f"{usable} usable training images; at least {_LEAST_IMAGES} are needed, better 50"
-        return [Fault("too_few_images", Severity.WRONG, "train", "", detail)]
-    detail = (
-        f"{usable} usable training images are few: a single odd one among them sets the "
-        f"thresholds, which can promise little; take {_FEW_IMAGES} at least, better 50"
-    )
-    return [Fault("few_images", Severity.NOTE, "train", "", detail)]
+        yield _fault("too_few_images", "train", None, detail)
+    elif usable < _FEW_IMAGES:
+        detail = (
+            f"{usable} usable training images are few: a single odd one among them sets the "
+            f"thresholds, which can promise little; take {_FEW_IMAGES} at least, better 50"
+        )
+        yield _fault("few_images", "train", None, detail)
 
 
-def _fewer_bits(seen: Sequence[_Seen], reading: Reading) -> int | None:
+def _bits_used(images: Sequence[_CheckedImage]) -> int | None:
     """Bits of camera data that lies in 16-bit files and uses a quarter of their range or less."""
-    brightest = [s.brightest for s in seen if has_16_bits(s.mode) and s.size is not None]
-    if reading.bit_depth is not None or not brightest or not 0 < max(brightest) < 0.25:
-        return None
-    return round(max(brightest) * 65535).bit_length()
+    brightest = max((i.brightest for i in images if i.size and has_16_bits(i.mode)), default=0.0)
+    return round(brightest * 65535).bit_length() if 0 < brightest < 0.25 else None
 
 
-def _shallow(bits: int) -> Fault:
-    detail = (
-        f"no 16-bit image uses more than {bits} bits: if that is what the camera has, say so with "
-        f"image.bit_depth={bits}, or they are seen all but black"
-    )
-    return Fault("bit_depth", Severity.NOTE, "train", "", detail)
+def _bit_depth(bits: int | None) -> Iterator[Fault]:
+    if bits is not None:
+        detail = (
+            f"no 16-bit image uses more than {bits} bits: if that is what the camera has, say so "
+            f"with image.bit_depth={bits}, or they are seen all but black"
+        )
+        yield _fault("bit_depth", "train", None, detail)
 
 
-def _other_aspects(seen: Sequence[_Seen]) -> list[Fault]:
-    sizes = [s.size for s in seen if s.split == "train" and s.size is not None]
-    if not sizes:
-        return []
-    usual = statistics.median(height / width for height, width in sizes)
-    faults = []
-    for one in seen:
-        error = None if one.size is None else aspect_error(one.size, usual)
-        if error is not None and error > ASPECT_TOLERANCE:
+def _other_aspects(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
+    sized = [(image, image.size) for image in images if image.size is not None]
+    learned = [height / width for image, (height, width) in sized if image.split == "train"]
+    for image, size in sized if learned else ():
+        error = aspect_error(size, statistics.median(learned))
+        if error > ASPECT_TOLERANCE:
             detail = (
-                f"{one.sample.path} has another shape than the training images by {error:.0%}; "
+                f"{image.sample.path} has another shape than the training images by {error:.0%}; "
                 "PaDiM needs one: crop it, or use model.kind=patchcore"
             )
-            fault = Fault("aspect", Severity.UNUSABLE, one.split, one.sample.name, detail)
-            faults.append(fault)
-    return faults
+            yield _fault("aspect", image.split, image.sample, detail)
 
 
-def _summary(seen: Sequence[_Seen]) -> SplitSummary:
-    defect = sum(s.sample.is_defect for s in seen)
-    sizes = Counter(f"{s.size[1]}×{s.size[0]}" for s in seen if s.size is not None)
+def _summary(images: Sequence[_CheckedImage]) -> SplitSummary:
+    defect = sum(image.sample.is_defect for image in images)
+    sizes = Counter(f"{image.size[1]}×{image.size[0]}" for image in images if image.size)
     return SplitSummary(
-        images=len(seen),
-        good=len(seen) - defect,
+        images=len(images),
+        good=len(images) - defect,
         defect=defect,
-        usable=sum(s.usable for s in seen),
-        with_mask=sum(s.sample.is_defect and s.sample.mask_path is not None for s in seen),
+        usable=sum(image.usable for image in images),
+        with_mask=sum(i.sample.is_defect and i.sample.mask_path is not None for i in images),
         sizes=dict(sizes.most_common()),
-        modes=dict(Counter(s.mode for s in seen if s.mode).most_common()),
+        modes=dict(Counter(image.mode for image in images if image.mode).most_common()),
     )
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A setting, or only a remark.
+
+    Attributes:
+        key: dotted, as in a config; empty for a remark.
+        value: as YAML has it.
+        reason: a sentence or two, for people.
+    """
+
+    key: str
+    value: str
+    reason: str
+
+
+def advice(report: DataReport) -> tuple[Advice, ...]:
+    """Settings that suit a data set.
+
+    Args:
+        report: what `check` found.
+    """
+    usable = report.splits["train"].usable if "train" in report.splits else 0
+    bank = Advice("model.coreset_ratio", *_coreset_ratio(usable))
+    return (bank, *_shape_advice(report), *_bits_advice(report))
+
+
+def _coreset_ratio(usable: int) -> tuple[str, str]:
+    """How much of the patches to keep, and why."""
+    if 0 < usable <= _HANDFUL:
+        return "1.0", (
+            f"a handful of images to learn from ({usable}): all of their patches are kept; "
+            "thresholds can promise little with fewer than 50"
+        )
+    if usable < _SMALL_SET:
+        return "0.1", (
+            f"few images to learn from ({usable}): 10 % of the patches are kept instead of 2 %, so "
+            "that rare details survive; thresholds can promise little with fewer than 50"
+        )
+    return "0.02", (
+        f"{usable} images: keeping 2 % of the patches is nearly as accurate as 10 %, and faster"
+    )
+
+
+def _shape_advice(report: DataReport) -> Iterator[Advice]:
+    sizes = sum((Counter(split.sizes) for split in report.splits.values()), Counter[str]())
+    if not sizes:
+        return
+    common = sizes.most_common(1)[0][0]
+    width, height = (int(side) for side in common.split("×"))
+    if len(sizes) > 1:
+        reason = f"images have {len(sizes)} sizes: each keeps its aspect, at about the same area"
+        yield Advice("", "", reason)
+    elif max(width, height) > _OBLONG * min(width, height):
+        shape = "tall" if height > width else "wide"
+        yield Advice("", "", f"images are {shape} ({common}): their aspect is kept, never squashed")
+    if min(width, height) >= _LARGE:
+        tiles = -(-width // _TILE) * -(-height // _TILE)
+        reason = (
+            f"images are large ({common}): each is seen in tiles of {_TILE} pixels, or small "
+            f"defects would vanish; an image takes about {tiles} times as long as without"
+        )
+        yield Advice("image.tile", str(_TILE), reason)
+
+
+def _bits_advice(report: DataReport) -> Iterator[Advice]:
+    if report.bit_depth is not None:
+        reason = (
+            f"no image with 16 bits is brighter than {report.bit_depth} bits allow: without this "
+            "they would be seen all but black"
+        )
+        yield Advice("image.bit_depth", str(report.bit_depth), reason)
+        return
+    modes = sum((Counter(split.modes) for split in report.splits.values()), Counter[str]())
+    if deep := sum(count for mode, count in modes.items() if has_16_bits(mode)):
+        images = "images" if deep == modes.total() else f"{deep} of {modes.total()} images"
+        yield Advice("", "", f"{images} have 16 bits, all of which are used")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from anomaly.datasets.lists import COLUMNS
+from anomaly.datasets.layouts import COLUMNS
 from anomaly.errors import DataError
 from anomaly.files.tables import header_of, marked_encoding, read_rows, text_of
 from anomaly.files.writing import looked_in, short_name

@@ -9,8 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from anomaly.datasets.folders import Masks, folders_in, says_good, says_masks, says_not_good
-from anomaly.datasets.lists import meant_by
+from anomaly.datasets.layouts import (
+    KNOWN_LAYOUTS,
+    Masks,
+    folders_in,
+    meant_by,
+    says_good,
+    says_masks,
+    says_not_good,
+)
 from anomaly.datasets.samples import GOOD
 from anomaly.errors import DataError, nearest
 from anomaly.files.writing import at_home, like
@@ -54,10 +61,10 @@ def recognise(place: Path, layout: str | None = None) -> tuple[Recognised, ...]:
         if place.suffix.lower() != ".csv":
             raise DataError(f"{place} is a file; give the folder that it is in, or a CSV list")
         return (Recognised("csv", place, "a list of images"),)
-    found = tuple(Recognised(name, place, why) for name, fits, why in _KNOWN if fits(place))
-    if not found:
+    known = tuple(Recognised(k.name, place, k.reason) for k in KNOWN_LAYOUTS if k.fits(place))
+    if not known:
         _check_whole(place)
-    return found or (_own_names(place) or _plain(place),)
+    return known or (_own_names(place) or _plain(place),)
 
 
 def _check_whole(place: Path) -> None:
@@ -69,33 +76,13 @@ def _check_whole(place: Path) -> None:
     if says_good(place.name) or place.name == "train":
         return
     for around in (place.parent, place.parent.parent):
-        for name, fits, why in _KNOWN:
-            if name != "visa" and fits(around):
+        for known in KNOWN_LAYOUTS:
+            if known.name != "visa" and known.fits(around):
                 raise DataError(
                     f"{place} is a part of {around}, which looks like a data set of its own "
-                    f"({name}: {why}); give {around}, or say --format folder where all images in "
-                    f"{place} are good"
+                    f"({known.name}: {known.reason}); give {around}, or say --format folder where "
+                    f"all images in {place} are good"
                 )
-
-
-def _has(*folders: str) -> Callable[[Path], bool]:
-    return lambda place: all(is_folder(place / folder) for folder in folders)
-
-
-def _is_mvtec(place: Path) -> bool:
-    others = ("test_public", "validation")
-    return _has("train/good")(place) and not any(is_folder(place / other) for other in others)
-
-
-# Format, whether a folder has its layout, and what that is, for people.
-_KNOWN: tuple[tuple[str, Callable[[Path], bool], str], ...] = (
-    ("mvtec_ad_2", _has("train/good", "test_public"), "train/good beside test_public"),
-    ("mvtec_loco", _has("train/good", "validation", "test"), "train, validation and test"),
-    ("mvtec", _is_mvtec, "train/good, and test/ where there is one"),
-    ("btad", _has("train/ok", "test"), "train/ok beside test"),
-    ("visa", _has("../split_csv"), "a category beside split_csv"),
-    ("good_defect", _has("good", "defect"), "good/ beside defect/"),
-)
 
 
 def _own_names(place: Path) -> Recognised | None:
@@ -121,8 +108,8 @@ def _own_names(place: Path) -> Recognised | None:
             if meant_by(kind) != kind or kind == GOOD:  # `ng/0`, `ng/good`: taken for good ones
                 kind = f"{folder} {kind}" if len(inner.parts) > 1 else f"folder {kind}"
             places = [p for m in masks for p in (place / m / folder, place / m)]
-            found = (finder.of(image, p / inner.parent) for p in places)
-            mask = None if folder in good else next(filter(None, found), None)
+            candidates = (finder.of(image, p / inner.parent) for p in places)
+            mask = None if folder in good else next(filter(None, candidates), None)
             rows.writerow((image, GOOD if folder in good else kind, mask or ""))
     reason = f"good images in {', '.join(good)}, others in {', '.join(others)}"
     if masks:
@@ -134,7 +121,7 @@ def _own_names(place: Path) -> Recognised | None:
 def _plain(place: Path) -> Recognised:
     """Good images alone, unless the folder says otherwise."""
     inside = folders_in(place)
-    sets = [name for name in inside if any(fits(place / name) for _, fits, _ in _KNOWN)]
+    sets = [name for name in inside if any(k.fits(place / name) for k in KNOWN_LAYOUTS)]
     if sets:
         raise DataError(
             f"{place} holds several data sets: {', '.join(sets[:8])}"

@@ -13,8 +13,10 @@ from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample, ground_truth
 from anomaly.errors import DataError, ImageError, some
 from anomaly.evaluation.metrics import (
+    Confusion,
     Metrics,
     PixelAccumulator,
+    confusion,
     image_intervals,
     image_metrics,
     metrics_by_type,
@@ -75,6 +77,7 @@ class Evaluation:
         metrics: image and pixel figures; a None has its reason.
         intervals: of the image figures, by name, each with at least 95 % confidence.
         by_type: each type of defect's figures against all good images.
+        thresholds: the model's own; None where it has none.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Evaluation:
     metrics: Metrics
     intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
     by_type: dict[str, Metrics] = field(default_factory=dict)
+    thresholds: Thresholds | None = None
 
     @property
     def n_good(self) -> int:
@@ -92,6 +96,18 @@ class Evaluation:
     def n_defect(self) -> int:
         """Defective images that were scored."""
         return sum(s.image_score is not None and s.sample.is_defect for s in self.scored)
+
+    @property
+    def verdicts(self) -> Confusion | None:
+        """What the model's own thresholds did; None where it has none."""
+        if self.thresholds is None:
+            return None
+        rows = [row for row in self.scored if row.image_score is not None]
+        return confusion(
+            [row.verdict(self.thresholds) for row in rows],
+            [row.sample.is_defect for row in rows],
+            [row.sample.defect_type for row in rows],
+        )
 
 
 def score_test_split(
@@ -158,20 +174,21 @@ def score_test_split(
             some(unmarked),
         )
     rows = tuple(scored[i] for i in range(len(samples)))
-    return _evaluation(detector.config.name, rows, pixels.result())
+    return _evaluation(detector, rows, pixels.result())
 
 
-def _evaluation(name: str, rows: tuple[Scored, ...], of_pixels: Metrics) -> Evaluation:
+def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -> Evaluation:
     """The figures of scored images."""
     known = [(r.image_score, r.sample) for r in rows if r.image_score is not None]
     scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]
     figures = image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)
     return Evaluation(
-        name,
+        detector.config.name,
         rows,
         figures | of_pixels,
         image_intervals(scores, labels),
         metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
+        detector.thresholds,
     )
 
 

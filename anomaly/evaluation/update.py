@@ -95,7 +95,9 @@ def verdict_changes(
             for i in sorted(found[0]):
                 pair = found[0][i][0], found[1][i][0]
                 first, second = (
-                    verdict(score, detector.thresholds, detector.reason_to_look(features.looks[i]))
+                    verdict(
+                        score, detector.thresholds, detector.review_reason(features.statistics[i])
+                    )
                     for detector, score in zip(both, pair, strict=True)
                 )
                 yield Compared(some[i].name, first, second, pair)

@@ -2,77 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import Tensor
 
-from anomaly.errors import ImageError
 from anomaly.evaluation.splits import TrainingImages
-from anomaly.explain.feature_maps import feature_map_pictures
-from anomaly.explain.patches import absent, patch_box, patch_crop
-from anomaly.explain.pictures import RgbImage
+from anomaly.explain.pictures import Box, RgbImage, absent, patch_crop, read_image
 from anomaly.explain.saliency import image_gradient
 from anomaly.hooks import capture
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.geometry import Tiling, View
-from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, turn_of, upright
+from anomaly.imaging.geometry import AnyView, AxisView, Tiling, View
+from anomaly.imaging.loading import NetworkInput, turn_of, upright
 from anomaly.maps.heatmap import display
+from anomaly.maps.regions import MarkedRegion
 from anomaly.scoring.image_score import inside_of
 from anomaly.scoring.pipeline import Model
 
+_FLAWS = 4  # that are shown
 
-@dataclass(frozen=True)
-class Findings:
-    """What there is to say and show about an image.
 
-    Attributes:
-        facts: for a machine to read.
-        pictures: (H, W, 3) uint8 RGB, by the name of a file for each.
-        notes: what can't be shown, and why.
+def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Box:
+    """Where a patch lies in the original image.
+
+    Args:
+        view: how the network saw the image.
+        grid: (h, w) of its patch grid; with tiles, of their mosaic.
+        row: of the patch.
+        column: of the patch.
     """
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    pictures: dict[str, RgbImage] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def draw_maps(
-        self,
-        network: nn.Module,
-        image: Tensor,
-        layers: Sequence[str],
-        picture: RgbImage,
-        before: str = "",
-    ) -> None:
-        """Draw the feature maps of layers.
-
-        Args:
-            network: in eval mode.
-            image: (3, H, W), normalised as the network wants it, on its device.
-            layers: paths of layers that put out feature maps.
-            picture: the image before it was normalised, (H, W, 3) uint8 RGB.
-            before: what the pictures' names begin with.
-        """
-        maps = feature_map_pictures(network, image, layers, picture=picture)
-        for layer, drawn in maps.items():
-            self.pictures[f"{before}feature_maps_{layer}.png"] = drawn
+    pieces_down, pieces_across = view.axes
+    top, bottom = _edges(pieces_down, grid[0], row)
+    left, right = _edges(pieces_across, grid[1], column)
+    return Box(top, left, bottom, right)
 
 
-def read_one(path: Path, loading: Preprocessing, decoders: Decoders) -> NetworkInput:
-    """Load one image, with the decoded file.
+def patch_centres(
+    view: AnyView, grid: tuple[int, int]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Where the middles of the patches' rows (h,) and columns (w,) lie in the original image.
 
-    Raises:
-        ImageError: it can't be used.
+    Args:
+        view: how the network saw the image.
+        grid: (h, w) of its patch grid; with tiles, of their mosaic.
     """
-    decoders.begin(Task(loading, keep_image=True))
-    item = decoders.load(path)
-    if isinstance(item, UnusableImage):
-        raise ImageError(item.reason, item.status)
-    return item
+    rows, columns = (
+        np.array([sum(_edges(pieces, count, index)) / 2 for index in range(count)])
+        for pieces, count in zip(view.axes, grid, strict=True)
+    )
+    return rows, columns
+
+
+def _edges(pieces: Sequence[AxisView], count: int, index: int) -> tuple[float, float]:
+    """Where one of `count` patches along an axis of one or more pieces begins and ends."""
+    each = count // len(pieces)
+    piece = pieces[index // each]
+    local = index % each
+    start, end = piece.to_source(np.array([local, local + 1.0]) * (piece.size / each)).tolist()
+    return start, end
+
+
+def worst_patches(
+    scores: NDArray[np.float32],
+    flaws: Sequence[MarkedRegion],
+    centres: tuple[NDArray[np.float64], NDArray[np.float64]],
+) -> list[tuple[int, int]]:
+    """The highest patch of each of the four worst flaws.
+
+    Args:
+        scores: patch scores (h, w); NaN doesn't count.
+        flaws: what is marked in the image, the worst first. Where nothing is, the highest of all
+            patches is returned alone.
+        centres: of the patches' rows (h,) and columns (w,), in the image's own pixels.
+
+    Returns:
+        (row, column) of each, each once.
+    """
+    counted = np.nan_to_num(scores, nan=-np.inf)
+    found: dict[tuple[int, int], None] = {}
+    for flaw in flaws[:_FLAWS]:
+        rows = _within(centres[0], flaw.y, flaw.height, flaw.peak_y)
+        columns = _within(centres[1], flaw.x, flaw.width, flaw.peak_x)
+        best = np.unravel_index(counted[np.ix_(rows, columns)].argmax(), (len(rows), len(columns)))
+        found[int(rows[best[0]]), int(columns[best[1]])] = None
+    if not found:
+        row, column = np.unravel_index(counted.argmax(), scores.shape)
+        found[int(row), int(column)] = None
+    return list(found)
+
+
+def _within(centres: NDArray[np.float64], start: int, size: int, peak: int) -> NDArray[np.intp]:
+    """The places of the centres inside a stretch of an axis; of the one nearest to its peak."""
+    inside = np.flatnonzero((centres >= start) & (centres < start + size))
+    return inside if len(inside) else np.array([np.abs(centres - peak - 0.5).argmin()])
 
 
 @dataclass(frozen=True)
@@ -127,8 +152,8 @@ def score_gradient(detector: Model, item: NetworkInput) -> Tensor:
             maps = detector.extractor.maps_of(captured.pop(), images)
         embeddings = detector.embedder.align(maps)
         inside = inside_of([item], embeddings, detector.region)
-        found: Tensor = detector.score_patches(embeddings, item.layout, inside)[1]
-        return found
+        image_scores: Tensor = detector.score_patches(embeddings, item.layout, inside)[1]
+        return image_scores
 
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
     return image_gradient(score, pixels)
@@ -148,24 +173,14 @@ class GoodImages:
 
     Args:
         detector: a trained detector.
-        manifest: of its model folder.
-        there: finds them.
-        read: loads one file as the detector wants it, with the decoded image.
+        files: finds them.
     """
 
-    def __init__(
-        self,
-        detector: Model,
-        manifest: Mapping[str, Any],
-        there: TrainingImages,
-        read: Callable[[Path], NetworkInput | UnusableImage],
-    ) -> None:
+    def __init__(self, detector: Model, files: TrainingImages) -> None:
         self._detector = detector
-        self._read = read
-        self._names = training_names(manifest)
-        self._hashes: dict[str, str] = manifest["training_images"]
-        self._files = there
-        self._found: dict[str, NetworkInput | str] = {}
+        self._names = training_names(detector.manifest)
+        self._files = files
+        self._looked_up: dict[str, NetworkInput | str] = {}
         self._grids: dict[tuple[int, int], tuple[int, int]] = {}
 
     def nearest(
@@ -185,7 +200,7 @@ class GoodImages:
             wanted = torch.stack([self._embedding(item, patch) for patch in patches])
             evidence = self._detector.scorer.evidence(wanted, count)
         if evidence is None:
-            learned = list(self._hashes)
+            learned = list(self._detector.manifest["training_images"])
             count = min(count, len(learned))
             picked = [learned[i * len(learned) // count] for i in range(count)]
             return [
@@ -237,18 +252,18 @@ class GoodImages:
 
     def missing(self) -> dict[str, str]:
         """Images that were wanted but couldn't be shown, and why."""
-        return {name: item for name, item in self._found.items() if isinstance(item, str)}
+        return {name: item for name, item in self._looked_up.items() if isinstance(item, str)}
 
     def _image(self, name: str) -> NetworkInput | str:
-        if name not in self._found:
-            self._found[name] = self._look_for(name)
-        return self._found[name]
+        if name not in self._looked_up:
+            self._looked_up[name] = self._look_up(name)
+        return self._looked_up[name]
 
-    def _look_for(self, name: str) -> NetworkInput | str:
-        found = self._files.find(name)
-        if isinstance(found, str):
-            return found
-        item = self._read(found.path)
+    def _look_up(self, name: str) -> NetworkInput | str:
+        sample = self._files.find(name)
+        if isinstance(sample, str):
+            return sample
+        item = read_image(sample.path, self._detector.loading)
         return item if isinstance(item, NetworkInput) else "can't be read"
 
     def _embedding(self, item: NetworkInput, patch: tuple[int, int]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anomaly.backbones.extractor import Layout, layout_of
 from anomaly.errors import AnomalyError, LayerError
-from anomaly.explain.pictures import RgbImage, captioned, colored, grid, resized, stacked
+from anomaly.explain.pictures import RgbImage, beside, colored, resized, stacked, text_line
 from anomaly.hooks import capture
 
 
@@ -75,6 +75,7 @@ def check_eval(model: nn.Module) -> None:
 
 
 _TILE = 120
+_NARROWEST = 96  # enough for "channel 1234"
 _COLUMNS = 6
 
 
@@ -148,12 +149,15 @@ def feature_map_picture(
     scale = max(_TILE / longer, min(_TILE / 2 / shorter, 3 * _TILE / longer))
     size = max(1, round(height * scale)), max(1, round(width * scale))
     channels = most_active(values, n_channels)
-    tiles = [] if image is None else [captioned(resized(image, *size), "image")]
-    tiles.append(captioned(resized(pca_rgb(values), *size), "PCA to RGB"))
-    tiles += [captioned(resized(colored(values[c]), *size), f"channel {c}") for c in channels]
-    sheet = grid(tiles, min(_COLUMNS, len(tiles)))
+    tiles = [] if image is None else [("image", resized(image, *size))]
+    tiles.append(("PCA to RGB", resized(pca_rgb(values), *size)))
+    tiles += [(f"channel {c}", resized(colored(values[c]), *size)) for c in channels]
+    rows = [
+        beside(tiles[i : i + _COLUMNS], gap=4, narrowest=_NARROWEST)
+        for i in range(0, len(tiles), _COLUMNS)
+    ]
     heading = f"{title}: {values.shape[0]} channels of {height} x {width}"
-    return stacked([captioned(sheet[:0], heading), sheet])
+    return stacked([text_line(heading, rows[0].shape[1]), *rows])
 
 
 def most_active(values: NDArray[Any], n: int) -> list[int]:

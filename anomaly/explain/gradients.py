@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anomaly.errors import LayerError
-from anomaly.explain.pictures import RgbImage, captioned, colored, shortened
+from anomaly.explain.pictures import LINE_HEIGHT, RgbImage, beside, colored, shortened, text_line
 from anomaly.hooks import HookSet
 from anomaly.hooks.paths import Selector, match, resolve
 
 _LOW, _HIGH = -12.0, 4.0
 _BINS = 32
-_ROW, _LABEL, _PANEL = 18, 190, 420
+_LABEL, _PANEL = 190, 420
 _RED = (220, 30, 30)
 
 
@@ -164,18 +164,16 @@ def draw_gradients(record: GradientRecord) -> RgbImage:
     over_steps[record.nonfinite.T > 0] = _RED
     totals = np.log1p(record.histograms.sum(axis=0))
     spread = colored(totals / np.maximum(totals.max(axis=1, keepdims=True), 1))
-    empty = np.empty((0, _LABEL, 3), np.uint8)
-    labels = [captioned(empty, shortened(layer, _LABEL)) for layer in record.layers]
+    labels = [text_line(shortened(layer, _LABEL), _LABEL) for layer in record.layers]
     finite = norms[np.isfinite(norms)]
     span = f"1e{finite.min():.1f} to 1e{finite.max():.1f}" if finite.size else "none finite"
-    panels = [
-        captioned(np.vstack(labels), "layer"),
-        captioned(_panel(over_steps), f"norm by step, {span}"),
-        captioned(_panel(spread), f"|gradient| of all steps, 1e{_LOW:.0f} to 1e{_HIGH:.0f}"),
-    ]
-    height = panels[0].shape[0]
-    gap = np.full((height, 8, 3), 255, np.uint8)
-    return np.hstack([panels[0], gap, panels[1], gap, panels[2]])
+    return beside(
+        [
+            ("layer", np.vstack(labels)),
+            (f"norm by step, {span}", _panel(over_steps)),
+            (f"|gradient| of all steps, 1e{_LOW:.0f} to 1e{_HIGH:.0f}", _panel(spread)),
+        ]
+    )
 
 
 def _measured(gradient: Tensor) -> Tensor:
@@ -214,6 +212,6 @@ def _trainable(
 def _panel(cells: RgbImage) -> RgbImage:
     rows, columns = cells.shape[:2]
     if not columns:
-        return np.full((rows * _ROW, _PANEL, 3), 255, np.uint8)
+        return np.full((rows * LINE_HEIGHT, _PANEL, 3), 255, np.uint8)
     at = np.arange(_PANEL) * columns // _PANEL
-    return np.repeat(cells[:, at], _ROW, axis=0)
+    return np.repeat(cells[:, at], LINE_HEIGHT, axis=0)

@@ -1,8 +1,9 @@
-"""The pictures of an explanation: tiles beside one another, captions, files."""
+"""The pictures of an explanation: colours, marks, titles, panels beside one another, files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.files.writing import as_json, claim, clear, write
-from anomaly.imaging.loading import NetworkInput
+from anomaly.imaging.decoder_pool import load_shared
+from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
+from anomaly.imaging.read import Image
 from anomaly.maps.heatmap import encode_png
 
 RgbImage = NDArray[np.uint8]
 
-_CAPTION_HEIGHT, _INDENT = 18, 2
+MARK = (255, 64, 32)
+LINE_HEIGHT, _INDENT = 18, 2
 _FONT, _FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4
-# Enough for "channel 1234" above a part of a grid, and for a title above one of few pictures.
-_NARROWEST, _PANEL = 96, 160
+_PANEL = 160  # wide enough for a title above one of few pictures
+_NUMBERED = 48  # wide enough for the numbers of frames
+_CROP = 150
+_CONTEXT = 7  # sides of the patch that a crop shows
 _BACKGROUND = 255
 _INK = (40, 40, 40)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle in an image's own pixels; bottom and right lie outside."""
+
+    top: float
+    left: float
+    bottom: float
+    right: float
 
 
 def picture_of(item: NetworkInput) -> RgbImage:
@@ -80,21 +96,82 @@ def signed(values: NDArray[Any]) -> RgbImage:
     return np.asarray(np.rint(np.clip(values / strongest, -1, 1) * 127 + 128), np.uint8)
 
 
-def resized(picture: RgbImage, height: int, width: int) -> RgbImage:
-    """Bring a picture (H, W, 3) to (height, width, 3); enlarged pixels keep their edges."""
-    enlarging = height * width >= picture.shape[0] * picture.shape[1]
-    how = cv2.INTER_NEAREST if enlarging else cv2.INTER_AREA
+def read_image(source: Path | Image, loading: Preprocessing) -> NetworkInput | UnusableImage:
+    """Load one image, with the decoded file; else why it can't be used."""
+    (item,) = load_shared([(0, source)], loading, keep_image=True)
+    return item
+
+
+def resized(
+    picture: RgbImage, height: int, width: int, enlarging: int = cv2.INTER_NEAREST
+) -> RgbImage:
+    """Bring a picture (H, W, 3) to (height, width, 3); `enlarging` is how it is enlarged."""
+    larger = height * width >= picture.shape[0] * picture.shape[1]
+    how = enlarging if larger else cv2.INTER_AREA
     return np.asarray(cv2.resize(picture, (width, height), interpolation=how), np.uint8)
 
 
-def captioned(picture: RgbImage, text: str) -> RgbImage:
-    """The picture with text above it, in as many lines as it takes.
+def patch_crop(picture: RgbImage, box: Box, size: int = _CROP) -> RgbImage:
+    """A patch and its surroundings, the patch itself outlined.
 
-    A picture that is too narrow for words gets white to its right.
+    Args:
+        picture: the whole image, (H0, W0, 3).
+        box: the patch.
+        size: side of the result.
+
+    Returns:
+        (size, size, 3); beyond the image's border it is white.
     """
-    wide = _widened(picture, max(picture.shape[1], _NARROWEST))
-    lines = _wrapped(text, wide.shape[1])
-    return np.vstack([*(_line(line, wide.shape[1]) for line in lines), wide])
+    side = max(1, round(max(box.bottom - box.top, box.right - box.left) * _CONTEXT))
+    top = round((box.top + box.bottom - side) / 2)
+    left = round((box.left + box.right - side) / 2)
+    padded = np.pad(picture, ((side, side), (side, side), (0, 0)), constant_values=_BACKGROUND)
+    crop = padded[top + side : top + 2 * side, left + side : left + 2 * side]
+    inside = Box(box.top - top, box.left - left, box.bottom - top, box.right - left)
+    return _outlined(resized(crop, size, size, cv2.INTER_CUBIC), inside, size / side)
+
+
+def marked(picture: RgbImage, boxes: Sequence[Box] = (), longest: int = 420) -> RgbImage:
+    """The whole image, small enough for a page, with numbered frames around patches.
+
+    Args:
+        picture: (H0, W0, 3).
+        boxes: number 1 first.
+        longest: of its sides, in the result.
+    """
+    height, width = picture.shape[:2]
+    scale = longest / max(height, width)
+    size = max(1, round(height * scale)), max(1, round(width * scale))
+    small = resized(picture, *size, cv2.INTER_CUBIC)
+    if boxes:
+        small = _padded(small, size[0], max(size[1], _NUMBERED))
+    for number, box in enumerate(boxes, start=1):
+        small = _outlined(small, box, scale)
+        # Beside the frame, and inside the picture where the frame lies at its border.
+        x = min(round(box.right * scale) + 4, small.shape[1] - 12)
+        y = max(round(box.top * scale) + 4, 13)
+        # White below the colour: readable on any image.
+        for colour, thickness in (((255, 255, 255), 3), (MARK, 1)):
+            cv2.putText(small, str(number), (x, y), _FONT, 0.5, colour, thickness, cv2.LINE_AA)
+    return small
+
+
+def _outlined(picture: RgbImage, box: Box, scale: float) -> RgbImage:
+    """A copy with a frame just outside the box, in pixels of the picture / `scale`."""
+    result = picture.copy()
+    first = round(box.left * scale) - 1, round(box.top * scale) - 1
+    last = round(box.right * scale), round(box.bottom * scale)
+    cv2.rectangle(result, first, last, MARK, 1)
+    return result
+
+
+def absent(text: str) -> RgbImage:
+    """A grey tile, as large as a crop, that says why there is no picture."""
+    tile = np.full((_CROP, _CROP, 3), 225, np.uint8)
+    words = stacked([text_line(line, _CROP) for line in _wrapped(text, _CROP)])
+    top = (_CROP - len(words)) // 2
+    tile[top : top + len(words)] = np.minimum(words, tile[0])
+    return tile
 
 
 def shortened(text: str, width: int) -> str:
@@ -108,15 +185,16 @@ def shortened(text: str, width: int) -> str:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    lines = [""]
-    for word in text.split(" "):
-        longer = f"{lines[-1]} {word}" if lines[-1] else word
-        if _text_width(longer) <= width:
-            lines[-1] = longer
-        elif lines[-1]:
-            lines.append(shortened(word, width))
-        else:
-            lines[-1] = shortened(word, width)
+    """Text in lines of so many pixels; a line break in it begins another one."""
+    lines: list[str] = []
+    for paragraph in text.split("\n"):
+        lines.append("")
+        for word in paragraph.split(" "):
+            longer = f"{lines[-1]} {word}" if lines[-1] else word
+            if lines[-1] and _text_width(longer) > width:
+                lines.append(shortened(word, width))
+            else:
+                lines[-1] = shortened(longer, width)
     return lines
 
 
@@ -124,62 +202,45 @@ def _text_width(text: str) -> int:
     return 2 * _INDENT + cv2.getTextSize(text, _FONT, _FONT_SCALE, 1)[0][0]
 
 
-def _line(text: str, width: int) -> RgbImage:
-    line = np.full((_CAPTION_HEIGHT, width, 3), _BACKGROUND, np.uint8)
+def text_line(text: str, width: int) -> RgbImage:
+    """A line of text, (18, width, 3); what doesn't fit is cut off, see `shortened`."""
+    line = np.full((LINE_HEIGHT, width, 3), _BACKGROUND, np.uint8)
     cv2.putText(line, text, (_INDENT, 13), _FONT, _FONT_SCALE, _INK, 1, cv2.LINE_AA)
     return line
-
-
-def grid(tiles: Sequence[RgbImage], columns: int, gap: int = 4) -> RgbImage:
-    """Put pictures of one size side by side, row by row.
-
-    Args:
-        tiles: at least one, all (H, W, 3).
-        columns: how many in a row.
-        gap: pixels of white around each.
-
-    Returns:
-        (rows · (H + gap) + gap, columns · (W + gap) + gap, 3).
-    """
-    height, width = tiles[0].shape[:2]
-    rows = -(-len(tiles) // columns)
-    shape = (rows * (height + gap) + gap, columns * (width + gap) + gap, 3)
-    sheet = np.full(shape, _BACKGROUND, np.uint8)
-    for index, tile in enumerate(tiles):
-        top = gap + index // columns * (height + gap)
-        left = gap + index % columns * (width + gap)
-        sheet[top : top + height, left : left + width] = tile
-    return sheet
 
 
 def stacked(pictures: Sequence[RgbImage]) -> RgbImage:
     """Put pictures below each other, left-aligned; the narrow ones get white to their right."""
     width = max(picture.shape[1] for picture in pictures)
-    return np.vstack([_widened(picture, width) for picture in pictures])
+    return np.vstack([_padded(picture, picture.shape[0], width) for picture in pictures])
 
 
-def beside(panels: Sequence[tuple[str, RgbImage]], gap: int = 8) -> RgbImage:
+def beside(
+    panels: Sequence[tuple[str, RgbImage]], gap: int = 8, narrowest: int = _PANEL
+) -> RgbImage:
     """Put titled pictures next to each other, aligned at the top, with white around them.
 
-    Titles are wrapped, and narrow pictures get white to their right.
+    Args:
+        panels: title and picture (H, W, 3); titles are wrapped.
+        gap: pixels of white to the left, to the right and below.
+        narrowest: a picture of fewer columns gets white to its right, as room for its title.
     """
-    wide = [_widened(picture, max(picture.shape[1], _PANEL)) for _, picture in panels]
-    titles = [_wrapped(text, w.shape[1]) for (text, _), w in zip(panels, wide, strict=True)]
+    widths = [max(picture.shape[1], narrowest) for _, picture in panels]
+    titles = [_wrapped(title, w) for (title, _), w in zip(panels, widths, strict=True)]
     most = max(map(len, titles))
-    tallest = max(picture.shape[0] for picture in wide)
-    columns = []
-    for lines, picture in zip(titles, wide, strict=True):
-        above = [_line(line, picture.shape[1]) for line in [*lines, *[""] * (most - len(lines))]]
-        padding = ((0, tallest - picture.shape[0] + gap), (0, 0), (0, 0))
-        below = np.pad(picture, padding, constant_values=_BACKGROUND)
-        columns += [np.vstack([*above, below])]
-    edges = ((0, 0), (0, gap), (0, 0))
-    spaced = [np.pad(column, edges, constant_values=_BACKGROUND) for column in columns]
-    return np.pad(np.hstack(spaced), ((0, 0), (gap, 0), (0, 0)), constant_values=_BACKGROUND)
+    tallest = max(picture.shape[0] for _, picture in panels)
+    columns = [np.full((1, gap, 3), _BACKGROUND, np.uint8)]
+    for (_, picture), lines, width in zip(panels, titles, widths, strict=True):
+        above = [text_line(line, width) for line in [*lines, *[""] * (most - len(lines))]]
+        columns.append(_padded(stacked([*above, picture]), 0, width + gap))
+    height = most * LINE_HEIGHT + tallest + gap
+    return np.hstack([_padded(column, height, column.shape[1]) for column in columns])
 
 
-def _widened(picture: RgbImage, width: int) -> RgbImage:
-    padding = ((0, 0), (0, width - picture.shape[1]), (0, 0))
+def _padded(picture: RgbImage, height: int, width: int) -> RgbImage:
+    """A picture with white below and to its right, at least of this size."""
+    missing = (max(0, height - picture.shape[0]), max(0, width - picture.shape[1]))
+    padding = ((0, missing[0]), (0, missing[1]), (0, 0))
     return np.pad(picture, padding, constant_values=_BACKGROUND)
 
 

@@ -1,9 +1,11 @@
-"""Which pixels move a score: its gradient with respect to the image, plain and guided."""
+"""Which pixels move a score: its gradient, plain and guided; Grad-CAM; what a classifier sees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,24 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from anomaly.errors import AnomalyError, LayerError
-from anomaly.explain.feature_maps import batch_of, check_eval, map_of
+from anomaly.backbones.layer_table import last_map, layer_table, side_multiple, stages, token_layer
+from anomaly.backbones.registry import backbone_of, build, full_network, normalisation
+from anomaly.errors import AnomalyError, ImageError, LayerError
+from anomaly.explain.feature_maps import batch_of, check_eval, feature_map_pictures, map_of
+from anomaly.explain.pictures import (
+    RgbImage,
+    beside,
+    glowing,
+    marked,
+    picture_of,
+    read_image,
+    signed,
+    stacked,
+)
 from anomaly.hooks import HookSet, capture
+from anomaly.imaging.geometry import Sizing
+from anomaly.imaging.loading import Preprocessing, UnusableImage
+from anomaly.imaging.read import MAX_PIXELS
 
 
 def image_gradient(score: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
@@ -71,9 +88,7 @@ def guided_backpropagation(
         AnomalyError: it is in train mode; or as `image_gradient`.
     """
     check_eval(model)
-    activations = [
-        kind for kind in (nn.ReLU, nn.ReLU6) if any(isinstance(m, kind) for m in model.modules())
-    ]
+    activations = _relu_kinds(model)
     if not activations:
         raise LayerError(
             f"guided backpropagation is defined by ReLU layers, and {type(model).__name__} has "
@@ -82,6 +97,11 @@ def guided_backpropagation(
     with HookSet(model) as hooks:
         hooks.backward(activations, _only_positive)
         return image_gradient(score, batch_of(image, model)[0])
+
+
+def _relu_kinds(model: nn.Module) -> list[type[nn.Module]]:
+    """The kinds of ReLU layers that a network has: they define guided backpropagation."""
+    return [k for k in (nn.ReLU, nn.ReLU6) if any(isinstance(m, k) for m in model.modules())]
 
 
 def saliency_map(gradient: Tensor) -> NDArray[np.float32]:
@@ -195,3 +215,120 @@ def _class_score(output: object, target_class: int | None) -> Tensor:
     if not isinstance(target_class, Integral) or not 0 <= target_class < n_classes:
         raise AnomalyError(f"target_class={target_class!r}: the network has 0 to {n_classes - 1}")
     return output[0, target_class]
+
+
+_SIDE = 320
+
+
+@dataclass(frozen=True)
+class ClassFindings:
+    """What a classifier sees in an image.
+
+    Attributes:
+        facts: for a machine to read.
+        pictures: (H, W, 3) uint8 RGB, by the name of a file for each.
+        notes: what can't be shown, and why.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    pictures: dict[str, RgbImage] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def explain_class(
+    name: str,
+    path: Path,
+    *,
+    weights: str,
+    size: int,
+    device: torch.device,
+    classes: Sequence[int] | None = None,
+    before: str = "",
+) -> ClassFindings:
+    """Show what a classifier sees in an image.
+
+    Args:
+        name: of the network.
+        path: the image.
+        weights: `imagenet`, `random`, or a file.
+        size: images are brought to the area of a square of this side.
+        device: where to compute.
+        classes: the indices of those to look for; by default the likeliest, at most three.
+        before: what the names of the feature maps' pictures begin with.
+
+    Returns:
+        Feature maps of each stage, Grad-CAM and its guided form.
+
+    Raises:
+        ImageError: the image can't be used.
+        AnomalyError: there is no such network, class or weights file.
+    """
+    table = layer_table(build(name), size)
+    multiple = side_multiple(build(name))
+    sizing = Sizing(size if multiple is None else None, None, size, multiple or 32)
+    item = read_image(path, Preprocessing(sizing, None, MAX_PIXELS))
+    if isinstance(item, UnusableImage):
+        raise ImageError(item.reason, item.status)
+    if not (mapped := stages(table)):
+        raise AnomalyError(f"{name} makes no feature maps of {size} × {size} pixels; use more")
+    network = full_network(name, weights).requires_grad_(False).to(device)
+    pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)
+    image = normalisation(name)(pixels)
+    shown = ClassFindings()
+    seen = picture_of(item)
+    for stage, picture in feature_map_pictures(network, image, mapped, picture=seen).items():
+        shown.pictures[f"{before}feature_maps_{stage}.png"] = picture
+
+    with torch.inference_mode():
+        chances = network(image[None])[0].softmax(dim=0)
+    likeliest = chances.argsort(descending=True)[:3].tolist()
+    classes = classes or [c for c in likeliest if chances[c] > 0.05] or likeliest[:1]
+    for target in classes:
+        if not 0 <= target < len(chances):
+            raise AnomalyError(f"--class {target}: {name} has classes 0 to {len(chances) - 1}")
+    labels = {c: f"{_class_name(name, c)}, {float(chances[c]):.0%}" for c in classes}
+    shown.facts["classes"] = [
+        {"index": c, "name": _class_name(name, c), "probability": float(chances[c])}
+        for c in classes
+    ]
+    layer = last_map(table) or token_layer(table)
+    if layer is None:
+        shown.notes.append(f"Grad-CAM: {name} puts out neither a late feature map nor tokens")
+        return shown
+    if not _relu_kinds(network):
+        shown.notes.append(f"guided Grad-CAM: {name} has no ReLU layers")
+    shown.pictures["grad_cam.png"] = _class_evidence(network, image, seen, layer, labels)
+    return shown
+
+
+def _class_name(network: str, index: int) -> str:
+    names = backbone_of(network).classes()
+    return str(names[index]) if index < len(names) else f"class {index}"
+
+
+def _class_evidence(
+    model: nn.Module, image: Tensor, picture: RgbImage, layer: str, classes: Mapping[int, str]
+) -> RgbImage:
+    """A line for each class: the image, Grad-CAM and, where the network allows it, its guided form.
+
+    Args:
+        model: a classifier in eval mode.
+        image: (3, H, W), normalised as the network wants it, on the network's device.
+        picture: the image as a screen shows it, (H, W, 3) uint8 RGB.
+        layer: where Grad-CAM looks, see `grad_cam`.
+        classes: index to caption.
+
+    Returns:
+        (H', W', 3) RGB.
+    """
+    seen = marked(picture, longest=_SIDE)
+    guided = _relu_kinds(model)
+    lines = []
+    for target, caption in classes.items():
+        cam = grad_cam(model, image, layer, target)
+        panels = [(caption, seen), (f"Grad-CAM at {layer}", glowing(seen, cam))]
+        if guided:
+            details = signed(guided_grad_cam(model, image, layer, target))
+            panels.append(("guided Grad-CAM", marked(details, longest=_SIDE)))
+        lines.append(beside(panels))
+    return stacked(lines)

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from anomaly.backbones.embedder import network_input
+from anomaly.backbones.extractor import network_input
 from anomaly.datasets import Sample
 from anomaly.datasets.samples import listed
 from anomaly.errors import DataError, ImageError
 from anomaly.evaluation.splits import TrainingImages, dataset_images
-from anomaly.explain.evidence import GoodImages, GoodPatch, score_gradient, tile_of
-from anomaly.explain.feature_maps import feature_map_pictures
-from anomaly.explain.patches import (
-    comparison,
-    marked,
+from anomaly.explain.evidence import (
+    GoodImages,
+    GoodPatch,
     patch_box,
     patch_centres,
-    patch_crop,
+    score_gradient,
+    tile_of,
     worst_patches,
 )
+from anomaly.explain.feature_maps import feature_map_pictures
 from anomaly.explain.pictures import (
     RgbImage,
     beside,
     glowing,
+    marked,
+    patch_crop,
     picture_of,
+    read_image,
     save_explanation,
     stacked,
 )
 from anomaly.explain.saliency import saliency_map
-from anomaly.imaging.array_input import ArrayFormat, ImageLike
-from anomaly.imaging.decoder_pool import load_shared
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.read import Image
 from anomaly.maps.heatmap import display, encode_png, heatmap
@@ -95,20 +97,52 @@ class Explanation:
         return facts | {"patches": self.patches}
 
 
-def explained(
-    detector: Model, image: ImageLike, given: ArrayFormat, good: str | Path | None
-) -> Explanation:
-    """Why an image has its score; see `AnomalyDetector.explain`."""
+def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explanation:
+    """Why an image has its score; see `AnomalyDetector.explain`.
 
-    def read(source: Path | Image) -> NetworkInput | UnusableImage:
-        (item,) = load_shared([(0, source)], detector.loading, keep_image=True)
-        return item
+    Args:
+        detector: trained.
+        image: a file, or pixels.
+        good: further folders with training images.
 
-    item = read(given.source(image))
+    Raises:
+        ImageError: the image can't be scored.
+        DataError: one of `good` isn't a folder.
+    """
+    item = read_image(image, detector.loading)
     if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)
-    there = good_images(detector) if good is None else good_images(detector, good)
-    return explain_score(detector, item, there, read)
+    (prediction,) = detector.predict_batches([[item]])
+    if isinstance(prediction, UnusableImage):
+        raise ImageError(prediction.reason, prediction.status)
+    training = GoodImages(detector, good_images(detector, *good))
+    flaws = () if detector.thresholds is None else prediction.regions
+    scores = prediction.patch_scores
+    height, width = scores.shape
+    patches = worst_patches(scores, flaws, patch_centres(item.view, (height, width)))
+    worst = tile_of(item, (height, width), patches[0])
+    extractor = detector.extractor
+    maps = feature_map_pictures(
+        extractor.network,
+        network_input([worst], detector.normalise, detector.device)[0],
+        extractor.layers,
+        layouts=extractor.layouts,
+        picture=picture_of(worst),
+    )
+    title = "most unusual patch"
+    if flaws:
+        title = "worst patch of each flaw that is marked"
+    elif detector.thresholds is not None:
+        title += "; nothing is marked"
+    seen_map = _heatmap(prediction, item)
+    boxes = [patch_box(item.view, (height, width), *patch) for patch in patches]
+    overview = beside([(title, marked(display(item.decoded), boxes)), ("heatmap", seen_map)])
+    rows, facts = _compared(training, item, patches, scores)
+    pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
+    pictures["score_gradient"] = _gradient(detector, prediction, worst, seen_map)
+    pictures["evidence"] = stacked([overview, *rows])
+    notes = _notes(detector.method, prediction, training)
+    return Explanation(prediction, detector.model_id, pictures, facts, notes)
 
 
 def good_images(detector: Model, *named: str | Path) -> TrainingImages:
@@ -119,80 +153,32 @@ def good_images(detector: Model, *named: str | Path) -> TrainingImages:
     Raises:
         DataError: what is named isn't a folder.
     """
-    given: list[Sample] = []
+    in_folders: list[Sample] = []
     for folder in map(Path, named):
         if not folder.is_dir():
             raise DataError(f"{folder} isn't a folder; name the one with the training images")
-        given += listed(folder, folder)
-    there: list[Sample] = []
+        in_folders += listed(folder, folder)
+    of_dataset: list[Sample] = []
     if detector.folder is not None:
         with suppress(DataError):
-            there = dataset_images(detector, detector.folder, None)
-    return TrainingImages(detector.manifest["training_images"], [*there, *given], renamed=given)
-
-
-def explain_score(
-    detector: Model,
-    item: NetworkInput,
-    there: TrainingImages,
-    read: Callable[[Path], NetworkInput | UnusableImage],
-) -> Explanation:
-    """Feature maps of the hooked layers, the patches that were flagged, the score's gradient.
-
-    Args:
-        detector: trained.
-        item: the image, decoded.
-        there: finds training images.
-        read: loads one of them as the detector wants it, with the decoded image.
-
-    Raises:
-        ImageError: the image can't be scored.
-    """
-    (prediction,) = detector.predict_batches([[item]])
-    if isinstance(prediction, UnusableImage):
-        raise ImageError(prediction.reason, prediction.status)
-    flaws = () if detector.thresholds is None else prediction.regions
-    height, width = grid = prediction.patch_scores.shape
-    patches = worst_patches(prediction.patch_scores, flaws, patch_centres(item.view, grid))
-    worst = tile_of(item, (height, width), patches[0])
-    network, layers = detector.extractor.network, detector.extractor.layers
-    seen = network_input([worst], detector.normalise, detector.device)[0]
-    maps = feature_map_pictures(
-        network,
-        seen,
-        layers,
-        layouts=detector.extractor.layouts,
-        picture=picture_of(worst),
-    )
-
-    seen_map = _heatmap(prediction, item)
-    good = GoodImages(detector, detector.manifest, there, read)
-    title = "most unusual patch"
-    if flaws:
-        title = "worst patch of each flaw that is marked"
-    elif detector.thresholds is not None:
-        title += "; nothing is marked"
-    evidence, facts = _evidence_picture(good, item, prediction, patches, seen_map, title)
-    pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
-    pictures["score_gradient"] = _gradient(detector, prediction, worst, seen_map)
-    pictures["evidence"] = evidence
-    notes = _notes(detector.method, prediction, good)
-    return Explanation(prediction, detector.model_id, pictures, facts, notes)
+            of_dataset = dataset_images(detector, detector.folder, None)
+    hashes = detector.manifest["training_images"]
+    return TrainingImages(hashes, [*of_dataset, *in_folders], renamed=in_folders)
 
 
 def _heatmap(prediction: Prediction, item: NetworkInput) -> RgbImage:
-    limits, found = prediction.thresholds, prediction.source_map.held()
+    limits, source_map = prediction.thresholds, prediction.source_map.held()
     review = None if limits is None else limits.review_pixel
-    strong = float(np.nanmax(found())) if limits is None else limits.pixel
-    areas = outlined_areas(found, strong, review)
-    return marked(heatmap(item.decoded, found, strong, areas), [])
+    strong = float(np.nanmax(source_map())) if limits is None else limits.pixel
+    areas = outlined_areas(source_map, strong, review)
+    return marked(heatmap(item.decoded, source_map, strong, areas))
 
 
 def _gradient(
     detector: Model, prediction: Prediction, worst: NetworkInput, heatmap: RgbImage
 ) -> RgbImage:
     saliency = saliency_map(score_gradient(detector, worst))
-    seen = marked(picture_of(worst), [])
+    seen = marked(picture_of(worst))
     return beside(
         [
             ("what the network sees" + (" of its worst tile" if worst.whole else ""), seen),
@@ -218,46 +204,39 @@ def _notes(method: str, prediction: Prediction, good: GoodImages) -> list[str]:
     return notes
 
 
-def _evidence_picture(
+def _compared(
     good: GoodImages,
     item: NetworkInput,
-    prediction: Prediction,
     patches: Sequence[tuple[int, int]],
-    heatmap: RgbImage,
-    title: str,
-) -> tuple[RgbImage, list[dict[str, Any]]]:
-    """Draw why an image was flagged.
+    scores: NDArray[np.float32],
+) -> tuple[list[RgbImage], list[dict[str, Any]]]:
+    """Show patches beside what they were compared with.
 
     Args:
         good: the images that the detector has learned from.
         item: the image, with the decoded file.
-        prediction: what was made of it.
         patches: (row, column) of each patch to show.
-        heatmap: (H, W, 3) uint8 RGB, of the image.
-        title: what these patches are.
+        scores: patch scores (h, w).
 
     Returns:
-        The picture, (H, W, 3) uint8 RGB, and for each patch its place, its score and the good
-        patches that it was compared with.
+        For each patch a line of crops; and its place, its score and the good patches that it was
+        compared with.
     """
     picture = display(item.decoded)
-    height, width = prediction.patch_scores.shape
-    boxes = [patch_box(item.view, (height, width), *patch) for patch in patches]
-    rows: list[list[tuple[tuple[str, str], RgbImage]]] = []
+    height, width = scores.shape
+    lines: list[RgbImage] = []
     facts: list[dict[str, Any]] = []
-    for patch, box, near in zip(patches, boxes, good.nearest(item, patches), strict=True):
-        score = float(prediction.patch_scores[patch])
-        captions = f"{len(rows) + 1}: score {score:.3g}", "this image"
-        row = [(captions, patch_crop(picture, box))]
-        row += [((_distance(one), PurePath(one.image).name), good.crop(one)) for one in near]
-        rows.append(row)
-        compared = [asdict(one) for one in near]
-        facts.append(
-            {"row": patch[0], "column": patch[1], "score": score, "compared_with": compared}
-        )
-    overview = beside([(title, marked(picture, boxes)), ("heatmap", heatmap)])
-    return stacked([overview, comparison(rows)]), facts
+    for patch, near in zip(patches, good.nearest(item, patches), strict=True):
+        score = float(scores[patch])
+        crop = patch_crop(picture, patch_box(item.view, (height, width), *patch))
+        panels = [(f"{len(lines) + 1}: score {score:.3g}\nthis image", crop)]
+        panels += [(_caption(other), good.crop(other)) for other in near]
+        lines.append(beside(panels))
+        place = {"row": patch[0], "column": patch[1], "score": score}
+        facts.append({**place, "compared_with": [asdict(other) for other in near]})
+    return lines, facts
 
 
-def _distance(patch: GoodPatch) -> str:
-    return "same place" if patch.distance is None else f"distance {patch.distance:.3g}"
+def _caption(patch: GoodPatch) -> str:
+    where = "same place" if patch.distance is None else f"distance {patch.distance:.3g}"
+    return f"{where}\n{PurePath(patch.image).name}"

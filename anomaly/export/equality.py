@@ -213,7 +213,7 @@ def _patch_differences(
 ) -> list[float]:
     pixels = np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2)
     found = graph(pixels)[0]
-    with reference.embedder.quietly():
+    with reference.embedder.inference_mode():
         wanted = as_numpy(reference.scorer.score(reference.embedder(batch)).scores)
     scale = np.maximum(wanted.max(axis=(1, 2)), _scale(reference))
     shares: list[float] = (np.abs(found - wanted).max(axis=(1, 2)) / scale).tolist()

@@ -295,6 +295,6 @@ class FeatureWriter:
         now = json.loads(json.dumps(settings))
         if different := differences(before, now):
             raise OutputError(
-                f"{self.folder} holds features made in another way ({different}); give another "
-                "--output or add --overwrite"
+                f"{self.folder} holds features made in another way ({'; '.join(different)}); give "
+                "another --output or add --overwrite"
             )

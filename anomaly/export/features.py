@@ -15,8 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.backbones.layer_table import show, side_multiple
-from anomaly.backbones.registry import Normalisation, build, default_layers, normalisation
-from anomaly.backbones.state import load_state, read_weights
+from anomaly.backbones.registry import (
+    Normalisation,
+    build,
+    default_layers,
+    load_state,
+    normalisation,
+    read_weights,
+)
 from anomaly.backbones.truncation import truncate_in_place
 from anomaly.errors import ConfigError, LayerError, ModelError, OutputError
 from anomaly.export.feature_files import FeatureWriter

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from anomaly.backbones.engine import ENGINES, installed
 from anomaly.backbones.optimise import folded
-from anomaly.backbones.registry import build
-from anomaly.backbones.state import load_state
+from anomaly.backbones.registry import build, load_state
 from anomaly.errors import ModelError
 from anomaly.hooks import HookSet, capture
 from anomaly.scoring.pipeline import Model

@@ -31,6 +31,7 @@ from anomaly.storage.folder import (
     BACKBONE,
     EXPORT,
     HISTORY,
+    MANIFEST,
     appearing,
     check_run_folder,
     claim_model,
@@ -39,7 +40,6 @@ from anomaly.storage.folder import (
     model_id,
 )
 from anomaly.storage.load import load_model
-from anomaly.storage.manifest import MANIFEST
 from anomaly.training.fit import StageProgress
 from anomaly.training.runs import made_of, training_record
 from anomaly.version import __version__
@@ -191,7 +191,7 @@ def export_model(
         progress("writing graphs", 1, 1)
         network = open_network(draft, own.manifest, values)
         exported = replace(own, **exported_stages(network, draft, own.config))
-        values["engine_version"] = network.version
+        values["engine_version"] = network.graph.version
         both = reference, own
         values["equality"] = _equality(both, exported, draft, values, paths, workers, progress)
         if own is not parent:

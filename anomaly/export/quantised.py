@@ -37,7 +37,7 @@ from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape, tile_
 from anomaly.methods.base import Fitter
 from anomaly.runtime.threads import get_threads
 from anomaly.scoring.build import fitter_of
-from anomaly.scoring.image_statistics import AppearanceModel
+from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import BACKBONE
 from anomaly.storage.save import save_rest
@@ -161,7 +161,7 @@ class _Embedding(ExportedNetwork):
         """They are aligned."""
         return maps[0]
 
-    def quietly(self) -> AbstractContextManager[Any]:
+    def inference_mode(self) -> AbstractContextManager[Any]:
         """A `torch.inference_mode` context, in which nothing is recorded for gradients."""
         return torch.inference_mode()
 
@@ -176,7 +176,7 @@ def _check_embeddings(parent: Model, graph: Graph, inputs: Iterable[NDArray[np.f
     with torch.inference_mode():
         for images in inputs:
             maps = parent.extractor(parent.normalise(torch.from_numpy(images)))
-            wanted = parent.scorer.align([one.values for one in maps]).numpy()
+            wanted = parent.scorer.align(maps).numpy()
             off.append(np.square(graph(images)[0] - wanted).sum(-1).ravel())
             patches = wanted.reshape(-1, wanted.shape[-1]).astype(np.float64)
             seen.append((len(patches), patches.sum(0), np.square(patches).sum()))
@@ -232,12 +232,14 @@ def _learned_again(
     ):
         images = {i: sample.source for i, sample in samples.items()}
         patches = cache.build(images).checked()
-        scorer = fitter.again(detector.scorer, patches)
+        scorer = fitter.refit_embeddings(detector.scorer, patches)
         if patches.refused:
             why = patches.refused[0].reason
             raise DataError(f"a training image can't be used any more: {why}")
-        looks = AppearanceModel.of([patches.looks[i] for i in samples])
-        new = replace(detector, scorer=scorer, appearance=detector.appearance and looks)
+        looks = TrainingStatistics.of([patches.statistics[i] for i in samples])
+        new = replace(
+            detector, scorer=scorer, training_statistics=detector.training_statistics and looks
+        )
         thresholds = _thresholds(new, fitter, samples, patches, progress)
     made = change({"quantised": "int8"}, detector.thresholds, thresholds, {})
     return replace(

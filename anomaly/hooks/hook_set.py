@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from reprlib import repr as short
@@ -60,9 +60,9 @@ class BackwardGates(threading.local):
         gate = BackwardHook(module, self._hooks, self._pre_hooks)
         self._open.append((own, gate))
         names = [name for name, value in (kwargs or {}).items() if isinstance(value, Tensor)]
-        given = (*inputs, *((kwargs or {})[name] for name in names))
-        gated = gate.setup_input_hook(given)  # type: ignore[no-untyped-call]
-        if gated is given:
+        before = (*inputs, *((kwargs or {})[name] for name in names))
+        gated = gate.setup_input_hook(before)  # type: ignore[no-untyped-call]
+        if gated is before:
             return None
         copies = _copies(gated)
         if kwargs is None:
@@ -179,12 +179,9 @@ class HookSet:
                 takes other arguments.
         """
         shown = ("module", "inputs", "kwargs", "output") if with_kwargs else _SHOWN["forward"]
-        call = _with_extra(hook, shown, extra, named)
-        modules = select(self._model, layers).values()
-        self._handles += refuse_compiled(self._model, modules)
-        return self._add(
-            [m.register_forward_hook(Attached(call), with_kwargs=with_kwargs) for m in modules]
-        )
+        call = Attached(_with_extra(hook, shown, extra, named))
+        modules = self._modules(layers)
+        return self._add(m.register_forward_hook(call, with_kwargs=with_kwargs) for m in modules)
 
     def forward_pre(
         self, layers: Layers, hook: Hook, /, *extra: Any, with_kwargs: bool = False, **named: Any
@@ -196,11 +193,10 @@ class HookSet:
         (inputs, kwargs). Arguments, handles and errors are those of `forward`.
         """
         shown = ("module", "inputs", "kwargs") if with_kwargs else _SHOWN["forward_pre"]
-        call = _with_extra(hook, shown, extra, named)
-        modules = select(self._model, layers).values()
-        self._handles += refuse_compiled(self._model, modules)
+        call = Attached(_with_extra(hook, shown, extra, named))
+        modules = self._modules(layers)
         return self._add(
-            [m.register_forward_pre_hook(Attached(call), with_kwargs=with_kwargs) for m in modules]
+            m.register_forward_pre_hook(call, with_kwargs=with_kwargs) for m in modules
         )
 
     def backward(self, layers: Layers, hook: Hook, /, *extra: Any, **named: Any) -> list[Handle]:
@@ -291,34 +287,34 @@ class HookSet:
         if event == "forward_pre":
             return self._add([torch_hooks.register_module_forward_pre_hook(call)])
         gates = BackwardGates(call) if event == "backward" else BackwardGates(pre_hook=call)
-        return self._add(
-            [
-                _Both(
-                    torch_hooks.register_module_forward_pre_hook(Attached(gates.enter)),
-                    torch_hooks.register_module_forward_hook(Attached(gates.leave)),
-                )
-            ]
-        )
+        enter = torch_hooks.register_module_forward_pre_hook(Attached(gates.enter))
+        leave = torch_hooks.register_module_forward_hook(Attached(gates.leave))
+        return self._add([_Both(enter, leave)])
 
     def _gate(self, layers: Layers, **hooks: Hook) -> list[Handle]:
-        modules = select(self._model, layers).values()
-        self._handles += refuse_compiled(self._model, modules)
         pairs: list[Handle] = []
-        for module in modules:
+        for module in self._modules(layers):
             gates = BackwardGates(**hooks)
             enter = module.register_forward_pre_hook(Attached(gates.enter), with_kwargs=True)
             pairs.append(_Both(enter, module.register_forward_hook(Attached(gates.leave))))
         return self._add(pairs)
 
-    def _add(self, handles: list[Handle]) -> list[Handle]:
-        self._handles += handles
-        return handles
+    def _modules(self, layers: Layers) -> list[nn.Module]:
+        """The layers named; networks compiled around them refuse to run from now on."""
+        modules = list(select(self._model, layers).values())
+        self._handles += refuse_compiled(self._model, modules)
+        return modules
+
+    def _add(self, handles: Iterable[Handle]) -> list[Handle]:
+        added = list(handles)
+        self._handles += added
+        return added
 
 
-def _check_tensor(given: object) -> None:
-    if not isinstance(given, Tensor):
+def _check_tensor(value: object) -> None:
+    if not isinstance(value, Tensor):
         raise LayerError(
-            f"{given!r} is no tensor: give one, such as model.fc.weight; layers are hooked by name "
+            f"{value!r} is no tensor: give one, such as model.fc.weight; layers are hooked by name "
             "with forward, forward_pre, backward and backward_pre"
         )
 
@@ -333,7 +329,7 @@ def _check_call(
     """
     try:
         signature = inspect.signature(hook)
-    except (TypeError, ValueError):  # torch's own functions don't say
+    except (TypeError, ValueError):  # torch's own functions have none
         return
     try:
         signature.bind(*shown, *extra, **named)

@@ -15,7 +15,6 @@ from anomaly.hooks.guard import Detached
 
 Selector: TypeAlias = str | type[nn.Module]
 
-_ONE = (str, type)  # told apart from a sequence of them
 _INDEX = re.compile(r"\[(-?\d+)\]")
 _HOOKS_OF_A_MODULE = (
     "_forward_pre_hooks",
@@ -69,24 +68,24 @@ def match(model: nn.Module, pattern: Selector) -> list[str]:
     """
     _refuse_modules(model, pattern)
     if isinstance(pattern, type):
-        found = [name for name, module in model.named_modules() if isinstance(module, pattern)]
-        if not found:
+        paths = [name for name, module in model.named_modules() if isinstance(module, pattern)]
+        if not paths:
             types = {type(module).__name__ for module in model.modules()}
             raise LayerError(
                 f"{type(model).__name__} has no layer of type {pattern.__name__}; "
                 + nearest(pattern.__name__, types)
             )
-        return found
+        return paths
     if _is_path(pattern):
         return [resolve(model, pattern)[0]]
     wanted = re.compile(_regex(pattern))
-    found = [name for name in _names(model) if wanted.fullmatch(name)]
-    if not found:
+    paths = [name for name in _names(model) if wanted.fullmatch(name)]
+    if not paths:
         raise LayerError(
             f"no layer of {type(model).__name__} matches {pattern!r}; "
             + nearest(pattern, _names(model))
         )
-    return found
+    return paths
 
 
 def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str, nn.Module]:
@@ -106,7 +105,7 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
     _refuse_modules(model, layers)
     selected: dict[str, nn.Module] = {}
     names: dict[int, str] = {}  # by which each layer was selected
-    for pattern in [layers] if isinstance(layers, _ONE) else layers:
+    for pattern in [layers] if isinstance(layers, str | type) else layers:
         for path in [pattern] if _is_path(pattern) else match(model, pattern):
             module, above = model, ""
             for name, module in _walk(model, path):
@@ -122,13 +121,12 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
 
 
 def _refuse_modules(model: nn.Module, layers: object) -> None:
-    """Tell whoever gives a layer instead of its path what that is."""
-    given = layers if isinstance(layers, list | tuple) else [layers]
-    for one in given:
-        if isinstance(one, nn.Module):
-            paths = [name for name, module in model.named_modules() if module is one]
+    """Refuse a layer given instead of its path, and name that path."""
+    for layer in layers if isinstance(layers, list | tuple) else [layers]:
+        if isinstance(layer, nn.Module):
+            paths = [name for name, module in model.named_modules() if module is layer]
             known = f": {paths[0]!r}" if paths else f", which {type(model).__name__} doesn't hold"
-            raise LayerError(f"give the path of this {type(one).__name__}{known}")
+            raise LayerError(f"give the path of this {type(layer).__name__}{known}")
 
 
 def live_hooks(model: nn.Module) -> int:
@@ -141,8 +139,8 @@ def live_hooks(model: nn.Module) -> int:
     tables: list[object] = [getattr(m, name) for m in modules for name in _HOOKS_OF_A_MODULE]
     tables += [getattr(p, name, None) for p in model.parameters() for name in _HOOKS_OF_A_TENSOR]
     tables += [getattr(torch_hooks, name) for name in _GLOBAL_HOOKS]
-    found = [hook for table in tables if isinstance(table, dict) for hook in table.values()]
-    return sum(not isinstance(hook, Detached) for hook in found)
+    hooks = [hook for table in tables if isinstance(table, dict) for hook in table.values()]
+    return sum(not isinstance(hook, Detached) for hook in hooks)
 
 
 def _is_path(pattern: Selector) -> TypeGuard[str]:
@@ -192,7 +190,7 @@ def _unknown(model: nn.Module, path: str) -> str:
 def _refuse_unhookable(
     model: nn.Module, module: nn.Module, path: str, pattern: Selector = ""
 ) -> None:
-    """Compiled and scripted code runs past hooks without a word, so say it here instead.
+    """Refuse compiled and scripted code, which runs past hooks without a word.
 
     Also where a pattern names many layers: whoever asks for all of them would miss some unawares.
     """

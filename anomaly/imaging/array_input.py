@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.formats import Pixels
-from anomaly.imaging.formats.base import grey_to_rgb, over_black, unsupported
+from anomaly.imaging.formats.base import Pixels, grey_to_rgb, over_black, unsupported
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import (
     MAX_PIXELS,
@@ -233,7 +232,7 @@ def _from_pil(image: Any) -> tuple[NDArray[Any], int]:
         raise ImageError(f"PIL can't read it ({' '.join(str(error).split())})") from None
     if image.mode in ("LA", "RGBA"):
         colours = np.ascontiguousarray(values[..., :-1])
-        values = over_black(colours, np.ascontiguousarray(values[..., -1]), 255.0)
+        values = over_black(colours, np.ascontiguousarray(values[..., -1]))
     elif image.mode == "I":  # 32 bits for what a 16-bit file holds
         if values.min() < 0 or values.max() > 65535:
             raise unsupported(

@@ -1,9 +1,9 @@
 """Processes that decode images and write their pictures, beside the one with the network.
 
-Every image goes through here, whatever the command. A damaged file can take a decoder down, and
-with it its process: then the file is tried once more in a new one, and after that it is `failed`.
-So it is, at once, when it takes too long (`process_limits`); the run goes on. The processes import
-no torch (45 MB each, not 700), and are asked in pickled messages through their standard input.
+Every image file goes through here, whatever the command. A damaged file can take a decoder down,
+and with it its process: then the file is tried once more in a new one, and after that it is
+`failed`. So it is, at once, when it takes too long; the run goes on. The processes import no torch
+(45 MB each, not 700), and are asked in pickled messages through their standard input.
 
 A run has `Decoders` of its own, which end with it. Calls of `predict` share processes, which live
 until the program's end.
@@ -13,10 +13,16 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
+import signal
+import subprocess
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,17 +30,27 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.errors import ImageError
-from anomaly.imaging import process_limits, read
-from anomaly.imaging.decoder_process import DecoderProcess, EndedError
-from anomaly.imaging.decoder_worker import Task, load_alone, name_of
+from anomaly.errors import AnomalyError, ImageError, why
+from anomaly.imaging import read
+from anomaly.imaging.decoder_worker import Task, name_of, receive, send, serve
 from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load, paint
 from anomaly.imaging.read import Image
-from anomaly.runtime.parallel import StoppedError, ahead
+from anomaly.runtime.parallel import StoppedError, prefetch
+
+if sys.platform == "linux":
+    import fcntl
 
 AHEAD = 4  # images that each process may be ahead of the network
+# On the clock, for a file that doesn't come, and on Windows, where computing time isn't limited:
+# the largest image that is usually accepted takes 40 s of a quiet machine.
+CLOCK_SECONDS = 300.0
 _MOST_SHARED = 4  # processes that wait for whatever a Python program asks for next
+_ATTEMPTS = 2
+_MEGABYTES = 1000
+_LEAST_MEGABYTES = 200  # an interpreter with its libraries takes 70
+_HOME = str(Path(__file__).resolve().parents[2])  # the folder that holds the package
+_PIPE_BYTES = 1 << 20  # an image of the network's size in one go; 64 kB take 3 ms more for each
 
 Item = TypeVar("Item")
 
@@ -48,13 +64,10 @@ class Decoders:
     """
 
     def __init__(self, count: int, task: Task | None = None) -> None:
-        process_limits.memory_limit()  # a setting that is wrong is said here
-        self._processes = [DecoderProcess() for _ in range(max(1, count))]
-        self._of: dict[int, DecoderProcess] = {}
-        self._ahead = AHEAD * len(self._processes)
+        _memory_limit()  # a setting that is wrong is said here
+        self._processes = [_DecoderProcess() for _ in range(max(1, count))]
+        self._of: dict[int, _DecoderProcess] = {}
         self._task = task
-        if task is not None:
-            self.begin(task)
 
     def __enter__(self) -> Decoders:
         return self
@@ -71,10 +84,6 @@ class Decoders:
     def begin(self, task: Task) -> None:
         """Say what the task is, before images are loaded."""
         self._task = task
-        for process in self._processes:
-            process.task = task
-        # An image that is worth tiling is too large to have many of it waiting.
-        self._ahead = 0 if task.loading.sizing.tile else AHEAD * len(self._processes)
 
     def rest(self) -> None:
         """Give the processes' memory back when they are done; what asks them more waits a while."""
@@ -96,7 +105,7 @@ class Decoders:
             StoppedError: they aren't; a process that is at one of them is ended.
         """
         try:
-            yield from ahead(lambda item: self.submit(*item), items, self._ahead, stopped)
+            yield from prefetch(lambda item: self.submit(*item), items, self._ahead, stopped)
         except StoppedError:
             for process in self._processes:
                 process.drop()
@@ -107,26 +116,22 @@ class Decoders:
         return self.submit(0, source).result()
 
     def submit(
-        self, index: int, source: Path | bytes | Image
+        self, index: int, source: Path | bytes | Image, task: Task | None = None
     ) -> Future[NetworkInput | UnusableImage]:
         """Load one image among many, as `load_all` does; nobody bounds how many wait.
 
         Args:
             index: no other image that is being loaded or waits for its pictures has it.
             source: its file, the file's bytes, or pixels.
+            task: another one than the processes' own, for an image that will have no pictures.
         """
-        if isinstance(source, Image):
-            assert self._task is not None
-            return _finished(load(index, source, self._task.loading))
-        process = self._of[index] = self._idlest()
-        return process.submit(_load, process, index, source)
-
-    def submit_alone(
-        self, index: int, path: Path, loading: Preprocessing, keep_image: bool
-    ) -> Future[NetworkInput | UnusableImage]:
-        """Load a file that has nothing to do with the task; see `load_shared`."""
         process = self._idlest()
-        return process.submit(_load_alone, process, index, path, loading, keep_image)
+        if task is None:
+            task, self._of[index] = self._task, process
+        assert task is not None
+        if isinstance(source, Image):
+            return _finished(load(index, source, task.loading))
+        return process.submit(_load, process, task, index, source)
 
     def map(self, function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:
         """What a function that reads files makes of each item, in order, as with `load_all`.
@@ -142,7 +147,7 @@ class Decoders:
         Raises:
             Exception: what the function raises.
         """
-        return ahead(lambda item: self._call(function, item), items, self._ahead)
+        return prefetch(lambda item: self._call(function, item), items, self._ahead)
 
     def call(self, function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
         """What a function that reads files returns; see `map`.
@@ -174,80 +179,68 @@ class Decoders:
             when they can't be written.
         """
         process = self._of.pop(index)
-        return process.submit(_finish, process, index, path, *what)
+        return process.submit(_about_image, process, self._task, "finish", index, path, *what)
 
     def forget(self, index: int) -> None:
         """An image that `load_all` has given needs no pictures."""
         self._of.pop(index, None)
 
+    @property
+    def _ahead(self) -> int:
+        # An image that is worth tiling is too large to have many of it waiting.
+        tiled = self._task is not None and self._task.loading.sizing.tile
+        return 0 if tiled else AHEAD * len(self._processes)
+
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         process = self._idlest()
         return process.submit(_call, process, function, arguments)
 
-    def _idlest(self) -> DecoderProcess:
+    def _idlest(self) -> _DecoderProcess:
         return min(self._processes, key=lambda p: p.waiting)
 
 
-def _load(process: DecoderProcess, index: int, path: Path | bytes) -> NetworkInput | UnusableImage:
-    try:
-        answer = process.ask("load", index, path, droppable=True)
-    except EndedError as ended:
-        return _failed(index, path, "decoding", ended)
-    if isinstance(answer, NetworkInput):
-        if answer.image is not None:
-            return replace(answer, render=partial(paint, answer.name, answer.image))
-        return replace(answer, render=partial(_render, process, index, path))
-    assert isinstance(answer, UnusableImage)
-    return answer
-
-
-def _load_alone(
-    process: DecoderProcess, index: int, path: Path, loading: Preprocessing, keep_image: bool
+def _load(
+    process: _DecoderProcess, task: Task, index: int, source: Path | bytes
 ) -> NetworkInput | UnusableImage:
-    arguments = (index, path.absolute(), loading, keep_image)  # it may be in another folder by now
-    try:
-        answer = process.ask("call", load_alone, arguments, droppable=True)
-    except EndedError as ended:
-        return _failed(index, path, "decoding", ended)
-    if isinstance(answer, NetworkInput):
-        image = answer.image
-        render = answer.render if image is None else partial(paint, path, image)
-        # Of one that isn't to be kept, the tiles are all that the pixels are needed for.
-        return replace(answer, path=path, image=image if keep_image else None, render=render)
-    assert isinstance(answer, UnusableImage)
-    return answer
-
-
-def _finish(process: DecoderProcess, index: int, path: Path | bytes, *what: Any) -> Any:
-    try:
-        return process.ask("finish", index, path, *what, patience=process_limits.DRAWING)
-    except EndedError as ended:
-        return _failed(index, path, "drawing", ended)
+    answer = _about_image(process, task, "load", index, source)
+    if not isinstance(answer, NetworkInput):
+        assert isinstance(answer, UnusableImage)
+        return answer
+    if answer.image is not None:
+        return replace(answer, render=partial(paint, answer.name, answer.image))
+    return replace(answer, render=partial(_render, process, task, index, source))
 
 
 def _render(
-    process: DecoderProcess, index: int, path: Path | bytes, view: View
+    process: _DecoderProcess, task: Task, index: int, source: Path | bytes, view: View
 ) -> NDArray[np.float32]:
     """Of a large image: asked for by the network's thread while loads may be waiting."""
-    try:
-        answer = process.submit(process.ask, "render", index, path, view).result()
-    except EndedError as ended:
-        answer = _failed(index, path, "rendering", ended)
+    request = process.submit(_about_image, process, task, "render", index, source, view)
+    answer = request.result()
     if isinstance(answer, UnusableImage):
         raise ImageError(answer.reason, answer.status)
     assert isinstance(answer, np.ndarray)
     return answer
 
 
-def _call(process: DecoderProcess, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _about_image(
+    process: _DecoderProcess, task: Task, name: str, index: int, source: Path | bytes, *what: Any
+) -> Any:
+    """What a process answers to a request about an image, which is `failed` where it has ended."""
     try:
-        return process.ask("call", function, arguments, droppable=True)
-    except EndedError as ended:
+        return process.ask(task, name, index, source, *what)
+    except _EndedError as ended:
+        doing = {"load": "decoding", "render": "rendering", "finish": "drawing"}[name]
+        return UnusableImage(index, "failed", f"{name_of(index, source)}: {doing} it {ended}")
+
+
+def _call(
+    process: _DecoderProcess, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
+    try:
+        return process.ask(None, "call", function, arguments)
+    except _EndedError as ended:
         return ImageError(f"reading it {ended}", "failed")
-
-
-def _failed(index: int, source: Path | bytes, doing: str, ended: EndedError) -> UnusableImage:
-    return UnusableImage(index, "failed", f"{name_of(index, source)}: {doing} it {ended}")
 
 
 def _finished(result: NetworkInput | UnusableImage) -> Future[NetworkInput | UnusableImage]:
@@ -255,6 +248,239 @@ def _finished(result: NetworkInput | UnusableImage) -> Future[NetworkInput | Unu
     future: Future[NetworkInput | UnusableImage] = Future()
     future.set_result(result)
     return future
+
+
+class _EndedError(Exception):
+    """The process was ended, or has ended, while it was at something; the message says why."""
+
+
+@dataclass
+class _Request:
+    """What a process is at.
+
+    Attributes:
+        reads: it reads a file: it may only take so long, and nothing is lost when it is ended.
+        over: why it was ended.
+    """
+
+    reads: bool
+    over: str = ""
+
+
+class _DecoderProcess:
+    """One process as the one that has started it sees it, asked one thing at a time by a thread."""
+
+    def __init__(self) -> None:
+        self._sent: Task | None = None  # what it was told last
+        self._asked = self._answered = 0
+        self._lock = threading.Lock()
+        self._request: _Request | None = None
+        self._has_answered = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        # On Linux a child goes when the thread that has started it does: not the caller's.
+        self._thread = ThreadPoolExecutor(1, "decoder")
+        self._thread.submit(self._start)
+
+    @property
+    def waiting(self) -> int:
+        """How much it has still to do."""
+        return self._asked - self._answered
+
+    @property
+    def resident(self) -> int:
+        """Bytes that it holds; 0 where the system doesn't say."""
+        child = self._child
+        return resident_bytes(child.pid) if child else 0
+
+    def submit(self, job: Callable[..., Any], *arguments: object) -> Future[Any]:
+        """Do something in the process's thread once everything before it is done."""
+        self._asked += 1
+        future = self._thread.submit(job, *arguments)
+        future.add_done_callback(self._done)
+        return future
+
+    def _done(self, _: object) -> None:
+        self._answered += 1
+
+    def ask(self, task: Task | None, name: str, *arguments: Any) -> Any:
+        """Its answer; called in its thread.
+
+        Args:
+            task: what it has to know; None where that doesn't matter.
+            name: a method of `decoder_worker.Worker`.
+            arguments: for it.
+
+        Raises:
+            _EndedError: it took too long, or the process has died of it, twice.
+            AnomalyError: no such process can be started on this machine.
+            Exception: what went wrong there, if that is nothing of the image's own.
+        """
+        for _ in range(_ATTEMPTS):
+            self._start()
+            request = _Request(reads=name != "finish")
+            try:
+                done, answer = self._exchange(request, task, name, arguments)
+            except (OSError, EOFError, pickle.UnpicklingError):
+                code = self._stop(patience=1)
+                if sys.platform != "win32" and code == -signal.SIGPROF:
+                    request.over = (
+                        f"took more than {read.COMPUTING_SECONDS:.0f} s of computing, the limit "
+                        f"for {read.MODEST_PIXELS / 1e6:.0f} million pixels"
+                    )
+                if request.over:
+                    raise _EndedError(request.over) from None
+                continue
+            self._has_answered = True
+            if not done:
+                raise answer
+            return answer
+        if not self._has_answered:
+            _check_start()
+        raise _EndedError(f"has ended {_ATTEMPTS} processes, one after the other")
+
+    def drop(self) -> None:
+        """End it if what it is at may remain unfinished."""
+        request = self._request
+        if request is not None and request.reads:
+            self._end(request, "wasn't waited for")
+
+    def rest(self) -> None:
+        """End it when it has done what it was asked; whoever asks more starts it again."""
+        self._thread.submit(self._stop)
+
+    def close(self) -> None:
+        """End it, whatever it is at."""
+        with self._lock:
+            self._closed = True
+            if self._child is not None:
+                self._child.kill()
+        self._thread.shutdown(cancel_futures=True)
+        self._stop()
+
+    def _exchange(
+        self, request: _Request, task: Task | None, name: str, arguments: tuple[Any, ...]
+    ) -> tuple[bool, Any]:
+        assert self._child is not None
+        said = f"took more than {CLOCK_SECONDS:.0f} s, the limit for a file"
+        watchdog = threading.Timer(CLOCK_SECONDS, self._end, (request, said))
+        watchdog.daemon = True
+        self._request = request
+        if request.reads:
+            watchdog.start()
+        try:
+            send(self._child.stdin, (None if task is self._sent else task, name, arguments))
+            self._sent = task or self._sent
+            done, answer = receive(self._child.stdout)
+            return done, answer
+        finally:
+            watchdog.cancel()
+            with self._lock:
+                self._request = None
+
+    def _end(self, request: _Request, over: str) -> None:
+        with self._lock:
+            if self._request is request and self._child is not None:
+                request.over = over
+                self._child.kill()
+
+    def _start(self) -> None:
+        """Start it, unless it is there."""
+        with self._lock:
+            if self._closed:
+                raise _EndedError("wasn't waited for")
+            if self._child is None:
+                self._child, self._sent = start(), None
+
+    def _stop(self, patience: float = 0) -> int:
+        """End it, if it is there, and give its exit code.
+
+        Args:
+            patience: seconds in which it may end by itself, and so say why.
+        """
+        with self._lock:
+            child, self._child = self._child, None
+        if child is None:
+            return 0
+        if patience:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(patience)
+        child.kill()
+        code = child.wait()
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                with suppress(OSError):  # what it wasn't told any more
+                    stream.close()
+        return code
+
+
+def start() -> subprocess.Popen[bytes]:
+    """A fresh interpreter that serves: works alike on every system, whatever threads there are.
+
+    Raises:
+        AnomalyError: none can be started.
+    """
+    code = f"{_imports()}; serve({os.getpid()}, {_memory_limit()})"
+    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | threads,
+        )
+    except OSError as error:
+        raise AnomalyError(
+            f"no process can be started that decodes images: {why(error)}; end other programs, or "
+            "give the machine more memory"
+        ) from None
+    if sys.platform == "linux" and child.stdout is not None:
+        with suppress(OSError):  # the user's pipes hold as much as they may
+            fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return child
+
+
+def _imports() -> str:
+    """A program that finds the modules where this one does, its working folder changed or not."""
+    places = [*sys.path, _HOME]
+    return f"import sys; sys.path[:] = {places!r}; from {serve.__module__} import serve"
+
+
+def _check_start() -> None:
+    """See that an interpreter gets as far as serving, where none has answered yet."""
+    tried = subprocess.run(
+        [sys.executable, "-c", _imports()], capture_output=True, text=True, check=False
+    )
+    if tried.returncode:
+        reason = (tried.stderr.strip() or "it says nothing").splitlines()[-1]
+        raise AnomalyError(
+            f"the processes that decode images end as soon as they are started: {reason}"
+        )
+
+
+def _memory_limit() -> int:
+    """Bytes that a decoding process may take: 1 GB, or as many megabytes as the environment says.
+
+    Raises:
+        AnomalyError: `ANOMALY_DECODER_MEMORY` isn't a number of megabytes.
+    """
+    text = os.environ.get(read.MEMORY_SETTING, str(_MEGABYTES))
+    if not text.isdecimal() or int(text) < _LEAST_MEGABYTES:
+        raise AnomalyError(
+            f"{read.MEMORY_SETTING} is {text!r}; it must be a whole number of megabytes, "
+            f"{_LEAST_MEGABYTES} or more"
+        )
+    return int(text) * 1_000_000
+
+
+def resident_bytes(pid: int) -> int:
+    """Bytes of memory that a process holds; 0 where the system doesn't say."""
+    with suppress(OSError, IndexError, ValueError):
+        # proc(5): the second number is the resident pages.
+        pages = Path(f"/proc/{pid}/statm").read_bytes().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 _shared: list[Decoders] = []
@@ -288,19 +514,32 @@ def load_shared(
         loading: how.
         keep_image: whether decoded files are handed over, too; pixels always are.
     """
+    tiled = loading.sizing.tile is not None
+    # The processes serve many callers, and keep nothing for one that may not come back.
+    task = Task(loading, keep_image=keep_image or tiled)
+    sources: deque[Path | Image | UnusableImage] = deque()
 
     def submit(
         item: tuple[int, Path | Image | UnusableImage],
     ) -> Future[NetworkInput | UnusableImage]:
         index, source = item
+        sources.append(source)
         if isinstance(source, UnusableImage):
             return _finished(source)
         if isinstance(source, Image):
             return _finished(load(index, source, loading))
-        return _shared_decoders().submit_alone(index, source, loading, keep_image)
+        # The program may have gone to another folder since the processes were started.
+        return _shared_decoders().submit(index, source.absolute(), task)
 
     # An image that is worth tiling is too large to have many of it waiting.
-    return ahead(submit, items, 0 if loading.sizing.tile else AHEAD)
+    for loaded in prefetch(submit, items, 0 if tiled else AHEAD):
+        source = sources.popleft()
+        if isinstance(loaded, NetworkInput) and isinstance(source, Path):
+            # Of an image that isn't to be kept, the tiles are all that the pixels are needed for.
+            image = loaded.image if keep_image else None
+            yield replace(loaded, path=source, image=image)
+        else:
+            yield loaded
 
 
 def read_mask(path: Path) -> NDArray[np.bool_]:

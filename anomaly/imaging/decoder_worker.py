@@ -1,7 +1,11 @@
 """What a decoding process does: the other end of `anomaly.imaging.decoder_pool`. Imports no torch.
 
+Nobody knows what a parser does with a damaged file. So before each request a process limits itself:
+the kernel refuses it memory beyond the limit, and ends it when its computing time is over. Only
+computing counts, so that neither a slow network folder nor a busy machine ends it.
+
 A process keeps the images that it has decoded, within `_KEPT_BYTES`, where they are to be drawn or
-are worth tiling; those that didn't fit it reads again. It ends with the one that has started it.
+cut into tiles; those that didn't fit it reads again. It ends with the one that has started it.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import ImageError, OutputError
-from anomaly.imaging import process_limits
+from anomaly.imaging import read
 from anomaly.imaging.geometry import Tiling, View
 from anomaly.imaging.loading import (
     NetworkInput,
@@ -34,6 +38,9 @@ from anomaly.imaging.loading import (
     to_unusable,
 )
 from anomaly.imaging.read import Image, described
+
+if sys.platform != "win32":
+    import resource
 
 _KEPT_BYTES = 256 * 1024**2
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -85,29 +92,31 @@ def serve(parent: int, memory: int) -> None:
     cv2.setNumThreads(1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides when it is over
+    if sys.platform != "win32":
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
     # Whatever a library may print mustn't get between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    process_limits.limit_this_process(memory, lambda share: send(answers, ("large", share)))
     worker = Worker(None)
     with suppress(BrokenPipeError, EOFError):
         while True:
-            task, name, arguments, patience = receive(sys.stdin.buffer)
+            task, name, arguments = receive(sys.stdin.buffer)
             if task is not None:
                 worker = Worker(task)
-            process_limits.begin_request(patience)
+            _limit(memory, read.COMPUTING_SECONDS)
             # Nothing here holds the answer, or an error and all that its frames hold, any longer.
             send(answers, _answer(worker, name, arguments))
             del task, arguments
 
 
-def _answer(worker: Worker, name: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:
+def _answer(worker: Worker, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+    """Whether a request was done, and what it returns or the error that it raises."""
     try:
-        return "done", getattr(worker, name)(*arguments)
+        return True, getattr(worker, name)(*arguments)
     except BrokenPipeError:
         raise
     except Exception as error:  # of no image alone: a full disk, a mistake of ours
-        return "error", error
+        return False, error
 
 
 def _end_with(parent: int) -> None:
@@ -119,8 +128,24 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
+def _limit(memory: int | None, seconds: float) -> None:
+    """Limit this process until the next call.
+
+    Args:
+        memory: bytes that it may take; None for any.
+        seconds: of computing; 0 for any. A large image gets more, see `read.read_image`.
+    """
+    if sys.platform != "win32":
+        # Not RLIMIT_AS, which counts the libraries' files, too, and room that is only reserved.
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if memory is None or (hard != resource.RLIM_INFINITY and memory > hard):
+            memory = hard
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
 class Worker:
-    """What a process does when it is asked; each method is a request.
+    """What a process does when it is asked; each public method is a request.
 
     Args:
         task: what it has to know; None where it only calls functions.
@@ -171,7 +196,7 @@ class Worker:
         image = self._image(index, source)
         if isinstance(image, UnusableImage):
             return image
-        process_limits.lift_memory_limit()  # drawing follows no file's orders
+        _limit(None, 0)  # drawing follows no file's orders
         try:
             return self.task.pictures.write(image, *what)
         except OutputError:  # of every image to come, too
@@ -194,35 +219,15 @@ class Worker:
 
     def _image(self, index: int, source: Path | bytes) -> Image | UnusableImage:
         image = self._kept.pop(index, None)
-        if image is None:
-            loaded = self._load(index, source)
-            return loaded if isinstance(loaded, UnusableImage) else loaded.decoded
-        height, width = image.size
-        process_limits.allow_pixels(height * width)
-        return image
+        if image is not None:
+            return image
+        loaded = self._load(index, source)
+        return loaded if isinstance(loaded, UnusableImage) else loaded.decoded
 
 
 def name_of(index: int, source: Path | bytes) -> str:
     """What messages call an image: its path, or its place where its bytes came from memory."""
     return described(index, source if isinstance(source, Path) else None)
-
-
-def load_alone(
-    index: int, path: Path, loading: Preprocessing, keep_image: bool
-) -> NetworkInput | UnusableImage:
-    """Load a file for a caller that won't come back to it: nothing of it is kept here.
-
-    Args:
-        index: its place in the list of images.
-        path: the file.
-        loading: how.
-        keep_image: whether the decoded image is handed over; one to be cut into tiles always is.
-    """
-    loaded = load(index, path, loading)
-    if isinstance(loaded, UnusableImage):
-        return loaded
-    handed = loaded.image if keep_image or isinstance(loaded.view, Tiling) else None
-    return replace(loaded, image=handed, render=_elsewhere)
 
 
 def _elsewhere(view: View) -> NDArray[np.float32]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from anomaly.errors import DataError, some, why
 from anomaly.files.outputs import is_model, own_outputs
-from anomaly.imaging.formats import FORMATS
+from anomaly.imaging.read import FORMATS
 
 log = logging.getLogger(__name__)
 

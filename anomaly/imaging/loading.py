@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
-from anomaly.imaging.process_limits import out_of_memory
-from anomaly.imaging.read import Image, described, read_header, read_image
+from anomaly.imaging.read import Image, described, out_of_memory, read_header, read_image
 from anomaly.imaging.region import Region
 
 # What a large image has instead of pixels for the network: its tiles have them.

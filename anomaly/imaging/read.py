@@ -19,24 +19,117 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import signal
 import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import ImageError, why
-from anomaly.imaging import process_limits
-from anomaly.imaging.formats import HEAD_BYTES, Format, ImageHeader, Pixels, identify
-from anomaly.imaging.formats.base import damaged, unsupported
+from anomaly.imaging.formats import bmp, jpeg, png, tiff, webp
+from anomaly.imaging.formats.base import ImageHeader, Pixels, damaged, unsupported
+
+if sys.platform != "win32":
+    import resource
 
 MAX_PIXELS = 250_000_000
 _LONGEST_SIDE = 1_000_000  # libpng goes no further
 # A file may be this long: 16 bits for each of four samples, and metadata.
 _BYTES_A_PIXEL = 8
 _BYTES_BESIDES = 64 * 1024**2
+
+# What a decoding process may take: decoding so many pixels takes 4 s and 0.7 GB at most.
+MODEST_PIXELS = 25_000_000
+COMPUTING_SECONDS = 9.0
+MEMORY_SETTING = "ANOMALY_DECODER_MEMORY"
+
+
+class Format(Protocol):
+    """What each format's module has. Both functions raise ImageError, without the file's name.
+
+    Attributes:
+        NAME: what messages call it.
+        SUFFIXES: how such files' names end.
+        SIGNATURE: matches the first bytes of such a file.
+    """
+
+    NAME: str
+    SUFFIXES: tuple[str, ...]
+    SIGNATURE: re.Pattern[bytes]
+
+    def read_header(self, data: bytes) -> ImageHeader:
+        """Read what the file says about its picture, without decoding it."""
+        ...
+
+    def decode(self, data: bytes) -> Pixels:
+        """Decode RGB pixels (H, W, 3) as stored, orientation not applied."""
+        ...
+
+
+FORMATS: MappingProxyType[str, Format] = MappingProxyType(
+    {"png": png, "jpeg": jpeg, "bmp": bmp, "tiff": tiff, "webp": webp}
+)
+HEAD_BYTES = 64
+
+_OTHERS = (
+    (b"GIF8", "a GIF"),
+    (b"II+\0", "a BigTIFF picture"),
+    (b"MM\0+", "a BigTIFF picture"),
+    (b"%PDF", "a PDF document"),
+    (b"8BPS", "a Photoshop document"),
+    (b"\0\0\0\x0cjP  ", "a JPEG 2000 picture"),
+    (b"\xff\x4f\xff\x51", "a JPEG 2000 picture"),
+    (b"\x76\x2f\x31\x01", "an OpenEXR picture"),
+    (b"#?RADIANCE", "a Radiance HDR picture"),
+    (b"PK\x03\x04", "a ZIP archive"),
+    (b"\x1f\x8b", "a gzip archive"),
+    (b"\0\0\x01\0", "a Windows icon"),
+    (b"\x93NUMPY", "a NumPy array"),
+    (b"\x89HDF", "an HDF5 file"),
+)
+
+
+def identify(head: bytes) -> Format:
+    """Tell a file's format by its first `HEAD_BYTES` bytes.
+
+    Raises:
+        ImageError: `unsupported` for other known kinds of file, else `unreadable`.
+    """
+    for known in FORMATS.values():
+        if known.SIGNATURE.match(head):
+            return known
+    if not head:
+        raise damaged("it is empty")
+    if not any(head):
+        raise damaged("it starts with zeros only, as files do whose writing was interrupted")
+    *names, last = (known.NAME for known in FORMATS.values())
+    most = ", ".join(names)
+    if kind := _other_kind(head):
+        raise unsupported(f"it is {kind}, not a {most} or {last} picture")
+    raise damaged(f"it isn't a {most} or {last} picture, or its first bytes are damaged")
+
+
+def _other_kind(head: bytes) -> str | None:
+    for signature, kind in _OTHERS:
+        if head.startswith(signature):
+            return kind
+    if head[4:8] == b"ftyp":
+        pictures = {b"hei": "a HEIC picture", b"mif": "a HEIF picture", b"avi": "an AVIF picture"}
+        return pictures.get(head[8:11], "a video")
+    try:
+        text = head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        text = head[: error.start].decode() if error.start >= len(head) - 3 else "\0"
+    if text.isprintable() or text.translate(dict.fromkeys(map(ord, "\r\n\t\f"))).isprintable():
+        return "a text file"
+    return None
 
 
 @dataclass(frozen=True)
@@ -85,7 +178,7 @@ def read_image(
         kind, data = _read_file(source, max_pixels)
         header = kind.read_header(data)
         check_size(header.size, max_pixels)
-        process_limits.allow_pixels(header.size[0] * header.size[1])
+        _allow_time(header.size)
         pixels = turned_upright(kind.decode(data), header.orientation)
         full_scale = full_scale_of(header.full_scale, bit_depth)
         check_range(pixels, full_scale)
@@ -94,7 +187,7 @@ def read_image(
     except (MemoryError, cv2.error) as error:
         if isinstance(error, cv2.error) and error.code != cv2.Error.StsNoMem:
             raise
-        raise ImageError(_named(source, process_limits.out_of_memory()), "unsupported") from None
+        raise ImageError(_named(source, out_of_memory()), "unsupported") from None
     sha256 = hashlib.sha256(data).hexdigest()
     return Image(np.ascontiguousarray(pixels), full_scale, header.mode, header.format, sha256)
 
@@ -161,6 +254,28 @@ def _check_length(length: int, max_pixels: int) -> None:
             f"of {max_pixels / 1e6:.1f} million pixels needs; if it is a picture, raise "
             "image.max_pixels"
         )
+
+
+def _allow_time(size: tuple[int, int]) -> None:
+    """Let a process whose computing time is limited compute longer for a large image (H0, W0)."""
+    more = COMPUTING_SECONDS * (size[0] * size[1] / MODEST_PIXELS - 1)
+    if sys.platform != "win32" and more > 0:
+        left, _ = signal.getitimer(signal.ITIMER_PROF)
+        if left:
+            signal.setitimer(signal.ITIMER_PROF, left + more)
+
+
+def out_of_memory() -> str:
+    """What is wrong with an image that this process has no memory for, and what to do."""
+    if sys.platform != "win32":
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        if limit != resource.RLIM_INFINITY:
+            return (
+                f"it takes more than the {limit / 1e9:.1f} GB of memory that a decoding process "
+                f"may use; if the file is sound, set the environment variable {MEMORY_SETTING} to "
+                "more megabytes"
+            )
+    return "there isn't enough memory to decode it"
 
 
 def full_scale_of(stored: float, bit_depth: int | None) -> float:

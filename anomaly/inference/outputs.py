@@ -44,7 +44,7 @@ from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
-    from anomaly.scoring.products import AnyModel
+    from anomaly.scoring.predictor import AnyModel
 
 
 Heatmaps: TypeAlias = Literal["none", "reject", "all"]
@@ -138,9 +138,9 @@ class Outputs:
         return listed | {
             "model": model.model_id,
             "software version": __version__,
-            "device": str(model.lead.device),
-            "engine": model.lead.extractor.engine,
-            "precision": model.lead.extractor.precision,
+            "device": str(model.reference_model.device),
+            "engine": model.reference_model.extractor.engine,
+            "precision": model.reference_model.extractor.precision,
             "set of outputs": [options.heatmaps, *names, *filter(None, [options.maps])],
         }
 
@@ -163,7 +163,7 @@ class Outputs:
                 f"{', '.join(needing)}: the model has no thresholds; train it without "
                 "--no-calibrate"
             )
-        return PictureWriter(self.folder, options, model.lead.unit)
+        return PictureWriter(self.folder, options, model.reference_model.unit)
 
     def write_scale(self, model: AnyModel) -> None:
         """Write what the heatmaps' colours mean, once: it is the same for every picture of a model.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from anomaly.scoring.prediction import Prediction
-    from anomaly.scoring.products import AnyModel
+    from anomaly.scoring.predictor import AnyModel
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def row_of(
         model_name=(by or model).name,
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
         milliseconds=round(1000 * (time.perf_counter() - begun), 1),
-        engine=model.lead.extractor.engine,
+        engine=model.reference_model.extractor.engine,
         product=product,
     )
 

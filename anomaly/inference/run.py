@@ -22,7 +22,7 @@ from anomaly.maps.encoding import Thumbnails
 from anomaly.methods.base import Progress
 from anomaly.runtime.parallel import StoppedError
 from anomaly.scoring.prediction import Prediction
-from anomaly.scoring.products import AnyModel
+from anomaly.scoring.predictor import AnyModel
 
 _BEHIND = 16  # scored images whose pictures may still be on their way
 _LAST_SECONDS = 5.0  # that their pictures may take once the run is to stop
@@ -110,7 +110,7 @@ def infer_files(
     paths = found.paths
     inputs = Inputs(paths, picture_names(paths, folders), outputs.options)
     thumbnails = Thumbnails(len(paths)) if outputs.options.page else None
-    decoders.begin(Task(model.lead.loading, outputs.pictures(model)))
+    decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
     failure: OutputError | None = None
     try:
         with journal:
@@ -129,7 +129,7 @@ def infer_files(
     finally:
         # Whatever stopped the run, the rows that exist are kept.
         try:
-            mm_per_pixel = model.lead.config.image.mm_per_pixel
+            mm_per_pixel = model.reference_model.config.image.mm_per_pixel
             outputs.write_tables(journal, found.groups, mm_per_pixel)
         except OutputError as error:
             failure = failure or error

@@ -20,7 +20,7 @@ from anomaly.inference.outputs import DEFAULTS, OutputOptions, picture_exists
 from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lines, region_rows
 from anomaly.inference.run import Inputs, infer
 from anomaly.maps.encoding import Thumbnails
-from anomaly.scoring.products import AnyModel
+from anomaly.scoring.predictor import AnyModel
 
 _POLL_SECONDS = 0.5
 # Looking into the folders takes at most this share of the time.

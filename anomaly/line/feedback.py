@@ -13,7 +13,7 @@ from pathlib import Path
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, OutputError, why
 from anomaly.files.writing import short_name, write
-from anomaly.imaging.formats import FORMATS, HEAD_BYTES, identify
+from anomaly.imaging.read import FORMATS, HEAD_BYTES, identify
 
 _PAST = 200  # newest pictures that nobody has said anything of
 # What was said last of each image.

@@ -18,17 +18,16 @@ import numpy as np
 from anomaly.errors import AnomalyError, ModelError, OutputError, some, why
 from anomaly.files.outputs import locked
 from anomaly.files.writing import draft_of
+from anomaly.imaging.decoder_pool import resident_bytes
 from anomaly.imaging.listing import list_images
-from anomaly.imaging.process_limits import resident_bytes
 from anomaly.imaging.read import Image
 from anomaly.line.engine import Engine, Recorder
 from anomaly.line.slot import ModelSlot, Version
 from anomaly.runtime.devices import release_memory
 from anomaly.scoring.pipeline import Model
-from anomaly.storage.folder import EXPORT, check_run_folder, model_id
+from anomaly.storage.folder import EXPORT, MANIFEST, check_run_folder, model_id
 from anomaly.storage.golden import golden_of, moved_since, read_record, score_golden
 from anomaly.storage.load import load_model
-from anomaly.storage.manifest import MANIFEST
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from typing import Any
 from anomaly.inference.rows import Row
 from anomaly.line.drift import Drift, levels_of
 from anomaly.line.engine import BusyError, Engine, PictureRequest, Scored
-from anomaly.scoring.build import portable
+from anomaly.scoring.build import to_dict
 from anomaly.scoring.pipeline import Model
 
 _AGAIN_SECONDS = 5  # after which to ask for a model that can't be used
@@ -46,7 +46,7 @@ class Version:
         short = {"model_id": model.model_id, "model_name": model.config.name}
         short |= {"method": model.method, "unit": model.unit}
         long = {
-            "config": portable(model.config),
+            "config": to_dict(model.config),
             "thresholds": None if limits is None else limits.to_json(),
             "calibration": [] if limits is None else limits.lines(),
             "training_images": len(model.manifest.get("training_images", ())),

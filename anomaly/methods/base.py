@@ -10,10 +10,11 @@ import numpy as np
 
 from anomaly.arrays import Array, module_of
 from anomaly.errors import ModelError
+from anomaly.runtime.devices import CPU
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 # D, the channels of embeddings -> a matrix (D, d) float32 that they are multiplied by.
@@ -124,7 +125,7 @@ def _name(dtype: object) -> str:
 
 
 def check_fits(channels: int, learned: int) -> None:
-    """See that a scorer was learned from embeddings of a network's channels.
+    """Check that a scorer was learned from embeddings of a network's channels.
 
     Raises:
         ModelError: it wasn't.
@@ -133,10 +134,15 @@ def check_fits(channels: int, learned: int) -> None:
         raise ModelError(f"its network has {channels} channels where its scorer has {learned}")
 
 
-def leading(tensors: Mapping[str, Array], name: str, axis: int = 0) -> int:
+def axis_length(tensors: Mapping[str, Array], name: str, axis: int = 0) -> int:
     """The length of one axis of a saved tensor, for `check_tensors`; -1 where it has no such."""
     shape = tensors[name].shape if name in tensors else ()
     return shape[axis] if -len(shape) <= axis < len(shape) else -1
+
+
+def device_of(values: Array) -> torch.device:
+    """Where a tensor is; the processor for an array."""
+    return CPU if isinstance(values, np.ndarray) else values.device
 
 
 def is_finite(values: Array) -> bool:
@@ -146,7 +152,7 @@ def is_finite(values: Array) -> bool:
     return bool(np.isfinite([float(values.min()), float(values.max())]).all())
 
 
-def check_apart(numbers: Sequence[Mapping[int, int]]) -> None:
+def check_disjoint(numbers: Sequence[Mapping[int, int]]) -> None:
     """Refuse to join sums of models that have learned from the same images.
 
     Args:
@@ -222,7 +228,7 @@ class ArrayScorer(Protocol):
         return module_of(values).amax(values.reshape(len(values), -1), 1)
 
     def check_origin(self, channels: int, images: int) -> None:
-        """See that this can have been learned from a network's embeddings of so many images.
+        """Check that this can have been learned from a network's embeddings of so many images.
 
         Args:
             channels: of all hooked layers together.
@@ -231,7 +237,7 @@ class ArrayScorer(Protocol):
         Raises:
             ModelError: it can't; the message says what doesn't fit.
         """
-        ...
+        check_fits(channels, self.dimensions)
 
 
 class Scorer(ArrayScorer, Protocol):
@@ -256,12 +262,12 @@ class Scorer(ArrayScorer, Protocol):
         """
         return None
 
-    def graph(self) -> nn.Module:
-        """What `score` does, as a module that `torch.export` can follow: reductions, no indices.
+    def graph(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """What `score` does, in operations that `torch.export` can follow: reductions, no search.
 
         Returns:
-            A module that takes embeddings (B, h, w, D) and gives patch scores (B, h, w) float32,
-            and where there is a bank the nearest vectors (B, h, w) int64 after them, in a tuple.
+            A function of embeddings (B, h, w, D) that gives patch scores (B, h, w) float32, and
+            where there is a bank the nearest vectors (B, h, w) int64 after them.
 
         Raises:
             ModelError: the method has no such form.
@@ -319,7 +325,7 @@ class Fitter(Protocol[S]):
         """
         ...
 
-    def again(self, scorer: S, patches: PatchSet) -> S:
+    def refit_embeddings(self, scorer: S, patches: PatchSet) -> S:
         """What a scorer has learned, in the embeddings of another network.
 
         Args:
@@ -331,7 +337,7 @@ class Fitter(Protocol[S]):
         """
         return self.fit(patches)
 
-    def continuing(self, scorer: S, learned: int) -> Fitter[S]:
+    def incremental(self, scorer: S, learned: int) -> Fitter[S]:
         """A fitter whose `fit` adds to what a scorer has learned already.
 
         Args:

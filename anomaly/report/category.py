@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
 
 from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, Scored, score_test_split
-from anomaly.evaluation.metrics import Confusion, confusion
+from anomaly.evaluation.metrics import Confusion
+from anomaly.maps.encoding import encoded, jpeg, pixels_for
+from anomaly.maps.heatmap import display, layer, outlines
+from anomaly.maps.regions import predicted_mask
 from anomaly.methods.base import Progress
 from anomaly.report.page import utc_now
-from anomaly.report.tiles import Tile, Tiles
-from anomaly.scoring.build import portable
-from anomaly.scoring.image_statistics import Appearance
+from anomaly.scoring.build import to_dict
+from anomaly.scoring.image_statistics import ImageStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.folder import find_model
 from anomaly.storage.thresholds import thresholds_alone_differ
 from anomaly.training.runs import training_record
 
-if TYPE_CHECKING:
-    pass
+# All pictures of a page together, for about 30 MB at most: 190 images of 500 x 1254 are whole.
+_PIXELS = 120_000_000
+_HEAT_SIDE = 160
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,7 +43,6 @@ class Category:
 
     Attributes:
         evaluation: scores and figures.
-        thresholds: the model's own; None where it has none.
         model: the model's folder, as the user named it.
         model_id: names this very model.
         method: the model's method, by the name that it has in the literature.
@@ -50,12 +56,10 @@ class Category:
         date: of the evaluation, in UTC.
         seconds: that scoring the test split took.
         tiles: by the images' places in the test split; empty for no report.
-        looks: what each image that was scored is like as a whole, by its place; empty unless asked
-            for.
+        looks: what each image that was scored is like as a whole, by its place.
     """
 
     evaluation: Evaluation
-    thresholds: Thresholds | None
     model: str = ""
     model_id: str = ""
     method: str = ""
@@ -69,13 +73,16 @@ class Category:
     date: str = ""
     seconds: float = 0.0
     tiles: Mapping[int, Tile] = field(default_factory=dict)
-    looks: Mapping[int, Appearance] = field(default_factory=dict)
+    looks: Mapping[int, ImageStatistics] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        figures = {k: v for k, v in self.metrics.items() if k.endswith(("auroc", "aupro"))}
-        said = ", ".join(f"{k} {v:.4f}" for k, v in figures.items() if v is not None)
+        figures = ", ".join(
+            f"{name} {value:.4f}"
+            for name, value in self.metrics.items()
+            if name.endswith(("auroc", "aupro")) and value is not None
+        )
         count = f"{self.evaluation.n_good} good, {self.evaluation.n_defect} defective"
-        return f"<Evaluation of {self.name} on {count}: {said}>"
+        return f"<Evaluation of {self.name} on {count}: {figures}>"
 
     @property
     def name(self) -> str:
@@ -95,15 +102,12 @@ class Category:
     @property
     def verdicts(self) -> Confusion | None:
         """What the model's own thresholds did; None where it has none."""
-        limits = self.thresholds
-        if limits is None:
-            return None
-        rows = [
-            (row.verdict(limits), row.sample.is_defect, row.sample.defect_type)
-            for row in self.evaluation.scored
-            if row.image_score is not None
-        ]
-        return confusion([v for v, _, _ in rows], [d for _, d, _ in rows], [t for _, _, t in rows])
+        return self.evaluation.verdicts
+
+    @property
+    def thresholds(self) -> Thresholds | None:
+        """The model's own; None where it has none."""
+        return self.evaluation.thresholds
 
 
 def evaluated(
@@ -116,7 +120,6 @@ def evaluated(
     workers: int = 2,
     progress: Progress = lambda done, total: None,
     model: str = "",
-    keep_looks: bool = False,
 ) -> Category:
     """Score test images and draw them for the report.
 
@@ -129,18 +132,16 @@ def evaluated(
         workers: decoding processes, besides one for masks.
         progress: called with (done, total).
         model: the model's folder, as the user named it.
-        keep_looks: whether to keep what each image is like as a whole, some kB of it.
 
     Raises:
         DataError: as `evaluate`.
     """
     started = time.perf_counter()
     limit = None if detector.thresholds is None else detector.thresholds.pixel
-    looks: dict[int, Appearance] = {}
+    looks: dict[int, ImageStatistics] = {}
 
     def take(prediction: Prediction, _: Sample, anomaly_map: Map, mask: Mask | None) -> None:
-        if keep_looks:
-            looks[prediction.index] = prediction.look
+        looks[prediction.index] = prediction.statistics
         tiles.add(prediction, anomaly_map, mask)
 
     with Tiles(len(samples), limit, workers) as tiles:
@@ -156,14 +157,13 @@ def evaluated(
     folder = Path(model) if model else detector.folder
     return Category(
         evaluation=evaluation,
-        thresholds=detector.thresholds,
         model="" if folder is None else str(folder),
         model_id=detector.model_id,
         method=detector.method,
         unit=detector.unit,
         engine=detector.extractor.engine,
         manifest=detector.manifest,
-        settings=portable(detector.config),
+        settings=to_dict(detector.config),
         training={} if folder is None else _training(folder, detector.model_id),
         data_folder=data_folder,
         own_split=own_split,
@@ -186,13 +186,132 @@ def _training(folder: Path, model_id: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A category that couldn't be evaluated."""
+class Tile:
+    """What the report shows of one image.
 
-    name: str
-    reason: str
+    Attributes:
+        photo: JPEG.
+        heat: WebP with opacity, to be stretched over the photo; empty where nothing is coloured.
+        size: (width, height) of the photo; the outlines' coordinates.
+        source: (width, height) of the original image.
+        truth: outline of the ground-truth mask, as an SVG path.
+        marked: outline of the predicted mask, as an SVG path.
+        partly: whether the network didn't look at some of the image.
+    """
+
+    photo: bytes
+    heat: bytes
+    size: tuple[int, int]
+    source: tuple[int, int]
+    truth: str
+    marked: str
+    partly: bool = False
 
 
-def folder_name(name: str) -> str:
-    """A category's name as that of a folder that is the same on every system."""
-    return re.sub(r"[^\w.-]+", "_", name).strip("._") or "model"
+class Tiles:
+    """Makes tiles behind the scoring; used in a `with` statement.
+
+    Args:
+        count: how many images there will be; the more, the smaller their pictures.
+        threshold: the anomaly map's value where marking starts; None takes each map's highest.
+        workers: threads.
+    """
+
+    def __init__(self, count: int, threshold: float | None, workers: int) -> None:
+        self._pixels = pixels_for(count, _PIXELS)
+        self._threshold = threshold
+        self._pool = ThreadPoolExecutor(workers)
+        self._tiles: dict[int, Future[Tile]] = {}
+
+    def __enter__(self) -> Tiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add(self, prediction: Prediction, anomaly_map: Map, mask: Mask | None) -> None:
+        """Take one image: (H0, W0) map and mask.
+
+        Raises:
+            ValueError: the image was decoded in another process.
+        """
+        if prediction.image is None:
+            raise ValueError(f"image {prediction.index} isn't at hand to be shown")
+        threshold = self._threshold
+        if threshold is None:
+            threshold = float(np.nanmax(anomaly_map))
+        source_map = replace(prediction.source_map, values=anomaly_map)
+        height, width = anomaly_map.shape
+        size = _shrunk_size((width, height), (self._pixels / (width * height)) ** 0.5)
+        # Shrunk now, so that the full image isn't kept waiting in the queue.
+        self._tiles[prediction.index] = self._pool.submit(
+            _encoded,
+            _shrunk(display(prediction.image), size),
+            _shrunk(anomaly_map, size),
+            None if mask is None else _shrunk_mask(mask, size),
+            _shrunk_mask(predicted_mask(source_map, threshold) > 0, size),
+            threshold,
+            (width, height),
+        )
+
+    def finished(self) -> dict[int, Tile]:
+        """The tiles by the images' places in the test split; waits for the last."""
+        return {index: future.result() for index, future in self._tiles.items()}
+
+
+def _shrunk_size(size: tuple[int, int], scale: float) -> tuple[int, int]:
+    """(width, height) of a picture of `size` brought down, or as it is where `scale` is above 1."""
+    scale = min(1.0, scale)
+    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+
+
+def _shrunk(values: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
+    """An array (H, W, ...) averaged down to `size` (width, height)."""
+    return np.asarray(cv2.resize(values, size, interpolation=cv2.INTER_AREA), values.dtype)
+
+
+def _shrunk_mask(mask: Mask, size: tuple[int, int]) -> Mask:
+    """A mask made smaller: a defect of a single pixel must still show."""
+    return _shrunk(mask.astype(np.float32), size) > 0
+
+
+def _encoded(
+    photo: NDArray[np.uint8],
+    anomaly_map: Map,
+    truth: Mask | None,
+    marked: Mask,
+    threshold: float,
+    source: tuple[int, int],
+) -> Tile:
+    height, width = anomaly_map.shape
+    return Tile(
+        photo=jpeg(photo[..., ::-1]),
+        heat=_heat(anomaly_map, threshold),
+        size=(width, height),
+        source=source,
+        truth="" if truth is None else svg_path(outlines(truth)),
+        marked=svg_path(outlines(marked)),
+        partly=bool(np.isnan(anomaly_map).any()),
+    )
+
+
+def _heat(anomaly_map: Map, threshold: float) -> bytes:
+    """The heatmap as a picture of its own; it is smooth, so a small one will do."""
+    height, width = anomaly_map.shape
+    size = _shrunk_size((width, height), _HEAT_SIDE / max(height, width))
+    colours = layer(_shrunk(anomaly_map, size), threshold)
+    if not colours[..., 3].any():
+        return b""
+    return encoded(".webp", colours[..., [2, 1, 0, 3]], cv2.IMWRITE_WEBP_QUALITY)
+
+
+def svg_path(lines: Sequence[NDArray[np.int32]]) -> str:
+    """Closed lines of pixel coordinates as an SVG path through the pixels' centres."""
+    parts = []
+    for line in lines:
+        points = cv2.approxPolyDP(line, 0.6, closed=True).reshape(-1, 2)
+        steps = np.diff(points, axis=0)
+        start = f"M{points[0, 0]}.5 {points[0, 1]}.5"
+        # A single pixel still gets a dot: a closed line of no length with round caps.
+        parts.append(start + "".join(f"l{x} {y}" for x, y in steps) + "z")
+    return "".join(parts)

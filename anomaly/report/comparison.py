@@ -12,13 +12,14 @@ from typing import Any
 from anomaly.errors import DataError, why
 from anomaly.files.tables import csv_rows, csv_text
 from anomaly.files.writing import claim, clear, write
-from anomaly.report.page import page
+from anomaly.report.page import row_html, table_html, table_page
 from anomaly.report.tables import COLUMNS
 
 _HEADER = (
     *("category", "path", "defect_type", "score_a", "score_b", "difference"),
     *("verdict_a", "verdict_b", "changed", "of_threshold_a", "of_threshold_b"),
 )
+_FILES = ("comparison.html", "comparison.csv")
 _SHOWN = 100  # images on the page whose verdict is the same
 # What is counted of the images in both: whether they are good (None: either), and their verdict.
 _COUNTED: dict[str, tuple[bool | None, str]] = {
@@ -101,8 +102,8 @@ def write_comparison(first: Path, second: Path, output: Path, *, overwrite: bool
         OutputError: an earlier comparison is there, or there is no room.
     """
     comparison = compare(first, second)
-    claim(output, ("comparison.html", "comparison.csv"), overwrite=overwrite)
-    clear(output, ("comparison.html", "comparison.csv"))
+    claim(output, _FILES, overwrite=overwrite)
+    clear(output, _FILES)
     write(output / "comparison.csv", comparison_csv(comparison))
     write(output / "comparison.html", comparison_html(comparison))
     return comparison
@@ -155,26 +156,19 @@ def comparison_csv(comparison: Comparison) -> str:
 
 def summary(comparison: Comparison) -> str:
     """The outcome in one sentence."""
-    changed = [c for c in comparison.changes if c.changed]
-    mute = [
-        name for i, name in enumerate("AB") if not any(c.verdicts[i] for c in comparison.changes)
-    ]
-    if mute:
-        text = f"{len(comparison.changes)} images in both; {' and '.join(mute)} without verdicts"
-        return text + _alone(comparison)
-    better = sum(c.better is True for c in changed)
-    worse = sum(c.better is False for c in changed)
-    text = (
-        f"{len(changed)} of {len(comparison.changes)} images changed verdict, "
-        f"{better} for the better and {worse} for the worse"
-    )
-    return text + _alone(comparison)
-
-
-def _alone(comparison: Comparison) -> str:
-    if not any(comparison.alone):
-        return ""
-    return f"; only in A: {comparison.alone[0]}, only in B: {comparison.alone[1]}"
+    changes = comparison.changes
+    if mute := [name for i, name in enumerate("AB") if not any(c.verdicts[i] for c in changes)]:
+        text = f"{len(changes)} images in both; {' and '.join(mute)} without verdicts"
+    else:
+        better = sum(c.better is True for c in changes)
+        worse = sum(c.better is False for c in changes)
+        text = (
+            f"{better + worse} of {len(changes)} images changed verdict, "
+            f"{better} for the better and {worse} for the worse"
+        )
+    if any(comparison.alone):
+        text += f"; only in A: {comparison.alone[0]}, only in B: {comparison.alone[1]}"
+    return text
 
 
 def _read_figures(folder: Path) -> dict[str, dict[str, Any]]:
@@ -222,74 +216,65 @@ def comparison_html(comparison: Comparison) -> str:
     changed = [c for c in comparison.changes if c.changed]
     rest = [c for c in comparison.changes if not c.changed]
     a, b = (escape(name) for name in comparison.names)
-    body = f"""
-<header class="top"><h1>Comparison</h1><p class="soft"><b>A</b> <bdi>{a}</bdi> · <b>B</b>
-<bdi>{b}</bdi> · {escape(summary(comparison))}</p></header><main class="sheet">
+    about = f"<b>A</b> <bdi>{a}</bdi> · <b>B</b> <bdi>{b}</bdi> · {escape(summary(comparison))}"
+    content = f"""
 <h2>Figures</h2>{_figures_table(comparison)}
 <h2>Another verdict: {len(changed)} of {len(comparison.changes)} images</h2>
 {_images_table(changed)}
 <h2>Same verdict, moved furthest</h2>{_images_table(rest[:_SHOWN])}
 <p class="soft small">“Of threshold” is a score over its own model's threshold: scores of two
 models can't be compared otherwise. Counts are of the images in both, at each model's own
-thresholds. comparison.csv has every image.</p></main>"""
-    return page("Comparison", body, styles=("base.css", "index.css"))
+thresholds. comparison.csv has every image.</p>"""
+    return table_page("Comparison", "Comparison", about, content)
 
 
 def _figures_table(comparison: Comparison) -> str:
-    titles = [*(title for title, _ in COLUMNS), *_COUNTED]
-    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
-    rows = ""
+    titles = ["Category", *(title for title, _ in COLUMNS), *_COUNTED]
+    rows = []
     for name, (first, second) in comparison.figures.items():
-        pairs = [_pair(first.get(key), second.get(key)) for _, key in COLUMNS]
-        mine = [change for change in comparison.changes if change.category == name]
-        pairs += [_count_pair(mine, *what) for what in _COUNTED.values()]
-        cells = "".join(f"<td>{pair}</td>" for pair in pairs)
-        rows += f'<tr><th scope="row"><bdi>{escape(name)}</bdi></th>{cells}</tr>'
-    return (
-        '<div class="card wide"><table class="overview"><thead><tr><th scope="col">Category</th>'
-        f"{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
+        own = [change for change in comparison.changes if change.category == name]
+        figures = [_pair(first.get(key), second.get(key)) for _, key in COLUMNS]
+        counts = [_count_pair(own, *what) for what in _COUNTED.values()]
+        rows.append(row_html(f"<bdi>{escape(name)}</bdi>", [*figures, *counts]))
+    return table_html(titles, rows)
 
 
 def _pair(first: float | None, second: float | None) -> str:
     shown = "<br>→ ".join("–" if v is None else f"{v:.4f}" for v in (first, second))
     if first is None or second is None:
         return shown
-    tone = "better" if second > first else "worse" if second < first else "soft"
-    return f'{shown}<small class="{tone}">{second - first:+.4f}</small>'
+    return shown + _difference(f"{second - first:+.4f}", second - first)
 
 
 def _count_pair(changes: Sequence[Change], good: bool | None, verdict: str) -> str:
     """How many images of one kind have a verdict, in both; fewer are better."""
-    some = [c for c in changes if good is None or good == (c.defect_type == "good")]
-    first, second = (sum(c.verdicts[i] == verdict for c in some) for i in (0, 1))
     if not all(any(c.verdicts[i] for c in changes) for i in (0, 1)):
         return "–"
-    tone = "better" if second < first else "worse" if second > first else "soft"
-    return f'{first}<br>→ {second}<small class="{tone}">{second - first:+d}</small>'
+    of_kind = [c for c in changes if good is None or good == (c.defect_type == "good")]
+    first, second = (sum(c.verdicts[i] == verdict for c in of_kind) for i in (0, 1))
+    return f"{first}<br>→ {second}" + _difference(f"{second - first:+d}", first - second)
+
+
+def _difference(text: str, gain: float) -> str:
+    tone = "better" if gain > 0 else "worse" if gain < 0 else "soft"
+    return f'<small class="{tone}">{text}</small>'
 
 
 def _images_table(changes: Sequence[Change]) -> str:
     if not changes:
         return '<p class="soft">None.</p>'
-    rows = "".join(map(_image_row, changes))
     titles = ("Image", "Type", "Verdict A → B", "Score A → B", "Of threshold A → B")
-    head = "".join(f'<th scope="col" class="left">{title}</th>' for title in titles)
-    return (
-        f'<div class="card wide"><table class="overview"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
+    return f'<div class="listed">{table_html(titles, map(_image_row, changes))}</div>'
 
 
 def _image_row(change: Change) -> str:
-    tone = {True: "better", False: "worse", None: ""}[change.better]
-    verdicts = " → ".join(v or "–" for v in change.verdicts)
-    scores = " → ".join("–" if s is None else f"{s:.4g}" for s in change.scores)
-    ratios = " → ".join("–" if r is None else f"{r:.3f}" for r in change.ratios)
-    return (
-        f'<tr><td class="names left"><bdi>{escape(change.category)}</bdi> '
-        f"<bdi>{escape(change.path)}</bdi></td>"
-        f'<td class="left"><bdi>{escape(change.defect_type)}</bdi></td>'
-        f'<td class="left {tone}">{escape(verdicts)}</td>'
-        f'<td class="left">{scores}</td><td class="left">{ratios}</td></tr>'
+    tone = {True: "better", False: "worse", None: "soft"}[change.better]
+    name = f"<bdi>{escape(change.category)}</bdi> <bdi>{escape(change.path)}</bdi>"
+    verdicts = escape(" → ".join(v or "–" for v in change.verdicts))
+    cells = (
+        f"<bdi>{escape(change.defect_type)}</bdi>",
+        f'<span class="{tone}">{verdicts}</span>',
+        " → ".join("–" if s is None else f"{s:.4g}" for s in change.scores),
+        " → ".join("–" if r is None else f"{r:.3f}" for r in change.ratios),
     )
+    return row_html(name, cells)

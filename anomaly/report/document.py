@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,26 +19,20 @@ from anomaly.datasets import GOOD
 from anomaly.evaluation.metrics import pr_curve, roc_curve
 from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.report.page import asset, page
-from anomaly.scoring.build import flat
+from anomaly.scoring.build import flatten
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
     from anomaly.evaluation.evaluate import Scored
     from anomaly.evaluation.metrics.curves import Curve
-    from anomaly.report.category import Category
+    from anomaly.report.category import Category, Tile
     from anomaly.report.gallery import Run
-    from anomaly.report.tiles import Tile
 
 
 _STYLES = ("base.css", "report.css")
 _SCRIPTS = (
-    "parts.js",
-    "histogram.js",
-    "counts.js",
-    "curves.js",
-    "tiles.js",
-    "viewer.js",
-    "main.js",
+    *("parts.js", "histogram.js", "counts.js", "curves.js"),
+    *("tiles.js", "viewer.js", "main.js"),
 )
 FIGURES = (
     ("Image AUROC", "image_auroc"),
@@ -78,7 +74,7 @@ def report_html(category: Category) -> str:
         "figures": list(_figures(category)),
         "curves": _curves(category),
         "by_type": list(_by_type(category)),
-        "glossary": GLOSSARY,
+        "glossary": glossary(),
         "training_images": sorted(category.manifest.get("training_images", {}).items()),
     }
     title = f"{category.name} – inspection report"
@@ -120,12 +116,6 @@ def model_page(
     )
 
 
-def _quoted(model: str) -> str:
-    """A model folder as a shell's argument that holds in any working directory."""
-    path = str(Path(model).absolute())
-    return subprocess.list2cmdline([path]) if os.name == "nt" else shlex.quote(path)
-
-
 def _command(model: str) -> str:
     """The shell command that sets thresholds of a model, but for the thresholds.
 
@@ -133,7 +123,9 @@ def _command(model: str) -> str:
     """
     if not model:
         return ""
-    return f"anomaly calibrate --model {_quoted(model)}"
+    folder = str(Path(model).absolute())  # holds in any working directory
+    quoted = subprocess.list2cmdline([folder]) if os.name == "nt" else shlex.quote(folder)
+    return f"anomaly calibrate --model {quoted}"
 
 
 def _limits(thresholds: Thresholds | None) -> dict[str, Any]:
@@ -236,7 +228,7 @@ def _facts(category: Category) -> dict[str, dict[str, Any]]:
     software = {"anomaly": __version__, "python": made.get("python"), **made.get("packages", {})}
     machine = {k: v for k, v in made.items() if k not in ("packages", "python")}
     return {
-        "Settings": dict(flat(category.settings)),
+        "Settings": dict(flatten(category.settings)),
         "Learned": learned,
         "Timings": timings,
         "Hashes (sha256)": hashes,
@@ -250,41 +242,15 @@ def _digest(hashes: Any) -> str:
     return hashlib.sha256("".join(known).encode()).hexdigest() if known else "–"
 
 
-GLOSSARY = {
-    "image_auroc": "Area under the ROC curve of the image scores: the chance that a defective "
-    "image scores higher than a good one. 1 is perfect, 0.5 is guessing.",
-    "image_ap": "Average precision of the image scores: precision (the share of flagged images "
-    "that are defective) averaged over all recalls. 1 is perfect; guessing gets the share of "
-    "defective images in the test split.",
-    "image_f1_max": "The highest F1 score (harmonic mean of precision and recall) that any "
-    "threshold reaches on these very images. A threshold chosen without them reaches less.",
-    "recall_at_frr_0.01": "The share of defective images that are found by a threshold which "
-    "rejects at most 1 % of the good test images.",
-    "recall_at_frr_0.05": "The share of defective images that are found by a threshold which "
-    "rejects at most 5 % of the good test images.",
-    "pixel_auroc": "Area under the ROC curve of the anomaly maps' pixels: the chance that a "
-    "defective pixel has a higher value than a defect-free one. Nearly all pixels are free of "
-    "defects, so it is close to 1 even where many are marked wrongly.",
-    "pixel_ap": "Average precision of the anomaly maps' pixels: the share of marked pixels that "
-    "are defective, averaged over all recalls. Stricter than pixel AUROC, as it doesn't count "
-    "the many defect-free pixels that are rightly left unmarked.",
-    "pixel_f1_max": "The highest F1 score (harmonic mean of precision and recall) of the pixels "
-    "that any one threshold on the anomaly maps reaches.",
-    "aupro_30": "Area under the per-region overlap curve: how much of each defect region is "
-    "marked, each region counting the same whatever its size, averaged over false-positive rates "
-    "from 0 to 30 % of the defect-free pixels. 1 is perfect.",
-    "aupro_05": "AUPRO up to a false-positive rate of 5 % only, as MVTec AD 2 asks for: how well "
-    "regions are outlined while hardly anything else is marked. 1 is perfect.",
-    "aupimo": "Area under the per-image overlap curve: how much of the defects in an image is "
-    "marked by thresholds so high that only 1 in 100,000 to 1 in 10,000 pixels of good images is "
-    "marked, averaged over these thresholds (on a logarithmic scale) and over defective images. "
-    "1 is perfect; it is the strictest of these figures.",
-}
+@cache
+def glossary() -> dict[str, str]:
+    """What each figure means, by its key, for people."""
+    return dict(json.loads(asset("glossary.json")))
 
 
 def term(key: str, title: str) -> str:
     """A figure's name as HTML that explains itself: under the mouse, and at a press or a key."""
-    about, spot = escape(GLOSSARY[key]), escape(f"about-{key}")
+    about, spot = escape(glossary()[key]), escape(f"about-{key}")
     return (
         f'<button class="term" type="button" popovertarget="{spot}" title="{about}">'
         f'{escape(title)}</button><span id="{spot}" popover class="about">'

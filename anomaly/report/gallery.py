@@ -10,7 +10,7 @@ import base64
 import heapq
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -26,9 +26,9 @@ from anomaly.files.writing import write
 from anomaly.inference.rows import Row, counts_of, say_counts, total_of
 from anomaly.maps.encoding import SHOWN, Thumbnail, Thumbnails, thumbnail
 from anomaly.report.document import model_page
-from anomaly.report.page import page, utc_now
-from anomaly.scoring.build import flat, portable
-from anomaly.scoring.products import AnyModel
+from anomaly.report.page import row_html, table_html, table_page, utc_now
+from anomaly.scoring.build import flatten, to_dict
+from anomaly.scoring.predictor import AnyModel
 
 NAMED = 200  # images named that couldn't be scored
 _LARGEST_FILE = 100_000_000
@@ -105,7 +105,7 @@ def write_gallery(
             model=str(folder / product),
             model_id=one.model_id,
             inputs=inputs,
-            settings=portable(one.config),
+            settings=to_dict(one.config),
             facts=facts,
             learned=frozenset(one.manifest["training_images"].values()),
             up="../" if several else "",
@@ -129,17 +129,18 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         output: the folder that the rows' heatmaps are relative to.
         thumbnails: small heatmaps as far as they are at hand; others are made from the files.
     """
-    found = _Found(run.learned)
-    for row in rows:
-        found.add(row)
-    shown = [row for _, _, row in sorted(found.shown, key=lambda entry: -entry[1])]
-    images = [_image(row, output, thumbnails, run.up) for row in shown]
-    scored = len(found.scores) + found.odd
-    total = scored + found.refused
+    tally = _Tally(run.learned)
+    # Earlier ones win among equals, so that the page hangs on the rows alone.
+    shown = heapq.nlargest(
+        SHOWN, tally.scored(rows), lambda at: (bool(at[1].reason), at[1].image_score or 0.0)
+    )
+    images = [_image(row, output, thumbnails, run.up) for _, row in sorted(shown)]
+    scored = len(tally.scores) + tally.odd
+    total = scored + tally.refused
     left_out = ""
-    if found.learned:
+    if tally.learned:
         left_out = (
-            f"The model has learned from {found.learned} of the {total} images and knows them: "
+            f"The model has learned from {tally.learned} of the {total} images and knows them: "
             "that they are called good says nothing of others. "
         )
     if scored > len(shown):
@@ -152,50 +153,43 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         "provenance": [("scored until", utc_now()), ("input", run.inputs)],
         "types": [],
         "images": images,
-        "scores": _encoded(found.scores),
-        "odd": found.odd,
+        "scores": _encoded(tally.scores),
+        "odd": tally.odd,
         "left_out": left_out,
-        "refused": {"rows": found.reasons, "count": found.refused},
+        "refused": {"rows": tally.reasons, "count": tally.refused},
         "figures": [],
         "glossary": {},
         "training_images": [],
     }
     title, counted = f"{run.name} – {run.inputs}", f"{scored} of {total} images scored"
-    facts = {"Run": run.facts, "Settings": dict(flat(run.settings))}
+    facts = {"Run": run.facts, "Settings": dict(flatten(run.settings))}
     return model_page(run, title, counted, facts, data)
 
 
-class _Found:
+class _Tally:
     """What the page keeps of the rows that have come by."""
 
     def __init__(self, learned: frozenset[str]) -> None:
         self.scores = array("d")
-        self.learned = 0
-        self._learned = learned
-        self.shown: list[tuple[tuple[bool, float, int], int, Row]] = []
+        self.learned = self.odd = self.refused = 0
         self.reasons: list[dict[str, str]] = []
-        self.odd = self.refused = self._seen = 0
+        self._learned = learned
 
-    def add(self, row: Row) -> None:
-        self._seen += 1
-        self.learned += row.image_sha256 in self._learned
-        if row.image_score is None:
-            self.refused += 1
-            if len(self.reasons) < NAMED:
-                reason = row.reason.removeprefix(f"{row.path}: ")
-                self.reasons.append({"name": row.path, "status": row.status, "reason": reason})
-            return
-        odd = bool(row.reason)
-        if odd:
-            self.odd += 1
-        else:
-            self.scores.append(row.image_score)
-        # Earlier ones win among equals, so that the page hangs on the rows alone.
-        entry = (odd, row.image_score, -self._seen), -self._seen, row
-        if len(self.shown) < SHOWN:
-            heapq.heappush(self.shown, entry)
-        else:
-            heapq.heappushpop(self.shown, entry)
+    def scored(self, rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
+        """Count rows, and pass on those with a score, numbered."""
+        for number, row in enumerate(rows):
+            self.learned += row.image_sha256 in self._learned
+            if row.image_score is None:
+                self.refused += 1
+                if len(self.reasons) < NAMED:
+                    reason = row.reason.removeprefix(f"{row.path}: ")
+                    self.reasons.append({"name": row.path, "status": row.status, "reason": reason})
+                continue
+            if row.reason:
+                self.odd += 1
+            else:
+                self.scores.append(row.image_score)
+            yield number, row
 
 
 def _encoded(scores: array[float]) -> str:
@@ -252,23 +246,17 @@ def product_index(products: Iterable[str], inputs: str, rows: Iterable[Row]) -> 
         counts[row.product] += counts_of([row])
     without = counts.pop("")
     everything = sum(counts.values(), without)
-    lines = "".join(_product_line(product, found) for product, found in counts.items())
-    head = "".join(f'<th scope="col">{title}</th>' for title in ("Images", *_TITLES.values()))
     refused = ""
     if missed := total_of(without) - without["ok"]:
         refused = f"{missed} couldn't be scored: each page names them. "
-    body = f"""
-<header class="top"><h1>Products</h1><p class="soft"><bdi>{escape(inputs)}</bdi> ·
-{escape(say_counts(everything))} · {utc_now()}</p></header><main class="sheet">
-<div class="card wide"><table class="overview"><thead><tr><th scope="col">Product</th>{head}</tr>
-</thead><tbody>{lines}</tbody></table></div>
+    about = f"<bdi>{escape(inputs)}</bdi> · {escape(say_counts(everything))} · {utc_now()}"
+    rows_of_products = [_product_row(product, found) for product, found in counts.items()]
+    content = f"""{table_html(["Product", "Images", *_TITLES.values()], rows_of_products)}
 <p class="soft small">{refused}Scores of several products have no common scale, so that each has
-a page of its own. results.csv has a row for each image.</p></main>"""
-    return page(f"Products – {inputs}", body, styles=("base.css", "index.css"))
+a page of its own. results.csv has a row for each image.</p>"""
+    return table_page(f"Products – {inputs}", "Products", about, content)
 
 
-def _product_line(product: str, counts: Counter[str]) -> str:
+def _product_row(product: str, counts: Counter[str]) -> str:
     link = f'<a href="{PAGES}/{quote(product)}.html"><bdi>{escape(product)}</bdi></a>'
-    cells = [counts["ok"], *(counts[verdict] for verdict in _TITLES)]
-    shown = "".join(f"<td>{count}</td>" for count in cells)
-    return f'<tr><th scope="row">{link}</th>{shown}</tr>'
+    return row_html(link, [counts["ok"], *(counts[verdict] for verdict in _TITLES)])

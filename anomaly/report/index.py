@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from anomaly.files.writing import claim, clear, write
-from anomaly.report.category import Category, Failure, folder_name
-from anomaly.report.document import GLOSSARY, report_html, term
-from anomaly.report.page import page
+from anomaly.report.category import Category
+from anomaly.report.document import glossary, report_html, term
+from anomaly.report.page import asset, row_html, table_html, table_page
 from anomaly.report.tables import COLUMNS, mean, metrics_json, on_shared_images, scores_csv
 from anomaly.version import __version__
 
@@ -35,6 +38,19 @@ def write_report(category: Category, folder: Path, *, overwrite: bool) -> Path:
     report = place.add(category)
     place.finish([category], [])
     return report
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A category that couldn't be evaluated."""
+
+    name: str
+    reason: str
+
+
+def folder_name(name: str) -> str:
+    """A category's name as that of a folder that is the same on every system."""
+    return re.sub(r"[^\w.-]+", "_", name).strip("._") or "model"
 
 
 class EvaluationFolder:
@@ -71,8 +87,8 @@ class EvaluationFolder:
             clear(self.folder, INDEX_FILES)
         clear(folder, CATEGORY_FILES)
         evaluation = category.evaluation
-        write(folder / "metrics.json", metrics_json([evaluation], [category.verdicts]))
-        write(folder / "scores.csv", scores_csv([evaluation], [category.thresholds]))
+        write(folder / "metrics.json", metrics_json([evaluation]))
+        write(folder / "scores.csv", scores_csv([evaluation]))
         write(folder / "report.html", report_html(category))
         self._reports[category.name] = f"{name}/report.html"
         return folder / "report.html"
@@ -80,10 +96,8 @@ class EvaluationFolder:
     def finish(self, categories: Sequence[Category], failures: Sequence[Failure]) -> Path:
         """Write what goes over all categories; returns the index."""
         evaluations = [c.evaluation for c in categories]
-        verdicts = [c.verdicts for c in categories]
-        thresholds = [c.thresholds for c in categories]
-        write(self.folder / "metrics.json", metrics_json(evaluations, verdicts))
-        write(self.folder / "scores.csv", scores_csv(evaluations, thresholds))
+        write(self.folder / "metrics.json", metrics_json(evaluations))
+        write(self.folder / "scores.csv", scores_csv(evaluations))
         index = self.folder / "index.html"
         write(index, index_html(categories, failures, self._reports))
         return index
@@ -107,27 +121,21 @@ def index_html(
         failures: what couldn't be evaluated.
         links: category name to its report, relative to the index.
     """
-    known = {c.name: _published(c) for c in categories}
+    papers = [_published(category) for category in categories]
     head = ["Category", "Good", "Defective"]
-    head += [term(key, title) if key in GLOSSARY else escape(title) for title, key in COLUMNS]
+    head += [term(key, title) if key in glossary() else escape(title) for title, key in COLUMNS]
     head += ["False rejects", "Escapes", "To review", "Scores"]
-    rows = [_row(c, known[c.name], links.get(c.name)) for c in categories]
+    rows = [_row(c, paper, links.get(c.name)) for c, paper in zip(categories, papers, strict=True)]
     shared = on_shared_images([c.evaluation for c in categories])
     if len(categories) > 1 and not shared:
-        rows.append(_mean_row(categories, list(known.values())))
+        rows.append(_mean_row(categories, papers))
     rows += [_failed(f, len(head)) for f in failures]
     kind = "models" if shared else "categories"
     count = f"{len(categories)} of {len(categories) + len(failures)} {kind} evaluated"
     dates = sorted({c.date for c in categories if c.date})[-1:]
-    about = " · ".join([count, *dates, f"anomaly {__version__}"])
-    body = f"""
-<header class="top"><h1>Evaluation</h1>
-<p class="soft">{escape(about)}</p></header>
-<main class="sheet"><div class="card wide"><table class="overview">
-<thead><tr>{"".join(f'<th scope="col">{title}</th>' for title in head)}</tr></thead>
-<tbody>{"".join(rows)}</tbody></table></div>
-{_notes(list(known.values()), shared=shared)}</main>"""
-    return page("Evaluation", body, styles=("base.css", "index.css"))
+    about = escape(" · ".join([count, *dates, f"anomaly {__version__}"]))
+    content = table_html(head, rows) + _notes(papers, shared=shared)
+    return table_page("Evaluation", "Evaluation", about, content)
 
 
 def _published(category: Category) -> Published | None:
@@ -137,6 +145,10 @@ def _published(category: Category) -> Published | None:
     return published(category.settings, layers)
 
 
+def _trained_on(category: Category) -> str:
+    return str(category.settings.get("data", {}).get("category"))
+
+
 def _row(category: Category, paper: Published | None, link: str | None) -> str:
     evaluation = category.evaluation
     name = f"<bdi>{escape(category.name)}</bdi>"
@@ -144,40 +156,41 @@ def _row(category: Category, paper: Published | None, link: str | None) -> str:
         name = f'<a href="{escape(quote(link, errors="replace"))}">{name}</a>'
     if category.data_folder:
         name += f"<small><bdi>{escape(category.data_folder)}</bdi></small>"
-    cells = [str(evaluation.n_good), str(evaluation.n_defect)]
-    trained_on = str(category.settings.get("data", {}).get("category"))
-    for _, key in COLUMNS:
-        theirs = paper.figures.get(key, {}).get(trained_on) if paper else None
-        cells.append(_figure(evaluation.metrics.values.get(key), theirs))
-    verdicts = category.verdicts
-    if verdicts is None:
-        cells += ["–"] * 3
-    else:
-        cells.append(_count(verdicts.false_rejects))
-        cells.append(_count(verdicts.escapes))
-        cells.append(str(verdicts.good.review + verdicts.defective.review))
-    cells.append(_strip(category))
-    return f'<tr><th scope="row">{name}</th>{"".join(f"<td>{c}</td>" for c in cells)}</tr>'
+    figures = [
+        _figure(
+            evaluation.metrics.values.get(key),
+            paper.figures.get(key, {}).get(_trained_on(category)) if paper else None,
+        )
+        for _, key in COLUMNS
+    ]
+    verdicts = ["–"] * 3
+    if counts := category.verdicts:
+        reviews = counts.good.review + counts.defective.review
+        verdicts = [_count(counts.false_rejects), _count(counts.escapes), str(reviews)]
+    cells = [evaluation.n_good, evaluation.n_defect, *figures, *verdicts, _strip(category)]
+    return row_html(name, cells)
 
 
 def _mean_row(categories: Sequence[Category], papers: Sequence[Published | None]) -> str:
+    paper = papers[0]
+    names = set(map(_trained_on, categories))
+    # A paper's mean is over all its categories; beside that of a few it would mislead.
+    if paper and (
+        any(p is not paper for p in papers) or names != set().union(*paper.figures.values())
+    ):
+        paper = None
     ours = mean([c.evaluation for c in categories])
-    complete = {str(c.settings.get("data", {}).get("category")) for c in categories} == set(
-        CATEGORIES
-    )
-    same = papers[0] if complete and all(p is papers[0] for p in papers) else None
-    cells = [_figure(ours.get(key), same.mean.get(key) if same else None) for _, key in COLUMNS]
-    counts = [c.verdicts for c in categories]
+    figures = [_figure(ours.get(key), paper.mean.get(key) if paper else None) for _, key in COLUMNS]
+    counts = [v for c in categories if (v := c.verdicts)]
     totals = [
-        sum(v.false_rejects for v in counts if v),
-        sum(v.escapes for v in counts if v),
-        sum(v.good.review + v.defective.review for v in counts if v),
+        sum(v.false_rejects for v in counts),
+        sum(v.escapes for v in counts),
+        sum(v.good.review + v.defective.review for v in counts),
     ]
     good = sum(c.evaluation.n_good for c in categories)
     defective = sum(c.evaluation.n_defect for c in categories)
-    cells = [str(good), str(defective), *cells, *map(str, totals), ""]
-    listed = "".join(f"<td>{c}</td>" for c in cells)
-    return f'<tr class="mean"><th scope="row">Mean, and sum of counts</th>{listed}</tr>'
+    cells = [good, defective, *figures, *totals, ""]
+    return row_html("Mean, and sum of counts", cells, "mean")
 
 
 def _failed(failure: Failure, columns: int) -> str:
@@ -237,93 +250,27 @@ def _strip(category: Category) -> str:
     )
 
 
-CATEGORIES = (
-    "bottle", "cable", "capsule", "carpet", "grid", "hazelnut", "leather", "metal_nut", "pill",
-    "screw", "tile", "toothbrush", "transistor", "wood", "zipper",
-)  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Published:
     """A setting's published figures, shares from 0 to 1.
 
     Attributes:
         source: who published them, and how their setting differs from ours.
+        settings: what they hold for: by section and key of a config, the values accepted there.
         figures: metric to category to figure.
-        mean: metric to the mean over all fifteen categories.
+        mean: metric to the mean over all categories.
     """
 
     source: str
+    settings: Mapping[str, Mapping[str, Sequence[Any]]]
     figures: Mapping[str, Mapping[str, float]]
     mean: Mapping[str, float]
 
 
-def _listed(*percentages: float) -> dict[str, float]:
-    return {name: round(p / 100, 5) for name, p in zip(CATEGORIES, percentages, strict=True)}
-
-
-_PATCHCORE = (
-    "embeddings pooled to 1024 dimensions; ours keep what model.embedding and model.image_score say"
-)
-PATCHCORE_10 = Published(
-    f"PatchCore 10 %, the authors' released models ({_PATCHCORE})",
-    {
-        "image_auroc": _listed(
-            100.0, 99.68, 97.93, 98.60, 97.91, 100.0, 100.0, 99.90, 96.67, 98.77, 99.49, 100.0,
-            99.87, 99.12, 99.50,
-        ),
-        "pixel_auroc": _listed(
-            98.48, 98.41, 98.95, 99.05, 98.80, 98.68, 99.29, 98.34, 97.80, 99.52, 95.71, 98.57,
-            96.10, 95.08, 98.87,
-        ),
-    },
-    {"image_auroc": 0.9916, "pixel_auroc": 0.9811, "aupro_30": 0.944},
-)  # fmt: skip
-PATCHCORE_1 = Published(
-    f"PatchCore 1 %, Roth et al. 2022 ({_PATCHCORE})",
-    {
-        "image_auroc": _listed(
-            100.0, 99.3, 98.0, 98.0, 98.6, 100.0, 100.0, 99.7, 97.0, 96.4, 99.4, 100.0, 99.9,
-            99.2, 99.2,
-        ),
-        "pixel_auroc": {
-            "bottle": 0.985, "grid": 0.986, "metal_nut": 0.984, "screw": 0.992, "zipper": 0.988,
-        },
-    },
-    {"image_auroc": 0.990, "pixel_auroc": 0.980, "aupro_30": 0.931},
-)  # fmt: skip
-PADIM_550 = Published(
-    "PaDiM WR50-Rd550, Defard et al. 2021",
-    {
-        "pixel_auroc": _listed(
-            98.3, 96.7, 98.5, 99.1, 97.3, 98.2, 99.2, 97.2, 95.7, 98.5, 94.1, 98.8, 97.5, 94.9,
-            98.5,
-        )
-    },
-    {"image_auroc": 0.953, "pixel_auroc": 0.975, "aupro_30": 0.921},
-)  # fmt: skip
-PADIM_100 = Published(
-    "PaDiM R18-Rd100, Defard et al. 2021",
-    {
-        "pixel_auroc": _listed(
-            98.1, 95.8, 98.3, 98.9, 94.9, 97.7, 99.1, 96.7, 94.7, 97.4, 91.2, 98.7, 97.2, 93.6,
-            98.2,
-        )
-    },
-    {"pixel_auroc": 0.967, "aupro_30": 0.901},
-)  # fmt: skip
-
-
-_ALL_THREE = ["layer1", "layer2", "layer3"]
-_BANK = {"kind": "patchcore", "coreset_size": None}
-_RANDOM = {"kind": "padim", "projection": "random"}
-# Figures, network, layers, and the settings of the model that they were published for.
-_PUBLISHED_FOR: list[tuple[Published, str, list[str], dict[str, Any]]] = [
-    (PATCHCORE_10, "wide_resnet50_2", _ALL_THREE[1:], {**_BANK, "coreset_ratio": 0.1}),
-    (PATCHCORE_1, "wide_resnet50_2", _ALL_THREE[1:], {**_BANK, "coreset_ratio": 0.01}),
-    (PADIM_550, "wide_resnet50_2", _ALL_THREE, {**_RANDOM, "dimensions": 550}),
-    (PADIM_100, "resnet18", _ALL_THREE, {**_RANDOM, "dimensions": 100}),
-]
+@cache
+def all_published() -> tuple[Published, ...]:
+    """What papers on MVTec AD have published, each setting once."""
+    return tuple(Published(**entry) for entry in json.loads(asset("published.json")))
 
 
 def published(settings: Mapping[str, Any], layers: list[str]) -> Published | None:
@@ -333,24 +280,12 @@ def published(settings: Mapping[str, Any], layers: list[str]) -> Published | Non
         settings: a model's config as plain values.
         layers: the layers it hooks.
     """
-    data, image, backbone, model = (
-        settings.get(k, {}) for k in ("data", "image", "backbone", "model")
-    )
-    preparation = (image.get("resize"), image.get("crop"), backbone.get("weights"))
-    if preparation != (256, 224, "imagenet"):
-        return None
-    if model.get("smoothing") != 4 or any(
-        model.get(key, 0) != 0 for key in ("halo_damping", "border_damping")
-    ):
-        return None
-    if data.get("format") != "mvtec" or image.get("region") or image.get("ignore"):
-        return None
-    if model.get("kind") == "patchcore" and (
-        model.get("embedding") == "sharp" or model.get("spacing_neighbours", 0)
-    ):
-        return None
-    for figures, network, hooked, wanted in _PUBLISHED_FOR:
-        as_published = all(model.get(key) == value for key, value in wanted.items())
-        if as_published and (backbone.get("name"), layers) == (network, hooked):
-            return figures
+    actual = {**settings, "backbone": {**settings.get("backbone", {}), "layers": layers}}
+    for paper in all_published():
+        if all(
+            actual.get(section, {}).get(key) in accepted
+            for section, keys in paper.settings.items()
+            for key, accepted in keys.items()
+        ):
+            return paper
     return None

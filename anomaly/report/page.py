@@ -11,7 +11,7 @@ import hashlib
 import html
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -77,6 +77,38 @@ def page(
         body=body,
         scripts="".join(parts),
     )
+
+
+def table_page(title: str, heading: str, about: str, content: str) -> str:
+    """A page of tables.
+
+    Args:
+        title: plain text.
+        heading: plain text.
+        about: HTML of a line below the heading.
+        content: HTML of everything else.
+    """
+    body = (
+        f'<header class="top"><h1>{html.escape(heading)}</h1><p class="soft">{about}</p></header>'
+        f'<main class="sheet">{content}</main>'
+    )
+    return page(title, body, styles=("base.css", "index.css"))
+
+
+def table_html(titles: Iterable[str], rows: Iterable[str]) -> str:
+    """A table with a line of titles, given as HTML, and rows by `row_html`."""
+    head = "".join(f'<th scope="col">{title}</th>' for title in titles)
+    return (
+        f'<div class="card wide"><table class="overview"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def row_html(name: str, cells: Iterable[object], kind: str = "") -> str:
+    """A row of a table: its name and cells as HTML; `kind` is a class of index.css."""
+    listed = "".join(f"<td>{cell}</td>" for cell in cells)
+    opening = f'<tr class="{kind}">' if kind else "<tr>"
+    return f'{opening}<th scope="row">{name}</th>{listed}</tr>'
 
 
 def utc_now() -> str:

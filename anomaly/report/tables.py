@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from anomaly.calibration import Thresholds, rate_of
+from anomaly.calibration.rates import rate_of
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics import Confusion
 from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
@@ -24,9 +24,7 @@ COLUMNS = (
 )
 
 
-def metrics_json(
-    evaluations: Sequence[Evaluation], verdicts: Sequence[Confusion | None] | None = None
-) -> str:
+def metrics_json(evaluations: Sequence[Evaluation]) -> str:
     """`{"categories": {name: figures}, "mean": figures}`; an undefined figure is null.
 
     Each category, and each type of defect, says why a figure is undefined under `undefined`. There
@@ -35,53 +33,31 @@ def metrics_json(
     defect against all good images under `by_type`; and under `verdicts` what the model's own
     thresholds did, in counts and in rates with 95 % intervals. The mean leaves undefined figures
     out; it is null where models were evaluated on the same images.
-
-    Args:
-        evaluations: one for each category.
-        verdicts: for each evaluation; None where a model has no threshold.
     """
-    counted = verdicts or [None] * len(evaluations)
-    categories = {
-        e.name: _figures(e) | _verdicts(e, counts)
-        for e, counts in zip(evaluations, counted, strict=True)
-    }
+    categories = {e.name: _figures(e) | _verdicts(e) for e in evaluations}
     overall = None if on_shared_images(evaluations) else mean(evaluations)
     return as_json({"categories": categories, "mean": overall})
 
 
-def scores_csv(evaluations: Sequence[Evaluation], thresholds: Sequence[Thresholds | None]) -> str:
+def scores_csv(evaluations: Sequence[Evaluation]) -> str:
     """One row for each test image; docs/outputs.md describes the columns."""
     rows: list[Sequence[object]] = [
         (
-            "category",
-            "path",
-            "defect_type",
-            "is_defect",
-            "image_score",
-            "calibrated_score",
-            "review_threshold",
-            "threshold",
-            "verdict",
-            "reason",
-            "image_sha256",
+            *("category", "path", "defect_type", "is_defect", "image_score", "calibrated_score"),
+            *("review_threshold", "threshold", "verdict", "reason", "image_sha256"),
         )
     ]
-    for evaluation, limits in zip(evaluations, thresholds, strict=True):
+    for evaluation in evaluations:
+        limits = evaluation.thresholds
         for row in evaluation.scored:
-            score = row.image_score
+            sample, score = row.sample, row.image_score
+            calibrated = None if score is None or limits is None else limits.calibrated(score)
+            borders = (None, None) if limits is None else (limits.review, limits.image)
             rows.append(
                 (
-                    evaluation.name,
-                    row.sample.name,
-                    row.sample.defect_type,
-                    int(row.sample.is_defect),
-                    score,
-                    None if score is None or limits is None else limits.calibrated(score),
-                    None if limits is None else limits.review,
-                    None if limits is None else limits.image,
-                    row.verdict(limits),
-                    row.reason,
-                    row.image_sha256,
+                    *(evaluation.name, sample.name, sample.defect_type, int(sample.is_defect)),
+                    *(score, calibrated, *borders),
+                    *(row.verdict(limits), row.reason, row.image_sha256),
                 )
             )
     return csv_text(rows)
@@ -98,17 +74,12 @@ def table(evaluations: Sequence[Evaluation]) -> str:
     if len(evaluations) > 1 and not on_shared_images(evaluations):
         means = mean(evaluations)
         lines.append(["mean", "", "", *(_shown(means.get(key)) for _, key in COLUMNS)])
-    widths = [max(len(row[i]) for row in [header, *lines]) for i in range(len(header))]
-    rows = [
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
-            ]
-        )
-        for row in [header, *lines]
+    rows = [header, *lines]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
-    return "\n".join([rows[0], "─" * len(rows[0]), *rows[1:]])
+    return "\n".join([texts[0], "─" * len(texts[0]), *texts[1:]])
 
 
 def at_thresholds(name: str, counts: Confusion) -> str:
@@ -155,7 +126,8 @@ def _figures(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def _verdicts(evaluation: Evaluation, counts: Confusion | None) -> dict[str, Any]:
+def _verdicts(evaluation: Evaluation) -> dict[str, Any]:
+    counts = evaluation.verdicts
     if counts is None:
         why = {"verdicts": "the model has no thresholds"}
         return {"verdicts": None, "undefined": evaluation.metrics.reasons | why}

@@ -1,4 +1,1 @@
-"""The machine: devices, threads, passes side by side, memory given back; work on many machines.
-
-`actors` and `dispatch` are about many machines: processes on Ray, any of which may die.
-"""
+"""The machine: devices, threads, work side by side, memory given back."""

@@ -9,7 +9,6 @@ import ctypes
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from anomaly.errors import AnomalyError
@@ -31,36 +30,31 @@ class _Processor:
 CPU: torch.device = cast(Any, _Processor())
 
 
-def import_torch() -> None:
-    """Import torch, which from then on computes with as many threads as the program."""
+def device_of(device: str | torch.device) -> torch.device:
+    """The device that is meant by `auto` (the GPU where there is one), `cpu`, `cuda` or by itself.
+
+    Where this is what imports torch, torch computes with as many threads as the program.
+
+    Raises:
+        AnomalyError: there is no such device here.
+    """
     first = imported_torch() is None
     import torch
 
     if first and (threads := wanted_threads()):
         torch.set_num_threads(threads)
-
-
-def device_of(device: str | torch.device) -> torch.device:
-    """The device that is meant by `auto` (the GPU where there is one), `cpu`, `cuda` or by itself.
-
-    Raises:
-        AnomalyError: there is no such device here.
-    """
-    import_torch()
-    import torch
-
     has_gpu = torch.cuda.is_available()
     name = str(device)
     if name == "auto":
         name = "cuda" if has_gpu else "cpu"
-    found = None
+    place = None
     with suppress(RuntimeError):
-        found = torch.device(name)
-    if found is None or found.type not in ("cpu", "cuda"):
+        place = torch.device(name)
+    if place is None or place.type not in ("cpu", "cuda"):
         raise AnomalyError(f"device {name!r}: give 'auto', 'cpu' or 'cuda'")
-    if found.type == "cuda" and not has_gpu:
+    if place.type == "cuda" and not has_gpu:
         raise AnomalyError(f"device {device}: torch finds no usable GPU here; use cpu or auto")
-    return found
+    return place
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -74,19 +68,10 @@ def has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     read = getattr(torch.cpu, "get_capabilities", dict)  # newer than the oldest torch we take
-    found: dict[str, object] = read()
-    if not any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "arm_bf16")):
+    instructions: dict[str, object] = read()
+    if not any(bool(instructions.get(name)) for name in ("avx512_bf16", "amx_bf16", "arm_bf16")):
         return False
     return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-@lru_cache(maxsize=1)
-def _library() -> Any:
-    """The C library where it can give memory back when asked (glibc), else None."""
-    if not sys.platform.startswith("linux"):
-        return None
-    library = ctypes.CDLL(None)
-    return library if hasattr(library, "malloc_trim") else None
 
 
 def release_memory() -> None:
@@ -96,9 +81,9 @@ def release_memory() -> None:
     process that reads a few thousand images ends up holding gigabytes of them. Takes some
     milliseconds.
     """
-    library = _library()
-    if library is not None:
-        library.malloc_trim(0)
+    # Only glibc has the call.
+    if sys.platform.startswith("linux") and hasattr(c := ctypes.CDLL(None), "malloc_trim"):
+        c.malloc_trim(0)
 
 
 def peak_memory() -> int:

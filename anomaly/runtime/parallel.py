@@ -1,4 +1,4 @@
-"""Work side by side on a few threads, bounded look-ahead, properties that are made once."""
+"""Work side by side on a few threads, bounded look-ahead, properties computed by one thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from anomaly.runtime.threads import alone, get_threads, imported_torch, set_threads
+from anomaly.runtime.threads import get_threads, imported_torch, set_threads, single_threaded
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Called as spread(task, items): [task(item) for item in items]. No task may depend on another.
-Spread = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+# Called as map(task, items): [task(item) for item in items]. No task may depend on another.
+ParallelMap = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 
 def in_parallel(
@@ -50,14 +50,14 @@ def in_parallel(
         yield from map(task, source)
         return
     with (
-        alone(threads),
+        single_threaded(threads),
         ThreadPoolExecutor(threads, "lane", set_threads, (1,)) as pool,
     ):
-        yield from ahead(lambda item: pool.submit(task, item), chain(first, source), threads)
+        yield from prefetch(lambda item: pool.submit(task, item), chain(first, source), threads)
 
 
 @contextmanager
-def spreading(device: torch.device) -> Iterator[Spread]:
+def parallel_pool(device: torch.device) -> Iterator[ParallelMap]:
     """Hand out pieces of work to as many threads as there are, each of which computes alone.
 
     Torch's own way splits every single operation and has all threads meet at its end. For
@@ -73,31 +73,29 @@ def spreading(device: torch.device) -> Iterator[Spread]:
     """
     threads = get_threads()
     if device.type != "cpu" or threads == 1:
-        yield _in_turn
+        yield lambda task, items: list(map(task, items))
         return
     with (
-        alone(threads),
+        single_threaded(threads),
         ThreadPoolExecutor(threads - 1, initializer=set_threads, initargs=(1,)) as pool,
     ):
-        yield lambda task, items: _spread(pool, threads, task, items)
+        yield lambda task, items: _shared_out(pool, threads, task, items)
 
 
-def spread(task: Callable[[Any], Any], items: Sequence[Any], device: torch.device) -> list[Any]:
-    """`[task(item) for item in items]` in a `spreading` of its own."""
-    with spreading(device) as hand_out:
-        return hand_out(task, items)
+def parallel_map(
+    task: Callable[[Any], Any], items: Sequence[Any], device: torch.device
+) -> list[Any]:
+    """`[task(item) for item in items]` in a `parallel_pool` of its own."""
+    with parallel_pool(device) as shared:
+        return shared(task, items)
 
 
-def _in_turn(task: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    return [task(item) for item in items]
-
-
-def _spread(
+def _shared_out(
     pool: ThreadPoolExecutor, threads: int, task: Callable[[Any], Any], items: Sequence[Any]
 ) -> list[Any]:
     if len(items) < 2:
-        return _in_turn(task, items)
-    mode = _inference_mode()
+        return list(map(task, items))
+    mode = _same_inference_mode()
     results: list[Any] = [None] * len(items)
     # One iterator for all: whoever is done takes the next piece.
     remaining = iter(range(len(items)))
@@ -114,7 +112,7 @@ def _spread(
     return results
 
 
-def _inference_mode() -> Callable[[], AbstractContextManager[Any]]:
+def _same_inference_mode() -> Callable[[], AbstractContextManager[Any]]:
     """Makes a context like this thread's: whether torch keeps track of gradients."""
     torch = imported_torch()
     if torch is None:
@@ -123,40 +121,37 @@ def _inference_mode() -> Callable[[], AbstractContextManager[Any]]:
     return lambda: torch.inference_mode(enabled)
 
 
-Made = TypeVar("Made")
+class locked_cached_property(cached_property[Result]):  # noqa: N801 – used as a decorator
+    """`functools.cached_property` for what takes seconds or much memory to compute.
 
-
-class made_once(cached_property[Made]):  # noqa: N801 – used as a decorator
-    """`functools.cached_property` for what takes seconds or much memory to make.
-
-    Since Python 3.12 that has no lock: as many threads as ask at the same time each make their own.
-    Here the others wait for the first one's.
+    Since Python 3.12 that has no lock: as many threads as ask at the same time each compute their
+    own. Here the others wait for the first one's.
     """
 
-    def __init__(self, make: Callable[[Any], Made]) -> None:
-        super().__init__(make)
-        self._making = threading.RLock()
+    def __init__(self, compute: Callable[[Any], Result]) -> None:
+        super().__init__(compute)
+        self._lock = threading.RLock()
 
-    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Made:  # type: ignore[override]
-        with self._making:
-            made: Made = super().__get__(instance, owner)
-            return made
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Result:  # type: ignore[override]
+        with self._lock:
+            value: Result = super().__get__(instance, owner)
+            return value
 
 
-_ASKED_SECONDS = 0.2
+_ASK_EVERY = 0.2  # seconds: how long a stop may go unnoticed
 
 
 class StoppedError(Exception):
     """What is waited for isn't wanted any more: a signal has come."""
 
 
-def ahead(
+def prefetch(
     submit: Callable[[Item], Future[Result]],
     items: Iterable[Item],
     count: int,
     stopped: Callable[[], bool] | None = None,
 ) -> Iterator[Result]:
-    """What is made of each item, in order, begun up to `count` items ahead.
+    """The results of each item, in order, begun up to `count` items ahead.
 
     Args:
         submit: begins to work on an item.
@@ -170,7 +165,7 @@ def ahead(
     waiting: deque[Future[Result]] = deque()
 
     def first() -> Result:
-        while stopped is not None and not wait([waiting[0]], _ASKED_SECONDS).done:
+        while stopped is not None and not wait([waiting[0]], _ASK_EVERY).done:
             if stopped():
                 raise StoppedError
         return waiting.popleft().result()

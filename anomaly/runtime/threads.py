@@ -60,20 +60,20 @@ def cores() -> int:
 
 def use_threads(count: int) -> None:
     """Set how many threads the program computes with, in torch as well."""
-    _program.threads = count
+    _counts.program = count
     set_threads(count)
 
 
-def wanted_threads() -> int | None:
-    """How many threads `use_threads` was told; None where it wasn't."""
-    return _program.threads
+def wanted_threads() -> int:
+    """How many threads `use_threads` has set; 0 where it wasn't called."""
+    return _counts.program
 
 
 def get_threads() -> int:
     """How many threads this thread computes with: torch's setting, where torch is imported."""
     if torch := imported_torch():
         return int(torch.get_num_threads())
-    return getattr(_own, "threads", None) or _program.threads or cores()
+    return getattr(_own, "threads", None) or _counts.program or cores()
 
 
 def set_threads(count: int) -> None:
@@ -89,7 +89,7 @@ def imported_torch() -> ModuleType | None:
     return torch if hasattr(torch, "set_num_threads") else None
 
 
-def take_threads() -> None:
+def apply_thread_limit() -> None:
     """Have a thread of the caller's compute with as many threads as the program has.
 
     What `torch.set_num_threads` sets holds for its own thread, and for threads that haven't used
@@ -97,19 +97,19 @@ def take_threads() -> None:
     could differ.
     """
     with _setting:
-        if _setting_of.narrowed and not getattr(_met, "before", False):
-            set_threads(_setting_of.threads)
+        if _counts.single and not getattr(_own, "known", False):
+            set_threads(_counts.before)
         get_threads()  # takes over what holds now
-    _met.before = True
+    _own.known = True
 
 
 @contextmanager
-def alone(threads: int) -> Iterator[None]:
-    """Have this thread, which has so many threads, compute with one."""
+def single_threaded(threads: int) -> Iterator[None]:
+    """Have this thread, which computes with so many threads, compute with one."""
     with _setting:
-        if not _setting_of.narrowed:
-            _setting_of.threads = threads
-        _setting_of.narrowed += 1
+        if not _counts.single:
+            _counts.before = threads
+        _counts.single += 1
         set_threads(1)
     try:
         with one_blas_thread():
@@ -117,23 +117,23 @@ def alone(threads: int) -> Iterator[None]:
     finally:
         with _setting:
             set_threads(threads)
-            _setting_of.narrowed -= 1
+            _counts.single -= 1
 
 
 @dataclass
-class _Setting:
-    """How many contexts compute alone now, and how many threads there were before."""
+class _Counts:
+    """Numbers of threads that hold for the whole process.
 
-    narrowed: int = 0
-    threads: int = 1
+    Attributes:
+        program: what the program was told to compute with; 0 for as many as there are cores.
+        single: how many `single_threaded` blocks are open.
+        before: how many threads there were before the first of them.
+    """
+
+    program: int = 0
+    single: int = 0
+    before: int = 1
 
 
-@dataclass
-class _Program:
-    """How many threads the program was told to compute with; 0 for as many as there are cores."""
-
-    threads: int = 0
-
-
-_setting, _setting_of, _met = threading.Lock(), _Setting(), threading.local()
-_program, _own = _Program(), threading.local()
+_setting, _counts = threading.Lock(), _Counts()
+_own = threading.local()  # `threads` that it computes with; `known` once its limit was applied

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.config.schema import METHODS, Config, ImageConfig, ShapeConfig
-from anomaly.datasets import Dataset, Sample, open_dataset
-from anomaly.errors import ConfigError, DataError, ModelError
+from anomaly.errors import ConfigError, ModelError
 from anomaly.files.writing import at_home
+from anomaly.imaging.decoder_pool import read_mask
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing
 from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anomaly.backbones.extractor import FeatureExtractor
-    from anomaly.backbones.truncation import Truncated
 
 
 def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
@@ -35,21 +32,20 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
     Raises:
         AnomalyError: the weights or layers can't be used as configured.
     """
-    from anomaly.backbones.registry import build, default_layers
-    from anomaly.backbones.state import load_state, read_weights
+    from anomaly.backbones.registry import build, default_layers, load_state, read_weights
     from anomaly.backbones.truncation import truncate
 
     name = config.backbone.name
     full = build(name)
     layers = config.backbone.layers or default_layers(name, full, METHODS[config.model.kind].stages)
-    truncated = truncate(build(name), layers)
-    _check_size(config, truncated)
+    extractor = truncate(build(name), layers)
+    _check_size(config, extractor)
     state, sha256 = read_weights(name, config.backbone.weights, config.seed)
-    load_state(truncated.network, state, full, f"the weights file for backbone.name {name}")
-    return truncated.extractor().to(device, "fp32"), sha256
+    load_state(extractor.network, state, full, f"the weights file for backbone.name {name}")
+    return extractor.to(device, "fp32"), sha256
 
 
-def _check_size(config: Config, truncated: Truncated) -> None:
+def _check_size(config: Config, extractor: FeatureExtractor) -> None:
     """See that a network takes images of the sizes that a config gives them.
 
     Raises:
@@ -57,27 +53,28 @@ def _check_size(config: Config, truncated: Truncated) -> None:
     """
     import torch
 
-    from anomaly.backbones.extractor import check_side
     from anomaly.backbones.layer_table import takes
     from anomaly.backbones.truncation import probes
 
-    image, extractor = config.image, truncated.extractor()
+    image, patch, network = config.image, extractor.patch, extractor.network
     key = next((key for key in ("crop", "resize") if getattr(image, key)), "area")
     side: int = getattr(image, key)
     height = width = side
     if key == "area":
-        sizing = loading_of(config, extractor.coarsest_stride, None, None, extractor.patch).sizing
+        sizing = loading_of(config, extractor.coarsest_stride, None, None, patch).sizing
         # Whatever squares it divides its maps into, one of two neighbouring multiples won't fit.
         height = max(1, round(side / sizing.multiple)) * sizing.multiple
         width = height if image.tile else height + sizing.multiple
-    else:
-        check_side(f"image.{key}", side, truncated.layouts)
+    elif patch and side % patch:
+        low = side // patch * patch
+        raise ConfigError(
+            f"image.{key} is {side}, but the network cuts images into patches of {patch} pixels; "
+            f"choose {f'{low} or ' if low else ''}{low + patch}"
+        )
     with torch.device("meta"):
-        if takes(truncated.network, height, width, truncated.layers):
+        if takes(network, height, width, extractor.layers):
             return
-        fits = [
-            s for s in probes(truncated.network) if takes(truncated.network, s, s, truncated.layers)
-        ]
+        fits = [s for s in probes(network) if takes(network, s, s, extractor.layers)]
     best = min(fits, key=lambda fit: abs(fit - side))
     remedy = "resize" if key == "area" and not image.tile else key
     raise ConfigError(
@@ -87,15 +84,15 @@ def _check_size(config: Config, truncated: Truncated) -> None:
 
 
 def fitter_of(config: Config) -> Fitter[Any]:
-    """What a config learns with."""
-    settings = config.model.model_dump()
-    limit = config.memory_limit * 1024**2
-    made: Fitter[Any] = _method(config).fitter(settings, seed=config.seed, memory_limit=limit)
-    return made
+    """The fitter of a config's method, with its settings."""
+    fitter: Fitter[Any] = import_module(METHODS[config.model.kind].module).fitter(
+        config.model.model_dump(), seed=config.seed, memory_limit=config.memory_limit * 1024**2
+    )
+    return fitter
 
 
 def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) -> Scorer:
-    """What a config's method learned and saved.
+    """The scorer that a config's method learned and saved.
 
     Args:
         config: all settings.
@@ -105,13 +102,17 @@ def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) 
     Raises:
         ModelError: the tensors aren't those of the method.
     """
-    settings, cache = config.model.model_dump(), _cache_folder()
-    made: Scorer = _method(config).scorer(tensors, settings, device=device, cache=cache)
-    return made
+    # For what can be made again from the tensors, such as an index.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anomaly"
+    method = METHODS[config.model.kind]
+    scorer: Scorer = import_module(method.arrays or method.module).scorer(
+        tensors, config.model.model_dump(), device=device, cache=cache
+    )
+    return scorer
 
 
 def array_scorer_of(config: Config, tensors: dict[str, NDArray[Any]]) -> ArrayScorer:
-    """What a config's method learned and saved, for an exported network: works on arrays.
+    """The scorer of an exported model, which computes with numpy alone.
 
     Args:
         config: all settings.
@@ -123,18 +124,8 @@ def array_scorer_of(config: Config, tensors: dict[str, NDArray[Any]]) -> ArraySc
     method = METHODS[config.model.kind]
     if not method.arrays:
         raise ModelError(f"{method.title} computes with torch alone, so it can't be exported")
-    made: ArrayScorer = import_module(method.arrays).scorer(tensors, config.model.model_dump())
-    return made
-
-
-def _method(config: Config) -> Any:
-    return import_module(METHODS[config.model.kind].module)
-
-
-def _cache_folder() -> Path:
-    """Where what can be made again is kept: `$XDG_CACHE_HOME/anomaly`, by default in `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "anomaly"
+    scorer: ArrayScorer = import_module(method.arrays).scorer(tensors, config.model.model_dump())
+    return scorer
 
 
 # What most networks shrink an image by in all: every layer's grid is then an even number of the
@@ -159,15 +150,12 @@ def turns_of(config: Config) -> tuple[int, ...]:
     return _TURNS[config.model.turned_copies]
 
 
-def region_of(
-    image: ImageConfig, folder: Path, read: Callable[[Path], NDArray[np.bool_]]
-) -> Region | None:
-    """Where a config says to look.
+def region_of(image: ImageConfig, folder: Path) -> Region | None:
+    """Where a config says to look; None for everywhere.
 
     Args:
-        image: what it says.
+        image: the settings.
         folder: where pictures are taken from.
-        read: reads a picture as a mask.
 
     Raises:
         ImageError: a picture can't be read.
@@ -177,7 +165,7 @@ def region_of(
         if config is None:
             return None
         if config.png is not None:
-            return DrawnMask(read(folder / at_home(config.png)))
+            return DrawnMask(read_mask(folder / at_home(config.png)))
         return Polygons(config.polygons, config.unit == "relative")
 
     look, ignore = shape(image.region), shape(image.ignore)
@@ -216,36 +204,7 @@ def loading_of(
     return Preprocessing(sizing, image.bit_depth, image.max_pixels, region)
 
 
-def images_meant(
-    data: Dataset | Config | Iterable[Sample], mask_above: int
-) -> tuple[list[Sample], str, int]:
-    """The test images that are meant by a data set, by the config that names it, or themselves.
-
-    Args:
-        data: what was given.
-        mask_above: mask values above this are defect, where no config says so.
-
-    Returns:
-        The images, their folder for people, and above which value their masks are defect.
-
-    Raises:
-        DataError: the data set that the config names can't be opened, or something else was given.
-    """
-    if isinstance(data, Config):
-        where, mask_above = data.data, data.data.mask_above
-        data = open_dataset(where.format, where.root, where.category)
-    if isinstance(data, Dataset):
-        return list(data.test), str(data.folder), mask_above
-    samples: list[Any] = [data] if isinstance(data, str | PathLike) else list(data)
-    if not all(isinstance(sample, Sample) for sample in samples):
-        raise DataError(
-            "what to test with has to say which images are defective: give "
-            "anomaly.open_dataset(format, folder), samples, or a Config"
-        )
-    return samples, "", mask_above
-
-
-def portable(config: Config) -> dict[str, Any]:
+def to_dict(config: Config) -> dict[str, Any]:
     """A config as plain values, without what belongs to one machine or one place."""
     values = config.model_dump(mode="json")
     del values["data"]["root"]
@@ -257,37 +216,29 @@ def portable(config: Config) -> dict[str, Any]:
     return values
 
 
-def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings of `portable` one by one, with dotted keys."""
+def flatten(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings of `to_dict` one by one, with dotted keys."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{above}{key}.")
+            yield from flatten(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Which settings of an earlier run aren't those of this one; empty where all are."""
-    return "; ".join(
-        f"{key} is {there.get(key)!r} there and {here.get(key)!r} here"
-        for key in sorted(there.keys() | here.keys())
-        if there.get(key) != here.get(key)
-    )
+def differences(
+    one: Mapping[str, Any],
+    other: Mapping[str, Any],
+    text: str = "{key} is {one!r} there and {other!r} here",
+) -> list[str]:
+    """The settings that differ, by key.
 
-
-def as_of_today(values: Any) -> Any:
-    """Saved settings as they are written today."""
-    model = values.get("model") if isinstance(values, dict) else None
-    if not isinstance(model, dict):
-        return values
-    # What there wasn't yet, or could be left open, meant this.
-    model = {"halo_damping": 0.0, "border_damping": 0.0, "spacing_neighbours": 0, **model}
-    if model.get("image_score", "") is None:
-        model["image_score"] = "map_max"
-    return {**values, "model": model}
-
-
-def has_two_banks(values: Any) -> bool:
-    """Whether saved settings are of a PatchCore model with two memory banks, as some had."""
-    model = values.get("model") if isinstance(values, dict) else None
-    return isinstance(model, dict) and model.get("embedding") == "levels"
+    Args:
+        one: flattened settings.
+        other: as well.
+        text: what is said of each, with `{key}`, and the two values as `{one}` and `{other}`.
+    """
+    return [
+        text.format(key=key, one=one.get(key), other=other.get(key))
+        for key in {**one, **other}
+        if one.get(key) != other.get(key)
+    ]

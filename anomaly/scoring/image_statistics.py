@@ -1,4 +1,4 @@
-"""What images look like as a whole, and whether one is another product, blank or ill lit."""
+"""Statistics of whole images: whether one shows another product, is blank or is ill lit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOISE = 1e-3
 
 
 @dataclass(frozen=True)
-class Appearance:
+class ImageStatistics:
     """An image as a whole, in sums, so that its tiles add up.
 
     Attributes:
@@ -49,8 +49,8 @@ class Appearance:
     darkest: float
     brightest: float
 
-    def __add__(self, other: Appearance) -> Appearance:
-        return Appearance(
+    def __add__(self, other: ImageStatistics) -> ImageStatistics:
+        return ImageStatistics(
             self.pixels + other.pixels,
             self.light + other.light,
             self.light_squared + other.light_squared,
@@ -91,8 +91,8 @@ class Appearance:
         return max(mean_square - float(np.mean(np.square(mean))), 0.0)
 
 
-class AppearanceSums:
-    """Appearances of images, whose tiles come one by one.
+class StatisticsSums:
+    """Statistics of images whose tiles come one by one.
 
     Their embeddings are float32 rows of one array: small arrays that stay among large ones that go
     keep the memory of these from being used again.
@@ -105,29 +105,29 @@ class AppearanceSums:
     """
 
     def __init__(self, images: Iterable[int]) -> None:
-        self.of_image: dict[int, Appearance] = {}
+        self.of_image: dict[int, ImageStatistics] = {}
         self._row_of = {image: row for row, image in enumerate(images)}
         self._embeddings: NDArray[np.float32] | None = None
 
-    def add(self, image: int, one: Appearance) -> None:
+    def add(self, image: int, tile: ImageStatistics) -> None:
         """Add one of an image's tiles."""
         known = self.of_image.get(image)
-        total = one if known is None else known + one
+        total = tile if known is None else known + tile
         if self._embeddings is None:
-            self._embeddings = np.empty((len(self._row_of), len(one.embedding)), np.float32)
+            self._embeddings = np.empty((len(self._row_of), len(tile.embedding)), np.float32)
         row = self._row_of[image]
         self._embeddings[row] = total.embedding
         self.of_image[image] = replace(total, embedding=self._embeddings[row])
 
 
-def appearances_of(
+def statistics_of(
     batch: Sequence[NetworkInput], embeddings: Array, inside: Array | None
-) -> list[Appearance]:
-    """What each image or tile of a batch looks like as a whole.
+) -> list[ImageStatistics]:
+    """The statistics of each image or tile of a batch.
 
     Args:
         batch: of images of one network size.
-        embeddings: (B, h, w, D), theirs.
+        embeddings: (B, h, w, D), of these images.
         inside: (B, h, w) bool, the patches that count; None for all.
     """
     masks: list[NDArray[np.bool_] | None] = [None] * len(batch)
@@ -139,25 +139,27 @@ def appearances_of(
     norms = module_of(flat).linalg.norm(flat.reshape(len(flat), -1), None, 1)
     squares = np.square(as_numpy(norms).astype(np.float64)).tolist()
     patches = [flat.shape[1] if mask is None else int(mask.sum()) for mask in masks]
-    every = zip(batch, sums, squares, patches, masks, strict=True)
-    return [look(item.pixels, *one) for item, *one in every]
+    return [
+        measure(item.pixels, *sums_and_mask)
+        for item, *sums_and_mask in zip(batch, sums, squares, patches, masks, strict=True)
+    ]
 
 
-def same_pictures(looks: Mapping[int, Appearance]) -> dict[int, int]:
+def same_pictures(statistics: Mapping[int, ImageStatistics]) -> dict[int, int]:
     """The first image that shows the same picture as each one; the image itself if none does.
 
     Files of other bytes may hold the same pixels, with other metadata, say.
 
     Args:
-        looks: of images, by their numbers.
+        statistics: of images, by their numbers.
     """
     met: dict[tuple[float, ...], list[int]] = {}
     first: dict[int, int] = {}
-    for image, one in sorted(looks.items()):
+    for image, its in sorted(statistics.items()):
         # Sums over pixels are the same to the last bit; those of a turned copy may be, too.
-        seen = one.pixels, one.light, one.light_squared, one.edges, one.darkest, one.brightest
-        alike = met.setdefault(seen, [])
-        same = (other for other in alike if _is_rounding(looks[other].embedding, one.embedding))
+        sums = its.pixels, its.light, its.light_squared, its.edges, its.darkest, its.brightest
+        alike = met.setdefault(sums, [])
+        same = (i for i in alike if _is_rounding(statistics[i].embedding, its.embedding))
         first[image] = next(same, image)
         if first[image] == image:
             alike.append(image)
@@ -168,14 +170,14 @@ def _is_rounding(one: Floats | NDArray[np.float32], other: Floats | NDArray[np.f
     return bool(np.linalg.norm(one - other) <= _NOISE * np.linalg.norm(one))
 
 
-def look(
+def measure(
     pixels: NDArray[np.float32],
     embedding: Floats,
     squared: float,
     patches: int,
     inside: NDArray[np.bool_] | None = None,
-) -> Appearance:
-    """What one network input looks like.
+) -> ImageStatistics:
+    """The statistics of one network input.
 
     Args:
         pixels: (H, W, 3) in [0, 1].
@@ -191,7 +193,7 @@ def look(
         size = (light.shape[1], light.shape[0])
         shown = cv2.resize(inside.astype(np.uint8), size, interpolation=cv2.INTER_NEAREST) > 0
         light, edges = light[shown], edges[shown]
-    return Appearance(
+    return ImageStatistics(
         float(light.size),
         float(light.sum(dtype=np.float64)),
         float(np.square(light).sum(dtype=np.float64)),
@@ -206,44 +208,38 @@ def look(
 
 
 LEAST_IMAGES = 8  # fewer don't show how much good images differ
-
-
 # The training images' range is widened by the ratio of its ends at either end, and at least by
 # these: factors, as exposure and focus work in factors.
 _LEAST_FACTOR = {"brightness": 1.3, "contrast": 2.0, "sharpness": 2.0}
-
-
 # An image of another product is more than so many times as far from the training images as the
 # farthest of these is from the others. Those of 8 data sets were 2.2 and more times as far, with
 # each of 3 networks, good images that weren't learned from at most 1.6 times.
 _FARTHER = 2.0
-
-
 # And it is more than so many standard deviations of the patches within an image away: where
 # training images are all alike, a defect or a later lot is soon twice as far. Other products were
 # 0.4 and more away, of the defects that were twice as far two broken bottles.
 _LEAST_DISTANCE = 0.25
-
-
 # Channels that hardly move in the training images mustn't count for everything: this share of the
 # mean variance is added to that of each, and what rounding does, in spreads.
 _SHRINKAGE, _ROUNDING = 0.1, 1e-3
-
-
 # Training images whose mean embeddings are kept, the farthest ones: what is joined needs to know
 # how far these are.
 _KEPT = 16
-
-
+_CAUSES = {
+    ("brightness", "low"): "lens cap, lamp or exposure",
+    ("brightness", "high"): "over-exposed",
+    ("contrast", "low"): "nothing in view, fog or lens cap",
+    ("contrast", "high"): "another lamp or product",
+    ("sharpness", "low"): "out of focus or moved",
+    ("sharpness", "high"): "noise, or another product",
+}
 _DARK = 0.002  # half a level of 255
-
-
 _AT_ONCE = 64  # images whose mean embeddings are held a second time
 
 
 @dataclass(frozen=True, eq=False)
-class AppearanceModel:
-    """What the training images look like.
+class TrainingStatistics:
+    """What good images have in common as a whole: the range and spread of their statistics.
 
     Attributes:
         ranges: lowest and highest accepted brightness, contrast and sharpness.
@@ -265,37 +261,37 @@ class AppearanceModel:
     images: int
 
     @classmethod
-    def of(cls, looks: Sequence[Appearance]) -> AppearanceModel:
+    def of(cls, statistics: Sequence[ImageStatistics]) -> TrainingStatistics:
         """Learn from training images, one at least."""
-        figures = np.array([[*one.figures().values()] for one in looks])
+        figures = np.array([[*image.figures().values()] for image in statistics])
         values = dict(zip(_LEAST_FACTOR, figures.T.tolist(), strict=True))
-        mean = sum(rows.sum(axis=0) for rows in _mean_embeddings(looks)) / len(looks)
-        squares = sum(np.square(rows - mean).sum(axis=0) for rows in _mean_embeddings(looks))
+        mean = sum(rows.sum(axis=0) for rows in _mean_embeddings(statistics)) / len(statistics)
+        squares = sum(np.square(rows - mean).sum(axis=0) for rows in _mean_embeddings(statistics))
         model = cls(
             ranges={name: _widened(name, v) for name, v in values.items()},
             seen={name: (min(v), max(v)) for name, v in values.items()},
             mean=mean,
-            variance=squares / max(len(looks) - 1, 1),
-            spread=float(np.mean([one.variance() for one in looks])) ** 0.5 + 1e-12,
+            variance=squares / max(len(statistics) - 1, 1),
+            spread=float(np.mean([image.variance() for image in statistics])) ** 0.5 + 1e-12,
             farthest=mean[None],
-            images=len(looks),
+            images=len(statistics),
         )
-        kept = [looks[place].mean_embedding() for place in model._farthest_of(looks)]
+        kept = [statistics[place].mean_embedding() for place in model._farthest_of(statistics)]
         return replace(model, farthest=np.stack(kept))
 
     @property
-    def tells(self) -> bool:
-        """Whether there were images enough to tell what is far outside them."""
+    def is_reliable(self) -> bool:
+        """Whether there were images enough to say what is far outside them."""
         return self.images >= LEAST_IMAGES
 
-    def merged(self, other: AppearanceModel) -> AppearanceModel:
-        """What the images of both look like together.
+    def merged(self, other: TrainingStatistics) -> TrainingStatistics:
+        """The statistics of the images of both together.
 
         Exactly, but that the farthest image is looked for among those that were the farthest of
         either.
 
         Args:
-            other: what further images look like.
+            other: of further images.
         """
         images, others = self.images, other.images
         count = images + others
@@ -305,7 +301,7 @@ class AppearanceModel:
             name: (min(low, other.seen[name][0]), max(high, other.seen[name][1]))
             for name, (low, high) in self.seen.items()
         }
-        model = AppearanceModel(
+        model = TrainingStatistics(
             ranges={name: _widened(name, ends) for name, ends in seen.items()},
             seen=seen,
             mean=(self.mean * images + other.mean * others) / count,
@@ -319,26 +315,26 @@ class AppearanceModel:
 
     @cached_property
     def seen_distance(self) -> float:
-        """How far the farthest training image is from the others, as `standardised` measures."""
+        """How far the farthest training image is from the others, in standard deviations."""
         return float(self._from_others(self.farthest).max())
 
-    def deviation(self, one: Appearance, *, turned: bool = False) -> str:
+    def deviation(self, image: ImageStatistics, *, turned: bool = False) -> str:
         """Why an image is far outside the training set, for a person.
 
-        Empty where it isn't, or where there were too few images to tell.
+        Empty where it isn't, or where there were too few images to say.
 
         Args:
-            one: the image as a whole.
+            image: as a whole.
             turned: whether parts may lie other ways than in the training images; only brightness,
                 contrast and sharpness, which turning doesn't change, are compared then.
         """
-        if not self.tells:
+        if not self.is_reliable:
             return ""
-        whole = "" if turned else self._odd_whole(one)
-        return "; ".join(filter(None, (self._odd_light(one), whole)))
+        whole = "" if turned else self._outlying_embedding(image)
+        return "; ".join(filter(None, (self._outlying_figure(image), whole)))
 
-    def _odd_light(self, one: Appearance) -> str:
-        for name, value in one.figures().items():
+    def _outlying_figure(self, image: ImageStatistics) -> str:
+        for name, value in image.figures().items():
             low, high = self.ranges[name]
             if not low <= value <= high:
                 seen = "{:.3g} to {:.3g}".format(*self.seen[name])
@@ -349,32 +345,30 @@ class AppearanceModel:
                 )
         return ""
 
-    def _odd_whole(self, one: Appearance) -> str:
-        away, seen = self.standardised(one), self.seen_distance
-        if away > _FARTHER * seen and self.distance(one) > _LEAST_DISTANCE:
+    def _outlying_embedding(self, image: ImageStatistics) -> str:
+        away = float(self._standardised(image.mean_embedding() - self.mean, self.variance))
+        if away > _FARTHER * self.seen_distance and self.distance(image) > _LEAST_DISTANCE:
             return (
                 f"as a whole the image is {away:.2g} from the training images, and the farthest "
-                f"of these is {seen:.2g} from the others (another product, or turned or cut out "
-                "differently?)"
+                f"of these is {self.seen_distance:.2g} from the others (another product, or turned "
+                "or cut out differently?)"
             )
         return ""
 
-    def distance(self, one: Appearance) -> float:
+    def distance(self, image: ImageStatistics) -> float:
         """How far an image's mean embedding is from the training images', in spreads.
 
         In one unit for all products behind one network.
         """
-        return float(_root_mean_square(one.mean_embedding() - self.mean)) / self.spread
-
-    def standardised(self, one: Appearance) -> float:
-        """How far an image is from the training images, in these' standard deviations.
-
-        The root of the mean over the channels of the squares of their deviations.
-        """
-        return float(self._standardised(one.mean_embedding() - self.mean, self.variance))
+        return float(_root_mean_square(image.mean_embedding() - self.mean)) / self.spread
 
     def _standardised(self, apart: Floats, variance: Floats) -> Floats:
-        """The size of differences (…, D) in standard deviations, of channels' variances (…, D)."""
+        """The root mean square over the channels of differences (…, D) in standard deviations.
+
+        Args:
+            apart: differences.
+            variance: (…, D) of the channels.
+        """
         least = _SHRINKAGE * variance.mean(axis=-1, keepdims=True)
         least = least + np.square(_ROUNDING * self.spread)
         return _root_mean_square(apart / np.sqrt(variance + least))
@@ -387,9 +381,9 @@ class AppearanceModel:
         left = np.maximum(self.variance * (count - 1) - own, 0) / max(count - 2, 1)
         return self._standardised(apart, left)
 
-    def _farthest_of(self, looks: Sequence[Appearance]) -> list[int]:
+    def _farthest_of(self, statistics: Sequence[ImageStatistics]) -> list[int]:
         """Places of the training images that are farthest from the others, the farthest first."""
-        away = np.concatenate([self._from_others(rows) for rows in _mean_embeddings(looks)])
+        away = np.concatenate([self._from_others(rows) for rows in _mean_embeddings(statistics)])
         return [int(place) for place in np.argsort(-away, kind="stable")[:_KEPT]]
 
     def tensors(self) -> dict[str, Floats]:
@@ -404,20 +398,12 @@ class AppearanceModel:
         }
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Floats], images: int) -> AppearanceModel:
+    def from_tensors(cls, tensors: dict[str, Floats], images: int) -> TrainingStatistics:
         """The way back from `tensors`, for as many images as they were learned from.
 
-        Models of before knew one distance alone; of theirs all channels vary alike.
-
         Raises:
-            ModelError: they aren't those of a training set's look.
+            ModelError: they aren't the statistics of training images.
         """
-        before = tensors.keys() == {"bounds", "mean", "spread", "seen_distance"}
-        if before and tensors["seen_distance"].ndim == tensors["spread"].ndim == 0:
-            tensors = dict(tensors)
-            size = tensors.pop("seen_distance") * tensors["spread"]
-            tensors["variance"] = np.full_like(tensors["mean"], size**2)
-            tensors["farthest"] = tensors["mean"][None] + size
         dimensions = {"bounds": 2, "mean": 1, "variance": 1, "spread": 0, "farthest": 2}
         if (
             {name: value.ndim for name, value in tensors.items()} != dimensions
@@ -442,34 +428,26 @@ class AppearanceModel:
         )
 
 
-def odd_among(looks: Sequence[Appearance]) -> list[int]:
-    """Places of the images that would be odd to a look learned from all the others.
+def outliers_among(statistics: Sequence[ImageStatistics]) -> list[int]:
+    """Places of the images that would be far outside a training set of all the others.
 
     How often good parts are taken for another product, hence. Only images at an end of a range, or
-    farther away than all others, can be; and blank ones are odd anyhow.
+    farther away than all others, can be; and blank ones always are.
     """
-    blank = [place for place, one in enumerate(looks) if one.blank]
-    if len(looks) <= LEAST_IMAGES:
-        return blank
-    figures = np.array([[*one.figures().values()] for one in looks])
-    farthest = AppearanceModel.of(looks)._farthest_of(looks)[0]
-    outer = {*np.argmin(figures, axis=0), *np.argmax(figures, axis=0), farthest}
-    odd = [
+    blank = {place for place, image in enumerate(statistics) if image.blank}
+    if len(statistics) <= LEAST_IMAGES:
+        return sorted(blank)
+    figures = np.array([[*image.figures().values()] for image in statistics])
+    farthest = TrainingStatistics.of(statistics)._farthest_of(statistics)[0]
+    candidates = {*np.argmin(figures, axis=0), *np.argmax(figures, axis=0), farthest}
+    outliers = {
         place
-        for place in map(int, outer)
-        if AppearanceModel.of([*looks[:place], *looks[place + 1 :]]).deviation(looks[place])
-    ]
-    return sorted({*odd, *blank})
-
-
-_CAUSES = {
-    ("brightness", "low"): "lens cap, lamp or exposure",
-    ("brightness", "high"): "over-exposed",
-    ("contrast", "low"): "nothing in view, fog or lens cap",
-    ("contrast", "high"): "another lamp or product",
-    ("sharpness", "low"): "out of focus or moved",
-    ("sharpness", "high"): "noise, or another product",
-}
+        for place in map(int, candidates)
+        if TrainingStatistics.of([*statistics[:place], *statistics[place + 1 :]]).deviation(
+            statistics[place]
+        )
+    }
+    return sorted(outliers | blank)
 
 
 def _widened(name: str, values: Sequence[float]) -> tuple[float, float]:
@@ -478,20 +456,16 @@ def _widened(name: str, values: Sequence[float]) -> tuple[float, float]:
     return low / factor, high * factor
 
 
-def nearest(models: Mapping[str, AppearanceModel], one: Appearance) -> str:
-    """Which product an image looks most like: that whose training images it is least far from.
-
-    Args:
-        models: what the images of each product look like, by product.
-        one: the image as a whole.
-    """
-    return min(models, key=lambda product: models[product].distance(one))
+def nearest(products: Mapping[str, TrainingStatistics], image: ImageStatistics) -> str:
+    """The product whose training images an image is least far from."""
+    return min(products, key=lambda product: products[product].distance(image))
 
 
-def _mean_embeddings(looks: Sequence[Appearance]) -> Iterator[Floats]:
+def _mean_embeddings(statistics: Sequence[ImageStatistics]) -> Iterator[Floats]:
     """Images' mean embeddings (n, D), so many at a time: they aren't all held a second time."""
-    for first in range(0, len(looks), _AT_ONCE):
-        yield np.stack([one.mean_embedding() for one in looks[first : first + _AT_ONCE]])
+    for first in range(0, len(statistics), _AT_ONCE):
+        group = statistics[first : first + _AT_ONCE]
+        yield np.stack([image.mean_embedding() for image in group])
 
 
 def _root_mean_square(difference: Floats) -> Floats:

@@ -20,15 +20,14 @@ from anomaly.imaging.region import Region
 from anomaly.methods.base import PatchScores
 from anomaly.scoring.build import loading_of
 from anomaly.scoring.image_score import image_scores, inside_of, network_map, with_border_damped
-from anomaly.scoring.image_statistics import Appearance, AppearanceModel, appearances_of
+from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
 from anomaly.scoring.prediction import Patches, Prediction
 from anomaly.scoring.predictor import Predictor
 
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.backbones.embedder import Embedder
-    from anomaly.backbones.extractor import FeatureExtractor
+    from anomaly.backbones.extractor import Embedder, FeatureExtractor
     from anomaly.backbones.registry import Normalisation
     from anomaly.methods.base import Scorer
 
@@ -40,20 +39,20 @@ class Embedded:
     Attributes:
         embeddings: (B, h, w, D).
         inside: (B, h, w) bool, the patches that count; None for all.
-        looks: what each is like as a whole.
+        statistics: of each as a whole.
     """
 
     embeddings: Array
     inside: Array | None
-    looks: Sequence[Appearance]
+    statistics: Sequence[ImageStatistics]
 
     def only(self, places: Sequence[int]) -> Embedded:
         """Those at some of the places, which ascend."""
-        if len(places) == len(self.looks):
+        if len(places) == len(self.statistics):
             return self
-        some = list(places)
-        inside = None if self.inside is None else self.inside[some]
-        return Embedded(self.embeddings[some], inside, [self.looks[i] for i in some])
+        rows = list(places)
+        inside = None if self.inside is None else self.inside[rows]
+        return Embedded(self.embeddings[rows], inside, [self.statistics[i] for i in rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +72,7 @@ class Model(Predictor):
         device: where the network and the scorer are.
         region: what of each image counts; None for all of it.
         aspect: H/W that images have to have; None for any.
-        appearance: what images look like as a whole; None where there were too few to tell.
+        training_statistics: what its training images have in common; None where that isn't known.
         manifest: what the model folder says, or will say, of how the model was made.
         model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
             for one that hasn't been saved.
@@ -90,7 +89,7 @@ class Model(Predictor):
     device: torch.device
     region: Region | None = None
     aspect: float | None = None
-    appearance: AppearanceModel | None = None
+    training_statistics: TrainingStatistics | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     model_id: str = ""
     folder: Path | None = None
@@ -107,17 +106,17 @@ class Model(Predictor):
         """The models that may score an image, by product: this one alone, by an empty name."""
         return {"": self}
 
-    def product_of(self, look: Appearance) -> tuple[str, str]:
+    def product_of(self, statistics: ImageStatistics) -> tuple[str, str]:
         """The product that an image shows: a single model has one, which needs no name.
 
         Args:
-            look: the image as a whole.
+            statistics: of the image as a whole.
 
         Returns:
             An empty name; and why a person has to look at the image, whatever its score, empty
             where there is no reason.
         """
-        return "", self.reason_to_look(look)
+        return "", self.review_reason(statistics)
 
     @property
     def name(self) -> str:
@@ -181,7 +180,7 @@ class Model(Predictor):
         """How network inputs become patch embeddings."""
         if isinstance(self.extractor, ExportedNetwork):
             return cast(Any, self.extractor)
-        from anomaly.backbones.embedder import Embedder
+        from anomaly.backbones.extractor import Embedder
 
         return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
 
@@ -193,7 +192,7 @@ class Model(Predictor):
         """
         embeddings = self.embedder(batch)
         inside = inside_of(batch, embeddings, self.region)
-        return Embedded(embeddings, inside, appearances_of(batch, embeddings, inside))
+        return Embedded(embeddings, inside, statistics_of(batch, embeddings, inside))
 
     def patches_of(self, embedded: Embedded, layout: AnyView) -> tuple[list[Patches], list[float]]:
         """Patches and image scores of images or tiles.
@@ -205,32 +204,27 @@ class Model(Predictor):
         Raises:
             DataError: the scorer doesn't take their grid.
         """
-        found, scores = self.score_patches(embedded.embeddings, layout, embedded.inside)
-        nearest = None if found.nearest is None else as_numpy(found.nearest)
-        patches = [
-            Patches(p, None if nearest is None else nearest[i])
-            for i, p in enumerate(as_numpy(found.scores))
-        ]
+        batch, scores = self.score_patches(embedded.embeddings, layout, embedded.inside)
+        nearest = [None] * len(scores) if batch.nearest is None else as_numpy(batch.nearest)
+        patches = list(map(Patches, as_numpy(batch.scores), nearest))
         return patches, scores.tolist()
 
     def prediction(
         self,
         item: NetworkInput,
-        look: Appearance,
+        statistics: ImageStatistics,
         patches: Patches,
         score: float,
-        product: str,
-        reason: str,
+        recognised: tuple[str, str],
     ) -> Prediction:
-        """What is made of one image.
+        """The prediction for one image.
 
         Args:
             item: the image.
-            look: what it is like as a whole.
-            patches: its own, those of all its tiles together.
+            statistics: of the image as a whole.
+            patches: of the image, or of all its tiles together.
             score: its image score.
-            product: that it was scored as; empty for a model that isn't one of several.
-            reason: why a person has to look at it; empty where nothing is the matter.
+            recognised: as `product_of` gave it.
         """
         return Prediction(
             index=item.index,
@@ -244,18 +238,18 @@ class Model(Predictor):
             smoothing=self.config.model.smoothing,
             halo_damping=self.config.model.halo_damping,
             loading=self.loading,
-            look=look,
+            statistics=statistics,
             thresholds=self.thresholds,
-            reason=reason,
-            product=product,
+            product=recognised[0],
+            reason=recognised[1],
         )
 
-    def reason_to_look(self, look: Appearance) -> str:
+    def review_reason(self, statistics: ImageStatistics) -> str:
         """Why a person has to look at an image, whatever its score; empty where none does."""
-        if look.blank or self.appearance is None:
-            return look.blank
+        if statistics.blank or self.training_statistics is None:
+            return statistics.blank
         turned = self.config.model.turned_copies != "none"
-        return self.appearance.deviation(look, turned=turned)
+        return self.training_statistics.deviation(statistics, turned=turned)
 
     def score_patches(
         self, embeddings: Array, layout: AnyView, inside: Array | None = None

@@ -19,7 +19,7 @@ from anomaly.imaging.read import Image, described
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
 from anomaly.maps.regions import MarkedRegion, marked_regions, outlined_areas, predicted_mask
-from anomaly.scoring.image_statistics import Appearance
+from anomaly.scoring.image_statistics import ImageStatistics
 
 _NOTEBOOK_PIXELS = 600_000
 
@@ -49,7 +49,7 @@ class Prediction:
         smoothing: of the anomaly map, in network pixels.
         halo_damping: how much a patch beside a higher one is lowered on the anomaly map.
         loading: how the image was turned into the network's input, what of it counts included.
-        look: what the image is like as a whole.
+        statistics: of the image as a whole.
         thresholds: the model's; None where it has none.
         reason: why a person has to look whatever the score: the image isn't like the training
             images at all, it is blank, or it looks like another product than the one that was
@@ -68,16 +68,16 @@ class Prediction:
     smoothing: float
     halo_damping: float
     loading: Preprocessing
-    look: Appearance
+    statistics: ImageStatistics
     thresholds: Thresholds | None = None
     reason: str = ""
     product: str = ""
 
     def __repr__(self) -> str:
         limit = "" if self.thresholds is None else f" (reject above {self.thresholds.image:.4g})"
-        said = "".join(f"{one}, " for one in (self.product, self.verdict) if one)
+        verdict = "".join(f"{word}, " for word in (self.product, self.verdict) if word)
         reason = f"; {self.reason}" if self.reason else ""
-        return f"<Prediction of {self.name}: {said}score {self.score:.4g}{limit}{reason}>"
+        return f"<Prediction of {self.name}: {verdict}score {self.score:.4g}{limit}{reason}>"
 
     @property
     def name(self) -> str:
@@ -142,9 +142,9 @@ class Prediction:
         limit = float(np.nanmax(self.patch_scores)) if limits is None else limits.pixel
         review = None if limits is None else limits.review_pixel
         rejected = self.verdict == "reject"
-        found = self.source_map.held()
-        areas = outlined_areas(found, limit, review, rejected=rejected)
-        return heatmap(self._decoded(), found, limit, areas)
+        scores = self.source_map.held()
+        areas = outlined_areas(scores, limit, review, rejected=rejected)
+        return heatmap(self._decoded(), scores, limit, areas)
 
     def _repr_png_(self) -> bytes | None:
         """What a notebook shows: the heatmap, made smaller where it is large."""

@@ -26,16 +26,19 @@ from anomaly.files.writing import as_json
 from anomaly.runtime.devices import CPU
 from anomaly.runtime.threads import get_threads
 from anomaly.scoring.build import array_scorer_of
-from anomaly.storage.folder import BACKBONE, EXPORT, SCORER, find_model, model_id
-from anomaly.storage.manifest import (
+from anomaly.storage.folder import (
     AGAIN,
+    BACKBONE,
+    EXPORT,
     MANIFEST,
+    SCORER,
     Part,
     Recorded,
+    check_seal,
     checked,
-    is_sealed,
+    find_model,
+    model_id,
     read_json,
-    read_manifest,
     sealed,
 )
 
@@ -84,7 +87,7 @@ class _Equality(Part):
 class _Export(Part):
     format: Literal["anomaly-export/1"]
     software_version: str
-    model_id: str = _ABSENT  # in those that were made before, the source's has to do
+    model_id: str
     source_model_id: str
     engine: Literal["onnx", "openvino"]
     engine_version: str
@@ -118,10 +121,9 @@ def read_export(folder: Path) -> dict[str, Any] | None:
             f"{file} isn't of this version's exports (format {str(found)[:40]!r}, expected "
             f"{FORMAT!r}); export the model again"
         )
-    if not is_sealed(values, file):
-        raise ModelError(f"{file} was changed since it was written; {AGAIN}")
+    check_seal(values, file)
     checked(values, _Export, file)
-    if not _belongs(values, folder):
+    if values["model_id"] != model_id(folder):
         raise ModelError(
             f"{folder} mixes files of two models: {EXPORT} belongs to another one than {MANIFEST}; "
             "copy the whole model folder again"
@@ -132,16 +134,6 @@ def read_export(folder: Path) -> dict[str, Any] | None:
 def is_exported(folder: Path) -> bool:
     """Whether a model folder is an exported one, even if it isn't complete."""
     return any((folder / name).exists() for name in (EXPORT, *_NETWORKS))
-
-
-def _belongs(export: Mapping[str, Any], folder: Path) -> bool:
-    """Whether export.json and the manifest in a folder were written for each other."""
-    own, source = model_id(folder), export["source_model_id"]
-    if "model_id" in export:
-        return bool(export["model_id"] == own)
-    if export["precision"] == "int8":
-        return source in read_manifest(folder).get("parents", ())
-    return bool(source == own)
 
 
 def write_export(folder: Path, values: dict[str, Any]) -> None:
@@ -160,8 +152,8 @@ def check_layers(folder: Path) -> None:
     Raises:
         ModelError: there is no model, or it is an exported one.
     """
-    if ((found := find_model(folder)) / EXPORT).exists():
-        raise has_no_layers(found)
+    if ((model := find_model(folder)) / EXPORT).exists():
+        raise has_no_layers(model)
 
 
 def files_of(manifest: dict[str, Any], export: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
@@ -184,7 +176,7 @@ def open_network(
     backbone = manifest["backbone"]
     file = folder / export["network"]["file"]
     graph = Graph(file, export["engine"], export["precision"], get_threads())
-    layers, channels, strides = (backbone[key] for key in ("layers", "channels", "strides"))
+    layers, channels, strides = (tuple(backbone[key]) for key in ("layers", "channels", "strides"))
     return ExportedNetwork(graph, layers, channels, strides, backbone.get("patch"))
 
 

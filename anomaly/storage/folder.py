@@ -1,29 +1,207 @@
-"""The folder that a model lives in: where it is, whether its files are whole, and its id.
+"""The folder that a model lives in: where it is, its manifest, whether its files are whole, its id.
 
-Knows files and hashes; what is in them is `anomaly.storage.load`'s business.
+`manifest.json` holds the sha256 of each other file, and `manifest_sha256`, that of its own text
+without this entry. What is in the other files is `anomaly.storage.load`'s business.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from anomaly.errors import ModelError, OutputError, why
 from anomaly.files.outputs import is_model
-from anomaly.files.writing import draft_of, like, sha256_of
-from anomaly.storage.manifest import AGAIN, MANIFEST
+from anomaly.files.writing import as_json, draft_of, like, sha256_of
 
 log = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
+FORMAT = "anomaly-model/2"
+_SEAL = "manifest_sha256"
 HISTORY = "history.jsonl"
 EXPORT = "export.json"  # only where a model was exported for another engine
-BACKBONE, SCORER, USUAL = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
+BACKBONE, SCORER, STATISTICS = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
+AGAIN = "copy the model folder again, or train again"
+
+_T = TypeVar("_T")
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+_Index = Annotated[int, Field(ge=0, lt=2**63)]
+_Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_ModelId = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+_Mean = Annotated[float, Field(ge=0, le=1)]  # of values in [0, 1]
+_ABSENT: Any = None  # what not every model has; where it is named, it isn't null
+_Deviation = Annotated[float, Field(ge=1e-3, le=1)]
+
+
+class Part(BaseModel):
+    """A piece of a JSON file of which all entries are known."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _Backbone(Part):
+    name: str
+    layers: Annotated[tuple[str, ...], Field(min_length=1)]
+    channels: tuple[_Count, ...]
+    strides: tuple[_Count, ...]
+    mean: tuple[_Mean, _Mean, _Mean]
+    std: tuple[_Deviation, _Deviation, _Deviation]
+    weights: str
+    weights_sha256: _Sha256 | None
+    weights_licence: str = _ABSENT
+    patch: _Count = _ABSENT
+
+
+class _MadeWith(Part):
+    packages: dict[str, str | None]
+    python: str
+    machine: str
+    device: str
+    threads: _Count
+    batch_size: _Count
+    precision: Literal["fp32", "bf16"]
+    shard_images: _Count = _ABSENT  # trained on a cluster, by shards of so many
+
+
+class Recorded(Part):
+    """What is recorded of a file."""
+
+    bytes: _Index
+    sha256: _Sha256
+
+
+class _Files(Part):
+    backbone: Recorded = Field(alias="backbone.safetensors")
+    scorer: Recorded = Field(alias="scorer.safetensors")
+    config: Recorded = Field(alias="config.yaml")
+    thresholds: Recorded = Field(alias="thresholds.json")
+    calibration: Recorded = Field(alias="calibration.json")
+    usual: Recorded = Field(alias="usual.safetensors", default=_ABSENT)
+    region: Recorded = Field(alias="region.png", default=_ABSENT)
+    ignore: Recorded = Field(alias="ignore.png", default=_ABSENT)
+
+
+class _Manifest(Part):
+    format: Literal["anomaly-model/2"]
+    software_version: str
+    name: str
+    seed: _Index
+    aspect: Annotated[float, Field(ge=1e-4, le=1e4)] | None
+    backbone: _Backbone
+    made_with: _MadeWith
+    files: _Files
+    training_images: Annotated[dict[str, _Sha256], Field(min_length=1)]
+    refused_images: dict[str, _Index]
+    parents: Annotated[list[_ModelId], Field(min_length=1)] = _ABSENT
+
+
+def read_json(file: Path) -> Any:
+    """The values in a JSON file of a model folder, numbers all finite.
+
+    Raises:
+        ModelError: it can't be read, or isn't JSON.
+    """
+    try:
+        return json.loads(file.read_text("utf-8"), parse_constant=_infinite, parse_float=_finite)
+    except OSError as error:
+        raise ModelError(f"{file} can't be read ({error.strerror}); {AGAIN}") from None
+    except (ValueError, RecursionError):
+        raise ModelError(f"{file} isn't JSON as this program writes it; {AGAIN}") from None
+
+
+def checked(values: Any, kind: type[_T], file: Path) -> _T:
+    """JSON values as a dataclass or a model of their schema.
+
+    Bytes of file names that aren't UTF-8, which pydantic takes for no text, become `?`.
+
+    Raises:
+        ModelError: something in them is missing, unknown, or of another type or range.
+    """
+    text = json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
+    try:
+        return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "its content"
+        wrong = {
+            "missing": "is missing",
+            "extra_forbidden": "isn't known to this version",
+        }.get(first["type"], f"can't be {str(first['input'])[:40]}")
+        raise ModelError(f"{file}: {where} {wrong}; {AGAIN}") from None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a model folder says about itself, without reading or checking its other files.
+
+    Args:
+        folder: the model folder.
+
+    Raises:
+        ModelError: it is damaged, was changed, or was made by something else.
+    """
+    file = folder / MANIFEST
+    values = read_json(file)
+    found = values.get("format") if isinstance(values, dict) else None
+    if found != FORMAT:
+        raise ModelError(
+            f"{file} isn't a manifest of this program's models (format {str(found)[:40]!r}, "
+            f"expected {FORMAT!r}); give a folder that this version's `train` wrote"
+        )
+    check_seal(values, file)
+    checked(values, _Manifest, file)
+    return dict(values)
+
+
+def write_manifest(folder: Path, values: dict[str, Any]) -> None:
+    """Write what a model folder says about itself, sealed.
+
+    Args:
+        folder: the model folder.
+        values: all but `format` and the seal.
+    """
+    content = as_json(sealed({"format": FORMAT} | values | {"format": FORMAT}))
+    (folder / MANIFEST).write_text(content, "utf-8")
+
+
+def sealed(values: dict[str, Any]) -> dict[str, Any]:
+    """Values with the hash of their own text."""
+    return values | {_SEAL: _hash(values)}
+
+
+def check_seal(values: dict[str, Any], file: Path) -> None:
+    """See that a file holds its values as they were written; takes the hash out of them.
+
+    Raises:
+        ModelError: it was changed.
+    """
+    seal = values.pop(_SEAL, None)
+    if seal != _hash(values) or file.read_bytes() != as_json(sealed(values)).encode():
+        raise ModelError(f"{file} was changed since it was written; {AGAIN}")
+
+
+def _hash(values: dict[str, Any]) -> str:
+    return hashlib.sha256(as_json(values).encode()).hexdigest()
+
+
+def _infinite(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def find_model(folder: str | Path, *, exported: bool = True) -> Path:
@@ -37,13 +215,13 @@ def find_model(folder: str | Path, *, exported: bool = True) -> Path:
         ModelError: there is none; or the folder is one of runs, of which one lacks its manifest.
     """
     folder = Path(folder)
-    if (found := _model_at(folder)) is not None:
-        if not exported and (found / EXPORT).exists():
+    if (model := _model_at(folder)) is not None:
+        if not exported and (model / EXPORT).exists():
             raise ModelError(
-                f"{found} is an exported model, which stays as it is; give the model "
+                f"{model} is an exported model, which stays as it is; give the model "
                 "folder that it was exported from, and export that again"
             )
-        return found
+        return model
     if inside := _models_inside(folder):
         first = folder / next(iter(inside))
         if len(inside) == 1:
@@ -77,12 +255,12 @@ def find_models(folder: Path) -> dict[str, Path]:
 
 def product_folders(folder: Path) -> list[str]:
     """The subfolders of a folder of runs that hold runs themselves, of several products say."""
-    found = []
+    names = []
     for entry in [] if _model_at(folder) else _subfolders(folder):
         with suppress(ModelError):
             if find_products(entry):
-                found.append(entry.name)
-    return found
+                names.append(entry.name)
+    return names
 
 
 def find_products(folder: str | Path) -> dict[str, Path]:
@@ -94,8 +272,8 @@ def find_products(folder: str | Path) -> dict[str, Path]:
         ModelError: there is none, or one lacks its manifest.
     """
     folder = Path(folder)
-    if _model_at(folder) is None and (found := _models_inside(folder)):
-        return found
+    if _model_at(folder) is None and (models := _models_inside(folder)):
+        return models
     find_model(folder)
     return {}
 
@@ -112,7 +290,7 @@ def check_run_folder(folder: Path, sources: Iterable[Path] = ()) -> None:
         ModelError: it holds parts of one.
     """
     place = folder.resolve()
-    if any(place in (one.resolve(), one.resolve().parent) for one in sources):
+    if any(place in (model.resolve(), model.resolve().parent) for model in sources):
         raise OutputError(
             f"{folder} is a model that the new one is made of, which stays; name another folder"
         )
@@ -143,14 +321,14 @@ def _models_inside(folder: Path) -> dict[str, Path]:
     Raises:
         ModelError: a subfolder holds other parts of a model, but no manifest.
     """
-    found = {entry.name: _model_at(entry) for entry in _subfolders(folder)}
+    models = {entry.name: _model_at(entry) for entry in _subfolders(folder)}
     # Images of a product that is left out would be scored as those of the others.
-    if halves := [name for name, place in found.items() if not place and _is_half(folder / name)]:
+    if halves := [name for name, place in models.items() if not place and _is_half(folder / name)]:
         raise ModelError(
             f"{folder / halves[0]} holds parts of a model, but no {MANIFEST} in it or in its "
             f"model/; {AGAIN}, or move it out of {folder}"
         )
-    return {name: place for name, place in found.items() if place is not None}
+    return {name: place for name, place in models.items() if place is not None}
 
 
 def _is_half(folder: Path) -> bool:
@@ -158,7 +336,7 @@ def _is_half(folder: Path) -> bool:
     model = folder / "model"
     if model.is_dir() and all(entry.name.startswith(".") for entry in model.iterdir()):
         return True  # the folder was made, and nothing is in it yet
-    names = (BACKBONE, SCORER, USUAL, EXPORT)
+    names = (BACKBONE, SCORER, STATISTICS, EXPORT)
     parts = [place / name for place in (folder, model) for name in names]
     return any(file.is_file() for file in (folder / "train.json", *parts))
 
@@ -262,20 +440,14 @@ def appearing(folder: Path) -> Iterator[Path]:
             place.rename(old)
         draft.rename(place)
     except (OSError, SafetensorError) as error:
-        said = why(error) if isinstance(error, OSError) else "is the disk full?"
-        raise OutputError(f"{folder} can't be written: {said}") from None
+        reason = why(error) if isinstance(error, OSError) else "is the disk full?"
+        raise OutputError(f"{folder} can't be written: {reason}") from None
     finally:
         if old.exists() and not place.exists():  # stopped between one name and the other
             old.rename(place)
         shutil.rmtree(draft, ignore_errors=True)
-        _remove(old)
-
-
-def _remove(old: Path) -> None:
-    """Delete a folder that was replaced, if there is one; one that can't be is only in the way."""
-    try:
-        shutil.rmtree(old)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        log.warning("%s, which was replaced, can't be deleted: %s", old, why(error))
+        try:
+            if old.exists():
+                shutil.rmtree(old)
+        except OSError as error:  # only in the way
+            log.warning("%s, which was replaced, can't be deleted: %s", old, why(error))

@@ -14,9 +14,8 @@ from anomaly.imaging.loading import UnusableImage
 
 if TYPE_CHECKING:
     from anomaly.scoring.pipeline import Model
-    from anomaly.scoring.prediction import Prediction
 
-Said: TypeAlias = dict[str, dict[str, Any]]
+Answers: TypeAlias = dict[str, dict[str, Any]]
 
 
 def golden_of(model: Path) -> Path | None:
@@ -31,7 +30,7 @@ def score_golden(
     folder: Path,
     workers: int,
     progress: Callable[[int, int], object] = lambda done, total: None,
-) -> Said:
+) -> Answers:
     """What a model says today.
 
     Args:
@@ -44,21 +43,18 @@ def score_golden(
     Returns:
         `image_score` and `verdict`, or None and the status, by the image's place in the folder.
     """
-    found: Said = {}
+    answers: Answers = {}
     for result in model.score_all(paths, workers=workers):
         name = paths[result.index].relative_to(folder).as_posix()
-        found[name] = _said(result)
-        progress(len(found), len(paths))
-    return dict(sorted(found.items()))
+        if isinstance(result, UnusableImage):
+            answers[name] = {"image_score": None, "verdict": result.status}
+        else:
+            answers[name] = {"image_score": result.score, "verdict": result.verdict}
+        progress(len(answers), len(paths))
+    return dict(sorted(answers.items()))
 
 
-def _said(result: Prediction | UnusableImage) -> dict[str, Any]:
-    if isinstance(result, UnusableImage):
-        return {"image_score": None, "verdict": result.status}
-    return {"image_score": result.score, "verdict": result.verdict}
-
-
-def moved_since(recorded: Said, found: Said, tolerance: float) -> dict[str, str]:
+def moved_since(recorded: Answers, found: Answers, tolerance: float) -> dict[str, str]:
     """What has become of each image that isn't as recorded, by name, in the order of names.
 
     Args:
@@ -89,7 +85,7 @@ def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> st
     return ""
 
 
-def write_record(folder: Path, model_id: str, found: Said) -> None:
+def write_record(folder: Path, model_id: str, found: Answers) -> None:
     """Note what a model says of the golden images in their folder.
 
     Args:
@@ -117,8 +113,8 @@ def read_record(folder: Path) -> dict[str, Any]:
         record = json.loads(file.read_text("utf-8"))
         if not isinstance(record["model_id"], str) or not isinstance(record["images"], dict):
             raise TypeError("it holds something else")
-        for said in record["images"].values():
-            said["image_score"], said["verdict"]
+        for answer in record["images"].values():
+            answer["image_score"], answer["verdict"]
     except FileNotFoundError:
         raise DataError(
             f"{file} doesn't exist: record the golden images' scores first, with --record"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,32 +16,32 @@ from anomaly.backbones.engine import ExportedNetwork
 from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, Config
 from anomaly.errors import AnomalyError, ModelError, needs_training, some
-from anomaly.imaging.decoder_pool import read_mask
+from anomaly.methods.base import ArrayScorer
 from anomaly.runtime.devices import CPU, device_of, has_bf16
 from anomaly.scoring.build import (
     MASKS,
-    as_of_today,
-    flat,
-    has_two_banks,
-    portable,
+    differences,
+    flatten,
     region_of,
     scorer_of,
+    to_dict,
 )
-from anomaly.scoring.image_statistics import LEAST_IMAGES, AppearanceModel
+from anomaly.scoring.image_statistics import LEAST_IMAGES, TrainingStatistics
 from anomaly.scoring.pipeline import Model
-from anomaly.scoring.products import AnyModel, ProductSet, check_product
+from anomaly.scoring.predictor import AnyModel, ProductSet, check_product
 from anomaly.storage.exported import exported_stages, files_of, open_network, read_export
 from anomaly.storage.folder import (
+    AGAIN,
     BACKBONE,
     EXPORT,
     SCORER,
-    USUAL,
+    STATISTICS,
     check_files,
     find_model,
     find_products,
     model_id,
+    read_manifest,
 )
-from anomaly.storage.manifest import AGAIN, agree, check_together, read_manifest
 from anomaly.storage.thresholds import read_history, read_thresholds
 from anomaly.version import __version__
 
@@ -82,38 +83,68 @@ def load_model(
     chosen = _device(folder, export, device)
     check_files(folder, files_of(manifest, export), [EXPORT] if export else [])
     config = config_in(folder, manifest)
-    network = _exported(folder, manifest, export, precision, like) if export else None
+    source = _Source(folder, manifest, config, chosen, precision, like)
+    network = _exported_network(source, export) if export else None
     try:
-        stages = (
-            exported_stages(network, folder, config)
-            if network
-            else _computed_stages(folder, manifest, config, chosen, precision, like)
-        )
-        looks = folder / USUAL
+        stages = exported_stages(network, folder, config) if network else _torch_stages(source)
+        statistics = folder / STATISTICS
         images = len(manifest["training_images"])
-        appearance = (
-            AppearanceModel.from_tensors(load_file(looks), images) if looks.is_file() else None
-        )
+        training_statistics = None
+        if statistics.is_file():
+            training_statistics = TrainingStatistics.from_tensors(load_file(statistics), images)
         thresholds = read_thresholds(folder)
-        region = region_of(config.image, folder, read_mask)
+        region = region_of(config.image, folder)
     except SafetensorError:
         raise ModelError(f"{folder}: a .safetensors file in it is damaged; {AGAIN}") from None
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, manifest, error) from None
-    check_together(folder, manifest, stages["scorer"], appearance)
+    _check_together(folder, manifest, stages["scorer"], training_statistics)
     return Model(
         config=config,
         **stages,
         thresholds=thresholds,
         region=region,
         aspect=manifest["aspect"],
-        appearance=appearance,
+        training_statistics=training_statistics,
         manifest=manifest,
         model_id=model_id(folder),
         folder=folder,
         history=read_history(folder),
     )
+
+
+def _check_equal(folder: Path, key: str, recorded: object, found: object) -> None:
+    """See that a manifest and the files beside it say the same.
+
+    Raises:
+        ModelError: they don't.
+    """
+    if recorded != found:
+        raise ModelError(
+            f"{folder}: {key} is {recorded!r} in its manifest, and {found!r} in its other files; "
+            f"{AGAIN}"
+        )
+
+
+def _check_together(
+    folder: Path,
+    manifest: dict[str, Any],
+    scorer: ArrayScorer,
+    training_statistics: TrainingStatistics | None,
+) -> None:
+    """See that the scorer is one for the network's embeddings and the manifest's images.
+
+    Raises:
+        ModelError: it isn't.
+    """
+    images = len(manifest["training_images"]) + len(manifest["refused_images"])
+    try:
+        scorer.check_origin(sum(manifest["backbone"]["channels"]), images)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}; {AGAIN}") from None
+    if training_statistics is not None:
+        _check_equal(folder, "channels", scorer.dimensions, len(training_statistics.mean))
 
 
 def _device(
@@ -135,99 +166,86 @@ def _device(
     return CPU
 
 
-def _exported(
-    folder: Path,
-    manifest: dict[str, Any],
-    export: dict[str, Any],
-    precision: str | None,
-    like: Model | None,
-) -> ExportedNetwork:
+@dataclass(frozen=True)
+class _Source:
+    """A model folder whose files were checked, and how its model is wanted; see `load_model`."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    config: Config
+    device: torch.device
+    precision: str | None
+    like: Model | None
+
+
+def _exported_network(source: _Source, export: dict[str, Any]) -> ExportedNetwork:
     """The exported network, asked for nothing but what it was compared in."""
-    if precision not in (None, export["precision"]):
+    if source.precision not in (None, export["precision"]):
         raise ModelError(
-            f"{folder} was exported in {export['precision']}; to have it in {precision}, export "
-            f"the model again with --precision {precision}"
+            f"{source.folder} was exported in {export['precision']}; to have it in "
+            f"{source.precision}, export the model again with --precision {source.precision}"
         )
-    if like is not None and isinstance(like.extractor, ExportedNetwork):
-        return like.extractor
-    return open_network(folder, manifest, export)
+    if source.like is not None and isinstance(source.like.extractor, ExportedNetwork):
+        return source.like.extractor
+    return open_network(source.folder, source.manifest, export)
 
 
-def _computed_stages(
-    folder: Path,
-    manifest: dict[str, Any],
-    config: Config,
-    device: torch.device,
-    precision: str | None,
-    like: Model | None,
-) -> dict[str, Any]:
-    """A detector's stages in torch: the truncated network with its weights, and the scorer."""
-    from safetensors.torch import load_file
+def _torch_stages(source: _Source) -> dict[str, Any]:
+    """A model's stages in torch: the truncated network with its weights, and the scorer."""
+    from anomaly.backbones.registry import Normalisation  # needs torch, which exports do without
 
-    from anomaly.backbones.registry import Normalisation
-
-    network = like.extractor if like else _extractor(folder, manifest, config, device, precision)
-    backbone = manifest["backbone"]
-    # Copies: a mapped file that somebody writes over takes the process with it.
-    known = {name: values.clone() for name, values in load_file(folder / SCORER).items()}
+    backbone = source.manifest["backbone"]
     return {
-        "extractor": network,
+        "extractor": source.like.extractor if source.like else _extractor(source),
         "normalise": Normalisation(tuple(backbone["mean"]), tuple(backbone["std"])),
-        "scorer": scorer_of(config, known, device),
-        "device": device,
+        "scorer": scorer_of(source.config, _tensors(source.folder / SCORER), source.device),
+        "device": source.device,
     }
 
 
-def _extractor(
-    folder: Path,
-    manifest: dict[str, Any],
-    config: Config,
-    device: torch.device,
-    precision: str | None,
-) -> FeatureExtractor:
-    """The truncated network with its weights."""
-    from safetensors.torch import load_file
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Copies of the tensors in a file: one mapped and written over takes the process with it."""
+    from safetensors.torch import load_file  # needs torch
 
-    from anomaly.backbones.registry import build
-    from anomaly.backbones.state import load_state
+    return {name: values.clone() for name, values in load_file(file).items()}
+
+
+def _extractor(source: _Source) -> FeatureExtractor:
+    """The truncated network with its weights."""
+    from anomaly.backbones.registry import build, load_state  # these need torch
     from anomaly.backbones.truncation import truncate
 
-    backbone = manifest["backbone"]
-    truncated = truncate(build(config.backbone.name), backbone["layers"])
-    agree(folder, "channels", backbone["channels"], list(truncated.channels))
-    agree(folder, "strides", backbone["strides"], list(truncated.strides))
-    agree(folder, "patch", backbone.get("patch"), truncated.extractor().patch)
-    # Copies, as of the scorer's tensors.
-    state = {name: values.clone() for name, values in load_file(folder / BACKBONE).items()}
-    full = build(config.backbone.name)
-    load_state(truncated.network, state, full, str(folder / BACKBONE))
-    return truncated.extractor().to(device, _precision(config, device, precision))
+    folder, backbone = source.folder, source.manifest["backbone"]
+    extractor = truncate(build(source.config.backbone.name), backbone["layers"])
+    _check_equal(folder, "channels", backbone["channels"], list(extractor.channels))
+    _check_equal(folder, "strides", backbone["strides"], list(extractor.strides))
+    _check_equal(folder, "patch", backbone.get("patch"), extractor.patch)
+    full = build(source.config.backbone.name)
+    load_state(extractor.network, _tensors(folder / BACKBONE), full, str(folder / BACKBONE))
+    return extractor.to(source.device, _precision(source))
 
 
 def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
     """The settings in a model folder, which repeat some of what its manifest says."""
     file = folder / "config.yaml"
     try:
-        values = as_of_today(yaml.safe_load(file.read_text("utf-8")))
-        config = None if has_two_banks(values) else parse_config(values, str(file))
+        config = parse_config(yaml.safe_load(file.read_text("utf-8")), str(file))
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ModelError(f"{file} isn't YAML as this program writes it; {AGAIN}") from None
     except (OSError, AnomalyError) as error:
         raise _unreadable(folder, manifest, error) from None
-    if config is None:
-        raise ModelError(
-            f"{folder} has two memory banks (model.embedding: levels), which this version doesn't "
-            "support; train it again"
-        )
     made, backbone = manifest["made_with"], manifest["backbone"]
-    agree(folder, "name", manifest["name"], config.name)
-    agree(folder, "seed", manifest["seed"], config.seed)
-    agree(folder, "backbone.name", backbone["name"], config.backbone.name)
-    agree(folder, "backbone.weights", backbone["weights"], config.backbone.weights)
-    agree(folder, "batch_size", made["batch_size"], config.batch_size)
-    agree(folder, "precision", made["precision"], config.precision)
     one_aspect = manifest["aspect"] is not None
-    agree(folder, "one aspect for all images", one_aspect, config.one_aspect)
+    for key, recorded, found in (
+        ("name", manifest["name"], config.name),
+        ("seed", manifest["seed"], config.seed),
+        ("backbone.name", backbone["name"], config.backbone.name),
+        ("backbone.weights", backbone["weights"], config.backbone.weights),
+        ("batch_size", made["batch_size"], config.batch_size),
+        ("precision", made["precision"], config.precision),
+        ("one aspect for all images", one_aspect, config.one_aspect),
+    ):
+        _check_equal(folder, key, recorded, found)
     return config
 
 
@@ -238,12 +256,13 @@ def _unreadable(folder: Path, manifest: dict[str, Any], error: Exception) -> Mod
     )
 
 
-def _precision(config: Config, device: torch.device, wanted: str | None) -> str:
-    """The model's own precision, unless told otherwise or the device is slower with it."""
-    own = config.precision
-    chosen = wanted or ("fp32" if own == "bf16" and not has_bf16(device) else own)
+def _precision(source: _Source) -> str:
+    """The model's own precision, unless another is wanted or the device is slower with it."""
+    own = source.config.precision
+    chosen = source.precision
+    chosen = chosen or ("fp32" if own == "bf16" and not has_bf16(source.device) else own)
     if chosen != own:
-        why = "as asked" if wanted else "this machine doesn't have bf16"
+        why = "as asked" if source.precision else "this machine doesn't have bf16"
         log.warning(
             "the model was trained in %s and runs in %s (%s): scores move by about 1 %% in "
             "the mean, single ones by up to 10 %%, and verdicts close to a threshold may change",
@@ -289,7 +308,7 @@ def load(
         return load_model(folder, device, precision)
     _check_sharing(folder, products, precision)
     if product is None:
-        _check_looks(folder, products)
+        _check_recognisable(folder, products)
     models: dict[str, Any] = {}
     for name, place in products.items():
         like = next(iter(models.values()), None)
@@ -297,7 +316,7 @@ def load(
     return ProductSet(models, product or "", folder)
 
 
-def appearances(folder: Path) -> dict[str, AppearanceModel]:
+def training_statistics(folder: Path) -> dict[str, TrainingStatistics]:
     """What the images of each of several products look like, without their networks and scorers.
 
     Args:
@@ -308,15 +327,17 @@ def appearances(folder: Path) -> dict[str, AppearanceModel]:
     """
     products = find_products(folder)
     _check_sharing(folder, products, None)
-    _check_looks(folder, products)
-    return {name: _appearance(place) for name, place in products.items()}
+    _check_recognisable(folder, products)
+    return {name: _training_statistics(place) for name, place in products.items()}
 
 
-def _appearance(place: Path) -> AppearanceModel:
+def _training_statistics(place: Path) -> TrainingStatistics:
     manifest = read_manifest(place)
     files = files_of(manifest, read_export(place))
-    check_files(place, {USUAL: files[USUAL]}, files.keys() - {USUAL})
-    return AppearanceModel.from_tensors(load_file(place / USUAL), len(manifest["training_images"]))
+    check_files(place, {STATISTICS: files[STATISTICS]}, files.keys() - {STATISTICS})
+    return TrainingStatistics.from_tensors(
+        load_file(place / STATISTICS), len(manifest["training_images"])
+    )
 
 
 def _check_sharing(folder: Path, products: Mapping[str, Path], precision: str | None) -> None:
@@ -328,13 +349,8 @@ def _check_sharing(folder: Path, products: Mapping[str, Path], precision: str | 
     every = {name: _shared(place, precision) for name, place in products.items()}
     first, *others = every
     for other in others:
-        ours, theirs = every[first], every[other]
-        different = [
-            f"{key} is {_said(ours.get(key))} in {first} and {_said(theirs.get(key))} in {other}"
-            for key in ours | theirs
-            if ours.get(key) != theirs.get(key)
-        ]
-        if listed := some(different, "; "):
+        text = f"{{key}} is {{one!r:.40}} in {first} and {{other!r:.40}} in {other}"
+        if listed := some(differences(every[first], every[other], text), "; "):
             raise ModelError(
                 f"the models in {folder} can't share one pass of the network: {listed}. Train "
                 f"them with one config, or score them one by one, with {folder / first} say"
@@ -347,8 +363,8 @@ def _shared(place: Path, precision: str | None) -> dict[str, Any]:
     config = config_in(place, manifest)
     files = files_of(manifest, export)
     stem = Path(export["network"]["file"]).stem if export else Path(BACKBONE).stem
-    settings = portable(config)
-    every = dict(flat(settings))
+    settings = to_dict(config)
+    every = dict(flatten(settings))
     backbone = {k: v for k, v in manifest["backbone"].items() if k != "weights_licence"}
     return {
         "model.kind": config.model.kind,
@@ -357,7 +373,7 @@ def _shared(place: Path, precision: str | None) -> dict[str, Any]:
         "the images' aspect": manifest["aspect"],
         **{f"backbone.{key}": value for key, value in backbone.items()},
         **{key: every[key] for key in METHODS[config.model.kind].embedded_by},
-        **dict(flat(settings["image"], "image.")),
+        **dict(flatten(settings["image"], "image.")),
         **{
             f"the content of {name}": one["sha256"]
             for name, one in files.items()
@@ -366,12 +382,7 @@ def _shared(place: Path, precision: str | None) -> dict[str, Any]:
     }
 
 
-def _said(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:39]}…"
-
-
-def _check_looks(folder: Path, products: Mapping[str, Path]) -> None:
+def _check_recognisable(folder: Path, products: Mapping[str, Path]) -> None:
     """See that every model knows what its product looks like, where there is more than one.
 
     Raises:
@@ -380,7 +391,7 @@ def _check_looks(folder: Path, products: Mapping[str, Path]) -> None:
     lacking = [
         name
         for name, place in products.items()
-        if not (place / USUAL).is_file()
+        if not (place / STATISTICS).is_file()
         or len(read_manifest(place)["training_images"]) < LEAST_IMAGES
     ]
     if lacking and len(products) > 1:

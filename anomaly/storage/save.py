@@ -16,17 +16,17 @@ from safetensors.numpy import save_file as save_numpy
 from anomaly.files.writing import share
 from anomaly.imaging.region import DrawnMask, Region
 from anomaly.runtime.threads import get_threads
-from anomaly.scoring.build import MASKS, portable
+from anomaly.scoring.build import MASKS, to_dict
 from anomaly.storage.folder import (
     BACKBONE,
     SCORER,
-    USUAL,
+    STATISTICS,
     appearing,
     claim_model,
     file_entry,
     model_id,
+    write_manifest,
 )
-from anomaly.storage.manifest import write_manifest
 from anomaly.storage.thresholds import write_history, write_thresholds
 from anomaly.version import __version__
 
@@ -71,12 +71,12 @@ def save_rest(detector: Model, draft: Path, backbone: Mapping[str, Any]) -> str:
     """
     network = {file.name for file in draft.iterdir()}
     _save_tensors(detector.scorer.tensors(), draft / SCORER)
-    if detector.appearance is not None:
-        save_numpy(detector.appearance.tensors(), draft / USUAL)
-        share(draft / USUAL)
+    if detector.training_statistics is not None:
+        save_numpy(detector.training_statistics.tensors(), draft / STATISTICS)
+        share(draft / STATISTICS)
     for name, picture in _pictures(detector.region).items():
         (draft / name).write_bytes(picture)
-    settings = portable(detector.config)
+    settings = to_dict(detector.config)
     (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
     write_thresholds(draft, detector.thresholds)
     files = {f.name: file_entry(f) for f in draft.iterdir() if f.name not in network}
@@ -128,7 +128,7 @@ def manifest_of(
             "strides": list(extractor.strides),
             "mean": list(detector.normalise.mean),
             "std": list(detector.normalise.std),
-            "weights": portable(detector.config)["backbone"]["weights"],
+            "weights": to_dict(detector.config)["backbone"]["weights"],
             "weights_sha256": weights_sha256,
             **{key: value for key, value in further.items() if value is not None},
         },

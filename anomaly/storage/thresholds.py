@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.calibration import GoodScores, Threshold, Thresholds
+from anomaly.calibration.thresholds import Calibration
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
-from anomaly.storage.folder import HISTORY, appearing, file_entry, find_model, model_id
-from anomaly.storage.manifest import (
+from anomaly.storage.folder import (
     AGAIN,
+    HISTORY,
     MANIFEST,
+    appearing,
     checked,
+    file_entry,
+    find_model,
+    model_id,
     read_json,
     read_manifest,
     write_manifest,
@@ -52,22 +57,23 @@ def read_thresholds(folder: Path) -> Thresholds | None:
     values, scores = (read_json(file) for file in files)
     if values is None and scores is None:
         return None
-    written, good = checked(values, _Written, files[0]), checked(scores, GoodScores, files[1])
+    found, good = checked(values, _ThresholdsFile, files[0]), checked(scores, GoodScores, files[1])
     sizes = {len(good.names), len(good.image), len(good.peak), len(good.hashes or good.names)}
     if len(sizes) > 1 or 0 in sizes or (good.groups is not None and good.groups < 1):
         raise ModelError(f"{files[1]}: its names and scores don't belong together; {AGAIN}")
     try:
-        if not (_possible(written.review) and _possible(written.reject)):
+        if not (_possible(found.review) and _possible(found.reject)):
             raise ValueError("a rate lies outside 0 to 1")
-        return Thresholds.from_json(values, good)
-    except (ValueError, TypeError, KeyError):
+        calibration = Calibration(found.review, found.reject)
+    except ValueError:
         raise ModelError(
             f"{files[0]}: its thresholds and rates don't belong together; {AGAIN}"
         ) from None
+    return Thresholds(calibration, found.pixel, found.label, good)
 
 
 @dataclass(frozen=True)
-class _Written:
+class _ThresholdsFile:
     """What thresholds.json has to hold."""
 
     label: str

@@ -24,7 +24,12 @@ from anomaly.scoring.image_score import image_scores, network_map
 from anomaly.scoring.pipeline import Model
 from anomaly.training.feature_cache import CachedFeatures
 
+log = logging.getLogger(__name__)
+
+# Suspects that are shown.
 COUNT = 5
+# Of batches that are joined: more images are hardly quicker, and take memory.
+_MOST_IMAGES, _MOST_BYTES = 16, 32 * 1024**2
 # Robust standard deviations of log scores by which an image stands out, and their least: images
 # that are all but equal differ by less.
 _FAR = 5.0
@@ -47,7 +52,7 @@ class Suspect:
 
 
 class Suspects:
-    """Keeps the patch scores of the most suspicious images while all of them pass by.
+    """Keeps the patch scores of the most suspicious images while all are scored.
 
     Args:
         views: how each image was turned into the network's input, by index.
@@ -74,8 +79,8 @@ class Suspects:
             suspect.patch_scores[top : top + height, left : left + width] = patches
             suspect.score = max(suspect.score, score)
         # The last image may have more tiles to come.
-        going_on = {image: self._kept[image] for image in batch.images[-1:]}
-        self._kept = {s.image: s for s in self.worst()} | going_on
+        last = {image: self._kept[image] for image in batch.images[-1:]}
+        self._kept = {s.image: s for s in self.worst()} | last
 
     def take(self, others: Iterable[Suspect]) -> None:
         """Take note of whole images that another process has seen."""
@@ -110,81 +115,8 @@ def standing_out(good: GoodScores) -> dict[str, float]:
     return {good.names[i]: good.image[i] for i in order if away[i] > _FAR * max(spread, _LEAST)}
 
 
-log = logging.getLogger(__name__)
-
-# Of batches that are joined: more images are hardly quicker, and take memory.
-_MOST_IMAGES, _MOST_BYTES = 16, 32 * 1024**2
-
 Scoring: TypeAlias = Callable[..., dict[int, tuple[float, float]]]
 """Called as `scores_of`, with the patches of whole images."""
-
-
-def cross_fit(
-    detector: Model,
-    patches: CachedFeatures,
-    fitter: Fitter[Any],
-    names: Mapping[int, str],
-    pictures: Mapping[int, str],
-    *,
-    folds: int,
-    groups: Mapping[int, str],
-    suspects: Suspects | None = None,
-    score: Scoring | None = None,
-    progress: Progress = lambda done, total: None,
-) -> GoodScores:
-    """Score each training image by a model that hasn't learned from it.
-
-    What a method leaves out and how its scorer does without is its own, see `Fitter.held_out`.
-
-    Args:
-        detector: fitted on all of `patches`.
-        patches: the training images'; their features are read, never computed again.
-        fitter: the settings that the detector was fitted with.
-        names: of the images used, by index.
-        pictures: what tells the picture of each from others. Copies of one are held out together
-            and count once.
-        folds: into how many parts to split them, at most.
-        groups: the group of each image that has one; it is never parted, unless it is the only one.
-            A copy belongs to the first one's group.
-        suspects: sees all the scores.
-        score: scores some of the patches, elsewhere perhaps; `scores_of` by default.
-        progress: called with (images scored, all of them).
-
-    Raises:
-        DataError: too few images, or none but those of one fold.
-    """
-    indices = sorted(names)
-    met: dict[str, int] = {}
-    first = {i: met.setdefault(pictures[i], i) for i in indices}
-    distinct = sorted(set(first.values()))
-    units = len({groups.get(i, i) for i in distinct})
-    heeded = groups if units > 1 else {}
-    divided = split(
-        indices, {i: heeded.get(original, original) for i, original in first.items()}, folds
-    )
-    log.debug("scoring %d images as %d held-out parts, for thresholds", len(indices), len(divided))
-    pairs: dict[int, tuple[float, float]] = {}
-    grouped = bool(heeded) or len(distinct) < len(indices)
-    held_out = fitter.held_out(detector.scorer, patches, divided, grouped=grouped)
-    for images, scorer in held_out:
-        stand_in = replace(detector, scorer=scorer)
-        left_out = patches.only(frozenset(images))
-        pairs.update(
-            (score or scores_of)(
-                stand_in,
-                left_out,
-                patches.views,
-                suspects=suspects,
-                progress=lambda done: progress(len(pairs) + done, len(indices)),
-            )
-        )
-    return GoodScores(
-        names=tuple(names[i] for i in distinct),
-        image=tuple(pairs[i][0] for i in distinct),
-        peak=tuple(pairs[i][1] for i in distinct),
-        source=f"{len(distinct)} training images, each scored by a model that hasn't seen it",
-        groups=units if groups else None,
-    )
 
 
 def scores_of(
@@ -224,6 +156,74 @@ def scores_of(
             pairs[image] = (max(score, pair[0]), max(peak, pair[1]))
         progress(len(pairs))
     return pairs
+
+
+def cross_fit(
+    detector: Model,
+    patches: CachedFeatures,
+    fitter: Fitter[Any],
+    names: Mapping[int, str],
+    pictures: Mapping[int, str],
+    *,
+    folds: int,
+    groups: Mapping[int, str],
+    suspects: Suspects | None = None,
+    score: Scoring = scores_of,
+    progress: Progress = lambda done, total: None,
+) -> GoodScores:
+    """Score each training image by a model that hasn't learned from it.
+
+    What a method leaves out and how its scorer does without is its own, see `Fitter.held_out`.
+
+    Args:
+        detector: fitted on all of `patches`.
+        patches: the training images'; their features are read, never computed again.
+        fitter: the settings that the detector was fitted with.
+        names: of the images used, by index.
+        pictures: what tells the picture of each from others. Copies of one are held out together
+            and count once.
+        folds: into how many parts to split them, at most.
+        groups: the group of each image that has one; it is never parted, unless it is the only one.
+            A copy belongs to the first one's group.
+        suspects: sees all the scores.
+        score: scores some of the patches, elsewhere perhaps.
+        progress: called with (images scored, all of them).
+
+    Raises:
+        DataError: too few images, or none but those of one fold.
+    """
+    indices = sorted(names)
+    first_of: dict[str, int] = {}
+    originals = {i: first_of.setdefault(pictures[i], i) for i in indices}
+    distinct = sorted(set(originals.values()))
+    units = len({groups.get(i, i) for i in distinct})
+    known_groups = groups if units > 1 else {}
+    divided = split(
+        indices, {i: known_groups.get(first, first) for i, first in originals.items()}, folds
+    )
+    log.debug("scoring %d images as %d held-out parts, for thresholds", len(indices), len(divided))
+    pairs: dict[int, tuple[float, float]] = {}
+    grouped = bool(known_groups) or len(distinct) < len(indices)
+    held_out = fitter.held_out(detector.scorer, patches, divided, grouped=grouped)
+    for images, scorer in held_out:
+        stand_in = replace(detector, scorer=scorer)
+        left_out = patches.only(frozenset(images))
+        pairs.update(
+            score(
+                stand_in,
+                left_out,
+                patches.views,
+                suspects=suspects,
+                progress=lambda done: progress(len(pairs) + done, len(indices)),
+            )
+        )
+    return GoodScores(
+        names=tuple(names[i] for i in distinct),
+        image=tuple(pairs[i][0] for i in distinct),
+        peak=tuple(pairs[i][1] for i in distinct),
+        source=f"{len(distinct)} training images, each scored by a model that hasn't seen it",
+        groups=units if groups else None,
+    )
 
 
 def _is_turned(batch: PatchBatch) -> bool:

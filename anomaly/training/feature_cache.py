@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from anomaly.errors import DataError
+from anomaly.errors import DataError, OutputError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import (
@@ -32,17 +39,19 @@ from anomaly.runtime.parallel import in_parallel
 from anomaly.scoring.build import turns_of
 from anomaly.scoring.image_score import inside, inside_of
 from anomaly.scoring.image_statistics import (
-    Appearance,
-    AppearanceSums,
-    appearances_of,
+    ImageStatistics,
+    StatisticsSums,
     same_pictures,
+    statistics_of,
 )
-from anomaly.training.tensor_file import Piece, TensorFile, check_room
 
 if TYPE_CHECKING:
     from anomaly.scoring.pipeline import Model
-    from anomaly.training.setup import TrainingSetup
+    from anomaly.training.fit import TrainingSetup
 
+log = logging.getLogger(__name__)
+
+_WORTH_SAYING = 4e9  # bytes
 # Images after which memory that is free but still held goes back to the system.
 _TRIMMED = 128
 # Images that a function of `CachedFeatures.each` sees at once.
@@ -95,7 +104,7 @@ class FeatureCache:
                 processes are to read them.
         """
         model, embedder = self.model, self.model.embedder
-        size = embedder.at_once(model.config.batch_size)
+        size = embedder.max_batch_size(model.config.batch_size)
         turns = turns_of(model.config) if turned else ()
         loaded = drop_outside_region(
             self._decoders.load_all(images.items()), embedder.grid, model.region
@@ -127,10 +136,10 @@ class FeatureCache:
             maps = embedder.maps(batch)
             embeddings = embedder.align(maps)
             inside = inside_of(batch, embeddings, self.model.region)
-            # A turned copy looks like its image.
-            looks = [] if batch[0].turn else appearances_of(batch, embeddings, inside)
+            # A turned copy has the statistics of its image.
+            statistics = [] if batch[0].turn else statistics_of(batch, embeddings, inside)
         kept = [embeddings] if self.fitter.compact else maps
-        return _Embedded(batch, kept, embeddings, looks)
+        return _Embedded(batch, kept, embeddings, statistics)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +154,7 @@ class CachedFeatures(PatchSet):
         refused: files that couldn't be used.
         hashes: sha256 of each file used, by its number.
         views: how each was turned into the network's input.
-        looks: what each looks like as a whole.
+        statistics: of each as a whole.
         counts: how many patches each has.
         align: how maps become embeddings; None where these are kept.
         region: what of each image counts; None for all of it.
@@ -158,7 +167,7 @@ class CachedFeatures(PatchSet):
     refused: tuple[UnusableImage, ...]
     hashes: dict[int, str]
     views: dict[int, AnyView]
-    looks: dict[int, Appearance]
+    statistics: dict[int, ImageStatistics]
     counts: dict[int, int]
     align: Align | None
     region: Region | None
@@ -172,7 +181,7 @@ class CachedFeatures(PatchSet):
 
     def pictures(self) -> dict[int, str]:
         """sha256 of the first file that shows what each one shows, by the images' numbers."""
-        first = same_pictures(self.looks)
+        first = same_pictures(self.statistics)
         return {i: self.hashes[first[i]] for i in self.hashes}
 
     def checked(self) -> CachedFeatures:
@@ -235,10 +244,116 @@ def joined_features(shards: Sequence[CachedFeatures]) -> CachedFeatures:
         refused=tuple(item for shard in shards for item in shard.refused),
         hashes=hashes,
         views={i: view for shard in shards for i, view in shard.views.items()},
-        looks={i: look for shard in shards for i, look in shard.looks.items()},
+        statistics={i: image for shard in shards for i, image in shard.statistics.items()},
         counts={i: count for shard in shards for i, count in shard.counts.items()},
         images=hashes,
     )
+
+
+class Piece(NamedTuple):
+    """A training image, or one tile of it, as it is or turned (see `anomaly.imaging.loading`)."""
+
+    image: int
+    row: int
+    column: int
+    turn: int = 0
+
+
+class TensorFile:
+    """Batches of tensors in a file without a name, gone with this object or the process.
+
+    Args:
+        folder: on the disk that the file is to be on.
+        shared: give it a name, and leave it in the folder: other processes that see the folder can
+            read it through a pickled copy of this object.
+    """
+
+    def __init__(self, folder: Path, *, shared: bool = False) -> None:
+        self._folder = folder
+        self._path: Path | None = None
+        self._file: IO[bytes]
+        if shared:
+            descriptor, name = tempfile.mkstemp(dir=folder)
+            self._path, self._file = Path(name), os.fdopen(descriptor, "wb")
+        else:
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
+        self._written: list[tuple[tuple[Piece, ...], int, list[_InFile]]] = []
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was written yet."""
+        return not self._written
+
+    def write(self, names: tuple[Piece, ...], tensors: Sequence[Tensor]) -> None:
+        """Append one batch.
+
+        Args:
+            names: its pieces.
+            tensors: (B, …) each, in the order of the names.
+
+        Raises:
+            OutputError: no room.
+        """
+        layouts = []
+        offset = self._file.tell()
+        try:
+            for t in tensors:
+                layout = _InFile.of(t)
+                self._file.write(t.permute(layout.order).cpu().view(torch.uint8).numpy().data)
+                layouts.append(layout)
+            self._file.flush()
+        except OSError as error:
+            raise OutputError(
+                f"no room for temporary feature maps in {self._folder} ({error.strerror}); free "
+                "some disk space or write to another disk with --output"
+            ) from None
+        self._written.append((names, offset, layouts))
+
+    def read(
+        self, images: Container[int], *, ascending: bool = False
+    ) -> Iterator[tuple[tuple[Piece, ...], list[Tensor]]]:
+        """Give the batches again that hold any of some images, whole and as they were.
+
+        Args:
+            images: their numbers.
+            ascending: by the number of each batch's first image, not in the order of writing.
+        """
+        written = self._written
+        if ascending:
+            written = sorted(written, key=lambda batch: batch[0][0].image)
+        with nullcontext(self._file) if self._path is None else self._path.open("rb") as file:
+            for names, offset, layouts in written:
+                if any(name.image in images for name in names):
+                    file.seek(offset)
+                    yield names, [layout.read(file) for layout in layouts]
+
+    def close(self) -> None:
+        """Delete the file, unless it is shared."""
+        self._file.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": BytesIO()}  # a copy only reads
+
+
+@dataclass(frozen=True)
+class _InFile:
+    """How a tensor lies in the file: in the order of its strides, so that nothing is copied."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, t: Tensor) -> _InFile:
+        strides = t.stride()
+        order = tuple(sorted(range(t.ndim), key=strides.__getitem__, reverse=True))
+        return cls(tuple(t.shape[axis] for axis in order), order, t.dtype, t.device)
+
+    def read(self, file: IO[bytes]) -> Tensor:
+        values = np.fromfile(file, np.uint8, math.prod(self.shape) * self.dtype.itemsize)
+        tensor = torch.from_numpy(values).view(self.dtype).view(self.shape).to(self.device)
+        return tensor.permute(tuple(int(i) for i in np.argsort(self.order)))
 
 
 class ProjectedCache:
@@ -302,7 +417,7 @@ class _Embedded(NamedTuple):
     images: list[NetworkInput]
     kept: list[Tensor]
     embeddings: Tensor
-    looks: list[Appearance]
+    statistics: list[ImageStatistics]
 
 
 class _Writer:
@@ -331,7 +446,7 @@ class _Writer:
         self._points: ProjectedCache | None = None
         if matrix_of is not None:
             self._points = ProjectedCache(cache.scratch, matrix_of, shared=self._shared)
-        self._looks = AppearanceSums(images)
+        self._statistics = StatisticsSums(images)
         self.refused: list[UnusableImage] = []
         self.hashes: dict[int, str] = {}
         self._views: dict[int, AnyView] = {}
@@ -342,14 +457,14 @@ class _Writer:
         if isinstance(done, UnusableImage):
             self.refused.append(done)
             return
-        images, kept, embeddings, looks = done
+        images, kept, embeddings, statistics = done
         for item in images:
             self.hashes[item.index] = item.sha256
             self._views[item.index] = item.layout
             count = self._counts.get(item.index, 0)
             self._counts[item.index] = count + math.prod(embeddings.shape[1:3])
-        for item, look in zip(images, looks, strict=False):
-            self._looks.add(item.index, look)
+        for item, tile in zip(images, statistics, strict=False):
+            self._statistics.add(item.index, tile)
         names = tuple(Piece(item.index, *item.tile, item.turn) for item in images)
         room = float(sum(t.nbytes for t in kept))
         if self._points is not None:
@@ -362,10 +477,33 @@ class _Writer:
             release_memory()
 
     def _check_room(self, first: Sequence[NetworkInput], room: float) -> None:
-        """See that the disk has room for all images, each of which takes as much as the first."""
-        layout = first[0].layout
-        each = room * math.prod(map(len, layout.axes)) * self._copies / len(first)
-        check_room(self._cache.scratch, self._expected, each, self._shared, sure=layout.whole)
+        """Say what disk space the features of all images will take, where it is much.
+
+        Raises:
+            OutputError: all images, each of which takes as much as the first, need more than is
+                free.
+        """
+        folder, layout = self._cache.scratch, first[0].layout
+        tiles = math.prod(map(len, layout.axes))
+        needed = room * tiles * self._copies / len(first) * self._expected
+        free: float = shutil.disk_usage(folder).free
+        if self._shared:  # all that is in the folder already are features of these images
+            free += sum(file.stat().st_size for file in folder.iterdir())
+        if needed > free and layout.whole:  # large images may differ in their tiles
+            raise OutputError(
+                f"the features of {self._expected} images take about {_gigabytes(needed)} in "
+                f"{folder} until training ends, where {_gigabytes(free)} are free; free some disk "
+                "space or write to another disk with --output"
+            )
+        if needed > _WORTH_SAYING:
+            log.info(
+                "the features of %d images take about %s of the %s that are free in %s, until "
+                "training ends",
+                self._expected,
+                _gigabytes(needed),
+                _gigabytes(free),
+                folder,
+            )
 
     def features(self) -> CachedFeatures:
         """What was kept."""
@@ -376,7 +514,7 @@ class _Writer:
             tuple(self.refused),
             self.hashes,
             self._views,
-            self._looks.of_image,
+            self._statistics.of_image,
             self._counts,
             None if self._cache.fitter.compact else model.embedder.align,
             model.region,
@@ -398,6 +536,10 @@ def _patch_batch(
         tuple(turned_corner(n.row * height, n.column * width, n.turn) for n in names),
         inside(pieces, embeddings, region),
     )
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _matrix_hash(matrix: Tensor) -> str:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from anomaly.backbones.extractor import Embedder, FeatureExtractor, choose_precision, network_input
+from anomaly.backbones.registry import Normalisation, normalisation
 from anomaly.calibration import GoodScores, thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.loading import NetworkInput, size_of
 from anomaly.imaging.read import Image
+from anomaly.imaging.region import Region
 from anomaly.methods.base import Fitter, Progress, Scorer
-from anomaly.scoring.image_statistics import AppearanceModel, odd_among
+from anomaly.scoring.build import backbone, fitter_of, loading_of, region_of
+from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.save import manifest_of
 from anomaly.training.cross_fitting import (
@@ -29,100 +36,212 @@ from anomaly.training.cross_fitting import (
     Suspect,
     Suspects,
     cross_fit,
+    scores_of,
     split,
     standing_out,
 )
 from anomaly.training.feature_cache import CachedFeatures, FeatureCache
-from anomaly.training.setup import TrainingSetup, prepare
 
 log = logging.getLogger(__name__)
+
+StageProgress: TypeAlias = Callable[[str, int, int], None]
+_TRIAL_IMAGES = 4  # that show whether bf16 is safe
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSetup:
+    """All stages of a model but the scorer, and what fits one.
+
+    Attributes:
+        config: all settings, the precision chosen.
+        extractor: the backbone on its device, in that precision.
+        normalise: what the backbone expects of its input.
+        fitter: of the method, prepared.
+        region: what of each image counts; None for all of it.
+        aspect: H/W that images have to have; None for any.
+        device: where the network and the scorer run.
+        weights_sha256: of the weights file; None for random ones.
+    """
+
+    config: Config
+    extractor: FeatureExtractor
+    normalise: Normalisation
+    fitter: Fitter[Any]
+    region: Region | None
+    aspect: float | None
+    device: torch.device
+    weights_sha256: str | None
+
+    @property
+    def embedder(self) -> Embedder:
+        """How network inputs become patch embeddings."""
+        return Embedder(self.extractor, self.normalise, self.fitter.align, self.device)
+
+    def detector(self, scorer: Scorer) -> Model:
+        """A model with a fitted scorer, without thresholds."""
+        return Model(
+            config=self.config,
+            extractor=self.extractor,
+            normalise=self.normalise,
+            scorer=scorer,
+            thresholds=None,
+            device=self.device,
+            region=self.region,
+            aspect=self.aspect,
+        )
+
+
+def prepare(
+    config: Config, samples: Sequence[Sample], decoders: Decoders, device: torch.device
+) -> TrainingSetup:
+    """Load the backbone, set the decoders' task, and choose the precision.
+
+    Args:
+        config: all settings; `config.data` isn't read.
+        samples: the training images.
+        decoders: what reads them.
+        device: where the network and the scorer are to run.
+
+    Raises:
+        AnomalyError: weights, layers or images can't be used as configured.
+    """
+    extractor, weights_sha256 = backbone(config, device)
+    normalise = normalisation(config.backbone.name)
+    region, aspect = region_of(config.image, Path()), _aspect(config, samples, decoders)
+    stride, patch = extractor.coarsest_stride, extractor.patch
+    decoders.begin(Task(loading_of(config, stride, region, aspect, patch)))
+    precision: str = config.precision
+    if precision == "auto":
+        trial = _trial_images(samples, decoders)
+        precision = "fp32"
+        if trial:
+            precision = choose_precision(extractor, network_input(trial, normalise, device))
+    extractor = extractor.to(device, precision)
+    config = config.model_copy(update={"precision": precision})
+    fitter = fitter_of(config).prepared(sum(extractor.channels), device)
+    log.debug(
+        "%s: %s, strides %s, in %s",
+        config.backbone.name,
+        ", ".join(extractor.layers),
+        extractor.strides,
+        precision,
+    )
+    return TrainingSetup(
+        config, extractor, normalise, fitter, region, aspect, device, weights_sha256
+    )
+
+
+def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> float | None:
+    """H/W of most training images, where the model needs one for all."""
+    if not config.one_aspect:
+        return None
+    headers = decoders.map(size_of, [s.path for s in samples if s.image is None])
+    sizes = [size for size in headers if isinstance(size, tuple)]
+    sizes += [s.image.size for s in samples if s.image is not None]
+    return median(height / width for height, width in sizes) if sizes else None
+
+
+def _trial_images(samples: Sequence[Sample], decoders: Decoders) -> list[NetworkInput]:
+    """A few usable images of one size, from all over the list."""
+    trial: list[NetworkInput] = []
+    for i in range(0, len(samples), max(1, len(samples) // _TRIAL_IMAGES)):
+        item = decoders.load(samples[i].source)
+        if isinstance(item, NetworkInput):
+            item = next(item.tiles(1))[0]
+            if not trial or item.view.size == trial[0].view.size:
+                trial.append(item)
+    return trial[:_TRIAL_IMAGES]
 
 
 @dataclass(frozen=True, eq=False)
 class DetectorFit:
-    """What came of the patches.
+    """A fitted detector and the images that stand out.
 
     Attributes:
         detector: with thresholds, where they were wanted.
         images: the indices of those learned from, ascending.
-        suspects: those that look least like the others, the worst first.
-        stand_out: scores of those that stand out, by name, the worst first; all copies of one.
+        suspects: training images that look least like the others, the worst first; found on the
+            way to the thresholds.
+        stand_out: scores of those that stand out from all others, by name, the worst first; all
+            copies of one. With `model.leave_out_suspects` nothing was learned from them.
     """
 
     detector: Model
     images: tuple[int, ...]
-    suspects: tuple[Suspect, ...]
-    stand_out: dict[str, float]
+    suspects: tuple[Suspect, ...] = ()
+    stand_out: Mapping[str, float] = field(default_factory=dict)
 
 
 def fit_detector(
-    detector_of: Callable[[Scorer], Model],
-    patches: CachedFeatures,
-    fitter: Fitter[Any],
+    setup: TrainingSetup,
+    features: CachedFeatures,
     samples: Sequence[Sample],
+    stages: Stages,
     *,
     calibrate: bool,
-    score: Scoring | None = None,
-    fitted: Callable[[], None],
-    selecting: Progress,
-    calibrating: Progress,
+    score: Scoring = scores_of,
 ) -> DetectorFit:
     """Fit a scorer, find the thresholds, and look for images that stand out from all others.
 
     Where `model.leave_out_suspects` says so, what stands out is left out, and both are done again.
 
     Args:
-        detector_of: makes a detector without thresholds of a scorer.
-        patches: of all samples.
-        fitter: of the scorer.
+        setup: all stages but the scorer.
+        features: of all samples.
         samples: good images.
+        stages: told of progress and of the end of a stage.
         calibrate: whether to find thresholds.
         score: see `cross_fit`.
-        fitted: called once the first scorer is there.
-        selecting: called with (done, total) while the scorer is fitted.
-        calibrating: called with (images scored, all of them).
     """
-    detector = detector_of(fitter.fit(patches, selecting))
-    fitted()
-    images, suspects = tuple(sorted(patches.hashes)), Suspects(patches.views)
-    log.debug("%d patches of %d images learned", patches.count, len(images))
-    pictures = patches.pictures()
+
+    def fitted(part: CachedFeatures) -> Model:
+        return setup.detector(setup.fitter.fit(part, stages.of("scorer")))
+
+    detector = fitted(features)
+    stages.end("scorer")
+    images, suspects = tuple(sorted(features.hashes)), Suspects(features.views)
+    log.debug("%d patches of %d images learned", features.count, len(images))
+    pictures = features.pictures()
     _warn_of_copies(pictures)
-    leave_out = detector.config.model.leave_out_suspects
+    config = setup.config
+    leave_out = config.model.leave_out_suspects
     if not (calibrate or leave_out):
-        return DetectorFit(detector, images, (), {})
+        return DetectorFit(detector, images)
 
     def scored(
-        some: CachedFeatures, used: Collection[int], suspects: Suspects | None
+        part: CachedFeatures, used: Collection[int], suspects: Suspects | None
     ) -> GoodScores:
         return cross_fit(
             detector,
-            some,
-            fitter,
+            part,
+            setup.fitter,
             {i: samples[i].name for i in used},
             pictures,
-            folds=detector.config.calibration.folds,
+            folds=config.calibration.folds,
             groups={i: group for i in used if (group := samples[i].group)},
             suspects=suspects,
             score=score,
-            progress=calibrating,
+            progress=stages.of("calibration"),
         )
 
-    good = scored(patches, images, suspects)
+    good = scored(features, images, suspects)
     scores = standing_out(good)
-    odd = {pictures[i]: s for i in images if (s := scores.get(samples[i].name)) is not None}
     # One score of a picture stands for all copies, which are to be named as well.
-    copies = sorted((i for i in images if pictures[i] in odd), key=lambda i: -odd[pictures[i]])
-    stand_out = {samples[i].name: odd[pictures[i]] for i in copies}
+    outlying = {pictures[i]: s for i in images if (s := scores.get(samples[i].name)) is not None}
+    copies = sorted(
+        (i for i in images if pictures[i] in outlying), key=lambda i: -outlying[pictures[i]]
+    )
+    stand_out = {samples[i].name: outlying[pictures[i]] for i in copies}
     if leave_out and stand_out:
-        images = tuple(i for i in images if pictures[i] not in odd)
-        rest = patches.only(frozenset(images))
-        detector = detector_of(fitter.fit(rest, selecting))
+        images = tuple(i for i in images if pictures[i] not in outlying)
+        rest = features.only(frozenset(images))
+        detector = fitted(rest)
         good = replace(scored(rest, images, None), stood_out=len(stand_out))
     if calibrate:
-        rates = detector.config.calibration
+        rates = config.calibration
         thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
         detector = replace(detector, thresholds=thresholds)
+    stages.end("calibration")
     return DetectorFit(detector, images, suspects.worst(), stand_out)
 
 
@@ -138,38 +257,55 @@ def _warn_of_copies(pictures: Mapping[int, str]) -> None:
         )
 
 
-StageProgress = Callable[[str, int, int], None]
+class Stages:
+    """Seconds of each stage of a training, and its progress.
+
+    Attributes:
+        seconds: by stage.
+
+    Args:
+        progress: called with (stage, done, total).
+    """
+
+    def __init__(self, progress: StageProgress) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+        self._last = time.perf_counter()
+
+    def of(self, stage: str) -> Progress:
+        """What takes the progress of a stage."""
+        return partial(self._progress, stage)
+
+    def end(self, stage: str) -> None:
+        """Note that a stage is over."""
+        now = time.perf_counter()
+        self.seconds[stage] = now - self._last
+        self._last = now
 
 
 @dataclass(frozen=True, eq=False)
-class Training:
-    """A fitted detector and what is worth knowing about how it came to be.
+class Training(DetectorFit):
+    """A detector that is ready to predict, and what is worth knowing about how it came to be.
 
     Attributes:
-        detector: ready to predict.
-        learned: how many training images were learned from.
         refused: why a training image couldn't be used, by name.
         patches: how many patches were learned from.
         seconds: by stage.
         patch_pixels: height and width of one patch in original pixels, in the median.
-        odd: training images that would be `review` for not being our part, had they not been
+        outliers: training images that would be `review` for not being our part, had they not been
             learned from, by name.
-        suspects: training images that look least like the others, the worst first; found on the
-            way to the thresholds.
-        stand_out: scores of those that stand out from all others, the worst first; see
-            `anomaly.training.cross_fitting.standing_out`. With `model.leave_out_suspects` nothing
-            was learned from them.
     """
 
-    detector: Model
-    learned: int
-    refused: dict[str, str]
-    patches: int
-    seconds: dict[str, float]
-    patch_pixels: tuple[float, float]
-    odd: tuple[str, ...]
-    suspects: tuple[Suspect, ...]
-    stand_out: Mapping[str, float]
+    refused: dict[str, str] = field(default_factory=dict)
+    patches: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    patch_pixels: tuple[float, float] = (0.0, 0.0)
+    outliers: tuple[str, ...] = ()
+
+    @property
+    def learned(self) -> int:
+        """How many training images were learned from."""
+        return len(self.images)
 
 
 class SharedFeatures(Protocol):
@@ -229,34 +365,21 @@ def train(
     for name, times in Counter(sample.name for sample in samples).items():
         if times > 1:
             raise DataError(f"{times} training images have the name {name!r}; each needs its own")
-    if calibrate or config.model.leave_out_suspects:  # told before anything is computed
+    if calibrate or config.model.leave_out_suspects:  # said before anything is computed
         split(range(len(samples)), {}, config.calibration.folds)
-    with Decoders(min(workers, len(samples))) as decoders:
-        return _train(config, samples, decoders, device, scratch, calibrate, shared, progress)
-
-
-def _train(
-    config: Config,
-    samples: Sequence[Sample],
-    decoders: Decoders,
-    device: torch.device,
-    scratch: Path,
-    calibrate: bool,
-    shared: SharedFeaturesOf | None,
-    progress: StageProgress,
-) -> Training:
-    clock = _Clock()
-    setup = prepare(config, samples, decoders, device)
-    clock.lap("backbone")
-
-    def computed(done: int, total: int) -> None:
-        progress("features", done, total)
-        if done == total:
-            decoders.rest()
-
+    stages = Stages(progress)
     images = {i: sample.source for i, sample in enumerate(samples)}
-    elsewhere: SharedFeatures | None = None
     with ExitStack() as opened:
+        decoders = opened.enter_context(Decoders(min(workers, len(samples))))
+        setup = prepare(config, samples, decoders, device)
+        stages.end("backbone")
+
+        def computed(done: int, total: int) -> None:
+            progress("features", done, total)
+            if done == total:
+                decoders.rest()
+
+        elsewhere: SharedFeatures | None = None
         if shared is None:
             cache = FeatureCache(setup, setup.fitter, decoders, scratch, computed)
             features = opened.enter_context(closing(cache)).build(images)
@@ -264,52 +387,31 @@ def _train(
             elsewhere = opened.enter_context(closing(shared(setup, images, scratch, computed)))
             features = elsewhere.build()
         features.checked()
-        clock.lap("features")
-        fit = fit_detector(
-            setup.detector,
-            features,
-            setup.fitter,
-            samples,
-            calibrate=calibrate,
-            score=None if elsewhere is None else elsewhere.score,
-            fitted=lambda: clock.lap("scorer"),
-            selecting=lambda done, total: progress("scorer", done, total),
-            calibrating=lambda done, total: progress("calibration", done, total),
-        )
-        if fit.suspects:
-            clock.lap("calibration")
-    spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in clock.seconds.items())
+        stages.end("features")
+        score = scores_of if elsewhere is None else elsewhere.score
+        fit = fit_detector(setup, features, samples, stages, calibrate=calibrate, score=score)
+    spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stages.seconds.items())
     log.debug("time: %s", spent)
-    shard = None if elsewhere is None else elsewhere.shard
-    return _training(fit, features, samples, setup.weights_sha256, shard, clock.seconds)
-
-
-def _training(
-    fit: DetectorFit,
-    features: CachedFeatures,
-    samples: Sequence[Sample],
-    weights_sha256: str | None,
-    shard: int | None,
-    seconds: dict[str, float],
-) -> Training:
-    """What came of a fit, with what is known of the images; `shard` of them went together."""
-    used, detector = fit.images, fit.detector
-    looks = [features.looks[i] for i in used]
-    hashes = {samples[i].name: features.hashes[i] for i in used}
-    unused = {samples[i].name: i for i in sorted({*range(len(samples))} - {*used})}
-    manifest = manifest_of(detector, weights_sha256, hashes, unused)
-    if shard is not None:
-        manifest["made_with"]["shard_images"] = shard
+    hashes = {samples[i].name: features.hashes[i] for i in fit.images}
+    unused = {samples[i].name: i for i in sorted({*images} - {*fit.images})}
+    manifest = manifest_of(fit.detector, setup.weights_sha256, hashes, unused)
+    if elsewhere is not None:
+        manifest["made_with"]["shard_images"] = elsewhere.shard
+    statistics = [features.statistics[i] for i in fit.images]
     return Training(
-        detector=replace(detector, appearance=AppearanceModel.of(looks), manifest=manifest),
-        learned=len(used),
+        replace(
+            fit.detector,
+            training_statistics=TrainingStatistics.of(statistics),
+            manifest=manifest,
+        ),
+        fit.images,
+        fit.suspects,
+        fit.stand_out,
         refused={samples[r.index].name: r.reason for r in features.refused},
-        patches=features.only(frozenset(used)).count,
-        seconds=seconds,
-        patch_pixels=_patch_pixels(features, min(detector.extractor.strides)),
-        odd=tuple(samples[used[place]].name for place in odd_among(looks)),
-        suspects=fit.suspects,
-        stand_out=fit.stand_out,
+        patches=features.only(frozenset(fit.images)).count,
+        seconds=stages.seconds,
+        patch_pixels=_patch_pixels(features, min(setup.extractor.strides)),
+        outliers=tuple(samples[fit.images[place]].name for place in outliers_among(statistics)),
     )
 
 
@@ -317,20 +419,7 @@ def _patch_pixels(features: CachedFeatures, stride: int) -> tuple[float, float]:
     """Original pixels that one patch is high and wide."""
     axes = [[pieces[0] for pieces in view.axes] for view in features.views.values()]
     height, width = (
-        statistics.median(stride * axis.source / axis.resized for axis in one)
+        median(stride * axis.source / axis.resized for axis in one)
         for one in zip(*axes, strict=True)
     )
     return height, width
-
-
-class _Clock:
-    """Seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] = now - self._last
-        self._last = now

@@ -12,8 +12,8 @@ from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration import GoodScores, Thresholds, thresholds_from
 from anomaly.calibration.rates import percent
 from anomaly.errors import ModelError
-from anomaly.scoring.build import MASKS, fitter_of, flat, portable
-from anomaly.scoring.image_statistics import AppearanceModel
+from anomaly.scoring.build import MASKS, differences, fitter_of, flatten, to_dict
+from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.thresholds import change
 from anomaly.training.update import unique_names
@@ -57,7 +57,7 @@ def merge(detectors: Sequence[Model], names: Sequence[str]) -> Model:
         first,
         scorer=scorer,
         thresholds=thresholds,
-        appearance=_appearance(detectors, len(training)),
+        training_statistics=_training_statistics(detectors, len(training)),
         manifest=manifest | ({"parents": parents} if parents else {}),
         model_id="",
         folder=None,
@@ -75,13 +75,7 @@ def _check_same(one: Model, other: Model, names: str) -> None:
     Raises:
         ModelError: they don't; names the settings.
     """
-    here, there = _settings(one), _settings(other)
-    different = [
-        f"{key} ({here.get(key)} and {there.get(key)})"
-        for key in sorted(here.keys() | there.keys())
-        if here.get(key) != there.get(key)
-    ]
-    if different:
+    if different := differences(_settings(one), _settings(other), "{key} ({one} and {other})"):
         raise ModelError(
             f"{names} can't be merged, as they differ in {', '.join(different)}; train them with "
             "the same settings"
@@ -94,7 +88,7 @@ def _settings(detector: Model) -> dict[str, Any]:
     files = {
         f"{name} (sha256)": manifest["files"].get(name, {}).get("sha256") for name in MASKS.values()
     }
-    settings = {k: v for k, v in flat(portable(detector.config)) if not k.startswith(_FREE)}
+    settings = {k: v for k, v in flatten(to_dict(detector.config)) if not k.startswith(_FREE)}
     backbone = {f"backbone.{key}": value for key, value in manifest["backbone"].items()}
     return {**settings, **backbone, **files, "aspect": detector.aspect}
 
@@ -185,7 +179,7 @@ def _say_what_is_lost(detectors: Sequence[Model], names: Sequence[str]) -> None:
             )
 
 
-def _appearance(detectors: Sequence[Model], images: int) -> AppearanceModel | None:
+def _training_statistics(detectors: Sequence[Model], images: int) -> TrainingStatistics | None:
     """What the images of all look like; None where it isn't known of one of them.
 
     Args:
@@ -193,8 +187,7 @@ def _appearance(detectors: Sequence[Model], images: int) -> AppearanceModel | No
         images: how many they have learned from; one that several have learned from counts once,
             though it weighs as many times in the mean.
     """
-    looks = [detector.appearance for detector in detectors]
-    known = [one for one in looks if one is not None]
-    if len(known) < len(looks):
+    known = [d.training_statistics for d in detectors if d.training_statistics is not None]
+    if len(known) < len(detectors):
         return None
-    return replace(reduce(AppearanceModel.merged, known), images=images)
+    return replace(reduce(TrainingStatistics.merged, known), images=images)

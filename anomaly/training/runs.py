@@ -30,9 +30,9 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
 from anomaly.runtime.devices import peak_memory
-from anomaly.scoring.build import as_of_today, differences, flat, portable
+from anomaly.scoring.build import differences, flatten, to_dict
 from anomaly.storage.folder import appearing, check_run_folder
-from anomaly.storage.golden import Said, write_record
+from anomaly.storage.golden import Answers, write_record
 from anomaly.storage.save import save
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def keep_run(
     output: Path,
     sources: Sequence[Path],
     *,
-    golden: tuple[Path, Said] | None = None,
+    golden: tuple[Path, Answers] | None = None,
     overwrite: bool = False,
 ) -> str:
     """Write the run of a model that wasn't trained, but made of others.
@@ -165,16 +165,12 @@ def trained_on(folder: Path) -> Path:
     Raises:
         DataError: it doesn't.
     """
-    training = training_record(folder)
-    if not training:
+    place = training_record(folder).get("data_folder")
+    if not isinstance(place, str):
         raise DataError(
             f"{folder} has no train.json that says where its data set is; give --data-root"
         )
-    if not isinstance(training.get("data_folder"), str):
-        raise DataError(
-            f"{folder}: its train.json doesn't say where the data set is; give --data-root"
-        )
-    return Path(training["data_folder"])
+    return Path(place)
 
 
 def training_record(folder: Path) -> dict[str, Any]:
@@ -202,21 +198,21 @@ def check_same(run: Path, config: Config, dataset: Dataset, remedy: str = "") ->
     """
     file, summary = run / "model" / "config.yaml", run / "train.json"
     try:
-        settings = as_of_today(yaml.safe_load(file.read_text("utf-8")))
-        before = dict(flat(portable(parse_config(settings, str(file)))))
+        settings = yaml.safe_load(file.read_text("utf-8"))
+        before = dict(flatten(to_dict(parse_config(settings, str(file)))))
         before["data folder"] = json.loads(summary.read_text("utf-8"))["data_folder"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError, ConfigError) as error:
         raise ConfigError(
             f"what {run} was trained with can't be read ({why(error)}); train it again, or "
             f"evaluate it as it is with --model {run}"
         ) from None
-    now = dict(flat(portable(config)))
+    now = dict(flatten(to_dict(config)))
     now["data folder"] = str(dataset.folder.absolute())
     if now["precision"] == "auto":  # settled at training
         before["precision"] = now["precision"]
     if different := differences(before, now):
         raise ConfigError(
-            f"{run} was trained with other settings ({different}); "
+            f"{run} was trained with other settings ({'; '.join(different)}); "
             + (
                 remedy
                 or "give another --runs folder, another name (--set name=…), or evaluate it as it "
@@ -230,6 +226,7 @@ def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
     tensors = training.detector.scorer.tensors()
     thresholds = training.detector.thresholds
     image = training.detector.config.image
+    mm = image.mm_per_pixel
     return {
         "name": training.detector.config.name,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -242,7 +239,10 @@ def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
             "refused": len(training.refused),
         },
         "patches": training.patches,
-        "patch_size": _patch_size(training),
+        "patch_size": {
+            "pixels": [round(side, 2) for side in training.patch_pixels],
+            "mm": mm and [round(side * mm, 4) for side in training.patch_pixels],
+        },
         "image": {name: getattr(image, name) for name in ("area", "resize", "tile")},
         "bank_vectors": len(tensors["vectors"]) if "vectors" in tensors else None,
         "scorer": {n: list(t.shape) if t.ndim else t.item() for n, t in tensors.items()},
@@ -251,7 +251,7 @@ def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
             {"name": name, "score": score, "reject_without": value}
             for name, score, value in (thresholds.raised_by() if thresholds else ())
         ],
-        "odd": list(training.odd),
+        "odd": list(training.outliers),
         "stand_out": dict(training.stand_out),
         "turned_copies": training.detector.config.model.turned_copies,
         "left_out": training.detector.config.model.leave_out_suspects and bool(training.stand_out),
@@ -264,7 +264,7 @@ def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
 def _draw_suspects(
     training: Training, samples: Sequence[Sample], output: Path
 ) -> list[dict[str, Any]]:
-    """Heatmaps of the training images that look least like the others; what train.json says."""
+    """Write heatmaps of the training images that look least like the others, and list them."""
     detector = training.detector
     thresholds = detector.thresholds
     listed = []
@@ -275,7 +275,7 @@ def _draw_suspects(
                 continue
             suspect, sample = training.suspects[rank - 1], samples[loaded.index]
             model = detector.config.model
-            seen = SourceMap(
+            scores = SourceMap(
                 suspect.patch_scores,
                 loaded.view,
                 model.smoothing,
@@ -285,16 +285,7 @@ def _draw_suspects(
             limit = suspect.score if thresholds is None else thresholds.pixel
             review = None if thresholds is None else thresholds.review_pixel
             picture = f"suspects/{rank}_{short_name(sample.path.stem)}.png"
-            areas = outlined_areas(seen, limit, review)
-            write(output / picture, encode_png(heatmap(loaded.decoded, seen, limit, areas)))
+            areas = outlined_areas(scores, limit, review)
+            write(output / picture, encode_png(heatmap(loaded.decoded, scores, limit, areas)))
             listed.append({"name": sample.name, "score": suspect.score, "heatmap": picture})
     return listed
-
-
-def _patch_size(training: Training) -> dict[str, list[float] | None]:
-    mm = training.detector.config.image.mm_per_pixel
-    height, width = training.patch_pixels
-    return {
-        "pixels": [round(height, 2), round(width, 2)],
-        "mm": None if mm is None else [round(height * mm, 4), round(width * mm, 4)],
-    }

@@ -6,24 +6,21 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from anomaly.backbones.engine import ExportedNetwork
-from anomaly.calibration import (
-    GoodScores,
-    Thresholds,
-    threshold_for_false_reject_rate,
-    thresholds_from,
-)
+from anomaly.calibration import GoodScores, Thresholds, thresholds_from
+from anomaly.calibration.thresholds import threshold_for_false_reject_rate
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, ModelError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.scoring.build import fitter_of
-from anomaly.scoring.image_statistics import AppearanceModel
+from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.training.cross_fitting import cross_fit, scores_of
 from anomaly.training.feature_cache import CachedFeatures, FeatureCache
@@ -93,7 +90,7 @@ def learn(
         )
     limit, (_, rate) = detector.thresholds.image, detector.rates()
     with _reading(detector, samples, scratch, workers, progress) as (patches, names):
-        trial = _Trial.of(detector, patches, names, names, progress)
+        trial = _trial(detector, patches, names, names, progress)
         suspects = {} if include_suspects else _suspects(trial.good, limit, rate)
         if len(suspects) == len(trial.good.names):
             raise DataError(
@@ -103,17 +100,23 @@ def learn(
             )
         if suspects:
             kept = {i for i in patches.hashes if names[i] not in suspects}
-            trial = _Trial.of(detector, patches, names, kept, progress)
+            trial = _trial(detector, patches, names, kept, progress)
         refused = {names[item.index]: item.reason for item in patches.refused}
         hashes = {names[i]: patches.hashes[i] for i in trial.numbers}
-        looks = [patches.looks[i] for i in trial.numbers]
+        statistics = TrainingStatistics.of([patches.statistics[i] for i in trial.numbers])
         before = scores_of(detector, patches.only(trial.numbers), patches.views)
     left_out = {name: i for i, name in names.items() if name not in hashes}
+    known, known_statistics = detector.manifest, detector.training_statistics
     new = replace(
         trial.detector,
         thresholds=_thresholds(detector, trial.good),
-        appearance=detector.appearance and detector.appearance.merged(AppearanceModel.of(looks)),
-        manifest=_manifest(detector, hashes, left_out),
+        training_statistics=known_statistics and known_statistics.merged(statistics),
+        manifest={
+            **known,
+            "training_images": {**known["training_images"], **hashes},
+            "refused_images": {**known["refused_images"], **left_out},
+            **({"parents": [detector.model_id]} if detector.model_id else {}),
+        },
         model_id="",
         folder=None,
     )
@@ -125,20 +128,6 @@ def learn(
         suspects,
         refused,
     )
-
-
-def _manifest(
-    detector: Model, hashes: Mapping[str, str], left_out: Mapping[str, int]
-) -> dict[str, Any]:
-    """A detector's manifest with the images that it has learned, and those that it hasn't."""
-    known = detector.manifest
-    parents = {"parents": [detector.model_id]} if detector.model_id else {}
-    return {
-        **known,
-        "training_images": {**known["training_images"], **hashes},
-        "refused_images": {**known["refused_images"], **left_out},
-        **parents,
-    }
 
 
 @contextmanager
@@ -158,54 +147,51 @@ def _reading(
             fitter_of(detector.config),
             decoders,
             scratch,
-            lambda done, total: progress("features", done, total),
+            partial(progress, "features"),
         )
         with closing(cache):
             images = {len(known) + i: sample.source for i, sample in enumerate(samples)}
             yield cache.build(images).checked(), names
 
 
-@dataclass(frozen=True, eq=False)
-class _Trial:
+class _Trial(NamedTuple):
     """A detector that has learned some of the images, and scores by detectors without each."""
 
     detector: Model
     good: GoodScores
     numbers: tuple[int, ...]
 
-    @classmethod
-    def of(
-        cls,
-        detector: Model,
-        patches: CachedFeatures,
-        names: dict[int, str],
-        wanted: Collection[int],
-        progress: StageProgress,
-    ) -> _Trial:
-        """Learn the wanted ones."""
-        learned = len(detector.manifest["training_images"])
-        fitter = fitter_of(detector.config).continuing(detector.scorer, learned)
-        new = replace(detector, scorer=fitter.fit(patches.only(wanted)))
-        numbers = tuple(sorted(i for i in patches.hashes if i in wanted))
-        some = {i: names[i] for i in numbers}
-        if len(some) > 1:
-            folds = detector.config.calibration.folds
-            good = cross_fit(
-                new,
-                patches,
-                fitter,
-                some,
-                patches.hashes,
-                folds=folds,
-                groups={},
-                progress=lambda done, total: progress("calibration", done, total),
-            )
-        else:  # without it, the detector knows what it knew before
-            scored = scores_of(detector, patches.only(some), patches.views)
-            image, peak = zip(*scored.values(), strict=True)
-            good = GoodScores(tuple(some.values()), image, peak, "")
-        hashes = tuple(patches.hashes[i] for i in numbers)  # some may have been calibrated with
-        return cls(new, replace(good, hashes=hashes), numbers)
+
+def _trial(
+    detector: Model,
+    patches: CachedFeatures,
+    names: Mapping[int, str],
+    wanted: Collection[int],
+    progress: StageProgress,
+) -> _Trial:
+    """Learn the wanted images."""
+    learned = len(detector.manifest["training_images"])
+    fitter = fitter_of(detector.config).incremental(detector.scorer, learned)
+    new = replace(detector, scorer=fitter.fit(patches.only(wanted)))
+    numbers = tuple(sorted(i for i in patches.hashes if i in wanted))
+    some = {i: names[i] for i in numbers}
+    if len(some) > 1:
+        good = cross_fit(
+            new,
+            patches,
+            fitter,
+            some,
+            patches.hashes,
+            folds=detector.config.calibration.folds,
+            groups={},
+            progress=partial(progress, "calibration"),
+        )
+    else:  # without it, the detector knows what it knew before
+        scored = scores_of(detector, patches.only(some), patches.views)
+        image, peak = zip(*scored.values(), strict=True)
+        good = GoodScores(tuple(some.values()), image, peak, "")
+    hashes = tuple(patches.hashes[i] for i in numbers)  # some may have been calibrated with
+    return _Trial(new, replace(good, hashes=hashes), numbers)
 
 
 def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
@@ -246,12 +232,12 @@ def lineage(detector: Model) -> frozenset[str]:
 
 def unique_names(names: Iterable[str], taken: Iterable[str]) -> list[str]:
     """Names that differ from each other and from those taken: `3/x.png` is the third x.png."""
-    used, found = set(taken), []
+    used, unique_ones = set(taken), []
     for name in names:
         unique, number = name, 1
         while unique in used:
             number += 1
             unique = f"{number}/{name}"
         used.add(unique)
-        found.append(unique)
-    return found
+        unique_ones.append(unique)
+    return unique_ones

@@ -11,11 +11,10 @@ from families import FAMILIES
 from safetensors.torch import save_file
 from tiny_network import TinyNetwork
 
+from anomaly.backbones import networks
 from anomaly.backbones import registry as backbones
-from anomaly.backbones import state as backbone_weights
-from anomaly.backbones import torchvision_networks
+from anomaly.backbones.networks import IMAGENET_MEAN, IMAGENET_STD
 from anomaly.backbones.registry import Backbone, Normalisation
-from anomaly.backbones.torchvision_networks import IMAGENET_MEAN, IMAGENET_STD
 from anomaly.backbones.truncation import truncate
 from anomaly.errors import ConfigError, WeightsError
 from anomaly.storage.load import load_model
@@ -43,12 +42,12 @@ def test_resnet50_v1_has_its_stride_in_the_first_convolution() -> None:
 
 
 def test_official_weights_are_the_papers() -> None:
-    official = torchvision_networks.official_weights("wide_resnet50_2")
+    official = networks.torchvision_weights("wide_resnet50_2")
     assert official is not None
     assert official.url.endswith("wide_resnet50_2-95faca4d.pth")
-    assert torchvision_networks.official_weights("resnet50_v1") is None
+    assert networks.torchvision_weights("resnet50_v1") is None
     with pytest.raises(WeightsError, match="publishes no weights for resnet50_v1"):
-        backbone_weights.read_weights("resnet50_v1", "imagenet", 0)
+        backbones.read_weights("resnet50_v1", "imagenet", 0)
 
 
 def test_normalisation_is_torchvisions() -> None:
@@ -62,7 +61,7 @@ def test_networks_from_tensorflow_see_what_torchvision_shows_them(name: str) -> 
     """With its official weights, torchvision normalises anew what its transforms have made."""
     official = torchvision.models.get_model(name, transform_input=True, init_weights=False).eval()
     ours = backbones.build(name)
-    backbone_weights.load_state(ours, official.state_dict(), backbones.build(name), name)
+    backbones.load_state(ours, official.state_dict(), backbones.build(name), name)
     images = torch.rand(1, 3, 96, 96)
     preset = torchvision.transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)
     with torch.no_grad():
@@ -86,9 +85,9 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 
 
 def test_random_weights_are_seeded_and_warn(caplog: pytest.LogCaptureFixture) -> None:
-    first, sha256 = backbone_weights.read_weights("resnet18", "random", 3)
-    second, _ = backbone_weights.read_weights("resnet18", "random", 3)
-    other, _ = backbone_weights.read_weights("resnet18", "random", 4)
+    first, sha256 = backbones.read_weights("resnet18", "random", 3)
+    second, _ = backbones.read_weights("resnet18", "random", 3)
+    other, _ = backbones.read_weights("resnet18", "random", 4)
     assert sha256 is None
     assert "NOTHING" in caplog.text
     assert all(torch.equal(first[k], second[k]) for k in first)
@@ -96,9 +95,9 @@ def test_random_weights_are_seeded_and_warn(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_filled_networks_compute_what_torchvision_computes() -> None:
-    state, _ = backbone_weights.read_weights("resnet18", "random", 0)
+    state, _ = backbones.read_weights("resnet18", "random", 0)
     truncated = truncate(backbones.build("resnet18"), ["layer1", "layer2"])
-    backbone_weights.load_state(truncated.network, state, backbones.build("resnet18"), "random")
+    backbones.load_state(truncated.network, state, backbones.build("resnet18"), "random")
     reference = torchvision.models.resnet18()
     reference.load_state_dict(state)
     reference.eval()
@@ -107,38 +106,36 @@ def test_filled_networks_compute_what_torchvision_computes() -> None:
         r: Any = reference
         layer1 = r.layer1(r.maxpool(r.relu(r.bn1(r.conv1(images)))))
         layer2 = r.layer2(layer1)
-    first, second = truncated.extractor()(images)
-    torch.testing.assert_close(first.values, layer1)
-    torch.testing.assert_close(second.values, layer2)
+    first, second = truncated(images)
+    torch.testing.assert_close(first, layer1)
+    torch.testing.assert_close(second, layer2)
 
 
 def test_weights_of_another_network_are_refused() -> None:
     full = backbones.build("resnet50")
-    state, _ = backbone_weights.read_weights("resnet18", "random", 0)
+    state, _ = backbones.read_weights("resnet18", "random", 0)
     truncated = truncate(backbones.build("resnet50"), ["layer1"])
     with pytest.raises(WeightsError, match="belongs to another network than ResNet: without"):
-        backbone_weights.load_state(truncated.network, state, full, "that file")
+        backbones.load_state(truncated.network, state, full, "that file")
 
 
 def test_layers_behind_the_last_one_may_be_absent_and_half_precision_is_widened() -> None:
     full = backbones.build("resnet18")
-    state, _ = backbone_weights.read_weights("resnet18", "random", 0)
+    state, _ = backbones.read_weights("resnet18", "random", 0)
     short = {
         k: v.half() if v.is_floating_point() else v
         for k, v in state.items()
         if not k.startswith(("layer3", "layer4", "fc"))
     }
     truncated = truncate(backbones.build("resnet18"), ["layer2"])
-    backbone_weights.load_state(truncated.network, short, full, "that file")
+    backbones.load_state(truncated.network, short, full, "that file")
     assert all(p.dtype == torch.float32 for p in truncated.network.parameters())
     further = truncate(backbones.build("resnet18"), ["layer3"])
     says = r"a part of ResNet, up to layer2\.1\..*, and .* missing, layer3\.0\.conv1\.weight"
     with pytest.raises(WeightsError, match=says):
-        backbone_weights.load_state(further.network, short, full, "that file")
+        backbones.load_state(further.network, short, full, "that file")
     with pytest.raises(WeightsError, match="unknown extra"):
-        backbone_weights.load_state(
-            truncated.network, short | {"extra": torch.ones(1)}, full, "that file"
-        )
+        backbones.load_state(truncated.network, short | {"extra": torch.ones(1)}, full, "that file")
 
 
 def test_a_network_of_ones_own_is_an_entry_of_the_registry(
@@ -160,13 +157,13 @@ def test_a_network_of_ones_own_is_an_entry_of_the_registry(
     assert "layer4" not in str(detector.extractor.network.state_dict().keys())
     detector.predict(product / "test" / "spot" / "001.png")
 
-    state, _ = backbone_weights.read_weights("mine", "random", 1)
+    state, _ = backbones.read_weights("mine", "random", 1)
     save_file(state, tmp_path / "own.safetensors")
-    read, sha256 = backbone_weights.read_weights("mine", str(tmp_path / "own.safetensors"), 0)
+    read, sha256 = backbones.read_weights("mine", str(tmp_path / "own.safetensors"), 0)
     assert sha256
     assert all(torch.equal(read[key], state[key]) for key in state)
     with pytest.raises(WeightsError, match=r"no official weights.*backbone\.weights="):
-        backbone_weights.read_weights("mine", "imagenet", 0)
+        backbones.read_weights("mine", "imagenet", 0)
 
     monkeypatch.delitem(backbones.BACKBONES, "mine")
     with pytest.raises(ConfigError, match="'mine' isn't a network"):

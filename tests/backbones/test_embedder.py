@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from anomaly.backbones import embedder
-from anomaly.backbones.embedder import network_input
-from anomaly.backbones.extractor import FeatureExtractor
-from anomaly.backbones.registry import Normalisation, build
-from anomaly.backbones.state import load_state, read_weights
+from anomaly.backbones import extractor as features
+from anomaly.backbones.extractor import FeatureExtractor, network_input
+from anomaly.backbones.registry import Normalisation, build, load_state, read_weights
 from anomaly.backbones.truncation import truncate
 from anomaly.config.load import parse_config
 from anomaly.datasets import open_dataset
@@ -93,7 +91,7 @@ def extractor(scale: float = 1.0) -> FeatureExtractor:
     )
     with torch.no_grad():
         truncated.network.bn1.weight *= scale
-    return truncated.extractor()
+    return truncated
 
 
 def test_rounding_is_measured_against_an_independent_rounding() -> None:
@@ -102,7 +100,7 @@ def test_rounding_is_measured_against_an_independent_rounding() -> None:
     state = read_weights("resnet18", "random", 0)[0]
     load_state(one.network, state, build("resnet18"), "random")
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    (share,) = embedder.rounding_share(one.extractor(), images)
+    (share,) = features.rounding_share(one, images)
     weight = state["conv1.weight"].double()
     exact = torch.nn.functional.conv2d(images.double(), weight, stride=2, padding=3)
     rounded = torch.nn.functional.conv2d(
@@ -117,17 +115,17 @@ def test_auto_takes_bf16_only_where_it_is_fast_and_safe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(embedder, "has_bf16", lambda device: False)
-    assert embedder.choose_precision(extractor(), images) == "fp32"
-    monkeypatch.setattr(embedder, "has_bf16", lambda device: True)
-    assert embedder.choose_precision(extractor(), images) == "bf16"
+    monkeypatch.setattr(features, "has_bf16", lambda device: False)
+    assert features.choose_precision(extractor(), images) == "fp32"
+    monkeypatch.setattr(features, "has_bf16", lambda device: True)
+    assert features.choose_precision(extractor(), images) == "bf16"
     assert "bf16" not in caplog.text
     with monkeypatch.context() as patch:
-        patch.setattr(embedder, "LIMIT", 1e-6)
-        assert embedder.choose_precision(extractor(), images) == "fp32"
+        patch.setattr(features, "LIMIT", 1e-6)
+        assert features.choose_precision(extractor(), images) == "fp32"
     assert "bf16 would blur" in caplog.text
     broken = extractor(float("inf"))  # maps that aren't numbers
-    assert embedder.choose_precision(broken, images) == "fp32"
+    assert features.choose_precision(broken, images) == "fp32"
 
 
 def test_precision_is_saved_and_a_change_is_pointed_out(

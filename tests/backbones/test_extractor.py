@@ -9,14 +9,12 @@ from torch import Tensor, nn
 from anomaly.backbones.extractor import (
     FeatureExtractor,
     Layout,
-    check_side,
     layout_of,
     token_stride,
 )
-from anomaly.backbones.registry import build
-from anomaly.backbones.state import load_state, read_weights
+from anomaly.backbones.registry import build, load_state, read_weights
 from anomaly.backbones.truncation import truncate
-from anomaly.errors import ConfigError, LayerError
+from anomaly.errors import LayerError
 from anomaly.hooks import capture, live_hooks
 
 
@@ -24,12 +22,10 @@ def test_maps_carry_layer_and_stride_and_no_hook_stays() -> None:
     state, _ = read_weights("mobilenet_v2", "random", 0)
     truncated = truncate(build("mobilenet_v2"), ["features.3", "features.6"])
     load_state(truncated.network, state, build("mobilenet_v2"), "random")
-    extractor = truncated.extractor()
+    extractor = truncated
     maps = extractor(torch.rand(2, 3, 64, 96))
-    assert [(m.layer, m.stride, tuple(m.values.shape)) for m in maps] == [
-        ("features.3", 4, (2, 24, 16, 24)),
-        ("features.6", 8, (2, 32, 8, 12)),
-    ]
+    assert [tuple(values.shape) for values in maps] == [(2, 24, 16, 24), (2, 32, 8, 12)]
+    assert (extractor.layers, extractor.strides) == (("features.3", "features.6"), (4, 8))
     assert extractor.coarsest_stride == 8
     assert live_hooks(extractor.network) == 0
 
@@ -38,7 +34,7 @@ def test_an_image_too_small_for_the_network_leaves_no_hook() -> None:
     state, _ = read_weights("resnet18", "random", 0)
     truncated = truncate(build("resnet18"), ["layer2"])
     load_state(truncated.network, state, build("resnet18"), "random")
-    extractor = truncated.extractor()
+    extractor = truncated
     with pytest.raises(RuntimeError):
         extractor(torch.rand(1, 4, 64, 64))
     assert live_hooks(extractor.network) == 0
@@ -50,7 +46,7 @@ def test_a_pass_does_not_search_the_process_for_compiled_networks(
     state, _ = read_weights("resnet18", "random", 0)
     truncated = truncate(build("resnet18"), ["layer1"])
     load_state(truncated.network, state, build("resnet18"), "random")
-    extractor = truncated.extractor()
+    extractor = truncated
     torch.compile(nn.ReLU(), backend="eager")(torch.zeros(1))
     asked: list[object] = []
     monkeypatch.setattr(gc, "get_referrers", lambda *of: asked.append(of) or [])
@@ -65,7 +61,7 @@ def test_a_pass_does_not_search_the_process_for_compiled_networks(
 def network_of(name: str, layers: list[str]) -> FeatureExtractor:
     truncated = truncate(build(name), layers)
     load_state(truncated.network, read_weights(name, "random", 0)[0], build(name), "a test")
-    return truncated.extractor()
+    return truncated
 
 
 # Class token alone; with four registers; DINOv3's, with rotary positions; and Swin's (B, h, w, C).
@@ -86,7 +82,7 @@ def test_a_planted_mark_is_at_its_pixel(name: str, layer: str, patch: int) -> No
     for row, column in ((0, 0), (1, 5), (3, 2)):
         marked = plain.clone()
         marked[..., row * patch : (row + 1) * patch, column * patch : (column + 1) * patch] = 3
-        before, after = network(plain)[0].values, network(marked)[0].values
+        before, after = network(plain)[0], network(marked)[0]
         assert before.shape[2:] == (4, 7)
         change = (after - before).square().sum(1)[0]  # attention spreads some of it
         assert divmod(int(change.argmax()), 7) == (row, column)
@@ -129,10 +125,3 @@ def test_what_is_no_grid_is_refused() -> None:
         truncate(build("resnet18"), ["fc"])
     with pytest.raises(LayerError, match=r"takes images of 224×224 only"):
         truncate(build("vit_b_16"), ["encoder.layers.encoder_layer_0"])
-
-
-def test_a_side_that_cuts_patches_is_refused() -> None:
-    layouts = [Layout("map", 8, 4), Layout("tokens", 8, 14)]
-    check_side("image.resize", 448, layouts)
-    with pytest.raises(ConfigError, match=r"image.resize is 256.*choose 252 or 266"):
-        check_side("image.resize", 256, layouts)

@@ -8,8 +8,8 @@ from families import FAMILIES
 from torch import Tensor, nn
 
 from anomaly.backbones.layer_table import Layer, last_map, layer_table, side_multiple, stages
+from anomaly.backbones.networks import torchvision_names
 from anomaly.backbones.registry import build, default_layers
-from anomaly.backbones.torchvision_networks import known_backbones
 from anomaly.errors import LayerError
 from anomaly.hooks import live_hooks
 
@@ -84,7 +84,7 @@ def test_transformers_have_no_late_map_and_take_squares_only() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", known_backbones())
+@pytest.mark.parametrize("name", torchvision_names())
 def test_every_network_is_described(name: str) -> None:
     table = layer_table(build(name), 224)
     assert table[0].shape == (1, 1000)

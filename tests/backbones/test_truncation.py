@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anomaly.backbones.registry import build
-from anomaly.backbones.state import load_state, read_weights
+from anomaly.backbones.registry import build, load_state, read_weights
 from anomaly.backbones.truncation import truncate
 from anomaly.errors import LayerError
 
@@ -75,8 +74,8 @@ def test_a_layer_that_is_overwritten_in_place_is_captured_before(layer: str) -> 
     alone = truncate(build(name), [layer])
     load_state(alone.network, state, build(name), "random")
     images = torch.rand(1, 3, 64, 64)
-    together = truncated.extractor()(images)[0].values
-    torch.testing.assert_close(together, alone.extractor()(images)[0].values)
+    together = truncated(images)[0]
+    torch.testing.assert_close(together, alone(images)[0])
     if layer.endswith("bn1"):
         assert truncated.copies
         assert (together < 0).any()
@@ -84,7 +83,7 @@ def test_a_layer_that_is_overwritten_in_place_is_captured_before(layer: str) -> 
 
 def test_layers_may_be_named_by_patterns() -> None:
     some = truncate(build("resnet18"), ["layer1", "layer2.*.conv2"])
-    assert some.extractor().layers == ("layer1", "layer2.0.conv2", "layer2.1.conv2")
+    assert some.layers == ("layer1", "layer2.0.conv2", "layer2.1.conv2")
     with pytest.raises(LayerError, match="matches 'stage\\*'"):
         truncate(build("resnet18"), ["stage*"])
 

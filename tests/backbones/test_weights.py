@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from anomaly.backbones import weights
-from anomaly.backbones.state import read_weights
+from anomaly.backbones.registry import read_weights
 from anomaly.errors import WeightsError
 
 STATE = {"conv.weight": torch.arange(6.0).reshape(2, 3), "bn.bias": torch.ones(2)}
@@ -33,6 +33,11 @@ def _official(folder: Path, state: dict[str, Tensor] = STATE) -> tuple[str, Path
     digest = hashlib.sha256(draft.read_bytes()).hexdigest()
     name = f"tiny-{digest[:8]}.pth"
     return f"https://example.invalid/models/{name}", draft.rename(folder / name)
+
+
+def own_state(file: str | Path) -> tuple[dict[str, Tensor], str]:
+    """As a user's file is read."""
+    return weights.read_state(weights.weights_path(Path(file)))
 
 
 def _no_network(url: str) -> None:
@@ -141,7 +146,7 @@ def test_own_files_in_both_forms(tmp_path: Path) -> None:
     torch.save({"state_dict": STATE, "epoch": 3}, tmp_path / "own.pth")
     torch.save(STATE, tmp_path / "own.bin", _use_new_zipfile_serialization=False)
     for name in ("own.safetensors", "own.pth", "own.bin"):
-        state, sha256 = weights.file_state(Path(name))
+        state, sha256 = own_state(name)
         assert torch.equal(state["bn.bias"], STATE["bn.bias"])
         assert sha256 == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
 
@@ -151,7 +156,7 @@ def test_own_files_under_the_other_forms_name(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "own.safetensors")
     torch.save(STATE, tmp_path / "old.safetensors", _use_new_zipfile_serialization=False)
     for name in ("own.pth", "own.safetensors", "old.safetensors"):
-        assert torch.equal(weights.file_state(Path(name))[0]["bn.bias"], STATE["bn.bias"])
+        assert torch.equal(own_state(name)[0]["bn.bias"], STATE["bn.bias"])
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
@@ -160,21 +165,21 @@ def test_a_truncated_own_file_is_cut_short(tmp_path: Path, suffix: str) -> None:
     save_file(STATE, file) if suffix == ".safetensors" else torch.save(STATE, file)
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(WeightsError, match="cut short or damaged"):
-        weights.file_state(file)
+        own_state(file)
 
 
 def test_own_files_that_cannot_be_meant(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="doesn't exist"):
-        weights.file_state(Path("nowhere.pth"))
+        own_state("nowhere.pth")
     (tmp_path / "folder.pth").mkdir()
     with pytest.raises(WeightsError, match="is a folder"):
-        weights.file_state(Path("folder.pth"))
+        own_state("folder.pth")
     (tmp_path / "model.onnx").write_bytes(b"x")
     with pytest.raises(WeightsError, match=r"isn't a \.safetensors, \.pth, \.pt or \.bin file"):
-        weights.file_state(Path("model.onnx"))
+        own_state("model.onnx")
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(WeightsError, match="holds no state_dict"):
-        weights.file_state(Path("list.pth"))
+        own_state("list.pth")
     torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pth")
     with pytest.raises(WeightsError, match="more than tensors"):
-        weights.file_state(Path("whole.pth"))
+        own_state("whole.pth")

@@ -8,22 +8,27 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 
-from anomaly.calibration import (
+from anomaly.calibration.rates import (
+    GAP,
+    OUTSIDE,
+    REACH,
+    ScoreScale,
+    images_needed,
+    placed,
+    rate_of,
+    supported_rate,
+)
+from anomaly.calibration.thresholds import (
     Calibration,
     Costs,
-    ScoreScale,
     calibrate,
     cheapest_threshold,
-    images_needed,
-    rate_of,
     recall_at,
-    supported_rate,
     threshold_at,
     threshold_for_expected_rate,
     threshold_for_false_reject_rate,
     verdict,
 )
-from anomaly.calibration.rates import GAP, OUTSIDE, REACH, placed
 from anomaly.errors import DataError
 
 SCORES = st.lists(st.floats(0, 100, width=32), min_size=1, max_size=60)

@@ -1,7 +1,9 @@
 """A model's thresholds: verdicts, pixels, words, and the way to JSON and back."""
 
 import json
+import tempfile
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +14,13 @@ from pydantic import TypeAdapter
 from anomaly.calibration import (
     Costs,
     GoodScores,
-    Thresholds,
-    cheapest_threshold,
     thresholds_by_cost,
     thresholds_by_hand,
     thresholds_from,
 )
+from anomaly.calibration.thresholds import cheapest_threshold
 from anomaly.errors import DataError
+from anomaly.storage.thresholds import read_thresholds, write_thresholds
 
 finite = st.floats(0, 1e6, allow_nan=False, width=32)
 
@@ -43,9 +45,9 @@ def test_verdicts_follow_the_thresholds_and_survive_json(
     # Where the image score is the map's peak, what is outlined is what the verdict is of.
     assert thresholds.review_pixel <= thresholds.pixel
     assert thresholds.review_pixel == pytest.approx(thresholds.review, rel=1e-6)
-    text = json.dumps([thresholds.to_json(), asdict(thresholds.good)])
-    values, scores = json.loads(text)
-    again = Thresholds.from_json(values, TypeAdapter(GoodScores).validate_python(scores))
+    with tempfile.TemporaryDirectory() as folder:
+        write_thresholds(Path(folder), thresholds)
+        again = read_thresholds(Path(folder))
     assert again == thresholds
     for one in (score, *image):
         expected = (

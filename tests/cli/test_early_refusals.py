@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import PYTHONPATH, write_part
 
-from anomaly.storage.folder import EXPORT
-from anomaly.storage.manifest import MANIFEST
+from anomaly.storage.folder import EXPORT, MANIFEST
 
 _RUN = """
 import sys

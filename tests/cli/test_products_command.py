@@ -265,7 +265,9 @@ def test_each_product_is_checked_and_evaluated(
     assert command("evaluate", arguments)[0] == 0
     few = anomaly.load(tmp_path / "runs" / "both" / "disc", "cpu").model
     save(
-        replace(few, appearance=None), tmp_path / "runs" / "both" / "disc" / "model", overwrite=True
+        replace(few, training_statistics=None),
+        tmp_path / "runs" / "both" / "disc" / "model",
+        overwrite=True,
     )
     arguments = ["--model", tmp_path / "runs" / "both", "--output", tmp_path / "few"]
     code, out, err = command("evaluate", arguments)

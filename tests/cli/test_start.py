@@ -10,9 +10,8 @@ import pytest
 import yaml
 from conftest import FAST, Command, write_part
 
-from anomaly.backbones import timm_networks
-from anomaly.backbones.timm_networks import INSTALLED
-from anomaly.backbones.torchvision_networks import backbone_at_hand
+from anomaly.backbones import networks
+from anomaly.backbones.networks import INSTALLED, backbone_at_hand
 from anomaly.config.load import load_config
 from anomaly.errors import WeightsError
 from anomaly.storage.load import load_model
@@ -169,7 +168,7 @@ def test_without_a_network_connection_the_best_network_at_hand_is_taken(
 
     for file in offline.iterdir():
         file.unlink()
-    monkeypatch.setattr(timm_networks, "_PACKAGES", {})
+    monkeypatch.setattr(networks, "PACKAGES", {})
     with pytest.raises(WeightsError, match="no network to get them from"):
         backbone_at_hand()
 

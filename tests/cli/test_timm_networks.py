@@ -12,8 +12,6 @@ from families import quick_and_slow
 from safetensors.torch import save_file
 
 from anomaly.backbones import registry as backbones
-from anomaly.backbones import state as backbone_weights
-from anomaly.backbones import timm_networks
 from anomaly.backbones.truncation import truncate
 from anomaly.errors import ConfigError, WeightsError
 from anomaly.storage.load import load_model
@@ -116,7 +114,7 @@ def test_exported_it_says_the_same(
 def dinov2s_own(registers: bool) -> dict[str, torch.Tensor]:
     """A state as DINOv2's makers publish it, of random numbers."""
     name = f"timm/vit_small_patch14_{'reg4_' if registers else ''}dinov2"
-    state = backbone_weights.read_weights(name, "random", 0)[0]
+    state = backbones.read_weights(name, "random", 0)[0]
     if registers:
         state["register_tokens"] = state.pop("reg_token")
         state["pos_embed"] = torch.cat([torch.zeros(1, 1, 384), state["pos_embed"]], 1)
@@ -128,17 +126,17 @@ def test_dinov2s_own_key_names_are_taken(registers: bool, tmp_path: Path) -> Non
     name = f"timm/vit_small_patch14_{'reg4_' if registers else ''}dinov2.lvd142m"
     state = dinov2s_own(registers)
     torch.save(state, tmp_path / "own.pth")
-    read, sha256 = backbone_weights.read_weights(name, str(tmp_path / "own.pth"), 0)
+    read, sha256 = backbones.read_weights(name, str(tmp_path / "own.pth"), 0)
     assert sha256
     truncated = truncate(backbones.build(name), ["blocks.1"])
-    backbone_weights.load_state(truncated.network, read, backbones.build(name), "that file")
+    backbones.load_state(truncated.network, read, backbones.build(name), "that file")
     kept = truncated.network.state_dict()
     assert torch.equal(kept["blocks.1.mlp.fc1.weight"], state["blocks.1.mlp.fc1.weight"])
     assert "blocks.2.mlp.fc1.weight" not in kept
 
 
 def test_a_wrong_file_is_refused(product: Path, tmp_path: Path, command: Command) -> None:
-    resnet = backbone_weights.read_weights("resnet18", "random", 0)[0]
+    resnet = backbones.read_weights("resnet18", "random", 0)[0]
     save_file(resnet, tmp_path / "resnet.safetensors")
     short = {k: v for k, v in dinov2s_own(False).items() if "blocks.0." not in k}
     save_file(short, tmp_path / "short.safetensors")
@@ -172,7 +170,7 @@ def test_weights_come_from_the_users_cache_and_are_never_downloaded(
     snapshot.mkdir(parents=True)
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text("abc")
-    save_file(backbone_weights.read_weights(name, "random", 0)[0], snapshot / "model.safetensors")
+    save_file(backbones.read_weights(name, "random", 0)[0], snapshot / "model.safetensors")
     code, _, err = command("train", arguments)
     assert code == 0, err
     backbone = load_model(tmp_path / "run").manifest["backbone"]
@@ -194,10 +192,10 @@ def test_names_and_sides_that_do_not_fit_are_answered(
     assert code == 2
     assert "choose 252 or 266" in err
     with pytest.raises(WeightsError, match="doesn't exist"):
-        backbone_weights.read_weights(DINO, str(tmp_path / "absent.safetensors"), 0)
+        backbones.read_weights(DINO, str(tmp_path / "absent.safetensors"), 0)
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
     with pytest.raises(ConfigError, match=r"pip install 'anomaly\[train\]'"):
-        timm_networks.build(DINO)
+        backbones.build(DINO)
 
 
 # What its windows divide, one size only, or a grid of 8 × 8; each takes squares of one side.

@@ -115,16 +115,16 @@ def test_what_is_usual_is_learned_once_there_are_images_enough(
     few = sorted((product / "train" / "good").iterdir())[:6]
     settings = {"backbone": {"name": "mobilenet_v2", "weights": "random"}, "image": {"area": 64}}
     detector = anomaly.fit(few, settings, device="cpu")
-    assert detector.model.appearance is not None
-    assert not detector.model.appearance.tells
+    assert detector.model.training_statistics is not None
+    assert not detector.model.training_statistics.is_reliable
     detector.save(tmp_path / "run" / "model")
     for i in range(12):
         write_part(tmp_path / "good" / f"{i}.png", seed=700 + i)
     code, _, err, new = update(tmp_path / "run", "--good", tmp_path / "good")
     assert code == 0, err
     learned = load_model(new, "cpu")
-    assert learned.appearance is not None
-    assert learned.appearance.images == 18
+    assert learned.training_statistics is not None
+    assert learned.training_statistics.images == 18
     white = np.full((96, 120, 3), 255, np.uint8)
     white[0, 0] = 254
     assert "brightness" in learned.predict(white).reason
@@ -197,21 +197,21 @@ def test_suspects_are_left_out_unless_somebody_insists(
 
 
 def test_a_folder_of_defects_is_told_by_the_threshold_that_rises(
-    run_folder: Path, tmp_path: Path, update: Any, caplog: pytest.LogCaptureFixture
+    resnet_folder: Path, tmp_path: Path, update: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Among defects of one kind none stands out, so there are no suspects."""
     for i in range(8):
         write_part(tmp_path / "new" / f"{i}.png", seed=900 + i, mark=(40 + i, 50))
-    code, out, err, new = update(run_folder, "--good", tmp_path / "new")
+    code, out, err, new = update(resnet_folder, "--good", tmp_path / "new")
     assert code == 0, err
     assert "the model as it was, by their scores: 0 good, 0 review, 8 reject" in out
-    before, after = (load_model(run, "cpu").thresholds for run in (run_folder, new))
+    before, after = (load_model(run, "cpu").thresholds for run in (resnet_folder, new))
     assert before is not None
     assert after is not None
     rise = f"the reject threshold rises from {before.image:.4g} to {after.image:.4g}"
     assert rise in caplog.text
     caplog.clear()
-    anomaly.load(run_folder, "cpu").update(tmp_path / "new")
+    anomaly.load(resnet_folder, "cpu").update(tmp_path / "new")
     assert rise in caplog.text
 
 

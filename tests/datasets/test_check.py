@@ -212,7 +212,7 @@ def test_a_mistake_in_a_decoder_is_one_images(
 
     monkeypatch.setattr(data_check, "read_image", read)
     sample = open_dataset("folder", tmp_path, None).train[0]
-    (fault,) = data_check._look_at(Reading(), ("train", sample)).faults
+    (fault,) = data_check._check_image(Reading(), ("train", sample)).faults
     assert (fault.kind, fault.severity, fault.name) == ("failed", Severity.UNUSABLE, "0.png")
     assert "0.png: ZeroDivisionError: oh" in fault.detail
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from anomaly.datasets import open_dataset
-from anomaly.datasets.advice import advice
-from anomaly.datasets.check import DataReport, SplitSummary
+from anomaly.datasets.check import DataReport, SplitSummary, advice
 from anomaly.datasets.recognise import chosen, recognise
 from anomaly.errors import DataError
 from anomaly.files.writing import write

@@ -137,7 +137,7 @@ def test_the_mean_leaves_undefined_figures_out() -> None:
 
 
 def test_scores_csv_survives_odd_names() -> None:
-    (row,) = csv.DictReader(io.StringIO(scores_csv([_evaluation("a", 1.0)], [None])))
+    (row,) = csv.DictReader(io.StringIO(scores_csv([_evaluation("a", 1.0)])))
     assert row["path"] == "odd, name.png"
     assert row["image_score"] == "1.5"
     assert row["threshold"] == row["verdict"] == ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,20 @@ from scipy import ndimage
 
 from anomaly.datasets.samples import listed
 from anomaly.evaluation.splits import TrainingImages
-from anomaly.explain.evidence import GoodImages, score_gradient, tile_of, training_names
-from anomaly.explain.patches import patch_box, worst_patches
+from anomaly.explain.evidence import (
+    GoodImages,
+    patch_box,
+    score_gradient,
+    tile_of,
+    training_names,
+    worst_patches,
+)
 from anomaly.explain.score import good_images
 from anomaly.files.writing import sha256_of
 from anomaly.hooks import live_hooks
 from anomaly.imaging.loading import NetworkInput, load
 from anomaly.maps.regions import MarkedRegion, marked_regions
-from anomaly.methods.patchcore.memory_bank import MemoryBank
+from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.load import load_model
 
@@ -45,8 +50,7 @@ def loaded(detector: Model, path: Path) -> NetworkInput:
 
 def _good(model: Model, *folders: Path) -> GoodImages:
     files = [sample for folder in folders for sample in listed(folder, folder)]
-    there = TrainingImages(model.manifest["training_images"], files)
-    return GoodImages(model, model.manifest, there, partial(load, 0, loading=model.loading))
+    return GoodImages(model, TrainingImages(model.manifest["training_images"], files))
 
 
 def _highest(scores: np.ndarray) -> tuple[int, int]:

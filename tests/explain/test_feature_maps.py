@@ -55,19 +55,19 @@ def test_pictures_of_a_network_show_image_pca_and_channels() -> None:
         assert picture.dtype == np.uint8
         assert picture.ndim == 3
         # 18 tiles of 80 x 120 under a caption, 6 in a row, below the heading.
-        assert picture.shape == (18 + 3 * (80 + 18 + 4) + 4, 6 * 124 + 4, 3)
+        assert picture.shape == (18 + 3 * (80 + 18 + 4), 6 * 124 + 4, 3)
     assert live_hooks(network) == 0
 
 
 def test_fewer_channels_than_asked_for_and_extreme_aspects_are_drawn() -> None:
     picture = feature_map_picture(np.random.default_rng(0).normal(size=(2, 1, 300)), "thin")
-    assert picture.shape == (18 + 1 + 18 + 8, 3 * 364 + 4, 3)
+    assert picture.shape == (18 + 1 + 18 + 4, 3 * 364 + 4, 3)
 
 
 def test_maps_of_tall_images_are_wide_enough_to_be_seen() -> None:
     picture = feature_map_picture(np.random.default_rng(0).normal(size=(4, 52, 20)), "tall")
     # 5 tiles of 156 x 60, each with white to its right for its caption.
-    assert picture.shape == (18 + 156 + 18 + 8, 5 * 100 + 4, 3)
+    assert picture.shape == (18 + 156 + 18 + 4, 5 * 100 + 4, 3)
 
 
 def test_a_map_that_is_not_finite_is_told() -> None:

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from anomaly.backbones.state import full_network
-from anomaly.backbones.timm_networks import INSTALLED
+from anomaly.backbones.networks import INSTALLED
+from anomaly.backbones.registry import full_network
 from anomaly.errors import AnomalyError, LayerError
 from anomaly.explain.feature_maps import feature_map_pictures
 from anomaly.explain.saliency import (

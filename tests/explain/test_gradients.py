@@ -121,7 +121,7 @@ def test_no_hook_survives_an_exception_and_an_empty_record_is_drawn() -> None:
     record = monitor.record()
     assert record.norms.shape == (0, 3)
     assert record.histograms.shape == (0, 3, 32)
-    assert draw_gradients(record).shape[0] == 18 * 4
+    assert draw_gradients(record).shape[0] == 18 * 4 + 8
 
 
 def test_the_drawing_has_a_line_a_layer_and_shows_bad_steps_red() -> None:
@@ -134,9 +134,9 @@ def test_the_drawing_has_a_line_a_layer_and_shows_bad_steps_red() -> None:
     assert picture.dtype == np.uint8
     red = (picture == (220, 30, 30)).all(axis=2)
     columns = np.flatnonzero(red.any(axis=0))
-    assert red[18:, columns].all()
+    assert red[18:-8, columns].all()
     assert len(columns) == 420 // 4
-    assert columns[0] == 190 + 8 + 420 // 4
+    assert columns[0] == 8 + 190 + 8 + 420 // 4
 
 
 @settings(deadline=None, max_examples=20)

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anomaly.explain.patches import MARK, Box, absent, comparison, marked, patch_box, patch_crop
+from anomaly.explain.evidence import patch_box
+from anomaly.explain.pictures import MARK, Box, absent, marked, patch_crop
 from anomaly.imaging.geometry import AxisView, View
 
 VIEW = View(AxisView(300, 100, 10, 80), AxisView(200, 100, 10, 80))
@@ -61,10 +62,8 @@ def test_marked_pictures_fit_the_page_and_show_each_box(
     assert (shown == MARK).all(axis=2).any()
 
 
-def test_a_page_has_a_line_for_each_patch() -> None:
-    tile = np.zeros((150, 150, 3), np.uint8)
-    line = [(("1: score 5", "this image"), tile), (("distance 5", "000.png"), tile)]
-    page = comparison([line, line, line])
-    assert page.shape[0] == 3 * (150 + 2 * 18 + 8)
-    assert comparison([[line[0]]]).shape[1] >= 150
-    assert (absent("not found") < 150).any()
+@pytest.mark.parametrize("reason", ["not found", "changed since training"])
+def test_what_is_absent_says_why(reason: str) -> None:
+    tile = absent(reason)
+    assert tile.shape == (150, 150, 3)
+    assert (tile < 150).any()

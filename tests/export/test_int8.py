@@ -299,15 +299,15 @@ def test_a_bank_again_has_its_patches_and_a_true_covering_radius() -> None:
 
     fitter = MemoryBankFitter(None, 9)
     bank = fitter.fit(patches(1))
-    again = fitter.again(bank, patches(1))
+    again = fitter.refit_embeddings(bank, patches(1))
     assert torch.equal(again.vectors, bank.vectors)
     assert again.covering_radius == pytest.approx(bank.covering_radius, rel=1e-4)
-    doubled = fitter.again(bank, patches(2))
+    doubled = fitter.refit_embeddings(bank, patches(2))
     assert torch.equal(doubled.vectors, 2 * bank.vectors)
     assert torch.equal(doubled.origins, bank.origins)
     assert doubled.covering_radius == pytest.approx(2 * bank.covering_radius, rel=1e-4)
     with pytest.raises(DataError, match="train again"):
-        fitter.again(bank, PatchList(patches(1).batches[:1]))
+        fitter.refit_embeddings(bank, PatchList(patches(1).batches[:1]))
 
 
 @pytest.mark.slow

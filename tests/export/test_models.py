@@ -26,8 +26,7 @@ from families import FAMILIES
 
 from anomaly.backbones import engine as engine_module
 from anomaly.backbones.engine import Graph
-from anomaly.backbones.registry import build, default_layers
-from anomaly.backbones.state import load_state, read_weights
+from anomaly.backbones.registry import build, default_layers, load_state, read_weights
 from anomaly.backbones.truncation import truncate
 from anomaly.cli import main
 from anomaly.cli.common_options import device_and_threads
@@ -42,8 +41,8 @@ from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.loading import load as load_image
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
+from anomaly.storage.folder import read_manifest, sealed, write_manifest
 from anomaly.storage.load import load_model
-from anomaly.storage.manifest import read_manifest, sealed, write_manifest
 from anomaly.storage.save import save
 
 ENGINES = ("onnx", "openvino")
@@ -476,14 +475,14 @@ def test_each_family_of_networks(
     full = build(name)
     truncated = truncate(build(name), default_layers(name, full, 2))
     load_state(truncated.network, read_weights(name, "random", 0)[0], full, "a test")
-    detector = replace(load_model(run_folder, "cpu", "fp32"), extractor=truncated.extractor())
+    detector = replace(load_model(run_folder, "cpu", "fp32"), extractor=truncated)
     for engine in ENGINES:
         said = write_graph(detector, tmp_path, engine)
         graph = Graph(tmp_path / said["file"], engine, "fp32", 2)
         for shape in ((1, 3, 64, 96), (3, 3, 160, 128), (8, 3, 32, 64)):
             images = torch.rand(*shape)
             maps = detector.extractor(detector.normalise(images))
-            expected = detector.scorer.align([one.values for one in maps]).numpy()
+            expected = detector.scorer.align(maps).numpy()
             found = graph(images.numpy())[0]
             np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from anomaly.backbones import timm_networks
 from anomaly.errors import LayerError
 from anomaly.hooks import HookSet, capture, live_hooks, match
 from anomaly.hooks.hook_set import BackwardGates
@@ -127,9 +127,10 @@ def test_backward_hooks_see_the_gradients_of_autograd(blocks: list[tuple[str, bo
 )
 def test_backward_hooks_on_every_layer_of_every_family_change_nothing(name: str) -> None:
     torch.manual_seed(0)
-    of_timm = name.startswith(timm_networks.PREFIX)
-    make = timm_networks.build if of_timm else torchvision.models.get_model
-    network = make(name, num_classes=4).eval()
+    if name.startswith("timm/"):
+        network = timm.create_model(name.removeprefix("timm/"), num_classes=4).eval()
+    else:
+        network = torchvision.models.get_model(name, num_classes=4).eval()
     side = SIDES.get(name, 48)
     x = torch.randn(1, 3, side, side, requires_grad=True)
     probe = [x, *network.parameters()]

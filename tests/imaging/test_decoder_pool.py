@@ -13,8 +13,7 @@ import pytest
 from conftest import REPOSITORY
 
 from anomaly.errors import AnomalyError, ImageError, OutputError
-from anomaly.imaging import decoder_process, loading
-from anomaly.imaging import decoder_worker as decoding_process
+from anomaly.imaging import decoder_pool, decoder_worker, loading
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing, Tiling
@@ -28,8 +27,8 @@ from anomaly.maps.regions import outlined_areas
 _DEADLY = """
 import os, sys
 sys.path[:] = {path!r}
-from anomaly.imaging import decoder_worker as decoding_process
-honest = decoding_process.load
+from anomaly.imaging import decoder_worker
+honest = decoder_worker.load
 def load(index, file, loading):
     if "deadly" in file.name:
         os.kill(os.getpid(), 9)
@@ -40,8 +39,8 @@ def load(index, file, loading):
         raise ZeroDivisionError("a bug")
     print("a library that prints")
     return honest(index, file, loading)
-decoding_process.load = load
-decoding_process.serve({parent}, 10**9)
+decoder_worker.load = load
+decoder_worker.serve({parent}, 10**9)
 """
 
 
@@ -63,7 +62,7 @@ def _task(folder: Path, **sizing: object) -> Task:
 def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:
     code = _DEADLY.format(path=sys.path, parent=os.getpid())
     monkeypatch.setattr(
-        decoder_process,
+        decoder_pool,
         "start",
         lambda: subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -105,8 +104,8 @@ def test_the_same_as_here_in_order(folder: Path) -> None:
 def test_images_that_are_not_kept_are_read_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
-    monkeypatch.setattr(decoding_process, "_KEPT_BYTES", kept)
-    worker = decoding_process.Worker(_task(folder))
+    monkeypatch.setattr(decoder_worker, "_KEPT_BYTES", kept)
+    worker = decoder_worker.Worker(_task(folder))
     paths = [folder / "00.png", folder / "01.png"]
     items = [worker.load(i, path) for i, path in enumerate(paths)]
     for path in paths:
@@ -177,7 +176,7 @@ def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_what_one_image_does_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = decoding_process.Worker(_task(folder, tile=64, overlap=8))
+    worker = decoder_worker.Worker(_task(folder, tile=64, overlap=8))
     path = folder / "00.png"
     item = worker.load(0, path)
     assert isinstance(item, NetworkInput)
@@ -228,7 +227,7 @@ def test_a_machine_that_starts_no_process_is_not_the_images_fault(
     def no_room(*_: object, **__: object) -> object:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(decoder_process.subprocess, "Popen", no_room)
+    monkeypatch.setattr(decoder_pool.subprocess, "Popen", no_room)
     with (
         Decoders(1, _task(folder)) as decoders,
         pytest.raises(AnomalyError, match="no process can be started that decodes images: Resourc"),
@@ -238,7 +237,7 @@ def test_a_machine_that_starts_no_process_is_not_the_images_fault(
 
 def test_processes_that_cannot_import_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = "raise ImportError('libGL.so.1: no such file')"
-    monkeypatch.setattr(decoder_process, "_imports", lambda: program)
+    monkeypatch.setattr(decoder_pool, "_imports", lambda: program)
     with (
         Decoders(1, _task(folder)) as decoders,
         pytest.raises(AnomalyError, match=r"as soon as they are started: .*libGL\.so\.1"),
@@ -253,7 +252,7 @@ def test_processes_find_the_package_from_any_folder(
     home = str(REPOSITORY)
     monkeypatch.setattr(sys, "path", ["", *(p for p in sys.path if p not in ("", home))])
     # Without the hooks of site-packages, which find an editable install.
-    command = [sys.executable, "-S", "-c", decoder_process._imports()]
+    command = [sys.executable, "-S", "-c", decoder_pool._imports()]
     subprocess.run(command, cwd=folder, check=True)
 
 

@@ -18,21 +18,20 @@ from conftest import REPOSITORY, Command, train_arguments, write_part, write_pro
 
 from anomaly.cli import stopping
 from anomaly.errors import AnomalyError, ImageError
-from anomaly.imaging import decoder_process, process_limits
+from anomaly.imaging import decoder_pool, read
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
-from anomaly.imaging.process_limits import MODEST_PIXELS
-from anomaly.imaging.read import read_header, read_image
+from anomaly.imaging.read import COMPUTING_SECONDS, MODEST_PIXELS, read_header, read_image
 
 # A parser that a file's name makes do what no file should make it do.
 _PARSER = """
 import os, sys, time
 sys.path[:] = {path!r}
 import anomaly.datasets.check
-from anomaly.imaging import loading, process_limits, read
-process_limits.COMPUTING_SECONDS = {seconds}
+from anomaly.imaging import loading, read
+read.COMPUTING_SECONDS = {seconds}
 honest = read.read_image
 def read_image(path, **options):
     if "stuck" in path.name or "asleep" in path.name or "hog" in path.name:
@@ -55,14 +54,14 @@ serve({parent}, {memory})
 """
 _START = """
 import os, subprocess, sys
-from anomaly.imaging import decoder_process, process_limits
+from anomaly.imaging import decoder_pool, read
 parser = {parser!r}
 def start():
-    limits = dict(memory=process_limits.memory_limit(), seconds=process_limits.COMPUTING_SECONDS)
+    limits = dict(memory=decoder_pool._memory_limit(), seconds=read.COMPUTING_SECONDS)
     code = parser.format(path=sys.path, parent=os.getpid(), **limits)
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     return subprocess.Popen([sys.executable, "-c", code], **pipes, stderr=subprocess.DEVNULL)
-decoder_process.start = start
+decoder_pool.start = start
 """
 _MAIN = """
 from anomaly.cli import main
@@ -73,10 +72,10 @@ sys.exit(main(sys.argv[1:]))
 @pytest.fixture
 def bad_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parser above in every decoding process, and limits that a test can wait for."""
-    monkeypatch.setattr(decoder_process, "start", decoder_process.start)
+    monkeypatch.setattr(decoder_pool, "start", decoder_pool.start)
     exec(_START.format(parser=_PARSER), {})
-    monkeypatch.setattr(process_limits, "COMPUTING_SECONDS", 2.0)
-    monkeypatch.setenv(process_limits.MEMORY_SETTING, "300")
+    monkeypatch.setattr(read, "COMPUTING_SECONDS", 2.0)
+    monkeypatch.setenv(read.MEMORY_SETTING, "300")
 
 
 needs_proc = pytest.mark.skipif(
@@ -132,7 +131,7 @@ def _task(**sizing: object) -> Task:
 def test_limits_hold_and_say_which(
     bad_parser: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_limits, "CLOCK_SECONDS", 15.0)
+    monkeypatch.setattr(decoder_pool, "CLOCK_SECONDS", 15.0)
     write_part(tmp_path / "asleep.png", seed=1)
     names = [*_attacks(tmp_path), "asleep.png", "fine.png"]
     write_part(tmp_path / "fine.png", seed=2)
@@ -161,24 +160,27 @@ def test_functions_are_limited_likewise(bad_parser: None, tmp_path: Path) -> Non
             decoders.call(read_header, tmp_path / "none.png", about=tmp_path)
 
 
-def test_large_images_get_more_time_and_no_more_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    announced: list[float] = []
-    monkeypatch.setattr(process_limits, "_on_large_image", announced.append)
-    monkeypatch.setattr(process_limits, "_share", 1.0)
-    monkeypatch.setattr(process_limits, "_limit_computing", lambda: None)
+def test_large_images_get_more_time(tmp_path: Path, command: Command) -> None:
     side = 2 * int(MODEST_PIXELS**0.5)
     (tmp_path / "large").mkdir()
     large = tmp_path / "large" / "large.png"
     large.write_bytes(_png(side, side))
+    write_part(tmp_path / "small.png", seed=1)
+
+    def left(path: Path) -> float:
+        signal.setitimer(signal.ITIMER_PROF, COMPUTING_SECONDS)
+        try:
+            read_image(path)
+            return signal.getitimer(signal.ITIMER_PROF)[0]
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    assert left(tmp_path / "small.png") < COMPUTING_SECONDS + 1  # the kernel counts in ticks
+    assert 3 * COMPUTING_SECONDS < left(large) < 4 * COMPUTING_SECONDS
     assert read_image(large).size == (side, side)
-    assert announced == [pytest.approx(4)]
+    assert signal.getitimer(signal.ITIMER_PROF)[0] == 0  # no limit has none to be extended
     with pytest.raises(ImageError, match=r"allows \(25\.0 million\)"):
         read_image(large, max_pixels=MODEST_PIXELS)
-    write_part(tmp_path / "small.png", seed=1)
-    assert read_image(tmp_path / "small.png").size == (96, 120)
-    assert len(announced) == 1
     config = ["--config", REPOSITORY / "configs" / "folder.yaml"]
     arguments = [*config, "--set", f"data.root={tmp_path / 'large'}", "--json"]
     _, out, _ = command("check", arguments)

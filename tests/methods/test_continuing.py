@@ -15,7 +15,7 @@ from anomaly.methods.padim.fitter import GaussianFitter
 from anomaly.methods.patchcore.coreset import pick_beyond
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
-from anomaly.methods.subspace.fitter import SubspaceFitter
+from anomaly.methods.subspace import SubspaceFitter
 
 GRID = (4, 5)
 DIM = 12
@@ -48,7 +48,7 @@ def test_a_bank_grows_until_its_radius_covers_the_new_patches(limit: int) -> Non
     fitter = MemoryBankFitter(coreset_ratio=0.2, projection_dim=128, memory_limit=limit)
     old, new = _patches(10, 0), _patches(6, 1, shift=1.5)
     bank = fitter.fit(_batches(old))
-    longer = fitter.continuing(bank, 10).fit(_batches(new, first=10))
+    longer = fitter.incremental(bank, 10).fit(_batches(new, first=10))
     assert torch.equal(longer.vectors[: len(bank.vectors)], bank.vectors)
     added, origins = longer.vectors[len(bank.vectors) :], longer.origins[len(bank.origins) :]
     assert 0 < len(added) < new[..., 0].numel()
@@ -63,7 +63,7 @@ def test_a_bank_grows_until_its_radius_covers_the_new_patches(limit: int) -> Non
         before = torch.cat([bank.vectors, added[:i]])
         assert float(torch.cdist(added[i : i + 1], before).min()) > bank.covering_radius * 0.999
     # What is covered adds nothing.
-    again = fitter.continuing(longer, 16).fit(_batches(new, first=16))
+    again = fitter.incremental(longer, 16).fit(_batches(new, first=16))
     assert torch.equal(again.vectors, longer.vectors)
 
 
@@ -72,7 +72,7 @@ def test_a_bank_that_grew_covers_the_other_folds_without_a_folds_images() -> Non
     new = _batches(more, first=10)
     fitter = MemoryBankFitter(coreset_ratio=0.2)
     base = fitter.fit(_batches(old))
-    growing = fitter.continuing(base, 10)
+    growing = fitter.incremental(base, 10)
     whole, folds = growing.fit(new), [(10, 11, 12), (13, 14), (15, 16)]
     repaired = 0
     for fold, bank in growing.held_out(whole, new, folds, grouped=False):
@@ -110,7 +110,7 @@ def test_gaussians_that_learn_more_are_those_of_a_fit_on_all(
     fitter = GaussianFitter(dimensions).prepared(DIM, CPU)
     whole = fitter.fit(_batches(patches))
     first = fitter.fit(_batches(patches[:old]))
-    longer = fitter.continuing(first, old).fit(_batches(patches[old:], first=old))
+    longer = fitter.incremental(first, old).fit(_batches(patches[old:], first=old))
     _same(longer, whole, patches)
 
 
@@ -128,7 +128,7 @@ def test_gaussians_that_learn_again_and_again_stay_those_of_a_fit_on_all() -> No
     grown = fitter.fit(_batches(patches[:20]))
     for known in range(20, 60, 4):
         part = _batches(patches[known : known + 4], first=known)
-        grown = fitter.continuing(grown, known).fit(part)
+        grown = fitter.incremental(grown, known).fit(part)
     _same(grown, fitter.fit(_batches(patches)), patches)
 
 
@@ -152,7 +152,7 @@ def test_merged_banks_hold_every_patch_once() -> None:
     assert merged.covering_radius == max(first.covering_radius, second.covering_radius)
     assert not merged.exact
     # The second bank is the first one's, and has learned two images more.
-    grown = fitter.continuing(first, 8).fit(_batches(_patches(2, 5, shift=2), first=8))
+    grown = fitter.incremental(first, 8).fit(_batches(_patches(2, 5, shift=2), first=8))
     numbers = [{i: i for i in range(8)}, {i: i for i in range(10)}]
     assert torch.equal(fitter.merged([first, grown], numbers).vectors, grown.vectors)
 
@@ -174,7 +174,7 @@ def test_subspaces_that_learn_more_or_are_merged_are_those_of_a_fit_on_all(
     merged = fitter.merged([fitter.fit(_batches(p)) for p in parts], _numbers(*counts))
     grown, known = fitter.fit(_batches(parts[0])), counts[0]
     for part in parts[1:]:
-        growing = fitter.continuing(grown, known)
+        growing = fitter.incremental(grown, known)
         grown, known = growing.fit(_batches(part, first=known)), known + len(part)
     for found in (merged, grown):
         assert found.statistics.count == whole.statistics.count
@@ -197,6 +197,6 @@ def test_a_method_that_cannot_says_so() -> None:
     fitter = MeanFitter()
     scorer = fitter.fit(_batches(_patches(3, 0)))
     with pytest.raises(ModelError, match="train again"):
-        fitter.continuing(scorer, 3)
+        fitter.incremental(scorer, 3)
     with pytest.raises(ModelError, match="train one with the images of all"):
         fitter.merged([scorer, scorer], _numbers(3, 3))

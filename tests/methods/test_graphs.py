@@ -6,9 +6,9 @@ import torch
 from anomaly.errors import ModelError
 from anomaly.methods.base import PatchBatch, Scorer
 from anomaly.methods.padim.fitter import GaussianFitter
-from anomaly.methods.patchcore import memory_bank
-from anomaly.methods.patchcore.memory_bank import MemoryBank
-from anomaly.methods.subspace.fitter import SubspaceFitter
+from anomaly.methods.patchcore import bank as bank_module
+from anomaly.methods.patchcore.bank import MemoryBank
+from anomaly.methods.subspace import SubspaceFitter
 
 
 def bank(count: int) -> MemoryBank:
@@ -18,7 +18,7 @@ def bank(count: int) -> MemoryBank:
 
 @pytest.mark.parametrize("count", [1, 64, 150])
 def test_the_bank_goes_by_in_blocks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_bank, "_BLOCK", 64)
+    monkeypatch.setattr(bank_module, "_BLOCK", 64)
     scorer = bank(count)
     patches = torch.randn(2, 3, 5, 24, generator=torch.Generator().manual_seed(1)) + 5
     patches[0, 0, 0] = scorer.vectors[-1]

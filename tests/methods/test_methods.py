@@ -72,6 +72,5 @@ def test_the_registry_names_modules_that_hold_what_it_promises() -> None:
     from importlib import import_module
 
     for method in METHODS.values():
-        module = import_module(method.module)
-        assert callable(module.fitter)
-        assert callable(module.scorer)
+        assert callable(import_module(method.module).fitter)
+        assert callable(import_module(method.arrays or method.module).scorer)

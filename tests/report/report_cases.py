@@ -16,8 +16,7 @@ from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import Evaluation, Scored
 from anomaly.evaluation.metrics import image_intervals, image_metrics, metrics_by_type
 from anomaly.imaging.read import Image
-from anomaly.report.category import Category
-from anomaly.report.tiles import Tile, Tiles
+from anomaly.report.category import Category, Tile, Tiles
 
 LIMIT = 10.0
 HOSTILE = (
@@ -78,10 +77,10 @@ def case(
         image_metrics(scores, labels),
         image_intervals(scores, labels),
         metrics_by_type(scores, labels, [s.sample.defect_type for s in scored]),
+        thresholds,
     )
     return Category(
         evaluation=evaluation,
-        thresholds=thresholds,
         model="runs/my disc",
         model_id="0123456789abcdef",
         method="PatchCore",

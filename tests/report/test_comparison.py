@@ -19,7 +19,7 @@ def written(folder: Path, *categories: Category) -> Path:
     folder.mkdir()
     evaluations = [c.evaluation for c in categories]
     (folder / "metrics.json").write_text(metrics_json(evaluations))
-    (folder / "scores.csv").write_text(scores_csv(evaluations, [c.thresholds for c in categories]))
+    (folder / "scores.csv").write_text(scores_csv(evaluations))
     return folder
 
 

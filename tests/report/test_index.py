@@ -9,7 +9,7 @@ import pytest
 from report_cases import case, limits
 
 from anomaly.report import index
-from anomaly.report.index import PATCHCORE_1, index_html
+from anomaly.report.index import all_published, index_html
 from anomaly.report.tables import metrics_json, table
 
 
@@ -41,7 +41,7 @@ def test_the_index_says_when_and_of_which_data() -> None:
 
 
 def test_papers_figures_stand_beside_the_test_split_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "published", lambda settings, layers: PATCHCORE_1)
+    monkeypatch.setattr(index, "published", lambda settings, layers: all_published()[0])
     own = case(40, name="bottle", thresholds=limits())
     said = "pooled to 1024 dimensions; ours"
     assert said in index_html([own], [], {})

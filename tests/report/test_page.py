@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_cases import HOSTILE, case, limits
 
-from anomaly.report.category import Failure, folder_name
 from anomaly.report.document import report_html
-from anomaly.report.index import index_html
+from anomaly.report.index import Failure, folder_name, index_html
 from anomaly.report.page import embedded, page
 
 

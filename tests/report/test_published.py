@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anomaly.report import index as module
-from anomaly.report.index import Published, published
+from anomaly.report.index import Published, all_published, published
 
 PATCHCORE: dict[str, Any] = {
     "data": {"format": "mvtec"},
@@ -25,9 +24,7 @@ PATCHCORE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "figures", [module.PATCHCORE_10, module.PATCHCORE_1, module.PADIM_550, module.PADIM_100]
-)
+@pytest.mark.parametrize("figures", all_published())
 def test_the_means_are_those_that_were_published_too(figures: Published) -> None:
     for key, of in figures.figures.items():
         if len(of) == 15:
@@ -36,10 +33,16 @@ def test_the_means_are_those_that_were_published_too(figures: Published) -> None
 
 def test_the_papers_settings_are_recognised() -> None:
     layers = ["layer2", "layer3"]
-    assert published(PATCHCORE, layers) is module.PATCHCORE_10
-    assert published(_with("model", "coreset_ratio", 0.01), layers) is module.PATCHCORE_1
+    assert source(PATCHCORE, layers).startswith("PatchCore 10 %")
+    assert source(_with("model", "coreset_ratio", 0.01), layers).startswith("PatchCore 1 %")
     padim = _with("model", "kind", "padim")
-    assert published(padim, ["layer1", *layers]) is module.PADIM_550
+    assert source(padim, ["layer1", *layers]).startswith("PaDiM WR50-Rd550")
+
+
+def source(settings: dict[str, Any], layers: list[str]) -> str:
+    figures = published(settings, layers)
+    assert figures
+    return figures.source
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,10 @@ from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import Scored
 from anomaly.evaluation.metrics import confusion
 from anomaly.imaging.read import Image
-from anomaly.report.category import Category
+from anomaly.report.category import Category, Tile, Tiles
 from anomaly.report.comparison import Change, Comparison, comparison_html
 from anomaly.report.document import FIGURES, report_html
 from anomaly.report.index import index_html
-from anomaly.report.tiles import Tile, Tiles
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pixel_map import pixel_map
 from anomaly.imaging.read import Image
 from anomaly.maps.encoding import pixels_for
 from anomaly.maps.heatmap import outlines
-from anomaly.report.tiles import _PIXELS, Tile, Tiles, svg_path
+from anomaly.report.category import _PIXELS, Tile, Tiles, svg_path
 
 
 def _tile(size: tuple[int, int], mask: np.ndarray | None, count: int = 1500) -> Tile:

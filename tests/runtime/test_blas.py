@@ -10,7 +10,7 @@ from threadpoolctl import ThreadpoolController, threadpool_limits
 from anomaly.imaging.geometry import AxisView, View
 from anomaly.maps import anomaly_map
 from anomaly.runtime.devices import CPU
-from anomaly.runtime.parallel import in_parallel, spread
+from anomaly.runtime.parallel import in_parallel, parallel_map
 from anomaly.runtime.threads import one_blas_thread
 
 
@@ -71,7 +71,7 @@ def test_blocks_that_overlap_end_with_the_last() -> None:
 def test_passes_side_by_side_and_maps_leave_numpys_threads_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert spread(lambda _: threads(), [1, 2], CPU) == [{1}, {1}]
+    assert parallel_map(lambda _: threads(), [1, 2], CPU) == [{1}, {1}]
     assert list(in_parallel(lambda _: threads(), [1, 2, 3], CPU)) == [{1}] * 3
     seen: list[set[int]] = []
     monkeypatch.setattr(anomaly_map, "np", Watched(seen))

@@ -4,13 +4,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from anomaly.runtime.parallel import made_once
+from anomaly.runtime.parallel import locked_cached_property
 
 
 class _Owner:
     made = 0
 
-    @made_once
+    @locked_cached_property
     def costly(self) -> list[int]:
         """What it is."""
         self.made += 1

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from anomaly.runtime.parallel import spread, spreading
-from anomaly.runtime.threads import take_threads
+from anomaly.runtime.parallel import parallel_map, parallel_pool
+from anomaly.runtime.threads import apply_thread_limit
 
 CPU = torch.device("cpu")
 
@@ -23,11 +23,11 @@ def threads(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("count", [0, 1, 2, 57])
 def test_results_in_the_order_of_the_items(threads: int, count: int) -> None:
-    assert spread(lambda i: i * i, range(count), CPU) == [i * i for i in range(count)]
+    assert parallel_map(lambda i: i * i, range(count), CPU) == [i * i for i in range(count)]
 
 
 def test_each_thread_computes_alone_and_the_setting_comes_back(threads: int) -> None:
-    seen = spread(lambda _: torch.get_num_threads(), range(20), CPU)
+    seen = parallel_map(lambda _: torch.get_num_threads(), range(20), CPU)
     assert set(seen) == {1}
     assert torch.get_num_threads() == threads
     later: list[int] = []
@@ -41,10 +41,10 @@ def test_a_thread_that_comes_while_others_compute_alone_has_all_threads(threads:
     seen: list[int] = []
 
     def caller() -> None:
-        take_threads()
+        apply_thread_limit()
         seen.append(torch.get_num_threads())
 
-    with spreading(CPU):
+    with parallel_pool(CPU):
         thread = threading.Thread(target=caller)
         thread.start()
         thread.join()
@@ -58,7 +58,7 @@ def test_more_than_one_thread_works() -> None:
     torch.set_num_threads(2)
     both = threading.Barrier(2, timeout=10)
     try:
-        spread(lambda _: both.wait(), range(2), CPU)  # one thread alone would wait for ever
+        parallel_map(lambda _: both.wait(), range(2), CPU)  # one thread alone would wait for ever
     finally:
         torch.set_num_threads(before)
 
@@ -70,17 +70,17 @@ def test_an_error_comes_out_and_the_setting_comes_back(threads: int) -> None:
         return i
 
     with pytest.raises(ValueError, match="thirteen"):
-        spread(task, range(30), CPU)
+        parallel_map(task, range(30), CPU)
     assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("inference", [True, False])
 def test_inference_mode_holds_in_all_threads(threads: int, inference: bool) -> None:
-    with torch.inference_mode(inference), spreading(CPU) as hand_out:
+    with torch.inference_mode(inference), parallel_pool(CPU) as hand_out:
         results = hand_out(lambda i: torch.zeros(3) + i, range(20))
     assert {t.is_inference() for t in results} == {inference}
 
 
 def test_a_gpu_takes_one_piece_after_another(threads: int) -> None:
-    names = spread(lambda _: threading.current_thread().name, range(9), torch.device("cuda"))
+    names = parallel_map(lambda _: threading.current_thread().name, range(9), torch.device("cuda"))
     assert set(names) == {threading.current_thread().name}

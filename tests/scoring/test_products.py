@@ -217,7 +217,7 @@ def test_products_learned_from_a_few_images_have_to_be_named(
     product_runs: Path, two_products: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(product_runs / "disc", tmp_path / "both" / "disc")
-    few = replace(anomaly.load(product_runs / "stripes", "cpu").model, appearance=None)
+    few = replace(anomaly.load(product_runs / "stripes", "cpu").model, training_statistics=None)
     save(few, tmp_path / "both" / "stripes")
     with pytest.raises(ModelError, match="stripes learned from too few images"):
         opened(tmp_path / "both")

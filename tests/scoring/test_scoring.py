@@ -8,7 +8,7 @@ import torch
 
 from anomaly.config.load import parse_config
 from anomaly.imaging.geometry import Sizing
-from anomaly.methods.patchcore.memory_bank import MemoryBank
+from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.scoring.pipeline import Model
 
 

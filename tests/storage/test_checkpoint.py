@@ -82,7 +82,7 @@ def test_a_model_needs_nothing_from_elsewhere(tmp_path: Path, command: Command) 
     """Weights file, config and data set are gone; the folder has moved."""
     from safetensors.torch import save_file
 
-    from anomaly.backbones.state import read_weights
+    from anomaly.backbones.registry import read_weights
 
     product = write_product(tmp_path / "disc")
     save_file(read_weights("tiny", "random", 0)[0], tmp_path / "own.safetensors")

@@ -7,7 +7,6 @@ leave it; what still loads must say what the model said before, or nothing.
 import copy
 import hashlib
 import json
-import logging
 import math
 import shutil
 from collections.abc import Iterator
@@ -24,12 +23,11 @@ from torch import Tensor
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
 from anomaly.imaging.loading import UnusableImage
-from anomaly.scoring.image_statistics import AppearanceModel
+from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.storage.folder import file_entry, model_id
+from anomaly.storage.folder import file_entry, model_id, read_manifest
 from anomaly.storage.load import load_model
-from anomaly.storage.manifest import read_manifest
 from anomaly.storage.thresholds import read_thresholds, replace_thresholds
 
 DELETED = object()
@@ -231,14 +229,14 @@ def test_each_tensor_of_the_scorer(model: Path) -> None:
 
 def test_each_tensor_of_the_training_images_look(bank: Path) -> None:
     whole = load_file(bank / "usual.safetensors")
-    AppearanceModel.from_tensors({k: v.numpy() for k, v in whole.items()}, 12)
+    TrainingStatistics.from_tensors({k: v.numpy() for k, v in whole.items()}, 12)
     save_file(whole | {"mean": whole["mean"][:-1].clone()}, bank / "usual.safetensors")
     vouch_for(bank, "usual.safetensors")
     assert attempt(bank) is None  # of another network
     for what, tensors in tampered(whole):
         if what != "farthest cut":  # as many as there were
             with pytest.raises(ModelError):
-                AppearanceModel.from_tensors({k: v.numpy() for k, v in tensors.items()}, 12)
+                TrainingStatistics.from_tensors({k: v.numpy() for k, v in tensors.items()}, 12)
 
 
 def test_tensors_of_the_network(bank: Path) -> None:
@@ -334,33 +332,3 @@ def test_new_thresholds_are_vouched_for(model: Path) -> None:
     assert again.model_id == after == model_id(model)
     assert again.thresholds == thresholds
     assert (model / "history.jsonl").read_bytes().startswith(b"\xff\n")
-
-
-def test_a_model_of_two_banks_is_to_be_trained_again(bank: Path) -> None:
-    config = yaml.safe_load((bank / "config.yaml").read_text())
-    config["model"]["embedding"] = "levels"
-    (bank / "config.yaml").write_text(yaml.safe_dump(config))
-    one = load_file(bank / "scorer.safetensors")
-    two = {f"{level}.{name}": one[name].clone() for level in ("fine", "coarse") for name in one}
-    save_file(two, bank / "scorer.safetensors")
-    vouch_for(bank, "config.yaml", "scorer.safetensors")
-    with pytest.raises(ModelError) as error:
-        load_model(bank)
-    assert str(error.value) == (
-        f"{bank} has two memory banks (model.embedding: levels), which this version doesn't "
-        "support; train it again"
-    )
-
-
-def test_a_model_of_the_first_format_loads_with_a_word(
-    bank: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    values = manifest_of(bank) | {"format": "anomaly-model/1"}
-    (bank / "manifest.json").write_text(as_json(values))
-    with caplog.at_level(logging.WARNING):
-        first = load_model(str(bank))
-    assert "first format" in caplog.text
-    replace_thresholds(bank, first.thresholds, {})  # type: ignore[arg-type]
-    caplog.clear()
-    assert load_model(bank).manifest["format"] == "anomaly-model/2"
-    assert "first format" not in caplog.text

@@ -11,7 +11,7 @@ import pytest
 from conftest import Command, train_arguments, with_note, write_part, write_product
 
 import anomaly
-from anomaly.scoring.image_statistics import look, same_pictures
+from anomaly.scoring.image_statistics import measure, same_pictures
 from anomaly.storage.load import load_model
 
 SETTINGS = {
@@ -96,7 +96,7 @@ def test_same_pictures_are_told_by_their_pixels_and_embeddings() -> None:
     vector = np.arange(9.0)
 
     def seen(pixels: np.ndarray, embedding: np.ndarray) -> object:
-        return look(pixels, embedding, 1.0, 4)
+        return measure(pixels, embedding, 1.0, 4)
 
     brighter = pixels.copy()
     brighter[3, 4] += 1e-3

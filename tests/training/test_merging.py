@@ -188,8 +188,8 @@ def test_images_that_both_have_learned_count_once(run_folder: Path, padim_folder
     assert bank.thresholds is not None
     assert merged.thresholds.good.image == bank.thresholds.good.image
     assert len(merged.manifest["training_images"]) == 12
-    assert merged.appearance is not None
-    assert merged.appearance.images == 12
+    assert merged.training_statistics is not None
+    assert merged.training_statistics.images == 12
     assert merged.scorer.tensors()["vectors"].shape == bank.scorer.tensors()["vectors"].shape
     gaussian = load_model(padim_folder, "cpu")
     with pytest.raises(anomaly.AnomalyError, match="12 training images were learned from more"):

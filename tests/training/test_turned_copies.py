@@ -151,7 +151,7 @@ def test_evidence_is_shown_where_it_was_photographed(tmp_path: Path) -> None:
             return decoders.load(path)
 
         files = TrainingImages(detector.manifest["training_images"], listed(tmp_path, tmp_path))
-        good = GoodImages(detector.model, detector.manifest, files, read)
+        good = GoodImages(detector.model, files)
         item = read(tmp_path / "2.png")
         assert isinstance(item, NetworkInput)
         for turn in (1, 2):

@@ -1,4 +1,4 @@
-"""What the picture formats share: headers, errors, colours, and the compiled decoders.
+"""What the picture formats share: headers, errors, colours, EXIF, and the compiled decoders.
 
 Alpha is composited over black. Dropping it would show the colours hidden under transparent
 pixels, which encoders are free to change, so one picture saved twice would give two results.
@@ -7,8 +7,9 @@ Embedded ICC profiles and gamma are not applied: a camera's values are taken as 
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any, TypeAlias
 
 import cv2
@@ -59,43 +60,21 @@ def unsupported(what: str) -> ImageError:
     return ImageError(what, "unsupported")
 
 
-class _Silence:
-    """OpenCV's log, silent for as long as any thread decodes: its level is the whole process's."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._threads = 0
-        self._level = 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._threads:
-                silent = cv2.utils.logging.LOG_LEVEL_SILENT
-                self._level = cv2.utils.logging.setLogLevel(silent)
-            self._threads += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._threads -= 1
-            if not self._threads:
-                cv2.utils.logging.setLogLevel(self._level)
-
-
-_silence = _Silence()
-
-
 def decode_by_opencv(file: bytes) -> Pixels | None:
     """Decode a file by OpenCV: (H, W) or (H, W, C) at its own depth, blue first.
 
     None where OpenCV finds it damaged.
     """
+    # OpenCV would write to standard error what the caller says in its own words.
+    level = cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
     try:
-        with _silence:
-            return cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_UNCHANGED)
+        return cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_UNCHANGED)
     except cv2.error as error:
         if error.code == cv2.Error.StsNoMem:
             raise MemoryError from None
         return None
+    finally:
+        cv2.utils.logging.setLogLevel(level)
 
 
 def longest_stored(expected: int) -> int:
@@ -124,15 +103,6 @@ def inflate(stream: bytes | memoryview, expected: int) -> bytes:
     return content
 
 
-def look_up(indices: Pixels, colours: Pixels) -> Pixels:
-    """Replace palette indices (H, W) by colours (N, 3), both uint8; N is at most 256."""
-    if indices.max() >= len(colours):
-        raise damaged(f"it uses colour {indices.max()} of a palette of {len(colours)}")
-    table = np.zeros((256, 1, 3), np.uint8)
-    table[: len(colours), 0] = colours
-    return np.asarray(cv2.LUT(grey_to_rgb(indices), table))
-
-
 def bgr_to_rgb(bgr: Pixels) -> Pixels:
     """Swap red and blue in place, which for (H, W, 3) needs no second picture."""
     return np.asarray(cv2.cvtColor(bgr, cv2.COLOR_BGR2RGB, dst=bgr))
@@ -143,28 +113,134 @@ def grey_to_rgb(grey: Pixels) -> Pixels:
     return np.asarray(cv2.cvtColor(grey, cv2.COLOR_GRAY2RGB))
 
 
-def over_black(colours: Pixels, alpha: Pixels, full_scale: float) -> Pixels:
-    """Composite colours (H, W, C) over black by straight alpha (H, W)."""
-    if alpha.min() == full_scale:
+def bgra_over_black(bgra: Pixels) -> Pixels:
+    """Composite OpenCV's (H, W, 4), blue first and straight alpha last, over black: RGB."""
+    rgba = np.asarray(cv2.cvtColor(bgra, cv2.COLOR_BGRA2RGBA, dst=bgra))
+    return over_black(rgba[..., :3], rgba[..., 3])
+
+
+def over_black(colours: Pixels, alpha: Pixels) -> Pixels:
+    """Composite integer colours (H, W, C) over black by straight alpha (H, W), rounded to nearest.
+
+    Full opacity is the highest value of their type.
+    """
+    full = int(np.iinfo(alpha.dtype).max)
+    if alpha.min() == full:
         return np.ascontiguousarray(colours)
-    return _scaled(colours, alpha[..., None], full_scale)
-
-
-def cmyk_to_rgb(ink: Pixels, full_scale: float) -> Pixels:
-    """Turn ink (H, W, 4), where 0 is no ink, into light: R = (1 - C)(1 - K), and so on."""
-    top = ink.dtype.type(full_scale)
-    return _scaled(top - ink[..., :3], top - ink[..., 3:], full_scale)
-
-
-def _scaled(values: Pixels, weights: Pixels, full_scale: float) -> Pixels:
-    """Multiply values by weights / full_scale, rounded to nearest for integers."""
-    product = np.empty(values.shape, values.dtype)
-    for start in range(0, len(values), _ROWS):
+    product = np.empty(colours.shape, colours.dtype)
+    for start in range(0, len(colours), _ROWS):
         rows = slice(start, start + _ROWS)
-        if values.dtype.kind == "f":
-            product[rows] = values[rows] * weights[rows]
-        else:
-            full = int(full_scale)
-            wide = values[rows].astype(np.uint32) * weights[rows]
-            product[rows] = (wide + full // 2) // full
+        wide = colours[rows].astype(np.uint32) * alpha[rows, ..., None]
+        product[rows] = (wide + full // 2) // full
     return product
+
+
+# TIFF field type -> numpy code: BYTE, SHORT, LONG, IFD
+_INTEGERS = {1: "u1", 3: "u2", 4: "u4", 13: "u4"}
+_ORIENTATION = 274
+# A few dozen tags are usual; many large directories that overlap would take minutes to read.
+_MOST_TAGS = 4096
+_MOST_DIRECTORIES = 100
+_MOST_ALIKE = 64  # values looked at where all have to be equal: there is one for each sample
+
+
+@dataclass(frozen=True)
+class Directory:
+    """The tags of one picture of a TIFF, or of EXIF data, which is laid out as TIFF.
+
+    Values are read where they lie, when they are asked for.
+
+    Attributes:
+        data: the whole file.
+        entries: tag -> numpy type, how many values, and where in the file they start.
+    """
+
+    data: bytes
+    entries: dict[int, tuple[str, int, int]]
+
+    def values(self, tag: int) -> NDArray[Any]:
+        """All values of a tag of integers, as a view of the file; empty without the tag.
+
+        Raises:
+            ImageError: `unreadable` where they lie beyond the end of the file.
+        """
+        dtype, count, start = self.entries.get(tag, ("u1", 0, 0))
+        if not count:
+            return np.empty(0, dtype)
+        if start + count * np.dtype(dtype).itemsize > len(self.data):
+            raise damaged(f"it is cut short: the values of its TIFF tag {tag} are missing")
+        return np.frombuffer(self.data, dtype, count, start)
+
+    def first(self, tag: int, default: int | None = None) -> int:
+        """First value of a tag; without a default, raises where the tag is missing."""
+        values = self.values(tag)
+        if len(values):
+            return int(values[0])
+        if default is None:
+            raise damaged(f"its TIFF tag {tag} is missing")
+        return default
+
+    def same(self, tag: int, default: int) -> int:
+        """The value of a tag that has one for each sample, all of which have to be equal."""
+        values = set(self.values(tag)[:_MOST_ALIKE].tolist()) or {default}
+        if len(values) > 1:
+            raise unsupported("its samples aren't all of one kind and depth")
+        return int(values.pop())
+
+    @property
+    def orientation(self) -> int:
+        """EXIF orientation, 1 to 8; 1 where none is given, or no legal one."""
+        value = self.first(_ORIENTATION, 1)
+        return value if 1 <= value <= 8 else 1
+
+
+def read_directories(data: bytes) -> Iterator[Directory]:
+    """Read the directories of a TIFF in file order, each when it is asked for.
+
+    Raises:
+        ImageError: `unreadable` when there is none, the chain is cut, or this isn't TIFF;
+            `unsupported` when there are more than anybody's picture has, or they form a loop.
+    """
+    order = ">" if data[:2] == b"MM" else "<"
+    try:
+        magic, at = struct.unpack_from(order + "HI", data, 2)
+        if data[:2] not in (b"II", b"MM") or magic != 42:
+            raise damaged("it isn't TIFF data")
+        if not at:
+            raise damaged("it holds no picture")
+        for _ in range(_MOST_DIRECTORIES):
+            directory, at = _read_directory(data, at, order)
+            yield directory
+            if not at:
+                return
+    except struct.error:
+        raise damaged("it is cut short: a TIFF directory lies beyond its end") from None
+    raise unsupported(f"it is a TIFF of over {_MOST_DIRECTORIES} pages")
+
+
+def _read_directory(data: bytes, at: int, order: str) -> tuple[Directory, int]:
+    """Read one directory, and where the next one is (0 after the last)."""
+    (count,) = struct.unpack_from(order + "H", data, at)
+    if count > _MOST_TAGS:
+        raise damaged(f"a TIFF directory of {count} tags isn't a picture's")
+    entries: dict[int, tuple[str, int, int]] = {}
+    for entry in range(at + 2, at + 2 + 12 * count, 12):
+        tag, kind, length, start = struct.unpack_from(order + "HHII", data, entry)
+        if kind in _INTEGERS and tag not in entries:
+            dtype = order + _INTEGERS[kind]
+            if length * np.dtype(dtype).itemsize <= 4:  # short enough to lie in the entry itself
+                start = entry + 8
+            entries[tag] = (dtype, length, start)
+    (following,) = struct.unpack_from(order + "I", data, at + 2 + 12 * count)
+    return Directory(data, entries), int(following)
+
+
+def exif_orientation(exif: bytes) -> int:
+    """Read the orientation, 1 to 8; 1 where none is given or the EXIF data is damaged."""
+    exif = exif.removeprefix(b"Exif\0\0")
+    if not exif:
+        return 1
+    try:
+        return next(read_directories(exif)).orientation
+    except ImageError:
+        return 1  # metadata only: the picture itself may well be whole

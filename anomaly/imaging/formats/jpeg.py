@@ -22,12 +22,12 @@ import simplejpeg  # type: ignore[import-untyped]
 from anomaly.imaging.formats.base import (
     ImageHeader,
     Pixels,
-    cmyk_to_rgb,
     damaged,
+    exif_orientation,
+    over_black,
     unsupported,
     upright,
 )
-from anomaly.imaging.formats.tiff_directory import exif_orientation
 
 NAME = "JPEG"
 SUFFIXES: tuple[str, ...] = (".jpg", ".jpeg", ".jpe", ".jfif")
@@ -97,7 +97,8 @@ def decode(data: bytes) -> Pixels:
         raise damaged("its pixels can't be decoded")
     if cmyk:
         # Adobe's programs, the usual source, store light instead of ink and leave their mark.
-        return cmyk_to_rgb(255 - pixels if segments.adobe else pixels, 255)
+        light = pixels if segments.adobe else 255 - pixels
+        return over_black(light[..., :3], light[..., 3])  # R = (1 - C)(1 - K), and so on
     return pixels
 
 

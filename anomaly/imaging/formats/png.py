@@ -24,17 +24,17 @@ from anomaly.imaging.formats.base import (
     ImageHeader,
     Pixels,
     bgr_to_rgb,
+    bgra_over_black,
     damaged,
     decode_by_opencv,
+    exif_orientation,
     grey_to_rgb,
     inflate,
     longest_stored,
-    look_up,
     over_black,
     unsupported,
     upright,
 )
-from anomaly.imaging.formats.tiff_directory import exif_orientation
 
 NAME = "PNG"
 SUFFIXES: tuple[str, ...] = (".png",)
@@ -210,14 +210,16 @@ def _look_up(chunks: dict[bytes, list[memoryview]], depth: int, shown: Pixels) -
     opacity = np.frombuffer(b"".join(chunks.get(b"tRNS", [])), np.uint8)[: len(alpha)]
     alpha[: len(opacity), 0] = opacity
     indices = shown // (255 // (2**depth - 1)) if depth < 8 else shown
-    return look_up(indices, over_black(colours, alpha, 255)[:, 0])
+    if indices.max() >= len(colours):
+        raise damaged(f"it uses colour {indices.max()} of a palette of {len(colours)}")
+    table = np.zeros((256, 1, 3), np.uint8)
+    table[: len(colours)] = over_black(colours, alpha)
+    return np.asarray(cv2.LUT(grey_to_rgb(indices), table))
 
 
 def _rgb(chunks: dict[bytes, list[memoryview]], layout: _PngLayout, pixels: Pixels) -> Pixels:
-    full_scale = 65535 if layout.depth == 16 else 255
     if layout.colour in (4, 6):
-        rgba = np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGRA2RGBA))
-        return over_black(rgba[..., :3], rgba[..., 3], full_scale)
+        return bgra_over_black(pixels)
     rgb = bgr_to_rgb(pixels) if layout.colour == 2 else grey_to_rgb(pixels)
     key = b"".join(chunks.get(b"tRNS", []))
     if len(key) == 2 * _KINDS[layout.colour][1]:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import re
 import struct
 
-import cv2
-import numpy as np
-
 from anomaly.imaging.formats.base import (
     ImageHeader,
     Pixels,
     bgr_to_rgb,
+    bgra_over_black,
     damaged,
     decode_by_opencv,
-    over_black,
+    exif_orientation,
     unsupported,
     upright,
 )
-from anomaly.imaging.formats.tiff_directory import exif_orientation
 
 NAME = "WebP"
 SUFFIXES: tuple[str, ...] = (".webp",)
@@ -53,10 +50,7 @@ def decode(data: bytes) -> Pixels:
     pixels = decode_by_opencv(_bare(chunks, size))
     if pixels is None or pixels.shape[:2] != size or pixels.ndim != 3:
         raise damaged("its pixels can't be decoded")
-    if pixels.shape[2] == 3:
-        return bgr_to_rgb(pixels)
-    rgba = np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGRA2RGBA, dst=pixels))
-    return over_black(rgba[..., :3], rgba[..., 3], 255)
+    return bgr_to_rgb(pixels) if pixels.shape[2] == 3 else bgra_over_black(pixels)
 
 
 def _chunks(data: bytes) -> dict[bytes, memoryview]:

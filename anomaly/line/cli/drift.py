@@ -15,8 +15,7 @@ from anomaly.files.writing import write
 from anomaly.line.drift import HORIZON, Drift, levels_of
 from anomaly.line.drift_page import drift_html, read_scores
 from anomaly.storage.exported import files_of, read_export
-from anomaly.storage.folder import EXPORT, check_files, find_model, model_id
-from anomaly.storage.manifest import read_manifest
+from anomaly.storage.folder import EXPORT, check_files, find_model, model_id, read_manifest
 from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
 
 if TYPE_CHECKING:

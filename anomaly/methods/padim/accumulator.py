@@ -14,15 +14,28 @@ from torch import Tensor
 
 from anomaly.errors import OutputError
 from anomaly.methods.base import Progress
-from anomaly.methods.padim.layout import position_blocks
-from anomaly.methods.padim.whitening import (
-    CholeskyWhitening,
+from anomaly.methods.padim.covariance import (
     GaussianStatistics,
-    LowRankWhitening,
     centre,
+    cholesky_whitening,
     flat_width,
+    low_rank_whitening,
+    samples_of,
+    scatter_of,
 )
-from anomaly.runtime.parallel import spread
+from anomaly.methods.padim.gaussian import (
+    CholeskyWhitening,
+    LowRankWhitening,
+    Whitening,
+    position_blocks,
+    whitening_of,
+)
+from anomaly.runtime.parallel import parallel_map
+
+# Numbers that one block of positions works on, which is what each thread holds. A GPU wants few
+# launches.
+_FITTING_BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}
+_BLOCKS_A_STEP = 16
 
 
 class PositionFile:
@@ -32,9 +45,10 @@ class PositionFile:
     pages never count as this program's memory.
     """
 
-    def __init__(self, positions: int, width: int) -> None:
+    def __init__(self, positions: int, width: int, device: torch.device) -> None:
         self._positions = positions
         self._width = width
+        self._device = device
         self._lock = Lock()
         self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, lives on
 
@@ -64,7 +78,14 @@ class PositionFile:
             for row, target in enumerate(values):
                 self._file.seek(self._offset(row, first))
                 self._file.readinto(target)  # type: ignore[attr-defined]
-        return torch.from_numpy(values)
+        return torch.from_numpy(values).to(self._device)
+
+    def __getitem__(self, positions: slice) -> Tensor:
+        """A slice of positions of the first row, (p, width)."""
+        return self.read(1, positions)[0]
+
+    def __setitem__(self, positions: slice, values: Tensor) -> None:
+        self.write(0, positions.start, values)
 
     def _offset(self, row: int, position: int) -> int:
         return (row * self._positions + position) * self._width * 4
@@ -83,10 +104,9 @@ class SampleStore:
         self._in_memory: list[Tensor] = []
         self._file: PositionFile | None = None
         self._in_file = 0
-        self._count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return sum(map(len, self._in_memory)) + self._in_file
 
     @property
     def nbytes(self) -> int:
@@ -105,14 +125,14 @@ class SampleStore:
         Raises:
             OutputError: no room on the disk.
         """
-        self._count += len(patches)
         if not self._in_file and self.nbytes + patches.nbytes <= memory_limit:
             whole = patches.is_contiguous() and patches.untyped_storage().nbytes() == patches.nbytes
             self._in_memory.append(
                 patches if whole else patches.clone(memory_format=torch.contiguous_format)
             )
             return
-        self._file = self._file or PositionFile(self._positions, self._dimensions)
+        if self._file is None:
+            self._file = PositionFile(self._positions, self._dimensions, self._device)
         self._file.write(self._in_file, 0, patches)
         self._in_file += len(patches)
 
@@ -120,49 +140,13 @@ class SampleStore:
         """The samples (p, N, d) of a slice of positions."""
         parts = [batch[:, positions] for batch in self._in_memory]
         if self._file is not None:
-            parts.append(self._file.read(self._in_file, positions).to(self._device))
+            parts.append(self._file.read(self._in_file, positions))
         return torch.cat(parts).transpose(0, 1)
 
     def clear(self) -> None:
         """Forget all samples; the file's room is used again."""
         self._in_memory.clear()
-        self._in_file = self._count = 0
-
-
-class StatisticsStore:
-    """One vector of numbers (width,) for each position, written and read by positions.
-
-    Args:
-        positions: P.
-        width: numbers of one position.
-        in_memory: keep them in memory, not in a file.
-        device: where they are read.
-    """
-
-    def __init__(self, positions: int, width: int, in_memory: bool, device: torch.device) -> None:
-        self._device = device
-        self._values = (
-            torch.empty(positions, width, device=device)
-            if in_memory
-            else PositionFile(positions, width)
-        )
-
-    def __getitem__(self, positions: slice) -> Tensor:
-        if isinstance(self._values, Tensor):
-            return self._values[positions]
-        return self._values.read(1, positions)[0].to(self._device)
-
-    def __setitem__(self, positions: slice, values: Tensor) -> None:
-        if isinstance(self._values, Tensor):
-            self._values[positions] = values
-        else:
-            self._values.write(0, positions.start, values)
-
-
-# Numbers that one block of positions works on, which is what each thread holds. A GPU wants few
-# launches.
-_FITTING_BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}
-_BLOCKS_A_STEP = 16
+        self._in_file = 0
 
 
 class GaussianAccumulator:
@@ -186,7 +170,7 @@ class GaussianAccumulator:
         self._device = device
         self._memory_limit = memory_limit
         self._waiting = SampleStore(positions, dimensions, device)
-        self._statistics: StatisticsStore | None = None
+        self._statistics: Tensor | PositionFile | None = None
         self._folded = 0
 
     @property
@@ -203,94 +187,79 @@ class GaussianAccumulator:
             if len(self._waiting) > self._shape[1]:
                 self._fold()
 
-    def take(
-        self,
-        mean: Tensor,
-        whitening: CholeskyWhitening | LowRankWhitening,
-        images: int,
-        regularisation: float,
-    ) -> None:
+    def take(self, mean: Tensor, whitening: Whitening, images: int, regularisation: float) -> None:
         """Take what Gaussians have learned: means (P, d) float64 and whitening, from N images."""
         if isinstance(whitening, LowRankWhitening):
             samples = torch.empty(images, *self._shape, device=self._device)
             for block in self._blocks:
-                samples[:, block] = whitening.samples(mean[block], block).transpose(0, 1)
+                samples[:, block] = samples_of(whitening, mean[block], block).transpose(0, 1)
             self.add(samples)
             return
+        assert isinstance(whitening, CholeskyWhitening)
+        cholesky = whitening
 
         def statistics(block: slice) -> GaussianStatistics:
-            scatter = whitening.scatter(images, regularisation, block)
+            scatter = scatter_of(cholesky, images, regularisation, block)
             return GaussianStatistics(images, mean[block], scatter)
 
         self._fold(statistics, images)
 
-    def gaussians(
-        self, regularisation: float, progress: Progress
-    ) -> tuple[Tensor, CholeskyWhitening | LowRankWhitening]:
+    def gaussians(self, regularisation: float, progress: Progress) -> tuple[Tensor, Whitening]:
         """Means (P, d) float64 and whitening of all positions."""
-        mean = torch.empty(self._shape, dtype=torch.float64, device=self._device)
-        whole: CholeskyWhitening | LowRankWhitening
-        if self._folded:
-            whole, fill = self._cholesky(mean, regularisation)
-        else:
-            whole, fill = self._low_rank(mean, regularisation)
+        whole: dict[str, Tensor] = {}
+
+        def fill(block: slice) -> None:
+            mean, whitening = self._gaussian(block, regularisation)
+            for name, part in {**whitening.tensors(), "mean": mean}.items():
+                if part.ndim:  # one regularisation serves all positions
+                    whole[name][block] = part
+
+        # The first position tells how much room all of them take.
+        mean, first = self._gaussian(slice(0, 1), regularisation)
+        for name, part in {**first.tensors(), "mean": mean}.items():
+            room = (self._shape[0], *part.shape[1:])
+            whole[name] = part.new_empty(room) if part.ndim else part
         for done in range(0, len(self._blocks), _BLOCKS_A_STEP):
             step = self._blocks[done : done + _BLOCKS_A_STEP]
-            spread(fill, step, self._device)
+            parallel_map(fill, step, self._device)
             progress(done + len(step), len(self._blocks))
-        return mean, whole
+        return whole["mean"], whitening_of(whole)
 
-    def _cholesky(
-        self, mean: Tensor, regularisation: float
-    ) -> tuple[CholeskyWhitening, Callable[[slice], None]]:
-        """Room for the whitening, and what fills a block of it and of the means."""
-        whole = CholeskyWhitening.empty(*self._shape, self._device)
-
-        def fill(block: slice) -> None:
-            statistics = self._statistics_of(block)
-            mean[block] = statistics.mean
-            whole[block] = CholeskyWhitening.of(statistics, regularisation)
-
-        return whole, fill
-
-    def _low_rank(
-        self, mean: Tensor, regularisation: float
-    ) -> tuple[LowRankWhitening, Callable[[slice], None]]:
-        """Room for the whitening of few images, and what fills a block of it and of the means."""
-        whole = LowRankWhitening.empty(
-            *self._shape, self.count - 1, regularisation=regularisation, device=self._device
-        )
-
-        def fill(block: slice) -> None:
-            mean[block], centred = centre(self._waiting.read(block))
-            whole[block] = LowRankWhitening.of(centred, regularisation)
-
-        return whole, fill
+    def _gaussian(self, block: slice, regularisation: float) -> tuple[Tensor, Whitening]:
+        """Means (p, d) float64 and whitening of a block of positions."""
+        if self._statistics is None:  # few images
+            mean, centred = centre(self._waiting.read(block))
+            return mean, low_rank_whitening(centred, regularisation)
+        statistics = self._statistics_of(block)
+        return statistics.mean, cholesky_whitening(statistics, regularisation)
 
     def _fold(
         self, more: Callable[[slice], GaussianStatistics] | None = None, images: int = 0
     ) -> None:
         """Turn waiting samples into statistics; `more` are those of further images."""
-        if self._statistics is None:
+        store = self._statistics
+        if store is None:
             positions, width = self._shape[0], flat_width(self._shape[1])
-            in_memory = 4 * positions * width <= self._memory_limit
-            store = StatisticsStore(positions, width, in_memory, self._device)
-        else:
-            store = self._statistics
+            if 4 * positions * width <= self._memory_limit:
+                store = torch.empty(positions, width, device=self._device)
+            else:
+                store = PositionFile(positions, width, self._device)
 
         def fill(block: slice) -> None:
             parts = [self._statistics_of(block)] if self.count else []
             parts += [more(block)] if more is not None else []
             store[block] = reduce(GaussianStatistics.merge, parts).flat()
 
-        spread(fill, self._blocks, self._device)
+        parallel_map(fill, self._blocks, self._device)
         self._statistics, self._folded = store, self.count + images
         self._waiting.clear()
 
     def _statistics_of(self, block: slice) -> GaussianStatistics:
-        """Of all samples so far, folded and waiting."""
+        """Statistics of all samples so far, folded and waiting."""
         if self._statistics is None:
             return GaussianStatistics.of(self._waiting.read(block))
         flat = self._statistics[block]
         folded = GaussianStatistics.from_flat(self._folded, flat, self._shape[1])
-        return folded.update(self._waiting.read(block)) if len(self._waiting) else folded
+        if not len(self._waiting):
+            return folded
+        return folded.merge(GaussianStatistics.of(self._waiting.read(block)))

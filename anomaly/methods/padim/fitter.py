@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from anomaly.arrays import Array
 from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.methods.base import (
     Align,
     Fitter,
     Fold,
     PatchBatch,
-    PatchScores,
     PatchSet,
     Progress,
     Scorer,
-    check_apart,
+    check_disjoint,
 )
 from anomaly.methods.padim.accumulator import GaussianAccumulator
-from anomaly.methods.padim.gaussian import PatchGaussian, Projection, channel_projection, projected
-from anomaly.methods.padim.layout import check_grid
-from anomaly.methods.padim.whitening import CholeskyWhitening, LowRankWhitening
+from anomaly.methods.padim.gaussian import (
+    LowRankWhitening,
+    PatchGaussian,
+    Projection,
+    Whitening,
+    check_grid,
+)
 
 # Leverages are below 1; rounding must not carry them over.
 _MOST = 1 - 1e-6
@@ -34,8 +37,8 @@ _NOTHING = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class LeaveOneOut(Scorer):
-    """Scores a training image as the Gaussians would that hadn't seen it. Nothing is fitted again.
+class LeaveOneOut(Whitening):
+    """A whitening for training residuals, each without its own image. Nothing is fitted again.
 
     Taking one sample x out of N changes the mean and the scatter S of its position by rank one, so
     that the Sherman–Morrison formula gives its distance to what is left from that to the whole.
@@ -50,14 +53,14 @@ class LeaveOneOut(Scorer):
     110 and 0.06 % for 200.
 
     Attributes:
-        scorer: the Gaussians.
-        images: N, how many images they were fitted on.
+        whitening: of all images together.
+        images: N, how many images those are.
 
     Raises:
         DataError: fewer than three images.
     """
 
-    scorer: PatchGaussian
+    whitening: Whitening
     images: int
 
     def __post_init__(self) -> None:
@@ -69,54 +72,19 @@ class LeaveOneOut(Scorer):
             )
 
     @property
-    def unit(self) -> str:
-        """What patch scores are, for people."""
-        return self.scorer.unit
-
-    @property
-    def align(self) -> Align:
-        """How feature maps become the embeddings that `score` takes."""
-        return self.scorer.align
-
-    @property
-    def dimensions(self) -> int:
-        """d, the channels of these embeddings."""
-        return self.scorer.dimensions
-
-    def check_origin(self, channels: int, images: int) -> None:
-        """See that the Gaussians can come from a network's embeddings, and from N images.
-
-        Raises:
-            ModelError: they can't.
-        """
-        self.scorer.check_origin(channels, images)
-
-    def score(self, embeddings: Tensor) -> PatchScores:
-        """Scores of training images (B, h, w, D), each without itself."""
-        whitening = cast(CholeskyWhitening, _LeftOut(self.scorer.whitening, self.images))
-        return replace(self.scorer, whitening=whitening).score(embeddings)
+    def numbers(self) -> int:
+        """What one position works on."""
+        return self.whitening.numbers
 
     def to(self, target: torch.device | str) -> LeaveOneOut:
         """The same on another device."""
-        return LeaveOneOut(self.scorer.to(target), self.images)
+        return LeaveOneOut(self.whitening.to(target), self.images)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those of the Gaussians."""
-        return self.scorer.tensors()
+        """Those of the whitening of all images."""
+        return self.whitening.tensors()
 
-
-@dataclass(frozen=True, eq=False)
-class _LeftOut:
-    """A whitening whose distances are those of training residuals, each left out by itself."""
-
-    whitening: CholeskyWhitening | LowRankWhitening
-    images: int
-
-    @property
-    def numbers(self) -> int:
-        return self.whitening.numbers
-
-    def squared_distances(self, residuals: Tensor, positions: slice) -> Tensor:
+    def squared_distances(self, residuals: Array, positions: slice) -> Array:
         """Squared norms (p, B) of training residuals (p, B, d)."""
         if isinstance(self.whitening, LowRankWhitening):
             return self._from_directions(self.whitening, residuals, positions)
@@ -128,7 +96,7 @@ class _LeftOut:
 
     def _from_directions(
         self, whitening: LowRankWhitening, residuals: Tensor, positions: slice
-    ) -> Tensor:
+    ) -> Array:
         """The same, without the difference of 1 and a leverage that is almost 1.
 
         A training residual lies in the span of the samples, so it is told by its shares v² in
@@ -165,30 +133,13 @@ def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> Gaus
     )
 
 
-def scorer(
-    tensors: dict[str, Tensor], settings: Mapping[str, Any], *, device: torch.device, cache: Path
-) -> PatchGaussian:
-    """The Gaussians that were saved.
-
-    Args:
-        tensors: as `PatchGaussian.tensors` gave them.
-        settings: the config's section `model`, by key; not used.
-        device: where they go.
-        cache: not used: nothing has to be derived from them.
-
-    Raises:
-        ModelError: they aren't those of Gaussians.
-    """
-    return PatchGaussian.from_tensors(tensors).to(device)
-
-
 @dataclass(frozen=True)
 class GaussianFitter(Fitter[PatchGaussian]):
     """Settings of PaDiM.
 
     Attributes:
         dimensions: d, channels kept of the embeddings' D.
-        projection: `random` or `orthogonal`, see `channel_projection`.
+        projection: `random` or `orthogonal`, see `draw`.
         regularisation: ε, added to the diagonal of each covariance (PaDiM, eq. 1).
         seed: of the projection.
         memory_limit: bytes of training patches, and of statistics, that are kept in memory; what
@@ -248,29 +199,28 @@ class GaussianFitter(Fitter[PatchGaussian]):
             raise ConfigError(
                 f"model.regularisation is {self.regularisation:g}; it must be above 0"
             )
-        fitted: GaussianAccumulator | None = None
+        sums: GaussianAccumulator | None = None
         if self.base is not None:
-            grid, applied = self.base.grid, self.base.projection
-            fitted = self._resumed([(self.base, self.learned)])
+            grid, projection = self.base.grid, self.base.projection
+            sums = self._sums_of([(self.base, self.learned)])
         for batch in batches:
             embeddings = batch.embeddings
-            if fitted is None:
+            if sums is None:
                 grid = (embeddings.shape[1], embeddings.shape[2])
-                applied = self.drawn or self.draw(embeddings.shape[-1])
-                applied = applied.to(embeddings.device)
-                fitted = GaussianAccumulator(
-                    grid[0] * grid[1], applied.dimensions, embeddings.device, self.memory_limit
-                )
-            check_grid(embeddings, grid, applied.dim, applied.dimensions)
-            fitted.add(projected(embeddings, applied))
-        if fitted is None or fitted.count < 2:
+                projection = self.drawn or self.draw(embeddings.shape[-1])
+                projection = projection.to(embeddings.device)
+                shape = grid[0] * grid[1], projection.dimensions
+                sums = GaussianAccumulator(*shape, embeddings.device, self.memory_limit)
+            check_grid(embeddings, grid, projection.dim, projection.dimensions)
+            sums.add(projection.by_position(embeddings))
+        if sums is None or sums.count < 2:
             raise DataError(
-                f"{fitted.count if fitted else 0} training images: a covariance needs at least "
+                f"{sums.count if sums else 0} training images: a covariance needs at least "
                 "2, and a good one some 50; add images, or use model.kind=patchcore"
             )
-        return self._gaussian(fitted, applied, grid, progress)
+        return self._gaussian(sums, projection, grid, progress)
 
-    def continuing(self, scorer: PatchGaussian, learned: int) -> GaussianFitter:
+    def incremental(self, scorer: PatchGaussian, learned: int) -> GaussianFitter:
         """A fitter whose `fit` adds to the sums that Gaussians come from.
 
         It gives what a fit on all images would, but for the 16 bits that these are kept in.
@@ -285,8 +235,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
         Raises:
             ModelError: an image was learned from more than once, or grids differ.
         """
-        check_apart(numbers)
-        learned = [len(known) for known in numbers]
+        check_disjoint(numbers)
         first = scorers[0]
         for scorer in scorers[1:]:
             if scorer.grid != first.grid:
@@ -294,29 +243,29 @@ class GaussianFitter(Fitter[PatchGaussian]):
                     f"one learned {first.grid[0]}×{first.grid[1]} patches of each image, another "
                     f"{scorer.grid[0]}×{scorer.grid[1]}; merge models of one image shape"
                 )
-        fitted = self._resumed(list(zip(scorers, learned, strict=True)))
-        return self._gaussian(fitted, first.projection, first.grid)
+        sums = self._sums_of(list(zip(scorers, map(len, numbers), strict=True)))
+        return self._gaussian(sums, first.projection, first.grid)
 
-    def _resumed(self, parts: Sequence[tuple[PatchGaussian, int]]) -> GaussianAccumulator:
-        """What was learned from so many images each, ready for more."""
+    def _sums_of(self, parts: Sequence[tuple[PatchGaussian, int]]) -> GaussianAccumulator:
+        """The sums that Gaussians come from, each learned from so many images."""
         mean = parts[0][0].mean
-        fitted = GaussianAccumulator(mean.shape[1], mean.shape[2], mean.device, self.memory_limit)
+        sums = GaussianAccumulator(mean.shape[1], mean.shape[2], mean.device, self.memory_limit)
         for scorer, images in parts:
             exact = scorer.mean.double().sum(0)
-            fitted.take(exact, scorer.whitening, images, self.regularisation)
-        return fitted
+            sums.take(exact, scorer.whitening, images, self.regularisation)
+        return sums
 
     def _gaussian(
         self,
-        fitted: GaussianAccumulator,
-        applied: Projection,
+        sums: GaussianAccumulator,
+        projection: Projection,
         grid: tuple[int, int],
         progress: Progress | None = None,
     ) -> PatchGaussian:
-        mean, whitening = fitted.gaussians(self.regularisation, progress or (lambda *_: None))
+        mean, whitening = sums.gaussians(self.regularisation, progress or (lambda *_: None))
         leading = mean.float()
         split_mean = torch.stack([leading, (mean - leading).float()])
-        return PatchGaussian(applied, grid, split_mean, whitening)
+        return PatchGaussian(projection, grid, split_mean, whitening)
 
     def held_out(
         self, scorer: PatchGaussian, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
@@ -326,13 +275,38 @@ class GaussianFitter(Fitter[PatchGaussian]):
             yield from super().held_out(scorer, patches, folds, grouped=True)
         else:
             everything = tuple(image for fold in folds for image in fold)
-            yield everything, LeaveOneOut(scorer, self.learned + len(everything))
+            without = LeaveOneOut(scorer.whitening, self.learned + len(everything))
+            yield everything, replace(scorer, whitening=without)
 
     def draw(self, channels: int) -> Projection:
         """The projection of embeddings with D = `channels`, by the seed alone.
 
+        Drawn on the CPU, so that every device gets the same one. `random` is a random subset of the
+        channels (Defard et al. 2020, section 3.2), `orthogonal` the Q factor of a Gaussian matrix,
+        uniform over all semi-orthogonal ones (Kim et al. 2021, "Semi-orthogonal embedding"); more
+        accurate at the same d, and it hangs less on the seed. With d = D all channels are kept as
+        they are: rotating them changes no Mahalanobis distance.
+
         Raises:
             ConfigError: more dimensions than channels, or an unknown kind.
         """
+        if self.projection not in ("random", "orthogonal"):
+            raise ConfigError(
+                f"projection {self.projection!r} is unknown; use 'random' or 'orthogonal'"
+            )
+        if not 1 <= self.dimensions <= channels:
+            raise ConfigError(
+                f"model.dimensions is {self.dimensions}, but the hooked layers give {channels} "
+                f"channels; choose 1 to {channels}, or hook more layers"
+            )
         generator = torch.Generator().manual_seed(self.seed)
-        return channel_projection(self.projection, channels, self.dimensions, generator=generator)
+        if self.dimensions == channels:
+            return Projection(torch.arange(channels), channels)
+        if self.projection == "random":
+            chosen = torch.randperm(channels, generator=generator)[: self.dimensions]
+            return Projection(chosen.sort().values, channels)
+        shape = channels, self.dimensions
+        gaussian = torch.randn(shape, generator=generator, dtype=torch.float64)
+        q, r = torch.linalg.qr(gaussian)
+        # With a positive diagonal in R the factorisation is unique, and Q uniformly distributed.
+        return Projection((q * r.diagonal().sign()).float(), channels)

@@ -1,45 +1,84 @@
-"""What a memory bank does alike on torch tensors and on numpy arrays. Imports no torch.
+"""PatchCore (Roth et al. 2022): a memory bank of good patches, and the distance to it.
 
-An exported model's is an `ArrayBank`.
+Torch tensors and numpy arrays alike, so that exported models score without torch: it is imported
+only where feature maps are aligned, and where a bank is saved or traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from anomaly.arrays import Array, module_of
 from anomaly.errors import ConfigError, DataError, ModelError
-from anomaly.methods.base import ArrayScorer, PatchScores, check_fits, check_tensors, leading
+from anomaly.methods.base import (
+    Align,
+    PatchScores,
+    Scorer,
+    axis_length,
+    check_fits,
+    check_tensors,
+)
 from anomaly.methods.patchcore.search import NearestNeighbors
-from anomaly.runtime.parallel import made_once
+from anomaly.runtime.parallel import locked_cached_property
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 ADAPTIVE_DIMENSIONS = 1024  # of embeddings, with `model.embedding: adaptive`
+# Bank vectors that a graph compares patches with at once: 16 MiB for an image of 1024 patches.
+_BLOCK = 4096
 
 
-class Bank(ArrayScorer):
+@dataclass(frozen=True, eq=False)
+class MemoryBank(Scorer):
     """Good patches, and where each came from.
 
     Attributes:
-        vectors: (M, D) float32.
+        vectors: (M, D) float32, in the order in which they were picked.
         origins: (M, 3) int32: training image, patch row, patch column. Rows from 65,536 on are of
             turned copies, see `anomaly.imaging.loading`.
-        embedding: how feature maps became embeddings: `sharp`, `concat` or `adaptive`.
+        covering_radius: no training patch is farther than this from its nearest bank vector,
+            among the projected embeddings that the coreset was selected on.
+        exact: the selection saw all training patches at once, not a part at a time.
+        search: how neighbours are found, see `NearestNeighbors`.
+        cache: folder for what an approximate search has to train first; it can be deleted.
+        embedding: how feature maps become embeddings: `sharp`, `concat` or `adaptive`, see
+            `anomaly.methods.patchcore.embedding`.
         reweighting: b, bank vectors that the re-weighted image score looks at.
+        spacing_neighbours: how many neighbours of each vector `spacing` is the mean distance to; 0
+            for none.
         spacing: (M,) float32, the mean distance of each vector to its nearest neighbours in the
-            bank; None where image scores count all distances alike.
+            bank; None before `spaced`, and where image scores count all distances alike.
     """
 
     vectors: Array
     origins: Array
-    spacing: Array | None
-    embedding: str
-    reweighting: int
+    covering_radius: float
+    exact: bool = True
+    search: str = "exact"
+    cache: Path | None = None
+    embedding: str = "sharp"
+    reweighting: int = 3
+    spacing_neighbours: int = 0
+    spacing: Array | None = None
     unit = "distance"
+
+    @property
+    def align(self) -> Align:
+        """How feature maps become the embeddings that `score` takes."""
+        # The scorer of an exported model does without torch, which the alignment needs.
+        from anomaly.methods.patchcore.embedding import ALIGNERS
+
+        return ALIGNERS[self.embedding]
+
+    @property
+    def dimensions(self) -> int:
+        """D, the channels of the embeddings that `score` takes."""
+        return int(self.vectors.shape[1])
 
     def neighbours(self, patches: Array, count: int) -> tuple[Array, Array]:
         """The bank vectors nearest to patches.
@@ -53,14 +92,9 @@ class Bank(ArrayScorer):
         """
         return self._neighbours.search(patches, count)
 
-    @made_once
+    @locked_cached_property
     def _neighbours(self) -> NearestNeighbors:
-        return NearestNeighbors(self.vectors)
-
-    @property
-    def dimensions(self) -> int:
-        """D, the channels of the embeddings that `score` takes."""
-        return int(self.vectors.shape[1])
+        return NearestNeighbors(self.vectors, self.search, self.cache)
 
     def score(self, embeddings: Array) -> PatchScores:
         """The distance of each patch to its nearest bank vector (PatchCore, section 3.3).
@@ -91,7 +125,7 @@ class Bank(ArrayScorer):
         there a division blurs where a defect ends.
 
         Args:
-            scores: what `score` said.
+            scores: those of `score`.
 
         Returns:
             (B, h, w) float32.
@@ -100,7 +134,7 @@ class Bank(ArrayScorer):
             return scores.scores
         return scores.scores / self._sparsity[scores.nearest]
 
-    @made_once
+    @locked_cached_property
     def _sparsity(self) -> Array:
         """(M,) float32, from 1 up: what distances to each vector are divided by."""
         assert self.spacing is not None  # see `weighted`
@@ -117,7 +151,7 @@ class Bank(ArrayScorer):
 
         Args:
             embeddings: (B, h, w, D), those that were scored.
-            scores: what `score` said about them; -inf on patches that don't count.
+            scores: those of `score`; -inf on patches that don't count.
 
         Returns:
             (B,) float32, in score units.
@@ -144,8 +178,40 @@ class Bank(ArrayScorer):
         share = xp.exp(highest - most) / xp.exp(distances - most[:, None]).sum(1)
         return highest * (1 - share).clip(0)
 
+    def spaced(self, rows: Tensor | None = None) -> MemoryBank:
+        """The same bank, which knows its `spacing`.
+
+        Args:
+            rows: (m,) int64, vectors whose spacing is computed anew; None for all.
+        """
+        count = min(self.spacing_neighbours, len(self.vectors) - 1)
+        if count < 1:
+            return replace(self, spacing=None)
+        vectors = self.vectors if rows is None else self.vectors[rows]
+        distances, _ = self.neighbours(vectors, count + 1)
+        spacing = distances[:, 1:].mean(1)  # the first is the vector itself
+        if rows is not None and self.spacing is not None:
+            spacing = self.spacing.index_copy(0, rows, spacing)
+        same = replace(self, spacing=spacing)
+        # The index is that of the same vectors; `replace` forgets it.
+        vars(same)["_neighbours"] = self._neighbours
+        return same
+
+    def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The training patches of the bank vectors nearest to patches.
+
+        Args:
+            patches: (N, D) float32, on the bank's device.
+            count: K, how many for each.
+
+        Returns:
+            Distances (N, K) float32, ascending, and origins (N, K, 3) int32.
+        """
+        distances, nearest = self.neighbours(patches, count)
+        return distances, self.origins[nearest]
+
     def check_origin(self, channels: int, images: int) -> None:
-        """See that the bank can come from a network's embeddings of so many images.
+        """Check that the bank can come from a network's embeddings of so many images.
 
         Args:
             channels: of all hooked layers together.
@@ -160,45 +226,103 @@ class Bank(ArrayScorer):
         if low < 0 or high >= images:
             raise ModelError(f"its memory bank comes from training image {high}, of {images}")
 
+    def graph(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """`score` as plain reductions, for programs that know nothing of this one.
 
-@dataclass(frozen=True, eq=False)
-class ArrayBank(Bank):
-    """A memory bank of arrays, searched exactly; attributes as those of `Bank`."""
+        The bank goes by in blocks, so that memory doesn't grow with it. Products name the nearest
+        vector; its distance is then measured directly, which cancels nothing.
+        """
+        import torch  # only models of tensors are traced
 
-    vectors: NDArray[np.float32]
-    origins: NDArray[np.int32]
-    embedding: str
-    reweighting: int
-    spacing: NDArray[np.float32] | None = None
+        centre, count = self.vectors.mean(0), len(self.vectors)
+        vectors = self.vectors - centre  # around their mean, products lose fewer digits
+        squares = (vectors * vectors).sum(1)
+
+        def nearest_of(patches: Tensor, start: int) -> tuple[Tensor, Tensor]:
+            block = slice(start, min(start + _BLOCK, count))
+            # ‖x − y‖² without ‖x‖², which is the same for all y.
+            values = squares[block] - 2 * (patches @ vectors[block].T)
+            least = values.amin(-1)
+            places = torch.arange(block.start, block.stop, device=patches.device)
+            beyond = torch.full_like(places, count)
+            return least, torch.where(values <= least[..., None], places, beyond).amin(-1)
+
+        def scores(embeddings: Tensor) -> tuple[Tensor, Tensor]:
+            patches = embeddings - centre
+            least, nearest = nearest_of(patches, 0)
+            for start in range(_BLOCK, count, _BLOCK):
+                values, place = nearest_of(patches, start)
+                nearest = torch.where(values < least, place, nearest)
+                least = torch.minimum(values, least)
+            nearest = nearest.clamp(max=count - 1)  # of NaN none is the nearest
+            difference = patches - vectors[nearest]
+            return difference.square().sum(-1).sqrt(), nearest
+
+        return scores
+
+    def to(self, target: torch.device | str) -> MemoryBank:
+        """The same bank on another device."""
+        vectors, origins = self.vectors.to(target), self.origins.to(target)
+        spacing = None if self.spacing is None else self.spacing.to(target)
+        return replace(self, vectors=vectors, origins=origins, spacing=spacing)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that has to be saved, by name."""
+        import torch  # only models of tensors are saved
+
+        spacing = {} if self.spacing is None else {"spacing": self.spacing}
+        return spacing | {
+            "vectors": self.vectors,
+            "origins": self.origins,
+            "covering_radius": torch.tensor(self.covering_radius, dtype=torch.float64),
+            "exact": torch.tensor(self.exact),
+        }
 
 
-def scorer(tensors: dict[str, NDArray[Any]], settings: Mapping[str, Any]) -> ArrayBank:
-    """The memory bank that was saved, for a model without torch.
+def scorer(
+    tensors: Mapping[str, Array],
+    settings: Mapping[str, Any],
+    *,
+    device: torch.device | None = None,
+    cache: Path | None = None,
+) -> MemoryBank:
+    """The memory bank that was saved.
 
     Args:
-        tensors: as `MemoryBank.tensors` gave them.
-        settings: the config's section `model`, by key; its `search` has no say here.
+        tensors: as `MemoryBank.tensors` gave them; arrays for a scorer that takes arrays.
+        settings: the config's section `model`, by key.
+        device: where tensors go; None for arrays.
+        cache: folder for what an approximate search has to train first.
 
     Raises:
-        ModelError: they aren't those of a memory bank.
+        ModelError: the tensors aren't those of a memory bank.
     """
-    check_bank(tensors)
-    return ArrayBank(
+    _check_saved(tensors)
+    # A GPU multiplies faster than faiss looks for neighbours on the CPU, and takes tensors.
+    search = settings["search"] if device is not None and device.type == "cpu" else "exact"
+    wants_spacing = settings["spacing_neighbours"] and len(tensors["vectors"]) > 1
+    if wants_spacing and "spacing" not in tensors:
+        raise ModelError(
+            "its memory bank doesn't hold its vectors' spacing (model.spacing_neighbours); "
+            "train again"
+        )
+    bank = MemoryBank(
         tensors["vectors"],
         tensors["origins"],
-        settings["embedding"],
-        settings["neighbours"],
-        spacing_for(tensors, settings),
+        float(tensors["covering_radius"]),
+        bool(tensors["exact"]),
+        search=search,
+        cache=cache if search == "ivf" else None,
+        embedding=settings["embedding"],
+        reweighting=settings["neighbours"],
+        spacing_neighbours=settings["spacing_neighbours"],
+        spacing=tensors["spacing"] if wants_spacing else None,
     )
+    return bank if device is None else bank.to(device)
 
 
-def check_bank(tensors: Mapping[str, Array]) -> None:
-    """See that saved tensors are those of a memory bank.
-
-    Raises:
-        ModelError: they aren't.
-    """
-    count = leading(tensors, "origins")
+def _check_saved(tensors: Mapping[str, Array]) -> None:
+    count = axis_length(tensors, "origins")
     spacing = {"spacing": ("float32", (count,))} if "spacing" in tensors else {}
     check_tensors(
         tensors,
@@ -210,23 +334,3 @@ def check_bank(tensors: Mapping[str, Array]) -> None:
             **spacing,
         },
     )
-
-
-def spacing_for(tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> Array | None:
-    """The bank's spacing, if the settings want it.
-
-    Args:
-        tensors: of a memory bank, as it was saved.
-        settings: the config's section `model`, by key.
-
-    Raises:
-        ModelError: it is missing.
-    """
-    if not settings["spacing_neighbours"] or len(tensors["vectors"]) < 2:
-        return None
-    if "spacing" not in tensors:
-        raise ModelError(
-            "its memory bank doesn't hold its vectors' spacing (model.spacing_neighbours); "
-            "train again"
-        )
-    return tensors["spacing"]

@@ -32,7 +32,7 @@ from torch import Tensor
 from anomaly.errors import ConfigError
 from anomaly.methods.base import Progress
 from anomaly.methods.patchcore.nearest_centres import MinDistances, distances_to_nearest
-from anomaly.runtime.parallel import spreading
+from anomaly.runtime.parallel import parallel_pool
 
 # A pool is 1 MiB at 128 numbers a point, and a pick reads it once; with a larger one, picks cost
 # more than the rounds that are saved.
@@ -89,8 +89,8 @@ def greedy_k_center(
     n = len(points)
     if not 1 <= size <= n:
         raise ConfigError(f"coreset size {size} is outside 1 to {n}, the number of patches")
-    with spreading(points.device) as spread:
-        nearest = MinDistances(points, spread, size)
+    with parallel_pool(points.device) as parallel_map:
+        nearest = MinDistances(points, parallel_map, size)
         if size == n:
             return Selection(torch.arange(n, device=points.device), 0.0)
         if bounds is not None:
@@ -134,8 +134,8 @@ def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None 
     wanted = len(points) if most is None else min(most, len(points))
     if not wanted:
         return picks
-    with spreading(points.device) as spread:
-        nearest = MinDistances(points, spread, wanted)
+    with parallel_pool(points.device) as parallel_map:
+        nearest = MinDistances(points, parallel_map, wanted)
         nearest.squared.copy_(bounds)
         while len(new := _pick_from_pool(points, nearest, wanted - len(picks), radius**2)[0]):
             picks = torch.cat([picks, new])

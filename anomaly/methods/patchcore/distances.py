@@ -136,10 +136,6 @@ class Screen:
         """Half squared distances (Q,) as `bounds` has them."""
         return self._comparable(_in_dtype(halves, self.dtype))
 
-    def only(self, rows: Array) -> Screen:
-        """The screen of some of the bank's vectors (m,) int64."""
-        return replace(self, rows=self.rows[rows])
-
     def _comparable(self, values: Array) -> Array:
         """An array in the values' order: bfloat16 numbers from 0 up are in that of their bits."""
         if self.dtype == "float32":

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from anomaly.errors import DataError
 from anomaly.methods.base import Align, Fitter, Fold, MatrixOf, PatchSet, Progress
-from anomaly.methods.patchcore.bank import spacing_for
+from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.methods.patchcore.coreset import (
     coreset_size,
     covering_radius,
@@ -25,11 +24,10 @@ from anomaly.methods.patchcore.embedding import ALIGNERS
 from anomaly.methods.patchcore.held_out import (
     banks_without,
     extended,
-    extended_without,
+    gather,
+    gather_origins,
     in_chunks,
-    merged,
 )
-from anomaly.methods.patchcore.memory_bank import MemoryBank, gather, gather_origins
 from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
 
 
@@ -51,34 +49,6 @@ def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> Memo
         reweighting=settings["neighbours"],
         spacing_neighbours=settings["spacing_neighbours"],
     )
-
-
-def scorer(
-    tensors: dict[str, Tensor], settings: Mapping[str, Any], *, device: torch.device, cache: Path
-) -> MemoryBank:
-    """The memory bank that was saved.
-
-    Args:
-        tensors: as `MemoryBank.tensors` gave them.
-        settings: the config's section `model`, by key.
-        device: where the bank goes.
-        cache: folder for what an approximate search has to train first.
-
-    Raises:
-        ModelError: they aren't those of a memory bank.
-    """
-    bank = MemoryBank.from_tensors(tensors)
-    # A GPU multiplies faster than faiss looks for neighbours on the CPU.
-    search = settings["search"] if device.type == "cpu" else "exact"
-    return replace(
-        bank,
-        search=search,
-        cache=cache if search == "ivf" else None,
-        embedding=settings["embedding"],
-        reweighting=settings["neighbours"],
-        spacing_neighbours=settings["spacing_neighbours"],
-        spacing=spacing_for(tensors, settings),
-    ).to(device)
 
 
 @dataclass(frozen=True)
@@ -136,9 +106,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         """
         if self.base is not None:
             projection = self._projection_of(self.base)
-            limit = self.memory_limit
-            more = extended(self.base, batches, projection=projection, memory_limit=limit)
-            return more.spaced()
+            return extended(self.base, batches, projection=projection).spaced()
         generator = torch.Generator().manual_seed(self.seed)
         # Batches that are made in inference mode switch it on between them, but not at the end;
         # what is written to all along has to live in one mode.
@@ -171,23 +139,24 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         One that was extended is repaired from the patches that it was extended by.
         """
         projection = self._projection_of(scorer)
-        if self.base is not None:
+        share, known = 1.0, 0
+        if self.base is None:
+            share = self.memory_limit / (4 * projection.shape[1] * patches.count)
+        else:
             known = len(self.base.vectors)
-            learned = patches.only(frozenset(image for fold in folds for image in fold))
-            banks = extended_without(scorer, known, learned, folds, projection=projection)
-            yield from zip(folds, banks, strict=True)
-            return
-        share = self.memory_limit / (4 * projection.shape[1] * patches.count)
-        banks = banks_without(scorer, patches, folds, projection=projection, share=share)
+            patches = patches.only(frozenset(image for fold in folds for image in fold))
+        banks = banks_without(
+            scorer, patches, folds, projection=projection, share=share, known=known
+        )
         yield from zip(folds, banks, strict=True)
 
-    def again(self, scorer: MemoryBank, patches: PatchSet) -> MemoryBank:
+    def refit_embeddings(self, scorer: MemoryBank, patches: PatchSet) -> MemoryBank:
         """The same patches of the same images in the bank, embedded by another network."""
         with torch.inference_mode():
             new = replace(scorer, vectors=gather_origins(patches, scorer.origins))
             return replace(new, covering_radius=self._farthest(new, patches)).spaced()
 
-    def continuing(self, scorer: MemoryBank, learned: int) -> MemoryBankFitter:
+    def incremental(self, scorer: MemoryBank, learned: int) -> MemoryBankFitter:
         """A fitter whose `fit` adds vectors to a bank, see `MemoryBankFitter.base`."""
         return replace(self, base=scorer)
 
@@ -195,7 +164,19 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         self, scorers: Sequence[MemoryBank], numbers: Sequence[Mapping[int, int]]
     ) -> MemoryBank:
         """All vectors of several banks; a patch that more than one has kept, once."""
-        return merged(scorers, numbers).spaced()
+        places: dict[tuple[int, int, int], int] = {}
+        count = 0
+        for bank, new_number in zip(scorers, numbers, strict=True):
+            for image, row, column in bank.origins.tolist():
+                places.setdefault((new_number[image], row, column), count)
+                count += 1
+        vectors = torch.cat([bank.vectors for bank in scorers])[list(places.values())]
+        origins = torch.tensor(list(places), dtype=torch.int32, device=vectors.device)
+        radius = max(bank.covering_radius for bank in scorers)
+        merged = replace(
+            scorers[0], vectors=vectors, origins=origins, covering_radius=radius, exact=False
+        )
+        return merged.spaced()
 
     def _farthest(self, bank: MemoryBank, patches: PatchSet) -> float:
         """The covering radius of patches, among projected embeddings."""

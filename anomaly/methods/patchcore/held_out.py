@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from anomaly.errors import DataError
-from anomaly.methods.base import Fold, PatchSet
+from anomaly.methods.base import Fold, PatchBatch, PatchSet
+from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.methods.patchcore.coreset import pick_beyond
-from anomaly.methods.patchcore.memory_bank import MemoryBank, gather
 from anomaly.methods.patchcore.nearest_centres import squared_to_nearest, squared_to_two_owners
 
-# Points that meet centres at once, at least: enough to be grouped, see `distances`.
+# Points that meet centres at once, at least: enough to be grouped, see `nearest_centres`.
 _CHUNK = 1 << 17
 # How close to a vector the patches of other folds are brought, of the bank's covering radius: a
 # refit has as many vectors for fewer images, and covers them more closely. Scores are nearest to
@@ -23,19 +23,17 @@ _CHUNK = 1 << 17
 _CLOSER = 0.95
 
 
-def extended(
-    bank: MemoryBank, patches: PatchSet, *, projection: Tensor, memory_limit: int
-) -> MemoryBank:
+def extended(bank: MemoryBank, patches: PatchSet, *, projection: Tensor) -> MemoryBank:
     """A bank that covers further patches as closely as those that it was fitted on.
 
     Of the patches that are farther than the covering radius from their nearest vector, the
-    farthest is added, until there are none. Parts like those it knows add next to nothing.
+    farthest is added, until there are none, portion by portion. Parts like those it knows add next
+    to nothing.
 
     Args:
         bank: the bank.
         patches: good ones; read twice.
         projection: (D, d), of the embeddings to what the bank was selected on.
-        memory_limit: bytes of projected patches held at once.
 
     Raises:
         DataError: no patches, or some that hold NaN or infinite values.
@@ -43,49 +41,17 @@ def extended(
     picks: list[Tensor] = []
     with torch.inference_mode():
         centres = bank.vectors @ projection
-        added = centres[:0]
-        for points, squared, places in _beyond(bank, centres, patches, projection, memory_limit):
-            if len(added):
-                squared = torch.minimum(squared, squared_to_nearest(points, added))
-            new = pick_beyond(points, squared, bank.covering_radius)
-            added = torch.cat([added, points[new]])
-            picks.append(places[new])
+        for points, places, _ in in_chunks(patches.projected(lambda _: projection)):
+            squared = squared_to_nearest(points, centres)
+            # A NaN is kept: it is refused where points are picked.
+            far = ~(squared <= bank.covering_radius**2)
+            points, squared, places = points[far], squared[far], places[far]
+            added = pick_beyond(points, squared, bank.covering_radius)
+            centres = torch.cat([centres, points[added]])
+            picks.append(places[added])
+        if not picks:
+            raise DataError("no training patches; check the training images")
         return _with_more(bank, patches, torch.cat(picks))
-
-
-def _beyond(
-    bank: MemoryBank,
-    centres: Tensor,
-    patches: PatchSet,
-    projection: Tensor,
-    memory_limit: int,
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The patches beyond a bank's radius, in portions that there is room for.
-
-    Yields:
-        Projected points (n, d), their squared distances (n,) to the nearest vector, and their
-        places (n, 2), see `gather`.
-    """
-    held: list[tuple[Tensor, ...]] = []
-    size, none = 0, True
-    for points, places, _ in in_chunks(patches.projected(lambda _: projection)):
-        squared = squared_to_nearest(points, centres)
-        # A NaN is kept: it is refused where points are picked.
-        far = ~(squared <= bank.covering_radius**2)
-        held.append((points[far], squared[far], places[far]))
-        size, none = size + held[-1][0].nbytes, False
-        if size > memory_limit:
-            yield _joined(held)
-            held, size = [], 0
-    if none:
-        raise DataError("no training patches; check the training images")
-    if held:
-        yield _joined(held)
-
-
-def _joined(portions: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    points, squared, places = (torch.cat(each) for each in zip(*portions, strict=True))
-    return points, squared, places
 
 
 def banks_without(
@@ -95,6 +61,7 @@ def banks_without(
     *,
     projection: Tensor,
     share: float = 1.0,
+    known: int = 0,
 ) -> Iterator[MemoryBank]:
     """For each fold the bank without its images, which covers the others as closely.
 
@@ -111,134 +78,94 @@ def banks_without(
     another seed differ from refits as much: by 0.0, +0.2 and −0.8 % in the mean.
 
     Args:
-        bank: fitted on `patches`.
+        bank: fitted on `patches`, or `extended` by them.
         patches: the training patches; read twice.
-        folds: disjoint sets of images which together hold all of them; at least two.
+        folds: disjoint sets of images which together hold all of them; at least two of a fit.
         projection: (D, d), of the embeddings to what the bank was selected on.
         share: of the patches to pick from, where all of them take too much memory.
+        known: how many vectors of an extended bank were there before; they stay, and as many
+            patches are picked as it takes to cover those of other folds within the radius.
 
     Raises:
-        ValueError: fewer than two folds.
+        ValueError: fewer than two folds of a fit.
     """
-    if len(folds) < 2:
+    if len(folds) < 2 and not known:
         raise ValueError("without its only fold a bank is empty; give two folds or more")
-    radius = _CLOSER * bank.covering_radius
-    picks = []
-    owners = _owners(bank, folds, 0)
-    for k, uncovered in enumerate(
-        _uncovered(bank, patches, folds, owners, projection, radius, share)
-    ):
-        points, squared, places = uncovered
-        most = int((owners == k).sum())
-        picks.append(places[pick_beyond(points, squared, radius, most=most)])
-    yield from _repaired(bank, owners, patches, picks)
-
-
-def extended_without(
-    bank: MemoryBank,
-    known: int,
-    patches: PatchSet,
-    folds: Sequence[Fold],
-    *,
-    projection: Tensor,
-) -> Iterator[MemoryBank]:
-    """For each fold an extended bank as it would be without the fold's images.
-
-    The fold's own vectors go. Where only these covered patches of another fold, as many of those
-    are picked as it takes to cover them again.
-
-    Args:
-        bank: what `extended` has made of the patches.
-        known: how many of its vectors were there before.
-        patches: those that it was extended by; read twice.
-        folds: disjoint sets of their images which together hold all of them.
-        projection: (D, d), of the embeddings to what the bank was selected on.
-    """
-    radius, owners = bank.covering_radius, _owners(bank, folds, known)
-    picks = [
-        places[pick_beyond(points, squared, radius)]
-        for points, squared, places in _uncovered(bank, patches, folds, owners, projection, radius)
-    ]
-    yield from _repaired(bank, owners, patches, picks)
-
-
-def _owners(bank: MemoryBank, folds: Sequence[Fold], known: int) -> Tensor:
-    """The fold (M,) int64 that each vector goes with; the first `known` go with none, K."""
-    fold_of = {image: k for k, fold in enumerate(folds) for image in fold}
-    added = [fold_of[image] for image in bank.origins[known:, 0].tolist()]
-    return torch.tensor([len(folds)] * known + added, device=bank.vectors.device)
-
-
-def _uncovered(
-    bank: MemoryBank,
-    patches: PatchSet,
-    folds: Sequence[Fold],
-    owners: Tensor,
-    projection: Tensor,
-    radius: float,
-    share: float = 1.0,
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For each fold the patches of others that are within a radius of its own vectors alone.
-
-    Args:
-        bank: the bank.
-        patches: the training patches.
-        folds: disjoint sets of their images, K.
-        owners: (M,) int64, the fold that each vector goes with; K for none.
-        projection: (D, d), of the embeddings to what vectors are selected on.
-        radius: how far from its nearest vector a patch may be.
-        share: of the patches to give.
-
-    Returns:
-        Of each fold projected points (n, d), their squared distances (n,) to the nearest vector
-        that stays, and their places (n, 2), see `gather`.
-    """
     fold_of = {image: k for k, fold in enumerate(folds) for image in fold}
     device = bank.vectors.device
+    owners = [fold_of[image] for image in bank.origins[known:, 0].tolist()]
+    owner = torch.tensor([len(folds)] * known + owners, device=device)
+    radius = bank.covering_radius * (1.0 if known else _CLOSER)
+    picks = []
     with torch.inference_mode():
         vectors = bank.vectors @ projection
-        find = partial(
-            _uncovered_among,
-            fold_of=fold_of,
-            vectors=vectors.cpu(),
-            owners=owners.cpu(),
-            projection=projection.cpu(),
-            radius=radius,
-            share=share,
+        cover = _Cover(vectors.cpu(), owner.cpu(), fold_of, projection.cpu(), radius, share)
+        portions = [portion for part in patches.each(cover.uncovered) for portion in part]
+        for k in range(len(folds)):
+            own = [[t[losers == k].to(device) for t in rest] for *rest, losers in portions]
+            points, squared, places = (torch.cat(each) for each in zip(*own, strict=True))
+            most = None if known else owners.count(k)
+            picks.append(places[pick_beyond(points, squared, radius, most=most)])
+    stand_ins = torch.arange(len(folds)).repeat_interleave(torch.tensor([len(p) for p in picks]))
+    # The patches that stand in are read at once for all folds.
+    whole = _with_more(bank, patches, torch.cat(picks))
+    for k in range(len(folds)):
+        rows = torch.cat([owner != k, stand_ins.to(device) == k]).nonzero()[:, 0]
+        without = replace(
+            whole,
+            vectors=whole.vectors[rows],
+            origins=whole.origins[rows],
+            spacing=None if whole.spacing is None else whole.spacing[rows],
         )
-        empty = vectors[:0], vectors[:0, 0], owners[:0].new_empty(0, 2)
-        by_fold: list[list[tuple[Tensor, ...]]] = [[empty] for _ in folds]
-        for portions in patches.each(find):
-            for *uncovered, losers in portions:
-                for k, held in enumerate(by_fold):
-                    held.append(tuple(t[losers == k].to(device) for t in uncovered))
-        return [_joined(held) for held in by_fold]
+        # Those that stay keep the spacing they have in the whole bank: finding all anew would take
+        # as long as a tenth of the scores.
+        yield without.spaced(torch.arange(int((owner != k).sum()), len(rows), device=device))
 
 
-def _uncovered_among(
-    patches: PatchSet,
-    *,
-    fold_of: Mapping[int, int],
-    vectors: Tensor,
-    owners: Tensor,
-    projection: Tensor,
-    radius: float,
-    share: float,
-) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """All folds' uncovered patches of some images, and the fold (n,) that covered each."""
-    portions = []
-    folds = 1 + max(fold_of.values())
-    with torch.inference_mode():
-        for points, places, _ in in_chunks(patches.projected(lambda _: projection)):
-            vectors, owners = vectors.to(points.device), owners.to(points.device)
-            _, nearest, others = squared_to_two_owners(
-                points, vectors, owners, folds + 1, enough=radius**2
-            )
-            own = torch.tensor([fold_of[i] for i in places[:, 0].tolist()], device=nearest.device)
-            lost = (others > radius**2) & (nearest != own) & (nearest < folds)
-            lost &= _drawn(places, share)
-            portions.append((points[lost], others[lost], places[lost], nearest[lost]))
-    return portions
+@dataclass(frozen=True, eq=False)
+class _Cover:
+    """Which vectors of a bank cover which training patches; on a cluster, sent to each part.
+
+    Attributes:
+        vectors: (M, d), the bank's, projected.
+        owner: (M,) int64, the fold that each vector goes with; K, their number, for none.
+        fold_of: the fold of each training image.
+        projection: (D, d), of the embeddings.
+        radius: how far from its nearest vector a covered patch is at most.
+        share: of the uncovered patches, how many to give.
+    """
+
+    vectors: Tensor
+    owner: Tensor
+    fold_of: Mapping[int, int]
+    projection: Tensor
+    radius: float
+    share: float
+
+    def uncovered(self, patches: PatchSet) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """The patches that vectors of one fold alone cover, and that are of another.
+
+        Args:
+            patches: of some of the training images.
+
+        Returns:
+            In portions: projected points (n, d), their squared distances (n,) to the nearest vector
+            that stays, their places (n, 2), see `gather`, and the fold (n,) that covered each.
+        """
+        folds, enough = 1 + max(self.fold_of.values()), self.radius**2
+        portions = []
+        with torch.inference_mode():
+            for points, places, _ in in_chunks(patches.projected(lambda _: self.projection)):
+                vectors, owner = self.vectors.to(points.device), self.owner.to(points.device)
+                _, nearest, others = squared_to_two_owners(
+                    points, vectors, owner, folds + 1, enough=enough
+                )
+                own_folds = [self.fold_of[image] for image in places[:, 0].tolist()]
+                own = torch.tensor(own_folds, device=nearest.device)
+                lost = (others > enough) & (nearest != own) & (nearest < folds)
+                lost &= _drawn(places, self.share)
+                portions.append((points[lost], others[lost], places[lost], nearest[lost]))
+        return portions
 
 
 def _drawn(places: Tensor, share: float) -> Tensor:
@@ -261,64 +188,21 @@ def _hashed(numbers: Tensor) -> Tensor:
     return mixed ^ (mixed >> 16)
 
 
-def _repaired(
-    bank: MemoryBank, owners: Tensor, patches: PatchSet, picks: Sequence[Tensor]
-) -> Iterator[MemoryBank]:
-    """For each fold a bank without its own vectors, and with patches that stand in for them.
-
-    Args:
-        bank: the bank.
-        owners: the fold (M,) that each of its vectors goes with.
-        patches: the training patches.
-        picks: of each fold, the places (n, 2) of the patches that stand in; see `gather`.
-    """
-    stand_ins = torch.arange(len(picks)).repeat_interleave(torch.tensor([len(p) for p in picks]))
-    # All of them are read at once, and searched by way of one index.
-    whole = _with_more(bank, patches, torch.cat(list(picks)))
-    for k in range(len(picks)):
-        among = torch.cat([owners != k, stand_ins.to(owners.device) == k])
-        kept = int((owners != k).sum())
-        without = whole.only(among.nonzero()[:, 0])
-        # Those that stay keep the spacing they have in the whole bank: finding all anew would take
-        # as long as a tenth of the scores.
-        yield without.spaced(torch.arange(kept, len(without.vectors), device=owners.device))
-
-
 def _with_more(bank: MemoryBank, patches: PatchSet, chosen: Tensor) -> MemoryBank:
     """A bank and the patches at the places `chosen` (n, 2); see `gather`."""
-    vectors, origins = [bank.vectors], [bank.origins]
-    if len(chosen):
-        more = gather(patches, chosen)
-        vectors, origins = [*vectors, more[0]], [*origins, more[1]]
+    if not len(chosen):
+        return replace(bank, exact=False)
+    vectors, origins = gather(patches, chosen)
     spacing = bank.spacing
-    if spacing is not None:  # of the new ones it is found where it is known what lies around them
+    if spacing is not None:  # that of the new ones is computed once it is known what surrounds them
         spacing = torch.cat([spacing, spacing.new_zeros(len(chosen))])
     return replace(
         bank,
-        vectors=torch.cat(vectors),
-        origins=torch.cat(origins),
+        vectors=torch.cat([bank.vectors, vectors]),
+        origins=torch.cat([bank.origins, origins]),
         spacing=spacing,
         exact=False,
     )
-
-
-def merged(banks: Sequence[MemoryBank], numbers: Sequence[Mapping[int, int]]) -> MemoryBank:
-    """All vectors of several banks; of a patch that more than one has kept, one.
-
-    Args:
-        banks: made with the same settings.
-        numbers: of each, which training image of the new bank an image of its own is.
-    """
-    places: dict[tuple[int, int, int], int] = {}
-    count = 0
-    for bank, known in zip(banks, numbers, strict=True):
-        for image, row, column in bank.origins.tolist():
-            places.setdefault((known[image], row, column), count)
-            count += 1
-    vectors = torch.cat([bank.vectors for bank in banks])[list(places.values())]
-    origins = torch.tensor(list(places), dtype=torch.int32, device=vectors.device)
-    radius = max(bank.covering_radius for bank in banks)
-    return replace(banks[0], vectors=vectors, origins=origins, covering_radius=radius, exact=False)
 
 
 def in_chunks(
@@ -349,3 +233,94 @@ def in_chunks(
             held, places, count = [], [], 0
     if held:
         yield torch.cat(held), torch.cat(places), [len(p) for p in held]
+
+
+def gather(patches: PatchSet, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Embeddings and origins of some patches.
+
+    Args:
+        patches: of the training images.
+        places: (M, 2) int64: training image, and which of its patches that count.
+
+    Returns:
+        (M, D) float32 and (M, 3) int32, in the order of `places`.
+
+    Raises:
+        DataError: the images have fewer patches than they had.
+    """
+    vectors: Tensor | None = None
+    origins = torch.empty(len(places), 3, dtype=torch.int32, device=places.device)
+    missing = len(places)
+    for part in patches.each(partial(_gathered, places.cpu())):
+        while part:  # what is copied goes, so that nothing is there twice
+            rows, embeddings, where = part.pop()
+            if vectors is None:
+                vectors = embeddings.new_empty(
+                    len(places), embeddings.shape[1], device=places.device
+                )
+            rows = rows.to(places.device)
+            vectors[rows], origins[rows] = embeddings.to(places.device), where.to(places.device)
+            missing -= len(rows)
+    if vectors is None or missing:
+        raise DataError("the training patches changed while they were read; train again")
+    return vectors, origins
+
+
+def _gathered(places: Tensor, patches: PatchSet) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Which of the places some images have, with their embeddings and origins; see `gather`."""
+    order = places[:, 0].argsort(stable=True)
+    images, ranks = places[order].T.contiguous()
+    seen: dict[int, int] = {}
+    gathered = []
+    for batch in patches:
+        height, width = batch.embeddings.shape[1:3]
+        corners = batch.corners or ((0, 0),) * len(batch.images)
+        for i, image in enumerate(batch.images):
+            counted = torch.arange(height * width)
+            if batch.inside is not None:
+                counted = batch.inside[i].flatten().nonzero()[:, 0].cpu()
+            first = seen.get(image, 0)
+            seen[image] = first + len(counted)
+            wanted = slice(*torch.searchsorted(images, torch.tensor([image, image + 1])).tolist())
+            here = (ranks[wanted] >= first) & (ranks[wanted] < seen[image])
+            cells = counted[ranks[wanted][here] - first]
+            inner = torch.stack([cells // width, cells % width], 1)
+            start = torch.tensor([image, *corners[i]])
+            origins = start + torch.cat([torch.zeros_like(cells)[:, None], inner], 1)
+            vectors = batch.embeddings[i].flatten(0, 1)[cells.to(batch.embeddings.device)]
+            gathered.append((order[wanted][here], vectors, origins.int()))
+    return gathered
+
+
+def gather_origins(batches: Iterable[PatchBatch], origins: Tensor) -> Tensor:
+    """Embeddings of the patches at some places.
+
+    Args:
+        batches: the patches of all images, read once.
+        origins: (M, 3): image, patch row, patch column.
+
+    Returns:
+        (M, D) float32, in the order of `origins`.
+
+    Raises:
+        DataError: the batches don't hold all of them.
+    """
+    vectors: Tensor | None = None
+    missing = torch.ones(len(origins), dtype=torch.bool, device=origins.device)
+    for batch in batches:
+        size = torch.tensor(batch.embeddings.shape[1:3], device=origins.device)
+        corners = batch.corners or ((0, 0),) * len(batch.images)
+        for grid, image, corner in zip(batch.embeddings, batch.images, corners, strict=True):
+            if vectors is None:
+                vectors = grid.new_empty(len(origins), grid.shape[-1])
+            places = origins[:, 1:] - torch.tensor(corner, device=origins.device)
+            here = (origins[:, 0] == image) & ((places >= 0) & (places < size)).all(1)
+            rows, columns = places[here].long().T
+            vectors[here] = grid[rows, columns]
+            missing &= ~here
+    if vectors is None or bool(missing.any()):
+        raise DataError(
+            f"{int(missing.sum())} vectors of the memory bank come from patches that the training "
+            "images don't have; train again"
+        )
+    return vectors

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import DataError
-from anomaly.runtime.parallel import Spread, spread
+from anomaly.runtime.parallel import ParallelMap, parallel_map
 
 # Of 128 to 1,024 cells, 256 measured best: few are wide, many make products too small to be quick.
 # A GPU multiplies faster than it could be told what to skip.
@@ -90,7 +90,7 @@ def squared_to_two_owners(
     away, order = torch.cdist(origins, centres).sort(1)
     rows = _ROWS[device.type]
     blocks = torch.split(points, rows)
-    cells = torch.cat(spread(partial(_nearest_origin, origins), blocks, device))
+    cells = torch.cat(parallel_map(partial(_nearest_origin, origins), blocks, device))
     members = cells.bincount(minlength=len(origins)).tolist()
     groups = enumerate(torch.split(cells.argsort(stable=True), members))
     work = [(c, block) for c, group in groups for block in torch.split(group, rows) if len(block)]
@@ -107,7 +107,7 @@ def squared_to_two_owners(
         if count > 1:
             others[block] = values[1]
 
-    spread(measure, work, device)
+    parallel_map(measure, work, device)
     return least, nearest, others
 
 
@@ -184,7 +184,7 @@ class MinDistances:
 
     Args:
         points: (N, d), any floating dtype.
-        spread: hands out work, see `anomaly.runtime.parallel.spreading`.
+        parallel_map: hands out work, see `anomaly.runtime.parallel.parallel_pool`.
         expected: about how many centres will be added: cells are made where they are many.
 
     Attributes:
@@ -194,9 +194,9 @@ class MinDistances:
         DataError: a point is NaN or infinite.
     """
 
-    def __init__(self, points: Tensor, spread: Spread, expected: int) -> None:
+    def __init__(self, points: Tensor, parallel_map: ParallelMap, expected: int) -> None:
         self._points = points
-        self._spread = spread
+        self._parallel_map = parallel_map
         self._mean = points.mean(0, dtype=torch.float32)
         if not bool(self._mean.isfinite().all()):
             bad = int((~points.isfinite().all(1)).sum())
@@ -213,7 +213,7 @@ class MinDistances:
         self._pivots = points.new_empty(0, points.shape[1], dtype=torch.float32)
         everything = torch.arange(len(points), device=points.device)
         blocks = [(m, self._mean) for m in torch.split(everything, self._block)]
-        self._cells = self._spread(self._cell, blocks)
+        self._cells = self._parallel_map(self._cell, blocks)
 
     def add_centres(self, members: Tensor) -> None:
         """Make centres of some points (n,) int64."""
@@ -235,7 +235,7 @@ class MinDistances:
         reach = torch.tensor([cell.reach for cell in self._cells], device=away.device)
         near = away < reach[:, None] * _MARGIN
         work = [(c, hit) for c, hit in zip(self._cells, near, strict=True) if bool(hit.any())]
-        self._spread(lambda w: self._update_cell(w[0], centres[w[1]]), work)
+        self._parallel_map(lambda w: self._update_cell(w[0], centres[w[1]]), work)
 
     def _update_cell(self, cell: _Cell, centres: Tensor) -> None:
         offsets, centres = self._offsets(cell.members, cell.origin), centres - cell.origin
@@ -249,7 +249,8 @@ class MinDistances:
     def _partition(self, pivots: Tensor) -> None:
         """Make cells of the points around their nearest pivots (k, d)."""
         members = torch.cat([cell.members for cell in self._cells])
-        owners = torch.cat(self._spread(lambda cell: self._nearest(cell, pivots), self._cells))
+        nearest = self._parallel_map(lambda cell: self._nearest(cell, pivots), self._cells)
+        owners = torch.cat(nearest)
         order = owners.argsort(stable=True)
         sizes = torch.bincount(owners, minlength=len(pivots)).tolist()
         blocks = [
@@ -258,7 +259,7 @@ class MinDistances:
             for part in torch.split(group, self._block)
             if len(part)
         ]
-        self._cells = self._spread(self._cell, blocks)
+        self._cells = self._parallel_map(self._cell, blocks)
         for cell in self._cells:
             cell.reach = _reach(cell.norms, self.squared[cell.members])
 

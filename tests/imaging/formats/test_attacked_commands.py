@@ -35,9 +35,9 @@ pytestmark = [
 _COMMAND = """
 import json, os, sys, time
 from pathlib import Path
-from anomaly.imaging import decoder_process
+from anomaly.imaging import decoder_pool
 from anomaly.cli import main
-asked = decoder_process.DecoderProcess.ask
+asked = decoder_pool._DecoderProcess.ask
 def used(process):
     try:
         fields = Path(f"/proc/{{process._child.pid}}/stat").read_bytes().rpartition(b")")[2].split()
@@ -53,7 +53,7 @@ def ask(self, *request, **options):
         with open({noted!r}, "a") as stream:
             line = [repr(request)[:300], computed, time.monotonic() - begun]
             print(json.dumps(line), file=stream)
-decoder_process.DecoderProcess.ask = ask
+decoder_pool._DecoderProcess.ask = ask
 sys.exit(main(sys.argv[1:]))
 """
 

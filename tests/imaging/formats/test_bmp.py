@@ -1,4 +1,4 @@
-"""BMP layouts that other programs rarely write, made by hand."""
+"""BMP layouts made by hand, and headers that can't be used."""
 
 import io
 import struct
@@ -40,7 +40,7 @@ def test_rows_may_come_from_either_end():
     np.testing.assert_array_equal(bmp.decode(file(rows, 24, height=-H)), rgb)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 4, 8])
 def test_palettes(bits):
     indices = noise(H, W, top=2**bits)
     colours = noise(2**bits, 4)
@@ -49,43 +49,6 @@ def test_palettes(bits):
     data = file(rows[::-1], bits, palette=colours.tobytes())
     assert bmp.read_header(data).mode == f"palette{bits}"
     np.testing.assert_array_equal(bmp.decode(data), colours[:, 2::-1][indices])
-
-
-def test_os2_header():
-    rgb = noise(H, W, 3)
-    rows = padded(rgb[::-1, :, ::-1].reshape(H, -1))
-    name = struct.pack("<2sIHHI", b"BM", 0, 0, 0, 26)
-    data = name + struct.pack("<IHHHH", 12, W, H, 1, 24) + rows.tobytes()
-    np.testing.assert_array_equal(bmp.decode(data), rgb)
-
-
-@pytest.mark.parametrize(
-    ("packing", "widths"), [(0, (5, 5, 5)), (3, (5, 5, 5)), (3, (5, 6, 5)), (3, (4, 4, 4))]
-)
-def test_16_bit_colours_spread_over_the_whole_range(packing, widths):
-    shifts = (widths[1] + widths[2], widths[2], 0)
-    words = noise(H, W, top=2 ** sum(widths), dtype=np.uint16)
-    masks = [(2**n - 1) << s for n, s in zip(widths, shifts, strict=True)]
-    rows = padded(words.astype("<u2").view(np.uint8).reshape(H, -1))
-    data = file(rows[::-1], 16, packing, masks=struct.pack("<III", *masks) if packing else b"")
-    expected = np.stack(
-        [
-            np.rint((words >> s & (2**n - 1)) * (255 / (2**n - 1)))
-            for n, s in zip(widths, shifts, strict=True)
-        ],
-        axis=-1,
-    )
-    np.testing.assert_array_equal(bmp.decode(data), expected)
-
-
-@pytest.mark.parametrize("bits", [16, 32])
-@pytest.mark.parametrize("wrong", [0, 1 << 31 | 0x3E0, 0x7F0, 0x1C, 0xFFFFFFFF])
-def test_a_mask_that_is_damaged(bits, wrong):
-    rows = padded(noise(H, W * bits // 8))
-    data = file(rows, bits, 3, masks=struct.pack("<III", 0xF800, wrong, 0x1F))
-    with pytest.raises(ImageError, match="no mask for one of the colours") as found:
-        bmp.decode(data)
-    assert found.value.status == "unreadable"
 
 
 @pytest.mark.parametrize("bits", [8, 24])
@@ -116,7 +79,12 @@ def test_the_fourth_byte_is_alpha_only_where_the_header_says_so():
     ("options", "status"),
     [
         ({"packing": 1, "bits": 8}, "unsupported"),
-        ({"bits": 3}, "unreadable"),
+        (
+            {"packing": 3, "bits": 32, "masks": struct.pack("<III", 0xFF, 0xFF00, 0xFF0000)},
+            "unsupported",
+        ),
+        ({"bits": 3}, "unsupported"),
+        ({"bits": 16}, "unsupported"),
         ({"bits": 24, "header": 43}, "unsupported"),
         ({"bits": 24, "header": 66}, "unsupported"),
         ({"bits": 24, "header": 64, "packing": 3}, "unsupported"),
@@ -133,7 +101,7 @@ def test_headers_that_cant_be_used(options, status):
     assert caught.value.status == status
 
 
-@pytest.mark.parametrize("bits", [8, 16, 24, 32])
+@pytest.mark.parametrize("bits", [8, 24, 32])
 def test_a_header_with_a_wrong_byte_gives_no_other_pixels_than_pillow(bits):
     palette = noise(256, 4).tobytes() if bits == 8 else b""
     whole = file(padded(noise(H, W * bits // 8)), bits, palette=palette)
@@ -146,8 +114,6 @@ def test_a_header_with_a_wrong_byte_gives_no_other_pixels_than_pillow(bits):
                 decoded = bmp.decode(mutant)
             except ImageError:
                 continue
-            if np.array_equal(decoded, expected) or bmp.read_header(mutant).mode == "palette2":
-                continue  # Pillow knows no palettes of four colours
-            theirs = np.asarray(Pil.open(io.BytesIO(mutant)).convert("RGB")).astype(int)
-            # Pillow cuts the colours of 16 bits off where they are to be rounded.
-            assert np.abs(decoded - theirs).max() <= (mutant[28] == 16), f"byte {at} is {value}"
+            if not np.array_equal(decoded, expected):
+                theirs = np.asarray(Pil.open(io.BytesIO(mutant)).convert("RGB"))
+                np.testing.assert_array_equal(decoded, theirs, err_msg=f"byte {at} is {value}")

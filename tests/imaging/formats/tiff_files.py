@@ -9,15 +9,11 @@ import numpy as np
 H, W = 21, 35
 
 
-def file(pages, order="<", big=False):
+def file(pages, order="<"):
     """A TIFF of pages, each (tags, blocks); offsets and sizes of the blocks are filled in."""
     mark = b"II" if order == "<" else b"MM"
-    number, entry, pointer = ("Q", "HHQ", "Q") if big else ("H", "HHI", "I")
-    out = bytearray(
-        mark + struct.pack(order + ("HHH" if big else "H"), *((43, 8, 0) if big else (42,)))
-    )
-    link = len(out)
-    out += bytes(struct.calcsize(pointer))
+    out = bytearray(mark + struct.pack(order + "HI", 42, 0))
+    link = 4
     for tags, blocks in pages:
         tags = dict(tags)
         where, sizes = (324, 325) if 322 in tags else (273, 279)
@@ -29,31 +25,27 @@ def file(pages, order="<", big=False):
         for tag, values in sorted(tags.items()):
             values = values if isinstance(values, list) else [values]
             content = struct.pack(f"{order}{len(values)}I", *values)
-            if len(content) <= struct.calcsize(pointer):
-                field = content.ljust(struct.calcsize(pointer), b"\0")
+            if len(content) <= 4:
+                field = content.ljust(4, b"\0")
             else:
-                field = struct.pack(order + pointer, len(out))
+                field = struct.pack(order + "I", len(out))
                 out += content
-            entries += struct.pack(order + entry, tag, 4, len(values)) + field
-        struct.pack_into(order + pointer, out, link, len(out))
-        out += struct.pack(order + number, len(tags)) + entries
+            entries += struct.pack(order + "HHI", tag, 4, len(values)) + field
+        struct.pack_into(order + "I", out, link, len(out))
+        out += struct.pack(order + "H", len(tags)) + entries
         link = len(out)
-        out += bytes(struct.calcsize(pointer))
+        out += bytes(4)
     return bytes(out)
 
 
-def blocks_of(values, planar, block, tiled):
+def blocks_of(values, block, tiled):
     """Cut (H, W, C) into strips or tiles, the way TIFF 6.0 orders them."""
-    planes = [values[..., c : c + 1] for c in range(values.shape[2])] if planar else [values]
     rows, columns = block
-    for plane in planes:
-        for y, x in itertools.product(range(0, H, rows), range(0, W, columns)):
-            part = plane[y : y + rows, x : x + columns]
-            if tiled:
-                part = np.pad(
-                    part, ((0, rows - part.shape[0]), (0, columns - part.shape[1]), (0, 0))
-                )
-            yield part
+    for y, x in itertools.product(range(0, H, rows), range(0, W, columns)):
+        part = values[y : y + rows, x : x + columns]
+        if tiled:
+            part = np.pad(part, ((0, rows - part.shape[0]), (0, columns - part.shape[1]), (0, 0)))
+        yield part
 
 
 def packed(values, bits, order):
@@ -89,23 +81,21 @@ NONE, LZW, DEFLATE, PACK_BITS = 1, 5, 8, 32773
 ENCODERS = {NONE: bytes, LZW: lzw, DEFLATE: zlib.compress, PACK_BITS: pack_bits}
 
 
-def layout(
-    values, *, planar=False, tiled=False, order="<", big=False, compression=NONE, bits=0, **more
-):
+def layout(values, *, tiled=False, order="<", compression=NONE, bits=0, **more):
     """A TIFF of (H, W, C) samples of any dtype; tags are given as t317=2, and win."""
     block = (16, 16) if tiled else (6, W)
     count, kind = values.shape[2], values.dtype
     bits = bits or kind.itemsize * 8
     tags = {256: W, 257: H, 258: [bits] * count, 259: compression}
-    tags |= {262: 2 if count >= 3 else 1, 277: count, 284: 2 if planar else 1}
+    tags |= {262: 2 if count >= 3 else 1, 277: count}
     tags |= {322: 16, 323: 16} if tiled else {278: 6}
     tags |= {339: [3 if kind.kind == "f" else 1] * count} | {int(k[1:]): v for k, v in more.items()}
     blocks = []
-    for part in blocks_of(values, planar, block, tiled):
+    for part in blocks_of(values, block, tiled):
         if tags.get(317) == 2 and compression not in (NONE, PACK_BITS):
             part = np.diff(part, axis=1, prepend=np.zeros_like(part[:, :1]))
         blocks.append(ENCODERS[compression](packed(part, bits, order)))
-    return file([(tags, blocks)], order, big)
+    return file([(tags, blocks)], order)
 
 
 def samples(count, dtype=np.uint16, seed=0, size=(H, W)):

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anomaly.methods.padim.whitening import (
+from anomaly.methods.padim.covariance import (
     GaussianStatistics,
     flat_width,
     pack_triangle,
@@ -45,7 +45,7 @@ def test_merging_parts_equals_one_pass(lengths, offset, seed):
     first, *rest = samples.split(lengths, dim=1)
     one_by_one = GaussianStatistics.of(first)
     for part in rest:
-        one_by_one = one_by_one.update(part)
+        one_by_one = one_by_one.merge(GaussianStatistics.of(part))
     tail = GaussianStatistics.of(rest[-1])
     for part in reversed(rest[:-1]):
         tail = GaussianStatistics.of(part).merge(tail)

@@ -9,7 +9,7 @@ from anomaly.errors import ConfigError, DataError
 from anomaly.methods.base import PatchBatch
 from anomaly.methods.padim.accumulator import GaussianAccumulator
 from anomaly.methods.padim.fitter import GaussianFitter
-from anomaly.methods.padim.gaussian import PatchGaussian, channel_projection
+from anomaly.methods.padim.gaussian import scorer
 
 GRID = (3, 4)
 CHANNELS = 24
@@ -48,7 +48,7 @@ def reference(train, test, regularisation):
 @pytest.mark.parametrize("kind", ["random", "orthogonal"])
 def test_scores_agree_with_scipy(count, kind):
     train, test = embeddings(count), embeddings(6, seed=1)
-    projection = channel_projection(kind, CHANNELS, 16, generator=torch.Generator().manual_seed(5))
+    projection = GaussianFitter(16, kind, seed=5).draw(CHANNELS)
     model = GaussianFitter(16, kind, 0.01, seed=5).fit(batched(train))
     expected = reference(projection(train), projection(test), 0.01)
     scores = model.score(test)
@@ -118,8 +118,9 @@ def test_training_is_deterministic_wherever_samples_wait(count):
 @pytest.mark.parametrize("kind", ["random", "orthogonal"])
 @pytest.mark.parametrize("count", [12, 60])
 def test_tensors_are_the_whole_model(kind, count):
-    model = GaussianFitter(16, kind).fit(batched(embeddings(count)))
-    again = PatchGaussian.from_tensors({k: v.clone() for k, v in model.tensors().items()})
+    train = embeddings(count)
+    model = GaussianFitter(16, kind).fit(batched(train))
+    again = scorer({k: v.clone() for k, v in model.tensors().items()}, {}, device=train.device)
     test = embeddings(4, seed=1)
     assert torch.equal(again.score(test).scores, model.score(test).scores)
     assert torch.equal(model.to("cpu").score(test).scores, model.score(test).scores)

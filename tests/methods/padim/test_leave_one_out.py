@@ -3,10 +3,20 @@
 import numpy as np
 import pytest
 import torch
+from patch_lists import PatchList
 
 from anomaly.errors import DataError
 from anomaly.methods.base import PatchBatch
-from anomaly.methods.padim.fitter import GaussianFitter, LeaveOneOut
+from anomaly.methods.padim.fitter import GaussianFitter
+from anomaly.methods.padim.gaussian import PatchGaussian
+
+
+def left_out(scorer: PatchGaussian, images: int) -> PatchGaussian:
+    """The scorer of training images, each without itself."""
+    folds = [(image,) for image in range(images)]
+    fitter = GaussianFitter(scorer.dimensions)
+    ((_, without),) = fitter.held_out(scorer, PatchList([]), folds, grouped=False)
+    return without
 
 
 @pytest.mark.parametrize("images", [3, 12, 40])
@@ -19,7 +29,7 @@ def test_scores_are_those_of_refits_but_for_the_stated_factor(
     fitter = GaussianFitter(dimensions=6, regularisation=0.01)
     batch = PatchBatch(embeddings, tuple(range(images)))
     scorer = fitter.fit([batch])
-    quick = LeaveOneOut(scorer, images).score(embeddings).scores.numpy()
+    quick = left_out(scorer, images).score(embeddings).scores.numpy()
 
     true = np.empty_like(quick)
     for i in range(images):
@@ -47,7 +57,7 @@ def test_fewer_images_than_dimensions_score_as_refits_do(
     fitter = GaussianFitter(dimensions=100, regularisation=regularisation)
     projection = fitter.draw(100)
     scorer = fitter.fit([PatchBatch(embeddings, tuple(range(images)))])
-    quick = LeaveOneOut(scorer, images).score(embeddings).scores[:, 0]
+    quick = left_out(scorer, images).score(embeddings).scores[:, 0]
 
     projected = projection(embeddings[:, 0]).double().numpy()
     for i in range(0, images, 3):
@@ -66,7 +76,7 @@ def test_equal_images_are_scored() -> None:
     embeddings[1] = embeddings[0]
     fitter = GaussianFitter(dimensions=20)
     scorer = fitter.fit([PatchBatch(embeddings, tuple(range(8)))])
-    scores = LeaveOneOut(scorer, 8).score(embeddings).scores.flatten()
+    scores = left_out(scorer, 8).score(embeddings).scores.flatten()
     assert scores.isfinite().all()
     assert scores[:2].max() < 0.5 * scores[2:].min()
 
@@ -76,4 +86,4 @@ def test_two_images_are_too_few() -> None:
     fitter = GaussianFitter(dimensions=4)
     scorer = fitter.fit([PatchBatch(embeddings, (0, 1))])
     with pytest.raises(DataError, match="--no-calibrate"):
-        LeaveOneOut(scorer, 2)
+        left_out(scorer, 2)

@@ -5,11 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anomaly.errors import ConfigError
-from anomaly.methods.padim.gaussian import channel_projection
+from anomaly.methods.padim.fitter import GaussianFitter
 
 
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def drawn(kind, channels, dimensions, seed=0):
+    return GaussianFitter(dimensions, kind, seed=seed).draw(channels)
 
 
 sizes = st.integers(2, 60).flatmap(lambda dim: st.tuples(st.just(dim), st.integers(1, dim - 1)))
@@ -19,7 +23,7 @@ sizes = st.integers(2, 60).flatmap(lambda dim: st.tuples(st.just(dim), st.intege
 @given(sizes, st.integers(0, 2**31))
 def test_random_subset_keeps_distinct_ascending_channels(size, seed):
     dim, target = size
-    projection = channel_projection("random", dim, target, generator=seeded(seed))
+    projection = drawn("random", dim, target, seed)
     channels = projection.weights.tolist()
     assert channels == sorted(set(channels))
     assert len(channels) == target
@@ -32,7 +36,7 @@ def test_random_subset_keeps_distinct_ascending_channels(size, seed):
 @given(sizes, st.integers(0, 2**31))
 def test_orthogonal_projection_is_orthonormal(size, seed):
     dim, target = size
-    projection = channel_projection("orthogonal", dim, target, generator=seeded(seed))
+    projection = drawn("orthogonal", dim, target, seed)
     w = projection.weights.double().numpy()
     assert w.shape == (dim, target)
     np.testing.assert_allclose(w.T @ w, np.eye(target), atol=1e-6)
@@ -42,17 +46,14 @@ def test_orthogonal_projection_is_orthonormal(size, seed):
 
 def test_orthogonal_projection_is_uniformly_distributed():
     # Without the sign fix of QR, the first coefficient would have one sign only.
-    first = [
-        channel_projection("orthogonal", 5, 1, generator=seeded(i)).weights[0, 0].item()
-        for i in range(400)
-    ]
+    first = [drawn("orthogonal", 5, 1, i).weights[0, 0].item() for i in range(400)]
     assert 0.4 < np.mean(np.array(first) > 0) < 0.6
     np.testing.assert_allclose(np.mean(np.square(first)), 1 / 5, atol=0.04)
 
 
 @pytest.mark.parametrize("kind", ["random", "orthogonal"])
 def test_same_seed_same_projection(kind):
-    a, b, c = (channel_projection(kind, 40, 9, generator=seeded(s)).weights for s in (3, 3, 4))
+    a, b, c = (drawn(kind, 40, 9, s).weights for s in (3, 3, 4))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
 
@@ -60,13 +61,13 @@ def test_same_seed_same_projection(kind):
 @pytest.mark.parametrize("kind", ["random", "orthogonal"])
 def test_all_channels_are_kept_as_they_are(kind):
     x = torch.randn(2, 3, 7)
-    assert torch.equal(channel_projection(kind, 7, 7, generator=seeded())(x), x)
+    assert torch.equal(drawn(kind, 7, 7)(x), x)
 
 
 @pytest.mark.parametrize("target", [0, 8])
 def test_more_dimensions_than_channels_are_refused(target):
     with pytest.raises(ConfigError, match=f"model.dimensions is {target}.* 7 channels"):
-        channel_projection("random", 7, target, generator=seeded())
+        drawn("random", 7, target)
 
 
 @pytest.mark.parametrize("target", [1, 9, 30])
@@ -85,11 +86,11 @@ def test_maps_are_projected_like_their_full_embeddings(grids, kind, target):
         ],
         axis=1,
     )
-    projection = channel_projection(kind, dim, min(target, dim), generator=seeded())
+    projection = drawn(kind, dim, min(target, dim))
     expected = projection(torch.from_numpy(full).permute(0, 2, 3, 1))
     torch.testing.assert_close(projection.of_maps(maps), expected, rtol=0, atol=1e-5)
 
 
 def test_unknown_kind_is_refused():
     with pytest.raises(ConfigError, match="'pca' is unknown"):
-        channel_projection("pca", 7, 3, generator=seeded())
+        drawn("pca", 7, 3)

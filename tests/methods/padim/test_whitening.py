@@ -4,11 +4,11 @@ import torch
 from scipy.spatial.distance import mahalanobis
 
 from anomaly.errors import ConfigError, DataError
-from anomaly.methods.padim.whitening import (
-    CholeskyWhitening,
+from anomaly.methods.padim.covariance import (
     GaussianStatistics,
-    LowRankWhitening,
     centre,
+    cholesky_whitening,
+    low_rank_whitening,
 )
 
 
@@ -37,7 +37,7 @@ def test_cholesky_whitening_agrees_with_scipy(count, dimensions):
     queries = correlated(3, 6, dimensions, seed=1)
     statistics = GaussianStatistics.of(samples)
     residuals = (queries - statistics.mean[:, None]).float()
-    whitening = CholeskyWhitening.of(statistics, 0.01)
+    whitening = cholesky_whitening(statistics, 0.01)
     found = whitening.squared_distances(residuals, slice(0, 3)).sqrt()
     np.testing.assert_allclose(found, reference(samples, queries, 0.01), rtol=2e-4)
 
@@ -49,7 +49,7 @@ def test_low_rank_whitening_agrees_with_scipy(count, dimensions, spread, rtol):
     # The samples themselves lie in the span, where the textbook form cancels.
     queries = torch.cat([samples[:, :5], correlated(3, 5, dimensions, seed=1, spread=spread)], 1)
     mean, centred = centre(samples)
-    whitening = LowRankWhitening.of(centred, 0.01)
+    whitening = low_rank_whitening(centred, 0.01)
     residuals = (queries - mean[:, None]).float()
     found = whitening.squared_distances(residuals, slice(0, 3)).sqrt()
     np.testing.assert_allclose(found, reference(samples, queries, 0.01), rtol=rtol)
@@ -59,7 +59,7 @@ def test_low_rank_whitening_keeps_the_digits_the_textbook_form_loses():
     samples = correlated(1, 40, 130, spread=300.0)
     expected = reference(samples, samples, 0.01)
     mean, centred = centre(samples)
-    whitening = LowRankWhitening.of(centred, 0.01)
+    whitening = low_rank_whitening(centred, 0.01)
     residuals = (samples - mean[:, None]).float()
     found = whitening.squared_distances(residuals, slice(0, 1)).sqrt().numpy()
 
@@ -76,7 +76,7 @@ def test_low_rank_whitening_keeps_the_digits_the_textbook_form_loses():
 
 def test_samples_without_any_variance_leave_the_euclidean_distance():
     samples = torch.ones(2, 5, 9)
-    whitening = LowRankWhitening.of(centre(samples)[1], 0.25)
+    whitening = low_rank_whitening(centre(samples)[1], 0.25)
     residuals = torch.randn(2, 3, 9)
     found = whitening.squared_distances(residuals, slice(0, 2)).sqrt()
     torch.testing.assert_close(found, residuals.norm(dim=2) / 0.5)
@@ -92,19 +92,19 @@ def equal_channels(dimensions=4):
 def test_regularisation_that_vanishes_beside_the_variances_is_refused(dimensions):
     statistics = equal_channels(dimensions)
     with pytest.raises(ConfigError, match=r"model.regularisation 1e-12 is too small"):
-        CholeskyWhitening.of(statistics, 1e-12)
+        cholesky_whitening(statistics, 1e-12)
     least = 2**-21 * float(statistics.covariance()[0].trace())
     with pytest.raises(ConfigError, match="raise it to"):
-        CholeskyWhitening.of(statistics, least * 0.99)
-    factor = CholeskyWhitening.of(statistics, least * 1.01)
+        cholesky_whitening(statistics, least * 0.99)
+    factor = cholesky_whitening(statistics, least * 1.01)
     assert all(bool(t.isfinite().all()) for t in factor.tensors().values())
 
 
 def test_a_remedy_that_is_named_is_taken():
     with pytest.raises(ConfigError) as refused:
-        CholeskyWhitening.of(equal_channels(), 1e-12)
+        cholesky_whitening(equal_channels(), 1e-12)
     named = float(str(refused.value).split("raise it to ")[1].split()[0])
-    CholeskyWhitening.of(equal_channels(), named)
+    cholesky_whitening(equal_channels(), named)
 
 
 def test_singularity_is_computed_not_met(monkeypatch):
@@ -112,11 +112,11 @@ def test_singularity_is_computed_not_met(monkeypatch):
     monkeypatch.setattr(torch.linalg, "cholesky", lambda a: torch.eye(4).expand_as(a))
     monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda a: (torch.eye(4).expand_as(a), a[:0]))
     with pytest.raises(ConfigError, match="too small"):
-        CholeskyWhitening.of(equal_channels(), 1e-12)
+        cholesky_whitening(equal_channels(), 1e-12)
 
 
 def test_samples_that_are_not_numbers_are_refused():
     samples = correlated(1, 50, 4)
     samples[0, 3, 2] = float("nan")
     with pytest.raises(DataError, match="NaN"):
-        CholeskyWhitening.of(GaussianStatistics.of(samples), 0.01)
+        cholesky_whitening(GaussianStatistics.of(samples), 0.01)

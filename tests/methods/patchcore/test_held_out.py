@@ -7,9 +7,9 @@ import torch
 from patch_lists import PatchList
 
 from anomaly.methods.base import PatchBatch, PatchSet, Result
+from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 from anomaly.methods.patchcore.held_out import _drawn, banks_without
-from anomaly.methods.patchcore.memory_bank import MemoryBank
 
 FOLDS = [(0, 1), (2, 3, 4), (5,)]
 

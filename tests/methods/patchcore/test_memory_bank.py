@@ -18,8 +18,15 @@ from scipy.spatial.distance import cdist
 from anomaly.config.load import parse_config
 from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.methods.base import PatchBatch, PatchScores, PatchSet
-from anomaly.methods.patchcore.fitter import MemoryBankFitter, scorer
-from anomaly.methods.patchcore.memory_bank import MemoryBank
+from anomaly.methods.patchcore.bank import MemoryBank, scorer
+from anomaly.methods.patchcore.fitter import MemoryBankFitter
+
+PLAIN = parse_config({"model": {"spacing_neighbours": 0}}, "a test").model.model_dump()
+
+
+def saved(tensors: dict[str, torch.Tensor]) -> MemoryBank:
+    return scorer(tensors, PLAIN, device=torch.device("cpu"))
+
 
 GRIDS = [(6, 5), (6, 5), (4, 9), (6, 5), (4, 9), (3, 3), (6, 5)]
 
@@ -211,7 +218,7 @@ def test_reweighting_needs_company() -> None:
 
 def test_tensors_and_back() -> None:
     bank = bank_of(images(), 0.3)
-    back = MemoryBank.from_tensors(bank.tensors())
+    back = saved(bank.tensors())
     queries = torch.stack(images(seed=7)[:2])
     assert torch.equal(bank.score(queries).scores, back.score(queries).scores)
     assert back.covering_radius == bank.covering_radius
@@ -222,9 +229,9 @@ def test_tensors_and_back() -> None:
 def test_foreign_tensors() -> None:
     tensors = bank_of(images(), size=5).tensors()
     with pytest.raises(ModelError, match="origins"):
-        MemoryBank.from_tensors({k: v for k, v in tensors.items() if k != "origins"})
+        saved({k: v for k, v in tensors.items() if k != "origins"})
     with pytest.raises(ModelError, match="doesn't go with the others"):
-        MemoryBank.from_tensors({**tensors, "origins": tensors["origins"][:3]})
+        saved({**tensors, "origins": tensors["origins"][:3]})
 
 
 def test_other_channels_are_refused() -> None:

@@ -17,7 +17,7 @@ from scipy.spatial.distance import cdist
 
 from anomaly.errors import ConfigError
 from anomaly.methods.patchcore import search as search_module
-from anomaly.methods.patchcore.distances import Dtype, Screen
+from anomaly.methods.patchcore.distances import Dtype
 from anomaly.methods.patchcore.search import ExactIndex, NearestNeighbors, quickest_screen
 
 # By a product of all dimensions, by a screen in a dtype, by faiss.
@@ -86,24 +86,6 @@ def test_neighbours_closer_than_products_can_tell(method: str, device: str, k: i
 
 
 @pytest.mark.parametrize("way", ["product", *SCREENS])
-@pytest.mark.parametrize(("m", "k"), [(1024, 1), (2999, 3)])
-def test_some_vectors_of_a_larger_bank(
-    m: int, k: int, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bank, queries = blobs(4032, 200), blobs(500, 200, seed=1)
-    rows = torch.randperm(4032, generator=torch.Generator().manual_seed(2))[:m]
-    whole = neighbours(bank, way)
-    monkeypatch.setattr(Screen, "of", None)  # nothing is fitted anew
-    distances, indices = whole.only(bank[rows], rows).search(queries, k)
-    monkeypatch.undo()
-    expected = neighbours(bank[rows], "product").search(queries, k)
-    assert torch.equal(distances, expected[0])
-    assert torch.equal(indices, expected[1])
-    again = whole.search(queries, k)[0]  # which stays as it is
-    assert torch.equal(again, neighbours(bank, "product").search(queries, k)[0])
-
-
-@pytest.mark.parametrize("way", ["product", *SCREENS])
 @pytest.mark.parametrize("k", [1, 4])
 def test_all_find_the_nearest(way: str, k: int) -> None:
     g = torch.Generator().manual_seed(1)
@@ -117,7 +99,7 @@ def test_all_find_the_nearest(way: str, k: int) -> None:
 
 def test_tensors_that_are_searched_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There by torch's functions, not numpy's; this machine may have no GPU."""
-    monkeypatch.setattr(search_module, "_device", lambda values: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(search_module, "device_of", lambda values: SimpleNamespace(type="cuda"))
     bank, queries = blobs(3000, 60), blobs(400, 60, seed=1)
     queries[7] = float("nan")
     for k in (1, 3):

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from anomaly.scoring.predictor import _Mosaic
+from anomaly.scoring.predictor import _TiledPatches
 
 
 @pytest.mark.parametrize("scores", [[1.0, math.nan], [math.nan, 1.0], [math.nan, math.nan]])
 def test_one_tile_without_a_score_leaves_the_image_without_one(scores: list[float]) -> None:
-    together, apart = _Mosaic(1, 2), _Mosaic(1, 2)
+    together, apart = _TiledPatches(1, 2), _TiledPatches(1, 2)
     together.put([], [], scores)
     for score in scores:
         apart.put([], [], [score])
@@ -20,7 +20,7 @@ def test_one_tile_without_a_score_leaves_the_image_without_one(scores: list[floa
 
 
 def test_the_highest_tile_counts() -> None:
-    mosaic = _Mosaic(2, 2)
-    mosaic.put([], [], [1.0, 3.0])
-    mosaic.put([], [], [2.0, 0.5])
-    assert mosaic.best == 3.0
+    tiling = _TiledPatches(2, 2)
+    tiling.put([], [], [1.0, 3.0])
+    tiling.put([], [], [2.0, 0.5])
+    assert tiling.best == 3.0

@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.methods.base import PatchBatch
-from anomaly.methods.subspace.fitter import PatchStatistics, PatchSubspace, SubspaceFitter
+from anomaly.methods.subspace import PatchStatistics, SubspaceFitter, scorer
 
 CHANNELS = 24
+
+
+def saved(tensors):
+    return scorer(tensors, {}, device=torch.device("cpu"))
 
 
 def embeddings(count, *, seed=0, offset=0.0, grid=(3, 4)):
@@ -123,18 +127,18 @@ def test_held_out_scores_are_those_of_refits(grouped: bool) -> None:
     fitter = SubspaceFitter(0.9)
     parts = list(fitter.held_out(fitter.fit(patches), patches, folds, grouped=grouped))
     assert [fold for fold, _ in parts] == folds
-    for fold, scorer in parts:
+    for fold, left in parts:
         refit = fitter.fit(patches.only([i for i in range(12) if i not in fold]))
-        assert_same(scorer.statistics, refit.statistics)
+        assert_same(left.statistics, refit.statistics)
         torch.testing.assert_close(
-            scorer.score(train[list(fold)]).scores, refit.score(train[list(fold)]).scores,
+            left.score(train[list(fold)]).scores, refit.score(train[list(fold)]).scores,
             rtol=1e-4, atol=1e-5,
         )  # fmt: skip
 
 
 def test_saved_and_read_it_is_the_same_to_the_bit():
     model = SubspaceFitter().fit(batched(embeddings(9)))
-    again = PatchSubspace.from_tensors({k: v.clone() for k, v in model.tensors().items()})
+    again = saved({k: v.clone() for k, v in model.tensors().items()})
     test = embeddings(3, seed=1)
     assert torch.equal(model.score(test).scores, again.score(test).scores)
     assert torch.equal(model.statistics.scatter, again.statistics.scatter)
@@ -171,9 +175,9 @@ def test_nothing_to_learn_from_is_told():
 def test_foreign_tensors_are_refused(name, change, says):
     tensors = SubspaceFitter().fit(batched(embeddings(9))).tensors()
     with pytest.raises(ModelError, match=says):
-        PatchSubspace.from_tensors({**tensors, name: change(tensors[name])})
+        saved({**tensors, name: change(tensors[name])})
     with pytest.raises(ModelError, match="vectors"):
-        PatchSubspace.from_tensors({"vectors": torch.ones(3, 2)})
+        saved({"vectors": torch.ones(3, 2)})
 
 
 def test_another_networks_embeddings_are_refused():

@@ -55,7 +55,7 @@ def test_tiles_are_counted_but_not_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Six tiles of 64 pixels; other images may have fewer."""
-    monkeypatch.setattr("anomaly.training.tensor_file._WORTH_SAYING", 17 * BYTES)
+    monkeypatch.setattr("anomaly.training.feature_cache._WORTH_SAYING", 17 * BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=BYTES))
     images = [np.full((128, 192, 3), 9 + i, np.uint8) for i in range(3)]
     settings = SETTINGS | {"image": {"area": 64, "tile": 64}}
@@ -67,7 +67,7 @@ def test_tiles_are_counted_but_not_refused(
 def test_much_space_is_announced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("anomaly.training.tensor_file._WORTH_SAYING", 3 * BYTES)
+    monkeypatch.setattr("anomaly.training.feature_cache._WORTH_SAYING", 3 * BYTES)
     with caplog.at_level(logging.INFO, "anomaly"):
         _train(3)
         assert not any("features of 3 images" in message for message in caplog.messages)

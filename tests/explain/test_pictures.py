@@ -7,14 +7,13 @@ from hypothesis import strategies as st
 
 from anomaly.explain.pictures import (
     beside,
-    captioned,
     colored,
     glowing,
-    grid,
     resized,
     shortened,
     signed,
     stacked,
+    text_line,
 )
 
 
@@ -36,24 +35,14 @@ def test_a_constant_array_is_drawn_without_warnings(value: float) -> None:
         assert len(np.unique(colored(np.full((2, 2), value)).reshape(-1, 3), axis=0)) == 1
 
 
-@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 3))
-def test_every_tile_is_found_where_the_grid_puts_it(n: int, columns: int, gap: int) -> None:
-    tiles = [np.full((3, 2, 3), i, np.uint8) for i in range(n)]
-    sheet = grid(tiles, columns, gap)
-    assert sheet.shape[1] == columns * (2 + gap) + gap
-    for i in range(n):
-        y, x = gap + i // columns * (3 + gap), gap + i % columns * (2 + gap)
-        np.testing.assert_array_equal(sheet[y : y + 3, x : x + 2], tiles[i])
-    assert (sheet == 255).sum() == sheet.size - n * 18
-
-
-def test_captions_and_stacks_keep_the_pictures() -> None:
+def test_titles_and_stacks_keep_the_pictures() -> None:
     picture = np.zeros((5, 130, 3), np.uint8)
-    labelled = captioned(picture, "layer1")
-    np.testing.assert_array_equal(labelled[-5:], picture)
-    assert (labelled[:-5] < 128).any()
-    both = stacked([labelled, picture[:, :10]])
-    assert both.shape == (labelled.shape[0] + 5, 130, 3)
+    titled = beside([("layer1", picture)], gap=2, narrowest=20)
+    assert titled.shape == (18 + 5 + 2, 130 + 4, 3)
+    np.testing.assert_array_equal(titled[18:23, 2:132], picture)
+    assert (titled[:18] < 128).any()
+    both = stacked([titled, picture[:, :10]])
+    assert both.shape == (titled.shape[0] + 5, 134, 3)
     assert (both[-5:, 10:] == 255).all()
 
 
@@ -66,10 +55,11 @@ def test_titles_stay_above_their_own_pictures_and_are_whole(size: tuple[int, int
     """Tall, tiny and wide pictures: no title is cut, none runs into its neighbour."""
     titles = ["what the network sees of its worst tile", "pixels that move the score: |gradient|"]
     blank = np.full((*size, 3), 200, np.uint8)
-    wide = np.full((1, 4000, 3), 200, np.uint8)
     both = beside([(title, blank) for title in titles], gap=8)
-    words = [sum((captioned(wide, word)[:18] < 128).all(axis=2).sum() for word in t.split())
-             for t in titles]  # fmt: skip
+    words = [
+        sum((text_line(word, 4000) < 128).all(axis=2).sum() for word in title.split())
+        for title in titles
+    ]
     column = (both.shape[1] - 8) // 2
     for i, ink in enumerate(words):
         panel = both[: -size[0] - 8, 8 + i * column : 8 + (i + 1) * column]
@@ -78,9 +68,9 @@ def test_titles_stay_above_their_own_pictures_and_are_whole(size: tuple[int, int
     assert (both[-size[0] - 8 : -8] == 200).all(axis=2).sum() == 2 * size[0] * size[1]
 
 
-def test_narrow_pictures_are_widened_for_their_caption() -> None:
-    narrow = captioned(np.full((120, 48, 3), 200, np.uint8), "channel 1234")
-    wide = captioned(np.full((120, 400, 3), 200, np.uint8), "channel 1234")
+def test_narrow_pictures_are_widened_for_their_title() -> None:
+    narrow = beside([("channel 1234", np.full((120, 48, 3), 200, np.uint8))], narrowest=96)
+    wide = beside([("channel 1234", np.full((120, 400, 3), 200, np.uint8))])
     assert narrow.shape[0] == wide.shape[0]
     assert (narrow[:18] < 128).sum() == (wide[:18] < 128).sum()
 
@@ -88,8 +78,7 @@ def test_narrow_pictures_are_widened_for_their_caption() -> None:
 @given(st.text("abc 0123_-", min_size=1, max_size=120), st.integers(60, 400))
 def test_shortened_text_fits_and_keeps_both_ends(text: str, width: int) -> None:
     short = shortened(text, width)
-    page = np.full((1, 4000, 3), 255, np.uint8)
-    ink = _ink(captioned(page, short.strip() or "-"))
+    ink = _ink(text_line(short, 4000))
     assert ink.size == 0 or ink.max() < width
     if short != text:
         beginning, _, end = short.partition("...")

@@ -15,22 +15,22 @@ from conftest import Command, train_arguments, write_part, write_product
 
 from anomaly.scoring.image_statistics import (
     LEAST_IMAGES,
-    Appearance,
-    AppearanceModel,
-    look,
-    odd_among,
+    ImageStatistics,
+    TrainingStatistics,
+    measure,
+    outliers_among,
 )
 from anomaly.scoring.pipeline import Model
 
 
 def _look(
     rng: np.random.Generator, pixels: np.ndarray | None = None, shift: float = 0.0
-) -> Appearance:
+) -> ImageStatistics:
     if pixels is None:
         noise = rng.normal(0, 0.05, (32, 48, 1)) + rng.normal(0, 0.01)
         pixels = np.clip(0.5 + noise, 0, 1).repeat(3, axis=2).astype(np.float32)
     patches = rng.normal(1, 1, (100, 16)) + shift
-    return look(pixels, patches.sum(0), float(np.square(patches).sum()), 100)
+    return measure(pixels, patches.sum(0), float(np.square(patches).sum()), 100)
 
 
 def test_figures_agree_with_numpy() -> None:
@@ -44,7 +44,7 @@ def test_figures_agree_with_numpy() -> None:
     edges = np.abs(
         padded[:-2, 1:-1] + padded[2:, 1:-1] + padded[1:-1, :-2] + padded[1:-1, 2:] - 4 * grey
     )
-    figures = look(pixels, np.ones(3), 1.0, 9, inside).figures()
+    figures = measure(pixels, np.ones(3), 1.0, 9, inside).figures()
     assert figures["brightness"] == pytest.approx(grey[shown].mean(), rel=1e-5)
     assert figures["contrast"] == pytest.approx(grey[shown].std(), rel=1e-4)
     sharpness = edges[shown].mean() / grey[shown].std()
@@ -61,10 +61,10 @@ def test_one_value_is_a_blank_image() -> None:
         assert "a blank image" in blank.blank
         assert "a blank image" in (blank + blank).blank
         assert (blank + _look(rng)).blank == ""
-        assert odd_among([_look(rng), blank]) == [1]
+        assert outliers_among([_look(rng), blank]) == [1]
         pixels[3, 4] += 1 / 255
         assert _look(rng, pixels).blank == ""
-    nothing = look(pixels, np.ones(16), 1.0, 0, np.zeros((4, 6), bool))
+    nothing = measure(pixels, np.ones(16), 1.0, 0, np.zeros((4, 6), bool))
     assert (nothing + _look(rng)).blank == ""
 
 
@@ -99,9 +99,9 @@ def test_tiles_add_up() -> None:
 
 def test_what_is_usual_and_what_is_not() -> None:
     rng = np.random.default_rng(0)
-    few = AppearanceModel.of([_look(rng) for _ in range(LEAST_IMAGES - 1)])
-    usual = AppearanceModel.of([_look(rng) for _ in range(40)])
-    again = AppearanceModel.from_tensors(usual.tensors(), 40)
+    few = TrainingStatistics.of([_look(rng) for _ in range(LEAST_IMAGES - 1)])
+    usual = TrainingStatistics.of([_look(rng) for _ in range(40)])
+    again = TrainingStatistics.from_tensors(usual.tensors(), 40)
     assert [usual.deviation(_look(rng)) for _ in range(200)] == [""] * 200
     black, white = np.zeros((32, 48, 3), np.float32), np.ones((32, 48, 3), np.float32)
     noise = np.clip(rng.normal(0.5, 0.05, (32, 48, 1)), 0, 1).repeat(3, 2).astype(np.float32)
@@ -119,10 +119,10 @@ def test_what_is_usual_and_what_is_not() -> None:
         assert says in few.merged(few).deviation(one)
 
 
-def _whole(mean: np.ndarray, spread: float = 1.0) -> Appearance:
+def _whole(mean: np.ndarray, spread: float = 1.0) -> ImageStatistics:
     """An image of this mean embedding, with the standard deviation of its patches around it."""
     squared = 64 * float(np.square(mean).sum() + len(mean) * spread**2)
-    return Appearance(1024, 500, 250, 9, 64, mean * 64, squared, 0, 1)
+    return ImageStatistics(1024, 500, 250, 9, 64, mean * 64, squared, 0, 1)
 
 
 def _product(rng: np.random.Generator, count: int, dim: int = 64) -> np.ndarray:
@@ -135,7 +135,7 @@ def _product(rng: np.random.Generator, count: int, dim: int = 64) -> np.ndarray:
 def test_another_product_is_told_and_a_good_image_is_not(images: int, scale: float) -> None:
     rng = np.random.default_rng(images)
     every = _product(rng, images + 200)
-    usual = AppearanceModel.of([_whole(mean * scale, scale) for mean in every[:images]])
+    usual = TrainingStatistics.of([_whole(mean * scale, scale) for mean in every[:images]])
     odd = [usual.deviation(_whole(mean * scale, scale)) for mean in every[images:]]
     assert sum(map(bool, odd)) <= 2
     others = [usual.deviation(_whole(mean * scale, scale)) for mean in _product(rng, 50)]
@@ -146,14 +146,14 @@ def test_what_differs_little_is_no_other_product_however_alike_training_images_a
     rng = np.random.default_rng(0)
     mean = rng.normal(0, 1, 64)
     for noise in (0.0, 1e-9, 1e-3):
-        usual = AppearanceModel.of([_whole(mean + rng.normal(0, noise, 64)) for _ in range(20)])
+        usual = TrainingStatistics.of([_whole(mean + rng.normal(0, noise, 64)) for _ in range(20)])
         assert usual.deviation(_whole(mean + 0.2)) == ""  # a fifth of how patches differ
         assert "another product" in usual.deviation(_whole(mean + 0.5))
 
 
 def test_where_parts_may_lie_any_way_light_alone_is_compared() -> None:
     rng = np.random.default_rng(0)
-    usual = AppearanceModel.of([_whole(mean) for mean in _product(rng, 20)])
+    usual = TrainingStatistics.of([_whole(mean) for mean in _product(rng, 20)])
     (other,) = map(_whole, _product(rng, 1))
     dark = replace(other, light=50)
     assert usual.deviation(other, turned=True) == ""
@@ -163,23 +163,14 @@ def test_where_parts_may_lie_any_way_light_alone_is_compared() -> None:
     assert "another product" in usual.deviation(dark)  # both are said
     for turned_copies, said in (("none", True), ("quarter_turns", False)):
         settings = SimpleNamespace(model=SimpleNamespace(turned_copies=turned_copies))
-        pipeline = SimpleNamespace(config=settings, appearance=usual)
-        assert bool(Model.reason_to_look(pipeline, other)) == said  # type: ignore[arg-type]
-
-
-def test_models_of_before_knew_one_distance() -> None:
-    rng = np.random.default_rng(0)
-    tensors = AppearanceModel.of([_whole(mean) for mean in _product(rng, 20)]).tensors()
-    del tensors["variance"], tensors["farthest"]
-    before = AppearanceModel.from_tensors(tensors | {"seen_distance": np.array(0.4)}, 20)
-    assert before.deviation(_whole(before.mean + 0.75)) == ""
-    assert "another product" in before.deviation(_whole(before.mean + 0.9))
+        pipeline = SimpleNamespace(config=settings, training_statistics=usual)
+        assert bool(Model.review_reason(pipeline, other)) == said  # type: ignore[arg-type]
 
 
 def test_distances_are_those_to_the_others() -> None:
     rng = np.random.default_rng(0)
     means = _product(rng, 30)
-    usual = AppearanceModel.of([_whole(mean) for mean in means])
+    usual = TrainingStatistics.of([_whole(mean) for mean in means])
     away = []
     for i, mean in enumerate(means):
         others = np.delete(means, i, axis=0)
@@ -197,42 +188,42 @@ def test_a_merged_model_is_that_of_all_images(few: int) -> None:
         replace(_whole(mean), light=500 + mean[0], light_squared=250 + mean[0])
         for mean in _product(rng, 40)
     ]
-    first, second = AppearanceModel.of(looks[:few]), AppearanceModel.of(looks[few:])
-    whole = AppearanceModel.of(looks)
+    first, second = TrainingStatistics.of(looks[:few]), TrainingStatistics.of(looks[few:])
+    whole = TrainingStatistics.of(looks)
     for merged in (first.merged(second), second.merged(first)):
         assert (merged.seen, merged.ranges, merged.images) == (whole.seen, whole.ranges, 40)
         np.testing.assert_allclose(merged.mean, whole.mean, rtol=1e-9)
         np.testing.assert_allclose(merged.variance, whole.variance, rtol=1e-9)
         assert merged.spread == pytest.approx(whole.spread, rel=1e-9)
         assert merged.seen_distance == pytest.approx(whole.seen_distance, rel=1e-9)
-    one_by_one = reduce(AppearanceModel.merged, [AppearanceModel.of([one]) for one in looks])
+    one_by_one = reduce(TrainingStatistics.merged, [TrainingStatistics.of([one]) for one in looks])
     assert one_by_one.seen_distance == pytest.approx(whole.seen_distance, rel=1e-9)
 
 
 def test_odd_ones_out_are_those_that_the_others_would_not_accept() -> None:
     rng = np.random.default_rng(0)
     looks = [_look(rng) for _ in range(40)]
-    assert odd_among(looks) == []
+    assert outliers_among(looks) == []
     dark = np.full((32, 48, 3), 0.3, np.float32) + rng.normal(0, 0.02, (32, 48, 1))
     looks[7] = _look(rng, dark.astype(np.float32))
     looks[21] = _look(rng, shift=1.0)
 
-    def without(place: int) -> AppearanceModel:
-        return AppearanceModel.of(looks[:place] + looks[place + 1 :])
+    def without(place: int) -> TrainingStatistics:
+        return TrainingStatistics.of(looks[:place] + looks[place + 1 :])
 
     every = [i for i, one in enumerate(looks) if without(i).deviation(one)]
-    assert odd_among(looks) == every == [7, 21]
-    assert odd_among(looks[:LEAST_IMAGES]) == []
+    assert outliers_among(looks) == every == [7, 21]
+    assert outliers_among(looks[:LEAST_IMAGES]) == []
 
 
 def test_mean_embeddings_of_many_images_are_not_held_twice() -> None:
     rng = np.random.default_rng(0)
     sums = rng.normal(64, 1, (1000, 2048)).astype(np.float32)
-    looks = [Appearance(1024, 500, 250, 9, 64, row, 64 * 3000, 0.1, 0.9) for row in sums]
+    looks = [ImageStatistics(1024, 500, 250, 9, 64, row, 64 * 3000, 0.1, 0.9) for row in sums]
     tracemalloc.start()
     try:
-        usual = AppearanceModel.of(looks)
-        odd_among(looks)
+        usual = TrainingStatistics.of(looks)
+        outliers_among(looks)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

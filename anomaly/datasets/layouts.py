@@ -1,7 +1,8 @@
-"""Data sets whose folders say what an image is."""
+"""Layouts: what a data set's folders, or its list, say an image is."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -17,10 +18,18 @@ from anomaly.datasets.samples import (
     no_training_images,
     set_apart,
 )
-from anomaly.errors import DataError
+from anomaly.errors import DataError, nearest
 from anomaly.files.outputs import own_outputs
+from anomaly.files.tables import Rows, read_rows
 from anomaly.files.writing import like
 from anomaly.imaging.listing import is_folder, is_image
+
+log = logging.getLogger(__name__)
+
+# Columns and splits of a list of one's own.
+COLUMNS = ("path", "label", "mask", "split", "group")
+_SPLITS = ("train", "validation", "test")
+_VISA_LIST = Path("split_csv") / "1cls.csv"
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 GOOD_WORDS = frozenset(("good", "ok", "normal", "io", "gut", "gute", "pass", "passed", "healthy"))
@@ -85,14 +94,42 @@ def _words(name: str) -> set[str]:
     return {word.lower() for word in _WORD.findall(name)}
 
 
-# A folder inside that each of these has, beside that of its good images.
-_TELLING = {
-    "mvtec_ad_2": ("train/good", "test_public"),
-    "mvtec": ("train/good", "test"),
-    "btad": ("train/ok", "test"),
-    "good_defect": ("good", "defect"),
-    "visa": ("../split_csv",),
-}
+@dataclass(frozen=True)
+class KnownLayout:
+    """What a published layout is recognised by.
+
+    Attributes:
+        name: a key of `anomaly.datasets.FORMATS`.
+        reason: what it is recognised by, for people.
+        folders: each of them is there; the first holds good images.
+        absent: none of them is.
+    """
+
+    name: str
+    reason: str
+    folders: tuple[str, ...]
+    absent: tuple[str, ...] = ()
+
+    def fits(self, place: Path) -> bool:
+        """Whether a folder has this layout."""
+        return all(is_folder(place / name) for name in self.folders) and not any(
+            is_folder(place / name) for name in self.absent
+        )
+
+
+KNOWN_LAYOUTS = (
+    KnownLayout("mvtec_ad_2", "train/good beside test_public", ("train/good", "test_public")),
+    KnownLayout("mvtec_loco", "train, validation and test", ("train/good", "validation", "test")),
+    KnownLayout(
+        "mvtec",
+        "train/good, and test/ where there is one",
+        ("train/good",),
+        ("test_public", "validation"),
+    ),
+    KnownLayout("btad", "train/ok beside test", ("train/ok", "test")),
+    KnownLayout("visa", "a category beside split_csv", ("../split_csv",)),
+    KnownLayout("good_defect", "good/ beside defect/", ("good", "defect")),
+)
 
 
 @dataclass(frozen=True)
@@ -128,13 +165,17 @@ class _FolderLayout:
 
     def _tested(self, folder: Path) -> list[Sample]:
         test, masks = folder / self.test, folder / self.masks
-        found: list[Sample] = []
+        samples: list[Sample] = []
         for kind in folders_in(test):
             if kind == self.good:
-                found += listed(test / kind, folder)
+                samples += listed(test / kind, folder)
             elif test / kind != masks:
-                found += _with_masks(listed(test / kind, folder, kind), masks / kind)
-        return found
+                finder = Masks()
+                samples += [
+                    replace(s, mask_path=finder.of(s.path, masks / kind))
+                    for s in listed(test / kind, folder, kind)
+                ]
+        return samples
 
 
 def _good_only(folder: Path) -> Dataset:
@@ -170,11 +211,11 @@ def open_test_images(
         DataError: a folder is missing or holds no images, good ones by their folders' names aren't,
             or none of the defects has a mask.
     """
-    given = [*((_plain(f), True) for f in good), *((_plain(f), False) for f in defects)]
-    root = Path(os.path.commonpath([folder.parent for folder, _ in given]))
+    folders = [*((_plain(f), True) for f in good), *((_plain(f), False) for f in defects)]
+    root = Path(os.path.commonpath([folder.parent for folder, _ in folders]))
     samples: dict[Path, Sample] = {}
     finder = Masks()
-    for folder, is_good in given:
+    for folder, is_good in folders:
         if not is_folder(folder):
             missing = "is no folder" if folder.exists() else f"doesn't exist{like(folder)}"
             raise DataError(f"{folder} {missing}; give a folder of images to test with")
@@ -198,7 +239,7 @@ def open_test_images(
 
 def _defects_in(folder: Path, root: Path, masks: Path | None, finder: Masks) -> list[Sample]:
     """Defects by type: the name of the subfolder that they are in, else the folder's own."""
-    found = []
+    samples = []
     for sample in listed(folder, root, folder.name):
         inner = sample.path.relative_to(folder)
         kind = inner.parts[0] if len(inner.parts) > 1 else folder.name
@@ -211,8 +252,8 @@ def _defects_in(folder: Path, root: Path, masks: Path | None, finder: Masks) -> 
         if masks is not None:  # of several folders' defects, each folder's are in one of its name
             mask = finder.of(sample.path, masks / folder.name / inner.parent)
             mask = mask or finder.of(sample.path, masks / inner.parent)
-        found.append(replace(sample, defect_type=kind, mask_path=mask))
-    return found
+        samples.append(replace(sample, defect_type=kind, mask_path=mask))
+    return samples
 
 
 def _good(folder: Path, root: Path) -> list[Sample]:
@@ -256,20 +297,20 @@ def check_good_inputs(inputs: Iterable[Path], images: Iterable[Path]) -> None:
     Raises:
         DataError: as `check_good`.
     """
-    found = list(images)
-    for folder in {given if is_folder(given) else given.parent for given in inputs}:
-        check_good((image for image in found if image.is_relative_to(folder)), folder)
+    files = list(images)
+    for folder in {place if is_folder(place) else place.parent for place in inputs}:
+        check_good((file for file in files if file.is_relative_to(folder)), folder)
 
 
 def _other_layout(folder: Path, top: Path) -> str:
     """The settings for what a folder of defects, masks or test images inside `top` belongs to."""
     around = [place for place in (folder, *folder.parents) if place.is_relative_to(top.parent)]
     for place in around:
-        for layout, inside in _TELLING.items():
-            if all(is_folder(place / each) for each in inside):
-                fits = f"use --set data.format={layout} {_root(place)}, whose layout this is"
-                alone = f", or {_root(place / inside[0])} for its good images alone"
-                return fits if layout == "visa" else fits + alone
+        for layout in KNOWN_LAYOUTS:
+            if layout.fits(place):
+                fits = f"use --set data.format={layout.name} {_root(place)}, whose layout this is"
+                alone = f", or {_root(place / layout.folders[0])} for its good images alone"
+                return fits if layout.name == "visa" else fits + alone
     for place in around:
         if named := [name for name in folders_in(place) if says_good(name)]:
             return (
@@ -318,19 +359,14 @@ class Masks:
     def _names_in(self, folder: Path) -> dict[str, list[str]]:
         """Names of pictures and of folders, by their stem in small letters."""
         if folder not in self._listed:
-            found: dict[str, list[str]] = {}
+            names: dict[str, list[str]] = {}
             for entry in _inside(folder) if is_folder(folder) else ():
                 if is_image(entry):
-                    found.setdefault(entry.stem.lower(), []).append(entry.name)
+                    names.setdefault(entry.stem.lower(), []).append(entry.name)
                 elif entry.is_dir():
-                    found.setdefault(entry.name.lower(), []).append(entry.name)
-            self._listed[folder] = found
+                    names.setdefault(entry.name.lower(), []).append(entry.name)
+            self._listed[folder] = names
         return self._listed[folder]
-
-
-def _with_masks(samples: list[Sample], folder: Path) -> list[Sample]:
-    masks = Masks()
-    return [replace(s, mask_path=masks.of(s.path, folder)) for s in samples]
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -353,11 +389,130 @@ def folders_in(folder: Path) -> list[str]:
     return sorted(one.name for one in inside if one.is_dir() and one.name not in own)
 
 
-FOLDERS: dict[str, Callable[[Path], Dataset]] = {
+def open_list(file: Path) -> Dataset:
+    """A CSV file with a header: `path`, and where there are any `label, mask, split, group`.
+
+    Paths are taken from the list's own folder. A label is `good` (or another of `GOOD_WORDS`, `0`
+    or nothing) or a kind of defect. Without a column `split`, good images are learned from, but for
+    a fifth that is tested with, like all defects; views of one part stay together. The order of
+    the lines changes nothing: images are taken in the order of their paths, as from a folder.
+
+    Raises:
+        DataError: no such list, or a row that can't be meant; the message names the line.
+    """
+    samples: list[tuple[str, Sample]] = []
+    seen: dict[str, int] = {}
+    for line, row in _rows(file, COLUMNS, ("path",)):
+        if not seen and "label" not in row and (others := sorted(row.keys() - {*COLUMNS})):
+            log.warning(
+                "%s has no column label, so all its images are taken for good; does %s say which "
+                "are?",
+                file,
+                " or ".join(others),
+            )
+        where = f"{file} line {line}"
+        if not row["path"].strip():
+            raise DataError(f"{where} has no path; fill it in or remove the line")
+        sample = _sample(row, file.parent)
+        if (name := sample.name) in seen:  # `a.png` and `./a.png` are one image
+            raise DataError(f"{where} repeats {name} of line {seen[name]}; remove one of them")
+        seen[name] = line
+        samples.append((_split_of(row, sample, where), sample))
+    samples.sort(key=lambda entry: entry[1].name)
+    train, validation, test = ([s for n, s in samples if n == split] for split in _SPLITS)
+    undecided = [s for n, s in samples if not n]
+    # Of a part with a defect all views are tested with, and so are those of a part that is tested.
+    parts = {s.group for s in [*test, *(s for s in undecided if s.is_defect)]} - {None}
+    test += [s for s in undecided if not s.is_defect and s.group in parts]
+    learned, tested = set_apart(s for s in undecided if not s.is_defect and s.group not in parts)
+    train += learned
+    test += [*tested, *(s for s in undecided if s.is_defect)]
+    return _dataset(file, train, test, validation)
+
+
+def open_visa(folder: Path) -> Dataset:
+    """A category of VisA, in the one-class split: `split_csv/1cls.csv` beside the categories.
+
+    Raises:
+        DataError: no such list, or none of its rows is of this category.
+    """
+    root, category = folder.parent, folder.name
+    file = root / _VISA_LIST
+    rows = list(_rows(file, ("object", "split", "label", "image", "mask")))
+    own = [row for _, row in rows if row["object"] == category]
+    if not own:
+        known = nearest(category, (row["object"] for _, row in rows))
+        raise DataError(f"{file} lists no category {category!r}; {known}")
+    splits: dict[str, list[Sample]] = {"train": [], "test": []}
+    for row in own:
+        defect_type = GOOD if row["label"] == "normal" else row["label"]
+        mask = root / row["mask"] if row["mask"] else None
+        sample = Sample(root / row["image"], row["image"], defect_type, mask)
+        splits.setdefault(row["split"], []).append(sample)
+    return _dataset(folder, splits["train"], splits["test"])
+
+
+def _dataset(
+    where: Path, train: Sequence[Sample], test: Sequence[Sample], validation: Sequence[Sample] = ()
+) -> Dataset:
+    if not train:
+        raise no_training_images(
+            where,
+            "A list needs good images with the split `train`; good ones have the label "
+            f"{', '.join(sorted(GOOD_WORDS))}, 0 or none",
+        )
+    return Dataset(where, tuple(train), tuple(test), tuple(validation))
+
+
+def _sample(row: dict[str, str], folder: Path) -> Sample:
+    path, mask = row["path"].strip(), row.get("mask", "").strip()
+    return Sample(
+        path=folder / path,
+        name=Path(path).as_posix(),
+        defect_type=meant_by(row.get("label", "")),
+        mask_path=folder / mask if mask else None,
+        group=row.get("group", "").strip() or None,
+    )
+
+
+def meant_by(label: str) -> str:
+    """What a label in a list says that an image is: `good`, or a kind of defect."""
+    label = label.strip()
+    if label.lower() in GOOD_WORDS | {"", "0"}:
+        return GOOD
+    return "defect" if label == "1" else label
+
+
+def _split_of(row: dict[str, str], sample: Sample, where: str) -> str:
+    """The split that a row names; empty where it names none."""
+    split = row.get("split", "").strip()
+    if split and split not in _SPLITS:
+        raise DataError(f"{where}: unknown split {split!r}; {nearest(split, _SPLITS)}")
+    if split in ("train", "validation") and sample.is_defect:
+        raise DataError(
+            f"{where}: a defect ({sample.defect_type!r}) in the split {split!r}, which is for good "
+            "images; make its split `test`"
+        )
+    return split
+
+
+def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Rows:
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"there is no list {file}{like(file)}; correct data.root") from None
+    except OSError as error:
+        raise DataError(f"{file} can't be read ({error.strerror})") from None
+    return read_rows(data, str(file), columns, needed or columns)
+
+
+FORMATS: dict[str, Callable[[Path], Dataset]] = {
     "mvtec": _FolderLayout("MVTec AD"),
     "mvtec_ad_2": _FolderLayout("MVTec AD 2", test="test_public", masks="test_public/ground_truth"),
     "mvtec_loco": _FolderLayout("MVTec LOCO AD"),
     "btad": _FolderLayout("BTAD", train="train/ok", validation="validation/ok", good="ok"),
     "folder": _good_only,
     "good_defect": _good_and_defect,
+    "visa": open_visa,
+    "csv": open_list,
 }

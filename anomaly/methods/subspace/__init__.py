@@ -1,1 +1,0 @@
-"""Subspace: how far a patch is from the principal subspace of good ones."""
