@@ -15,6 +15,16 @@ from anomaly.config.schema import Config, readers
 from anomaly.errors import ConfigError, nearest, why
 from anomaly.files.writing import at_home
 
+log = logging.getLogger(__name__)
+
+# Where a bare name is looked for after the working directory: its configs/, then our own, inside
+# the package once it is installed and beside it in a checkout.
+_PACKAGE = Path(__file__).parents[1]
+FOLDERS = (Path("configs"), _PACKAGE / "configs", _PACKAGE.parent / "configs")
+
+# What PyYAML raises for text that isn't YAML: a date like 2020-13-45 is a ValueError.
+_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
+
 
 def parse_config(
     values: Mapping[str, Any], where: str, overrides: Mapping[str, str] | None = None
@@ -33,28 +43,27 @@ def parse_config(
         return Config.model_validate(values)
     except ValidationError as error:
         lines = []
-        for one in error.errors():
-            said = _explain(dict(one))
-            lines.append(f"{_source(one['loc'], said, where, overrides or {})}: {said}")
+        for mistake in error.errors():
+            message = _explain(dict(mistake))
+            source = _source(mistake["loc"], message, overrides or {}) or where
+            lines.append(f"{source}: {message}")
         raise ConfigError("\n  ".join(lines)) from None
 
 
-def _source(location: tuple[Any, ...], said: str, where: str, overrides: Mapping[str, str]) -> str:
-    """What a mistake is in: the overrides inside the section at fault, or that it lies in.
+def _source(location: tuple[Any, ...], message: str, overrides: Mapping[str, str]) -> str:
+    """The overrides that a mistake lies in; empty where it lies in the file.
 
-    Of what is wrong between sections, the overrides of the keys that the message names.
+    They are those of the section at fault, within it or around it. If settings of several sections
+    don't go together (no location), they are those of the keys that the message names.
     """
     key = ".".join(map(str, location))
-    at_fault = [
-        source
-        for name, source in overrides.items()
-        if (
-            f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
-            if key
-            else f"{name} " in said or f"{name}=" in said
-        )
-    ]
-    return ", ".join(at_fault) or where
+
+    def is_at_fault(name: str) -> bool:
+        if not key:
+            return f"{name} " in message or f"{name}=" in message
+        return f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+
+    return ", ".join(source for name, source in overrides.items() if is_at_fault(name))
 
 
 # What a value has to be, by pydantic's name for the mistake.
@@ -102,17 +111,6 @@ def _known_keys(location: tuple[Any, ...]) -> list[str]:
     return list(section.model_fields)
 
 
-log = logging.getLogger(__name__)
-
-# Where a bare name is looked for after the working directory: its configs/, then our own, inside
-# the package once it is installed and beside it in a checkout.
-_PACKAGE = Path(__file__).parents[1]
-FOLDERS = (Path("configs"), _PACKAGE / "configs", _PACKAGE.parent / "configs")
-
-# What YAML says of text that is none: a date like 2020-13-45 is a ValueError to it.
-_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
-
-
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), folders: Sequence[Path] = FOLDERS
 ) -> Config:
@@ -134,16 +132,18 @@ def load_config(
     log.debug("settings from %s%s", file.absolute(), changed)
     sources = {_apply(values, override): f"--set {override}" for override in overrides}
     config = parse_config(values, str(file), sources)
-    _say_unused(config, sources)
+    _warn_of_unused(config, sources)
     return config
 
 
-def _say_unused(config: Config, sources: Mapping[str, str]) -> None:
+def _warn_of_unused(config: Config, sources: Mapping[str, str]) -> None:
     """Warn of settings on the command line that the method doesn't read; a base may have any."""
     kind = config.model.kind
-    for key, given in sources.items():
+    for key, source in sources.items():
         if (owners := readers(key)) and kind not in owners:
-            log.warning("%s has no effect with model.kind=%s: it is for %s", given, kind, owners[0])
+            log.warning(
+                "%s has no effect with model.kind=%s: it is for %s", source, kind, owners[0]
+            )
     if "model.image_score" in sources and config.image_score_in_force != config.model.image_score:
         log.warning(
             "%s has no effect with model.kind=%s, which takes %s",

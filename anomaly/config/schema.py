@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,14 @@ METHODS = {
         "anomaly.methods.patchcore.fitter",
         "anomaly.methods.patchcore.bank",
         embedded_by=("model.embedding",),
-        settings=("coreset_ratio", "coreset_size", "embedding", "neighbours", "search"),
+        settings=(
+            "coreset_ratio",
+            "coreset_size",
+            "embedding",
+            "neighbours",
+            "search",
+            "spacing_neighbours",
+        ),
         image_scores=("reweighted",),
     ),
     "padim": Method(
@@ -71,7 +75,7 @@ METHODS = {
 def readers(key: str) -> list[str]:
     """The methods that alone read a config's dotted key; empty where it is there for all."""
     section, _, name = key.rpartition(".")
-    return [kind for kind, one in METHODS.items() if section == "model" and name in one.settings]
+    return [kind for kind, m in METHODS.items() if section == "model" and name in m.settings]
 
 
 # A product's name becomes that of a folder in the run's, where these mean something else.
@@ -84,19 +88,16 @@ def _known_categories(value: Any) -> Any:
     Raises:
         ValueError: it can't.
     """
-    match value:
-        case None | str():
-            return value
-        case list() | tuple() if value:
-            listed = list(value)
-        case list() | tuple():
-            raise ValueError("data.category is an empty list; name a category, or leave it out")
-        case _:
-            raise ValueError(
-                f"data.category is {value!r}: must be text (put it in quotes), or a list of names, "
-                "e.g. [bottle, hazelnut]"
-            )
-    for name in listed:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple):
+        raise ValueError(  # noqa: TRY004, pydantic makes its message of a ValueError
+            f"data.category is {value!r}: must be text (put it in quotes), or a list of names, "
+            "e.g. [bottle, hazelnut]"
+        )
+    if not value:
+        raise ValueError("data.category is an empty list; name a category, or leave it out")
+    for name in value:
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"data.category lists {name!r}, which isn't a name (put it in quotes)")
         if name in _TAKEN or name.startswith(".") or set(name) & set("/\\\0") or len(name) > 100:
@@ -104,10 +105,10 @@ def _known_categories(value: Any) -> Any:
                 f"data.category lists {name!r}, which can't be the name of a folder for its run; "
                 "rename that folder, or train it with a config of its own"
             )
-    folded = [name.casefold() for name in listed]  # not all file systems tell cases apart
-    if twice := [name for name in listed if folded.count(name.casefold()) > 1]:
+    folded = [name.casefold() for name in value]  # not all file systems tell cases apart
+    if twice := [name for name in value if folded.count(name.casefold()) > 1]:
         raise ValueError(f"data.category lists {twice[-1]!r} twice; name each category once")
-    return tuple(listed)
+    return tuple(value)
 
 
 Categories: TypeAlias = Annotated[str | tuple[str, ...] | None, BeforeValidator(_known_categories)]
@@ -115,11 +116,9 @@ Categories: TypeAlias = Annotated[str | tuple[str, ...] | None, BeforeValidator(
 
 def by_product(config: Config) -> dict[str, Config]:
     """A config for each category that one lists, named after it; empty where it lists none."""
-    listed = config.data.category if isinstance(config.data.category, tuple) else ()
-    alone = {name: config.data.model_copy(update={"category": name}) for name in listed}
-    return {
-        name: config.model_copy(update={"name": name, "data": data}) for name, data in alone.items()
-    }
+    products = config.data.category if isinstance(config.data.category, tuple) else ()
+    data = {name: config.data.model_copy(update={"category": name}) for name in products}
+    return {name: config.model_copy(update={"name": name, "data": data[name]}) for name in products}
 
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -209,9 +208,11 @@ class ImageConfig(_Section):
 
     @model_validator(mode="after")
     def _crop_fits(self) -> ImageConfig:
-        if self.crop is not None and self.resize is None:
+        if self.crop is None:
+            return self
+        if self.resize is None:
             raise ValueError("image.crop needs image.resize: a crop is cut out of a resized image")
-        if self.crop is not None and self.resize is not None and self.crop > self.resize:
+        if self.crop > self.resize:
             raise ValueError(
                 f"image.crop is {self.crop}, larger than image.resize ({self.resize}); "
                 "make it equal or smaller, or leave it out"
@@ -395,9 +396,9 @@ class Config(_Section):
     def image_score_in_force(self) -> str:
         """How image scores are made: the default where the config names another method's own."""
         wanted = self.model.image_score
-        others = {one for m in METHODS.values() for one in m.image_scores}
-        others -= set(METHODS[self.model.kind].image_scores)
-        return ModelConfig().image_score if wanted in others else wanted
+        owners = [kind for kind, method in METHODS.items() if wanted in method.image_scores]
+        others = owners and self.model.kind not in owners
+        return ModelConfig().image_score if others else wanted
 
     @property
     def one_aspect(self) -> bool:
@@ -407,8 +408,8 @@ class Config(_Section):
     @model_validator(mode="after")
     def _method_takes_what_is_asked(self) -> Config:
         turned, tiled = self.model.turned_copies != "none", self.image.tile is not None
-        for key, asked in {"model.turned_copies": turned, "image.tile": tiled}.items():
-            if asked and METHODS[self.model.kind].one_grid:
+        for key, is_set in {"model.turned_copies": turned, "image.tile": tiled}.items():
+            if is_set and METHODS[self.model.kind].one_grid:
                 raise ValueError(
                     f"{key} needs model.kind=patchcore or subspace: {self.model.kind} learns each "
                     "place of the image by itself"

@@ -43,6 +43,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 def test_only_our_own_drafts_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:  # as if killed before the file had its name
         patched.setattr(Path, "replace", lambda *_: None)
+        patched.setattr(Path, "unlink", lambda *_, **__: None)
         write(tmp_path / "sub" / "a.png", "ours")
     (draft,) = os.listdir(tmp_path / "sub")
     foreign = [".camera.png.part", "b.part", ".part", ".anomaly-notes.txt"]
