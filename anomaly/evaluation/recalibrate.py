@@ -190,15 +190,20 @@ def recalibrated(
         raise DataError("thresholds are set by hand or found by rates, not both")
     else:
         check_by_hand(threshold, review_threshold)
-    scored = {} if good is None else {"good": _scored(detector, good, given)}
-    scores = scored["good"].good_scores() if scored else known_scores(detector)
+    unseen = None
+    if good is not None:
+        images = sources(good, given)
+        unseen = score_held_out(detector, images, what="good images", tested=tested_of(detector))
+        for reason in unseen.refused:
+            log.warning("skipped: %s", reason)
+    scores = unseen.good_scores() if unseen else known_scores(detector)
     if threshold is None:
         limits = thresholds_from(scores, *wanted)
     else:
         limits = by_hand(scores, threshold, review_threshold)
     asked = {name: value for name, value in asked.items() if value is not None}
-    images = {name: one.named_hashes() for name, one in scored.items()}
-    made = change(asked, detector.thresholds, limits, images) | {"model_before": detector.model_id}
+    hashes = {"good": unseen.named_hashes()} if unseen else {}
+    made = change(asked, detector.thresholds, limits, hashes) | {"model_before": detector.model_id}
     changes = (*detector.changes, made)
     return replace(detector, thresholds=limits, model_id="", folder=None, changes=changes)
 
@@ -244,20 +249,6 @@ def known_scores(detector: Model, without: Sequence[str] = ()) -> GoodScores:
     if back := {out.name for out in before.left_out} - {out.name for out in now.left_out}:
         log.warning("left out before, and counted again: %s", ", ".join(sorted(back)))
     return now
-
-
-def _scored(
-    detector: Model, good: str | Path | Iterable[ImageLike], given: ArrayFormat
-) -> HeldOutScores:
-    unseen = score_held_out(
-        detector,
-        sources(good, given),
-        what="good images",
-        tested=tested_of(detector),
-    )
-    for reason in unseen.refused:
-        log.warning("skipped: %s", reason)
-    return unseen
 
 
 def sources(

@@ -55,6 +55,13 @@ def images_to_test(
     )
 
 
+def content_hash(sample: Sample) -> str:
+    """sha256 of an image's file, or of its pixels; empty where it can't be read."""
+    with suppress(OSError):
+        return sample.image.sha256 if sample.image else sha256_of(sample.path)
+    return ""
+
+
 def tested_hashes(model: Model, folder: Path, data_root: Path | None) -> frozenset[str]:
     """sha256 of the test images of the data set that a model was trained on.
 
@@ -63,11 +70,8 @@ def tested_hashes(model: Model, folder: Path, data_root: Path | None) -> frozens
     Raises:
         DataError: the data set isn't there, or nothing says where it is.
     """
-    hashes = set()
-    for sample in dataset_of(model, folder, data_root).test:
-        with suppress(OSError):
-            hashes.add(sha256_of(sample.path))
-    return frozenset(hashes)
+    test = dataset_of(model, folder, data_root).test
+    return frozenset(map(content_hash, test)) - {""}
 
 
 def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:
@@ -99,13 +103,14 @@ def not_learned(model: Model, name: object, named: Sequence[Sample]) -> list[Sam
     samples = []
     by_label: dict[bool, dict[str, str]] = {False: {}, True: {}}
     for sample in named:
-        with suppress(OSError):
-            known = sample.image.sha256 if sample.image else sha256_of(sample.path)
-            if known in learned:
-                continue
-            by_label[sample.is_defect][known] = sample.name
+        sha256 = content_hash(sample)
+        if sha256 in learned:
+            continue
+        if sha256:
+            by_label[sample.is_defect][sha256] = sample.name
         samples.append(sample)
-    if both := [by_label[True][known] for known in by_label[False] if known in by_label[True]]:
+    good, defective = by_label[False], by_label[True]
+    if both := [defective[sha256] for sha256 in good if sha256 in defective]:
         log.warning(
             "%d images are among the good ones and among the defects, by their content (%s): "
             "one of the two is wrong, and so are the figures",
@@ -178,11 +183,7 @@ class TrainingImages:
 
     @cached_property
     def _by_content(self) -> dict[str, Sample]:
-        found: dict[str, Sample] = {}
-        for sample in self._renamed:
-            with suppress(OSError):
-                found.setdefault(sha256_of(sample.path), sample)
-        return found
+        return {content_hash(sample): sample for sample in reversed(self._renamed)}
 
     def find_all(self) -> dict[str, Sample | str]:
         """All training images by name; else why one isn't there."""

@@ -6,7 +6,7 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from anomaly.calibration.rates import percent, supported_rate
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, first_of, some
 from anomaly.evaluation.recalibrate import sources, tested_of
-from anomaly.files.writing import sha256_of
+from anomaly.evaluation.splits import content_hash
 from anomaly.imaging.array_input import ArrayFormat, ImageLike
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -280,10 +280,10 @@ def _fresh(
         DataError: one is a defect, or of the test split; or none is left.
     """
     met = set(detector.manifest["training_images"].values())
-    bad = {_hash(sample) for sample in defects} - {""}
+    bad = {content_hash(sample) for sample in defects} - {""}
     kept = []
     for sample in good:
-        sha256 = _hash(sample)
+        sha256 = content_hash(sample)
         if sha256 in bad:
             raise DataError(f"{sample.path} is given as good and as a defect; give it once")
         if sha256 in tested:
@@ -305,14 +305,8 @@ def _distinct(samples: Sequence[Sample]) -> list[Sample]:
     """Each image once, by its content; those that can't be read stay, to be told."""
     first: dict[str, Sample] = {}
     for i, sample in enumerate(samples):
-        first.setdefault(_hash(sample) or str(i), sample)
+        first.setdefault(content_hash(sample) or str(i), sample)
     return list(first.values())
-
-
-def _hash(sample: Sample) -> str:
-    with suppress(OSError):
-        return sample.image.sha256 if sample.image else sha256_of(sample.path)
-    return ""
 
 
 def _verdicts(thresholds: Thresholds, scores: Sequence[float]) -> str:

@@ -97,7 +97,7 @@ def with_odd(category: Category, places: Sequence[int], reason: str) -> Category
     """The same, but some images aren't like the training images at all."""
     rows = list(category.evaluation.scored)
     for i in places:
-        rows[i] = replace(rows[i], reason=reason, odd=True)
+        rows[i] = replace(rows[i], reason=reason)
     return replace(category, evaluation=replace(category.evaluation, scored=tuple(rows)))
 
 

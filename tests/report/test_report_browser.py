@@ -58,7 +58,7 @@ def verdict(score: float, review: float, reject: float) -> str:
 def expected(category: Category, review: float, reject: float) -> dict[str, Any]:
     rows = category.evaluation.scored
     verdicts = [
-        "review" if row.odd else verdict(row.image_score or 0.0, review, reject) for row in rows
+        "review" if row.outlier else verdict(row.image_score or 0.0, review, reject) for row in rows
     ]
     counts = confusion(
         verdicts, [r.sample.is_defect for r in rows], [r.sample.defect_type for r in rows]

@@ -9,12 +9,11 @@ from anomaly.evaluation.metrics.images import (
     Confusion,
     VerdictCounts,
     confusion,
+    image_curves,
     image_intervals,
     image_metrics,
     metrics_by_type,
-    pr_curve,
     recall_at_false_reject_rates,
-    roc_curve,
 )
 from anomaly.evaluation.metrics.pixels import PixelAccumulator
 
@@ -25,10 +24,9 @@ __all__ = [
     "PixelAccumulator",
     "VerdictCounts",
     "confusion",
+    "image_curves",
     "image_intervals",
     "image_metrics",
     "metrics_by_type",
-    "pr_curve",
     "recall_at_false_reject_rates",
-    "roc_curve",
 ]

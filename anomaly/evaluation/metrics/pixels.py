@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from anomaly.errors import DataError
 from anomaly.evaluation.metrics import curves
-from anomaly.evaluation.metrics.curves import Curve, Floats, Metrics, Tally
+from anomaly.evaluation.metrics.curves import Floats, Metrics, Tally
 
 _SIGN = np.uint32(1 << 31)
 # The keys of the lowest and the highest finite float32.
@@ -92,33 +92,6 @@ class ScoreHistogram:
         self._shift, self._first, self._weights = shift, first, widened
 
 
-class ExactScores:
-    """Weights by score, unbinned, every score kept: for sets that fit into memory.
-
-    Args:
-        rows: how many kinds of weight to keep.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._scores: list[NDArray[np.float32]] = []
-        self._weights: list[Floats] = []
-
-    def add(self, scores: NDArray[np.float32], weights: Mapping[int, float | Floats]) -> None:
-        """Add scores (n,) to some of the rows."""
-        spread = np.zeros((self._rows, len(scores)))
-        for row, weight in weights.items():
-            spread[row] = weight
-        self._scores.append(scores.copy())
-        self._weights.append(spread)
-
-    def tally(self) -> Tally:
-        """The distinct scores."""
-        if not self._scores:
-            return Tally.of([], np.zeros((self._rows, 0)))
-        return Tally.of(np.concatenate(self._scores), np.concatenate(self._weights, axis=1))
-
-
 def _ordered_keys(scores: NDArray[np.float32]) -> NDArray[np.uint32]:
     """Integers in the order of the scores; both zeros get the same."""
     bits = (scores + np.float32(0)).view(np.uint32)
@@ -157,13 +130,11 @@ class PixelAccumulator:
     """Pixel AUROC, average precision and best F1, AUPRO and AUPIMO, streamed.
 
     Args:
-        max_bins: the most bins of scores to keep; memory is 40 bytes a bin. None keeps every
-            pixel instead, for exact figures of sets that fit into memory.
+        max_bins: the most bins of scores to keep; memory is 40 bytes a bin.
     """
 
-    def __init__(self, max_bins: int | None = 1 << 20) -> None:
-        rows = len(Weight)
-        self._scores = ExactScores(rows) if max_bins is None else ScoreHistogram(rows, max_bins)
+    def __init__(self, max_bins: int = 1 << 20) -> None:
+        self._scores = ScoreHistogram(len(Weight), max_bins)
         self._images = 0
         self._good_image_pixels = 0
         self._defect_pixels = 0
@@ -234,22 +205,6 @@ class PixelAccumulator:
         return Metrics.undefined(
             tuple(metrics.values), NO_DEFECT_MASKS if self._images else NO_MASKS
         )
-
-    def roc_curve(self, points: int = 500) -> Curve | None:
-        """Recall over false-positive rate of pixels, for a plot; None without both classes."""
-        tally = self._scores.tally()
-        good, defect = tally.weights[Weight.GOOD], tally.weights[Weight.DEFECT]
-        if not (good.any() and defect.any()):
-            return None
-        return curves.roc(good, defect, tally.thresholds()).thinned(points)
-
-    def pr_curve(self, points: int = 500) -> Curve | None:
-        """Precision over recall of pixels, for a plot; None without defect pixels."""
-        tally = self._scores.tally()
-        good, defect = tally.weights[Weight.GOOD], tally.weights[Weight.DEFECT]
-        if not defect.any():
-            return None
-        return curves.precision_recall(good, defect, tally.thresholds()).thinned(points)
 
     def _aupimo(self, tally: Tally) -> Metrics:
         if not self._good_image_pixels:
