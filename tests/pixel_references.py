@@ -11,9 +11,8 @@ from pyaupro import PerRegionOverlap
 from scipy.ndimage import gaussian_filter
 from scipy.ndimage import label as scipy_label
 
-from anomaly.evaluation.metrics import PixelAccumulator
 from anomaly.evaluation.metrics.curves import Tally
-from anomaly.evaluation.metrics.pixels import Weight
+from anomaly.evaluation.metrics.pixels import PixelAccumulator, Weight
 
 NAMES = {
     "pixel_auroc",

@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample, ground_truth
 from anomaly.errors import DataError, ImageError, some
-from anomaly.evaluation.metrics import (
+from anomaly.evaluation.metrics.curves import Metrics
+from anomaly.evaluation.metrics.images import (
     Confusion,
-    Metrics,
-    PixelAccumulator,
     confusion,
     image_intervals,
     image_metrics,
     metrics_by_type,
     recall_at_false_reject_rates,
 )
+from anomaly.evaluation.metrics.pixels import PixelAccumulator
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.loading import UnusableImage
 from anomaly.methods.base import Progress

@@ -68,12 +68,14 @@ class HeldOutScores:
                 f"({self.reasons[0]}), so they say nothing of thresholds; where parts look like "
                 "that from now on, the model can learn them (update)"
             )
-        if odd := [f"{p}: {why}" for p, why in zip(self.paths, self.reasons, strict=True) if why]:
+        if outliers := [
+            f"{p}: {why}" for p, why in zip(self.paths, self.reasons, strict=True) if why
+        ]:
             log.warning(
                 "%d good images would be for review whatever their score, and say nothing of "
                 "thresholds; left out: %s",
-                len(odd),
-                some(odd, "; "),
+                len(outliers),
+                some(outliers, "; "),
             )
         names = _names([self.paths[i] for i in kept])
         return GoodScores(
@@ -143,9 +145,9 @@ def score_held_out(
     if repeated:
         log.warning("%s: %d are copies of others; left out", what, repeated)
     order = sorted(rows)
-    image, peak, hashes, odd = zip(*(rows[i] for i in order), strict=True)
+    image, peak, hashes, to_review = zip(*(rows[i] for i in order), strict=True)
     files = tuple(Path(paths[i]) for i in order)
-    return HeldOutScores(files, image, peak, hashes, odd, tuple(refused))
+    return HeldOutScores(files, image, peak, hashes, to_review, tuple(refused))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -270,15 +272,15 @@ def sources(
         if what == "good images":
             check_good_inputs([Path(images)], paths)
         return list(paths)
-    found: list[Path | Image] = []
+    named: list[Path | Image] = []
     for index, image in enumerate([images] if is_one(images) else images):
         try:
-            found.append(given.source(image))
+            named.append(given.source(image))
         except ImageError as error:
             raise ImageError(f"{described(index)}: {error}", error.status) from None
-    if not found:
+    if not named:
         raise DataError(f"no {what} were given")
-    return found
+    return named
 
 
 def tested_of(detector: Model) -> frozenset[str]:

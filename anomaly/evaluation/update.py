@@ -86,22 +86,22 @@ def verdict_changes(
     before = both[0]
     with Decoders(min(workers, len(samples)), Task(before.loading)) as decoders:
         for start in range(0, len(samples), _AT_ONCE):
-            some = samples[start : start + _AT_ONCE]
-            images = {i: sample.source for i, sample in enumerate(some)}
+            batch = samples[start : start + _AT_ONCE]
+            images = {i: sample.source for i, sample in enumerate(batch)}
             cache = FeatureCache(before, fitter_of(before.config), decoders, scratch)
             with closing(cache):
                 features = cache.build(images, turned=False)
-                found = [scores_of(detector, features, features.views) for detector in both]
-            for i in sorted(found[0]):
-                pair = found[0][i][0], found[1][i][0]
+                scores = [scores_of(detector, features, features.views) for detector in both]
+            for i in sorted(scores[0]):
+                pair = scores[0][i][0], scores[1][i][0]
                 first, second = (
                     verdict(score, detector.thresholds, detector.reason_to_look(features.looks[i]))
                     for detector, score in zip(both, pair, strict=True)
                 )
-                yield Compared(some[i].name, first, second, pair)
+                yield Compared(batch[i].name, first, second, pair)
             for refused in features.refused:
                 log.warning("skipped: %s", refused.reason)
-            progress(start + len(some), len(samples))
+            progress(start + len(batch), len(samples))
 
 
 _LISTED = 10  # changed verdicts of a kind
@@ -129,7 +129,7 @@ class Update:
     @property
     def escapes(self) -> list[str]:
         """The confirmed defects that were caught, and would pass."""
-        return [one.name for one in self.compared.get(DEFECTS, ()) if one.escapes]
+        return [image.name for image in self.compared.get(DEFECTS, ()) if image.escapes]
 
     def keep(self, source: Path, output: Path, *, overwrite: bool = False) -> str:
         """Write the new run: model, where its data set is, and golden parts with today's scores.
@@ -146,11 +146,11 @@ class Update:
             OutputError: an earlier run is there, or there is no room.
         """
         parts = golden_of(find_model(source))
-        said = {
-            one.name: {"image_score": one.scores[1], "verdict": one.after}
-            for one in self.compared.get(GOLDEN_PARTS, ())
+        scores = {
+            part.name: {"image_score": part.scores[1], "verdict": part.after}
+            for part in self.compared.get(GOLDEN_PARTS, ())
         }
-        golden = None if parts is None else (parts, said)
+        golden = None if parts is None else (parts, scores)
         return keep_run(self.detector, output, [source], golden=golden, overwrite=overwrite)
 
     @property
@@ -192,11 +192,11 @@ class Update:
 
     def _changed(self) -> Iterator[str]:
         for kind, images in self.compared.items():
-            changed = [one for one in images if one.before != one.after]
+            changed = [image for image in images if image.before != image.after]
             yield f"{kind}: {len(changed)} of {len(images)} verdicts change"
             # What passes first.
-            changed.sort(key=lambda one: (not one.escapes, one.name))
-            yield from (f"  {one}" for one in first_of([*map(str, changed)], most=_LISTED))
+            changed.sort(key=lambda image: (not image.escapes, image.name))
+            yield from (f"  {image}" for image in first_of([*map(str, changed)], most=_LISTED))
 
 
 DEFECTS, GOLDEN_PARTS = "confirmed defects", "golden parts"
@@ -250,13 +250,13 @@ def update(
             if images
         }
     assert detector.thresholds is not None  # learn has asked for some
-    found = [one.after != "good" for one in compared.get(DEFECTS, ())]
+    caught = [defect.after != "good" for defect in compared.get(DEFECTS, ())]
     made = change(
         {"updated": {"include_suspects": include_suspects}},
         detector.thresholds,
         learned.detector.thresholds,
         {"learned": learned.hashes},
-        {"not called good": sum(found), "images": len(found)} if found else None,
+        {"not called good": sum(caught), "images": len(caught)} if caught else None,
     )
     changes = (*detector.changes, made | {"model_before": detector.model_id})
     return Update(
@@ -358,8 +358,8 @@ def refusal(escapes: Sequence[str]) -> str:
 
 def _samples(images: Iterable[Path | Image]) -> list[Sample]:
     return [
-        Sample(one, one.name)
-        if isinstance(one, Path)
-        else Sample(Path(described(i)), described(i), image=one)
-        for i, one in enumerate(images)
+        Sample(image, image.name)
+        if isinstance(image, Path)
+        else Sample(Path(described(i)), described(i), image=image)
+        for i, image in enumerate(images)
     ]

@@ -158,15 +158,15 @@ def grad_cam(
         batch = batch.detach().clone().requires_grad_()
         with capture(model, layer, grad=True) as captured:
             score = _class_score(captured.run(batch), target_class)
-            found = captured.pop()
-            if len(found) != 1:
+            outputs = captured.pop()
+            if len(outputs) != 1:
                 raise LayerError(
-                    f"Grad-CAM looks at one map, and {layer!r} names {len(found)}: "
-                    f"{', '.join(found)}"
+                    f"Grad-CAM looks at one map, and {layer!r} names {len(outputs)}: "
+                    f"{', '.join(outputs)}"
                 )
-            ((path, maps),) = found.items()
+            ((path, maps),) = outputs.items()
         (gradients,) = torch.autograd.grad(score, maps, materialize_grads=True)
-    maps, gradients = (map_of(one, image.shape[1:]) for one in (maps, gradients))
+    maps, gradients = (map_of(values, image.shape[1:]) for values in (maps, gradients))
     if maps.ndim != 4:
         raise LayerError(
             f"{path!r} puts out shape {tuple(maps.shape)}, not a feature map (1, C, h, w): "

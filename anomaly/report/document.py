@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.calibration import Thresholds
 from anomaly.datasets import GOOD
-from anomaly.evaluation.metrics import image_curves
+from anomaly.evaluation.metrics.images import image_curves
 from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.report.page import asset, page
 from anomaly.scoring.build import flat

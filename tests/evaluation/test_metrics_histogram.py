@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pixel_references import IMAGES, NAMES, flat, measured, smooth_images
 from sklearn.metrics import f1_score, roc_auc_score
 
-from anomaly.evaluation.metrics import PixelAccumulator
+from anomaly.evaluation.metrics.pixels import PixelAccumulator
 
 
 @given(IMAGES, st.integers(2, 40), st.randoms(use_true_random=False))

@@ -14,8 +14,8 @@ from sklearn.metrics import (
 )
 from sklearn.metrics import roc_curve as sklearn_roc_curve
 
-from anomaly.evaluation.metrics import (
-    Metrics,
+from anomaly.evaluation.metrics.curves import Metrics
+from anomaly.evaluation.metrics.images import (
     confusion,
     image_curves,
     image_intervals,

@@ -21,7 +21,7 @@ from sklearn.metrics import (
 )
 
 from anomaly.errors import DataError
-from anomaly.evaluation.metrics import PixelAccumulator
+from anomaly.evaluation.metrics.pixels import PixelAccumulator
 
 
 def assert_classification(got, images):

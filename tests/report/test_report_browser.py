@@ -19,7 +19,7 @@ from report_cases import HOSTILE, LIMIT, case, limits, picture, with_odd
 
 from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import Scored
-from anomaly.evaluation.metrics import confusion
+from anomaly.evaluation.metrics.images import confusion
 from anomaly.imaging.read import Image
 from anomaly.report.category import Category, Tile, Tiles
 from anomaly.report.comparison import Change, Comparison, comparison_html

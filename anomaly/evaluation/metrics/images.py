@@ -183,14 +183,14 @@ def _drawn_figures(weights: Floats, best: int, count: int, rng: np.random.Genera
         parts = [(good_rest, good, nothing), (nothing, defect, defect_rest)]
         if not low:
             parts = [(nothing, good, good_rest), (defect_rest, defect, nothing)]
-        flagged, found = (np.concatenate(part, axis=1) for part in parts)
-        f1 = curves.f1_scores(flagged, found)
+        flagged, caught = (np.concatenate(part, axis=1) for part in parts)
+        f1 = curves.f1_scores(flagged, caught)
         ends.append(
             [
-                curves.auroc(flagged, found),
-                curves.average_precision(flagged, found),
+                curves.auroc(flagged, caught),
+                curves.average_precision(flagged, caught),
                 f1[:, best + 1] if low else f1.max(axis=-1),
-                *(_recall(flagged, found, rate * weights[0].sum()) for rate in FALSE_REJECT_RATES),
+                *(_recall(flagged, caught, rate * weights[0].sum()) for rate in FALSE_REJECT_RATES),
             ]
         )
     return np.array(ends)

@@ -176,19 +176,19 @@ class PixelAccumulator:
     def _add_defective(self, scores: NDArray[np.float32], defect: NDArray[np.bool_]) -> None:
         seen = ~np.isnan(scores)
         self._scores.add(scores[seen & ~defect], {Weight.GOOD: 1.0})
-        found = seen & defect
-        n_found = int(found.sum())
+        inspected = seen & defect
+        n_inspected = int(inspected.sum())
         self._defect_pixels += int(defect.sum())
-        self._lost_defect_pixels += int(defect.sum()) - n_found
+        self._lost_defect_pixels += int(defect.sum()) - n_inspected
         # 8-connected, over the whole mask: a region cut in two by a crop is still one region.
         _, regions = cv2.connectedComponents(defect.astype(np.uint8), connectivity=8)
-        region = regions[found]
+        region = regions[inspected]
         weights: dict[int, float | Floats] = {
             Weight.DEFECT: 1.0,
             Weight.REGION: 1.0 / np.bincount(region)[region],
-            Weight.DEFECT_IMAGE: 1.0 / max(n_found, 1),
+            Weight.DEFECT_IMAGE: 1.0 / max(n_inspected, 1),
         }
-        self._scores.add(scores[found], weights)
+        self._scores.add(scores[inspected], weights)
 
     def result(self) -> Metrics:
         """The figures over all images added so far.
@@ -279,15 +279,15 @@ def _aupimo(tally: Tally) -> Metrics:
     low, high = map(math.log, AUPIMO_RANGE)
     rate = curves.cumulative_share(tally.weights[Weight.GOOD_IMAGE])
     recall = curves.cumulative_share(tally.weights[Weight.DEFECT_IMAGE])
-    some = int(np.searchsorted(rate, 0.0, side="right"))
-    log_rate = np.log(rate[some:])
+    first = int(np.searchsorted(rate, 0.0, side="right"))
+    log_rate = np.log(rate[first:])
     start = min(low, float(log_rate[0]))
     x = np.concatenate([[start, log_rate[0]], log_rate])
-    y = np.concatenate([[recall[some - 1]] * 2, recall[some:]])
+    y = np.concatenate([[recall[first - 1]] * 2, recall[first:]])
     value = float(curves.area(x, y, low, high)) / (high - low)
     if tally.exact:
         return Metrics({"aupimo": value})
     # The first group of good scores may hold any path, up to its own recall.
-    jump = (min(float(log_rate[0]), high) - start) * float(recall[some] - recall[some - 1])
+    jump = (min(float(log_rate[0]), high) - start) * float(recall[first] - recall[first - 1])
     error = (curves.area_error(x, y, low, high) + max(jump, 0.0)) / (high - low)
     return Metrics({"aupimo": value}, {}, {"aupimo": error})
