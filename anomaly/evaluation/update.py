@@ -186,8 +186,8 @@ class Update:
             )
         yield from limits.lines()
         yield (
-            f"the new ones alone ({len(new.names)}) can vouch for no less than "
-            f"{percent(supported_rate(len(new.names)))} of parts like them"
+            f"{len(new.names)} new images alone can't guarantee a false-reject rate below "
+            f"{percent(supported_rate(len(new.names)))} for parts like them"
         )
 
     def _changed(self) -> Iterator[str]:

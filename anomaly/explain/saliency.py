@@ -19,7 +19,13 @@ from anomaly.backbones.registry import build, normalisation
 from anomaly.backbones.state import full_network
 from anomaly.backbones.torchvision_networks import official_weights
 from anomaly.errors import AnomalyError, ImageError, LayerError
-from anomaly.explain.feature_maps import batch_of, check_eval, feature_map_pictures, map_of
+from anomaly.explain.feature_maps import (
+    batch_of,
+    check_eval,
+    check_map,
+    feature_map_pictures,
+    map_of,
+)
 from anomaly.explain.pictures import (
     RgbImage,
     beside,
@@ -167,11 +173,7 @@ def grad_cam(
             ((path, maps),) = outputs.items()
         (gradients,) = torch.autograd.grad(score, maps, materialize_grads=True)
     maps, gradients = (map_of(values, image.shape[1:]) for values in (maps, gradients))
-    if maps.ndim != 4:
-        raise LayerError(
-            f"{path!r} puts out shape {tuple(maps.shape)}, not a feature map (1, C, h, w): "
-            "choose a layer before the pooling"
-        )
+    check_map(maps.shape, path)
     weights = gradients.mean(dim=(2, 3), keepdim=True)  # eq. 1
     evidence = functional.relu((weights * maps).sum(dim=1, keepdim=True)).detach()  # eq. 2
     cam = functional.interpolate(evidence.float(), image.shape[1:], mode="bilinear")[0, 0]
