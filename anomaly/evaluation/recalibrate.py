@@ -184,7 +184,7 @@ def _peak(result: Prediction) -> float:
 def recalibrated(
     detector: Model,
     good: str | Path | Iterable[ImageLike] | None,
-    given: ArrayFormat,
+    array_format: ArrayFormat,
     *,
     reject_rate: float | None,
     review_rate: float | None,
@@ -208,7 +208,7 @@ def recalibrated(
         check_by_hand(threshold, review_threshold)
     unseen = None
     if good is not None:
-        images = sources(good, given)
+        images = sources(good, array_format)
         unseen = score_held_out(detector, images, what="good images", tested=tested_of(detector))
         for reason in unseen.refused:
             log.warning("skipped: %s", reason)
@@ -268,13 +268,13 @@ def known_scores(detector: Model, without: Sequence[str] = ()) -> GoodScores:
 
 
 def sources(
-    images: str | Path | Iterable[ImageLike], given: ArrayFormat, what: str = "good images"
+    images: str | Path | Iterable[ImageLike], array_format: ArrayFormat, what: str = "good images"
 ) -> list[Path | Image]:
     """Images as a program names them: a folder, or a collection.
 
     Args:
         images: what it names; a single image is one of them.
-        given: how arrays are to be taken.
+        array_format: how arrays are to be taken.
         what: the images are, for messages; by that it is seen whether folders are called defects.
 
     Raises:
@@ -289,7 +289,7 @@ def sources(
     named: list[Path | Image] = []
     for index, image in enumerate([images] if is_one(images) else images):
         try:
-            named.append(given.source(image))
+            named.append(array_format.source(image))
         except ImageError as error:
             raise ImageError(f"{described(index)}: {error}", error.status) from None
     if not named:

@@ -147,7 +147,7 @@ class TrainingImages:
 
     Args:
         hashes: sha256 of each by name, as a model's manifest has them.
-        there: images among which they may be. Their names may be the ends of those in the
+        samples: images among which they may be. Their names may be the ends of those in the
             manifest: `good/1.png` or `1.png` for `train/good/1.png`.
         renamed: those of them that may have any name; all are read to find one.
     """
@@ -155,22 +155,22 @@ class TrainingImages:
     def __init__(
         self,
         hashes: Mapping[str, str],
-        there: Iterable[Sample],
+        samples: Iterable[Sample],
         *,
         renamed: Iterable[Sample] = (),
     ) -> None:
         self._hashes = hashes
         self._renamed = list(renamed)
-        self._there: dict[str, list[Sample]] = {}
-        for sample in there:
-            self._there.setdefault(sample.name, []).append(sample)
+        self._by_name: dict[str, list[Sample]] = {}
+        for sample in samples:
+            self._by_name.setdefault(sample.name, []).append(sample)
 
     def find(self, name: str) -> Sample | str:
         """A training image, or why it isn't there."""
         reason = "not found"
         parts = PurePosixPath(name).parts
         ends = [PurePosixPath(*parts[i:]).as_posix() for i in range(len(parts))]
-        for sample in (one for end in ends for one in self._there.get(end, ())):
+        for sample in (sample for end in ends for sample in self._by_name.get(end, ())):
             try:
                 if sha256_of(sample.path) == self._hashes[name]:
                     return sample

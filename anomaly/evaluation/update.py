@@ -318,17 +318,17 @@ def _verdicts(thresholds: Thresholds, scores: Sequence[float]) -> str:
 def updated(
     detector: Model,
     good: str | Path | Iterable[ImageLike],
-    given: ArrayFormat,
+    array_format: ArrayFormat,
     *,
     defects: str | Path | Iterable[ImageLike] | None,
     include_suspects: bool,
     force: bool,
 ) -> Model:
     """A detector that has learned more; see `AnomalyDetector.update`."""
-    bad = {} if defects is None else {DEFECTS: _samples(sources(defects, given, "defects"))}
+    bad = {} if defects is None else {DEFECTS: _samples(sources(defects, array_format, "defects"))}
     made = update(
         detector,
-        _samples(sources(good, given)),
+        _samples(sources(good, array_format)),
         compare=bad,
         tested=tested_of(detector),
         include_suspects=include_suspects,

@@ -199,7 +199,10 @@ class PixelAccumulator:
             nothing was inspected. All but the threshold are in [0, 1].
         """
         tally = self._scores.tally()
-        metrics = _classification(tally) | _aupro(tally) | self._aupimo(tally) | self._lost()
+        lost = Metrics(
+            {"lost_defect_share": self._lost_defect_pixels / max(self._defect_pixels, 1)}
+        )
+        metrics = _classification(tally) | _aupro(tally) | self._aupimo(tally) | lost
         if self._defect_pixels:
             return metrics
         return Metrics.undefined(
@@ -218,10 +221,6 @@ class PixelAccumulator:
             )
             return Metrics.undefined(("aupimo",), reason)
         return _aupimo(tally)
-
-    def _lost(self) -> Metrics:
-        share = self._lost_defect_pixels / max(self._defect_pixels, 1)
-        return Metrics({"lost_defect_share": share})
 
 
 def _classification(tally: Tally) -> Metrics:
