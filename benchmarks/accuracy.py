@@ -22,11 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anomaly.evaluation.metrics import (
-    PixelAccumulator,
-    image_metrics,
-    recall_at_false_reject_rates,
-)
+from anomaly.evaluation.metrics.images import image_metrics, recall_at_false_reject_rates
+from anomaly.evaluation.metrics.pixels import PixelAccumulator
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.scoring.image_score import image_scores, network_map, with_border_damped
 from benchmarks.feature_cache import ImageMaps, Network, SetMaps, feature_maps

@@ -25,7 +25,8 @@ from anomaly.calibration.thresholds import (
     recall_at,
     threshold_at,
 )
-from anomaly.evaluation.metrics import curves, image_intervals
+from anomaly.evaluation.metrics import curves
+from anomaly.evaluation.metrics.images import image_intervals
 
 Floats = NDArray[np.float64]
 COSTS = Costs(false_reject=5.0, escape=200.0, defect_share=0.01)

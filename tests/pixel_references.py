@@ -11,7 +11,8 @@ from pyaupro import PerRegionOverlap
 from scipy.ndimage import gaussian_filter
 from scipy.ndimage import label as scipy_label
 
-from anomaly.evaluation.metrics import PixelAccumulator
+from anomaly.evaluation.metrics.curves import Tally
+from anomaly.evaluation.metrics.pixels import PixelAccumulator, Weight
 
 NAMES = {
     "pixel_auroc",
@@ -25,8 +26,32 @@ NAMES = {
 }
 
 
+class ExactScores:
+    """Weights by score, unbinned, every score kept: what `ScoreHistogram` approximates."""
+
+    def __init__(self, rows):
+        self._rows = rows
+        self._scores = []
+        self._weights = []
+
+    def add(self, scores, weights):
+        spread = np.zeros((self._rows, len(scores)))
+        for row, weight in weights.items():
+            spread[row] = weight
+        self._scores.append(scores.copy())
+        self._weights.append(spread)
+
+    def tally(self):
+        if not self._scores:
+            return Tally.of([], np.zeros((self._rows, 0)))
+        return Tally.of(np.concatenate(self._scores), np.concatenate(self._weights, axis=1))
+
+
 def measured(images, max_bins=None):
-    accumulator = PixelAccumulator(max_bins)
+    """The figures from binned scores; without `max_bins` from every single one."""
+    accumulator = PixelAccumulator(max_bins or 1)
+    if max_bins is None:
+        accumulator._scores = ExactScores(len(Weight))
     for anomaly_map, mask in images:
         accumulator.update(anomaly_map, mask)
     return accumulator.result()

@@ -153,7 +153,7 @@ def _score_images(
         for reason in first_of(scored[name].refused, f" of --{name}"):
             log.warning("skipped: %s", reason)
     if len(scored) > 1:
-        defects = set(scored["defects"].hashes)
+        defects = set(scored["defects"].named_hashes().values())
         for path, sha256 in scored["good"].named_hashes().items():
             if sha256 in defects:
                 raise _twice(path)
@@ -247,7 +247,7 @@ def _choose(
         return thresholds_from(good, review_rate, reject_rate), None
     share = 0.01 if options.defect_share is None else options.defect_share
     costs = Costs(options.cost_false_reject, options.cost_escape, share)
-    thresholds, choice = thresholds_by_cost(good, defects.image, costs, review_rate=review_rate)
+    thresholds, choice = thresholds_by_cost(good, defects.scores, costs, review_rate=review_rate)
     print(f"expected cost {choice.cost:.4g} a part, where {share:.2%} of parts are defective")
     return thresholds, choice
 
@@ -261,7 +261,7 @@ def _print_recall(
     """
     recalls = {}
     for what, value in (("rejected", thresholds.image), ("not called good", thresholds.review)):
-        rate = recall_at(value, defects.image, chosen=thresholds.label != "calibrated")
+        rate = recall_at(value, defects.scores, chosen=thresholds.label != "calibrated")
         if choice is not None and value == choice.threshold.value:
             rate = choice.recall
         expected = "" if choice is None else f"; {100 * rate.expected:.1f} % to be expected of new"

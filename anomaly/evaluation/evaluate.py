@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample, ground_truth
 from anomaly.errors import DataError, ImageError, some
-from anomaly.evaluation.metrics import (
+from anomaly.evaluation.metrics.curves import Metrics
+from anomaly.evaluation.metrics.images import (
     Confusion,
-    Metrics,
-    PixelAccumulator,
     confusion,
     image_intervals,
     image_metrics,
     metrics_by_type,
     recall_at_false_reject_rates,
 )
+from anomaly.evaluation.metrics.pixels import PixelAccumulator
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.loading import UnusableImage
 from anomaly.methods.base import Progress
@@ -46,14 +46,17 @@ class Scored:
         image_score: None where it couldn't be scored.
         reason: why it couldn't be scored, or why a person has to look whatever the score.
         image_sha256: of the file's bytes.
-        odd: whether the image isn't like the training images at all.
     """
 
     sample: Sample
     image_score: float | None
     reason: str = ""
     image_sha256: str = ""
-    odd: bool = False
+
+    @property
+    def outlier(self) -> bool:
+        """Whether a person has to look whatever the score: the image isn't like the others."""
+        return self.image_score is not None and bool(self.reason)
 
     def verdict(self, thresholds: Thresholds | None) -> str:
         """`good`, `review` or `reject`, as `infer` says; empty without a score.
@@ -62,7 +65,7 @@ class Scored:
         """
         if self.image_score is None:
             return ""
-        if self.odd:
+        if self.outlier:
             return "review"
         return "" if thresholds is None else thresholds.verdict(self.image_score)
 
@@ -154,13 +157,7 @@ def score_test_split(
                 if mask is not None and sample.is_defect and not mask.any():
                     mask = None  # or it would count as a good image's
                     unmarked.append(str(sample.mask_path))
-                scored[result.index] = Scored(
-                    sample,
-                    result.score,
-                    result.reason,
-                    result.sha256,
-                    odd=bool(result.reason),
-                )
+                scored[result.index] = Scored(sample, result.score, result.reason, result.sha256)
                 anomaly_map = result.anomaly_map
                 if mask is not None:
                     pixels.update(anomaly_map, mask)
@@ -198,8 +195,8 @@ def _mask(
     if sample.mask_path is None:
         return None if sample.is_defect else ground_truth(sample, size)
     try:
-        found = decoders.call(ground_truth, sample, size, mask_above, about=sample.mask_path)
+        mask = decoders.call(ground_truth, sample, size, mask_above, about=sample.mask_path)
     except ImageError as error:
         reason = f"{sample.path} is left out, for its mask can't be used: {error}"
         raise ImageError(reason, error.status) from None
-    return np.asarray(found, bool)
+    return np.asarray(mask, bool)

@@ -29,28 +29,44 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class HeldOutScores:
-    """Images with their scores, in the order of their files.
+class HeldOutImage:
+    """An image that the model hasn't learned from, with its score.
 
     Attributes:
-        paths: of the images that were scored; mere names of those that came from memory.
-        image: their image scores.
-        peak: the highest value of each one's anomaly map.
-        hashes: sha256 of each file.
-        reasons: why a person has to look at each one whatever its score; empty where there is none.
+        path: of the file; a mere name where the image came from memory.
+        score: the image score.
+        peak: the highest value of the anomaly map.
+        sha256: of the file.
+        reason: why a person has to look whatever the score; empty where there is none.
+    """
+
+    path: Path
+    score: float
+    peak: float
+    sha256: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class HeldOutScores:
+    """Images with their scores.
+
+    Attributes:
+        images: those that were scored, in the order of their files.
         refused: why others can't be used.
     """
 
-    paths: tuple[Path, ...]
-    image: tuple[float, ...]
-    peak: tuple[float, ...]
-    hashes: tuple[str, ...]
-    reasons: tuple[str, ...]
+    images: tuple[HeldOutImage, ...]
     refused: tuple[str, ...]
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """The image scores."""
+        return tuple(image.score for image in self.images)
 
     def named_hashes(self) -> dict[str, str]:
         """sha256 of each image that was scored, by its path."""
-        return dict(zip(map(str, self.paths), self.hashes, strict=True))
+        return {str(image.path): image.sha256 for image in self.images}
 
     def good_scores(self) -> GoodScores:
         """What thresholds are found with, where all of these images are good.
@@ -61,27 +77,27 @@ class HeldOutScores:
         Raises:
             DataError: they are all like that.
         """
-        kept = [i for i, reason in enumerate(self.reasons) if not reason]
+        kept = [image for image in self.images if not image.reason]
+        outliers = [f"{image.path}: {image.reason}" for image in self.images if image.reason]
         if not kept:
             raise DataError(
-                f"all {len(self.paths)} good images would be for review whatever their score "
-                f"({self.reasons[0]}), so they say nothing of thresholds; where parts look like "
-                "that from now on, the model can learn them (update)"
+                f"all {len(outliers)} good images would be for review whatever their score "
+                f"({self.images[0].reason}), so they say nothing of thresholds; where parts look "
+                "like that from now on, the model can learn them (update)"
             )
-        if odd := [f"{p}: {why}" for p, why in zip(self.paths, self.reasons, strict=True) if why]:
+        if outliers:
             log.warning(
                 "%d good images would be for review whatever their score, and say nothing of "
                 "thresholds; left out: %s",
-                len(odd),
-                some(odd, "; "),
+                len(outliers),
+                some(outliers, "; "),
             )
-        names = _names([self.paths[i] for i in kept])
         return GoodScores(
-            tuple(names),
-            tuple(self.image[i] for i in kept),
-            tuple(self.peak[i] for i in kept),
+            tuple(_names([image.path for image in kept])),
+            tuple(image.score for image in kept),
+            tuple(image.peak for image in kept),
             f"{len(kept)} good images that the model hasn't learned from",
-            hashes=tuple(self.hashes[i] for i in kept),
+            hashes=tuple(image.sha256 for image in kept),
         )
 
 
@@ -110,7 +126,7 @@ def score_held_out(
     Raises:
         DataError: an image belongs to the test split, or none is left.
     """
-    rows: dict[int, tuple[float, float, str, str]] = {}
+    scored: dict[int, HeldOutImage] = {}
     paths = [described(i) if isinstance(im, Image) else im for i, im in enumerate(images)]
     refused: list[str] = []
     met: set[str] = set()
@@ -132,9 +148,12 @@ def score_held_out(
         elif sha256 in met:
             repeated += 1
         else:
-            rows[result.index] = (result.score, _peak(result), sha256, result.reason)
+            path = Path(paths[result.index])
+            scored[result.index] = HeldOutImage(
+                path, result.score, _peak(result), sha256, result.reason
+            )
         met.add(sha256)
-    if not rows:
+    if not scored:
         reasons = [f"{known} the model has learned from"] if known else []
         reasons += refused[:3]
         raise DataError(f"none of {len(images)} images can be used: {'; '.join(reasons)}")
@@ -142,10 +161,7 @@ def score_held_out(
         log.warning("%s: the model has learned from %d; left out", what, known)
     if repeated:
         log.warning("%s: %d are copies of others; left out", what, repeated)
-    order = sorted(rows)
-    image, peak, hashes, odd = zip(*(rows[i] for i in order), strict=True)
-    files = tuple(Path(paths[i]) for i in order)
-    return HeldOutScores(files, image, peak, hashes, odd, tuple(refused))
+    return HeldOutScores(tuple(scored[i] for i in sorted(scored)), tuple(refused))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -168,7 +184,7 @@ def _peak(result: Prediction) -> float:
 def recalibrated(
     detector: Model,
     good: str | Path | Iterable[ImageLike] | None,
-    given: ArrayFormat,
+    array_format: ArrayFormat,
     *,
     reject_rate: float | None,
     review_rate: float | None,
@@ -190,15 +206,20 @@ def recalibrated(
         raise DataError("thresholds are set by hand or found by rates, not both")
     else:
         check_by_hand(threshold, review_threshold)
-    scored = {} if good is None else {"good": _scored(detector, good, given)}
-    scores = scored["good"].good_scores() if scored else known_scores(detector)
+    unseen = None
+    if good is not None:
+        images = sources(good, array_format)
+        unseen = score_held_out(detector, images, what="good images", tested=tested_of(detector))
+        for reason in unseen.refused:
+            log.warning("skipped: %s", reason)
+    scores = unseen.good_scores() if unseen else known_scores(detector)
     if threshold is None:
         limits = thresholds_from(scores, *wanted)
     else:
         limits = by_hand(scores, threshold, review_threshold)
     asked = {name: value for name, value in asked.items() if value is not None}
-    images = {name: one.named_hashes() for name, one in scored.items()}
-    made = change(asked, detector.thresholds, limits, images) | {"model_before": detector.model_id}
+    hashes = {"good": unseen.named_hashes()} if unseen else {}
+    made = change(asked, detector.thresholds, limits, hashes) | {"model_before": detector.model_id}
     changes = (*detector.changes, made)
     return replace(detector, thresholds=limits, model_id="", folder=None, changes=changes)
 
@@ -246,28 +267,14 @@ def known_scores(detector: Model, without: Sequence[str] = ()) -> GoodScores:
     return now
 
 
-def _scored(
-    detector: Model, good: str | Path | Iterable[ImageLike], given: ArrayFormat
-) -> HeldOutScores:
-    unseen = score_held_out(
-        detector,
-        sources(good, given),
-        what="good images",
-        tested=tested_of(detector),
-    )
-    for reason in unseen.refused:
-        log.warning("skipped: %s", reason)
-    return unseen
-
-
 def sources(
-    images: str | Path | Iterable[ImageLike], given: ArrayFormat, what: str = "good images"
+    images: str | Path | Iterable[ImageLike], array_format: ArrayFormat, what: str = "good images"
 ) -> list[Path | Image]:
     """Images as a program names them: a folder, or a collection.
 
     Args:
         images: what it names; a single image is one of them.
-        given: how arrays are to be taken.
+        array_format: how arrays are to be taken.
         what: the images are, for messages; by that it is seen whether folders are called defects.
 
     Raises:
@@ -279,15 +286,15 @@ def sources(
         if what == "good images":
             check_good_inputs([Path(images)], paths)
         return list(paths)
-    found: list[Path | Image] = []
+    named: list[Path | Image] = []
     for index, image in enumerate([images] if is_one(images) else images):
         try:
-            found.append(given.source(image))
+            named.append(array_format.source(image))
         except ImageError as error:
             raise ImageError(f"{described(index)}: {error}", error.status) from None
-    if not found:
+    if not named:
         raise DataError(f"no {what} were given")
-    return found
+    return named
 
 
 def tested_of(detector: Model) -> frozenset[str]:

@@ -55,6 +55,13 @@ def images_to_test(
     )
 
 
+def content_hash(sample: Sample) -> str:
+    """sha256 of an image's file, or of its pixels; empty where it can't be read."""
+    with suppress(OSError):
+        return sample.image.sha256 if sample.image else sha256_of(sample.path)
+    return ""
+
+
 def tested_hashes(model: Model, folder: Path, data_root: Path | None) -> frozenset[str]:
     """sha256 of the test images of the data set that a model was trained on.
 
@@ -63,11 +70,8 @@ def tested_hashes(model: Model, folder: Path, data_root: Path | None) -> frozens
     Raises:
         DataError: the data set isn't there, or nothing says where it is.
     """
-    hashes = set()
-    for sample in dataset_of(model, folder, data_root).test:
-        with suppress(OSError):
-            hashes.add(sha256_of(sample.path))
-    return frozenset(hashes)
+    test = dataset_of(model, folder, data_root).test
+    return frozenset(map(content_hash, test)) - {""}
 
 
 def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:
@@ -99,13 +103,14 @@ def not_learned(model: Model, name: object, named: Sequence[Sample]) -> list[Sam
     samples = []
     by_label: dict[bool, dict[str, str]] = {False: {}, True: {}}
     for sample in named:
-        with suppress(OSError):
-            known = sample.image.sha256 if sample.image else sha256_of(sample.path)
-            if known in learned:
-                continue
-            by_label[sample.is_defect][known] = sample.name
+        sha256 = content_hash(sample)
+        if sha256 in learned:
+            continue
+        if sha256:
+            by_label[sample.is_defect][sha256] = sample.name
         samples.append(sample)
-    if both := [by_label[True][known] for known in by_label[False] if known in by_label[True]]:
+    good, defective = by_label[False], by_label[True]
+    if both := [defective[sha256] for sha256 in good if sha256 in defective]:
         log.warning(
             "%d images are among the good ones and among the defects, by their content (%s): "
             "one of the two is wrong, and so are the figures",
@@ -142,7 +147,7 @@ class TrainingImages:
 
     Args:
         hashes: sha256 of each by name, as a model's manifest has them.
-        there: images among which they may be. Their names may be the ends of those in the
+        samples: images among which they may be. Their names may be the ends of those in the
             manifest: `good/1.png` or `1.png` for `train/good/1.png`.
         renamed: those of them that may have any name; all are read to find one.
     """
@@ -150,22 +155,22 @@ class TrainingImages:
     def __init__(
         self,
         hashes: Mapping[str, str],
-        there: Iterable[Sample],
+        samples: Iterable[Sample],
         *,
         renamed: Iterable[Sample] = (),
     ) -> None:
         self._hashes = hashes
         self._renamed = list(renamed)
-        self._there: dict[str, list[Sample]] = {}
-        for sample in there:
-            self._there.setdefault(sample.name, []).append(sample)
+        self._by_name: dict[str, list[Sample]] = {}
+        for sample in samples:
+            self._by_name.setdefault(sample.name, []).append(sample)
 
     def find(self, name: str) -> Sample | str:
         """A training image, or why it isn't there."""
         reason = "not found"
         parts = PurePosixPath(name).parts
         ends = [PurePosixPath(*parts[i:]).as_posix() for i in range(len(parts))]
-        for sample in (one for end in ends for one in self._there.get(end, ())):
+        for sample in (sample for end in ends for sample in self._by_name.get(end, ())):
             try:
                 if sha256_of(sample.path) == self._hashes[name]:
                     return sample
@@ -178,11 +183,7 @@ class TrainingImages:
 
     @cached_property
     def _by_content(self) -> dict[str, Sample]:
-        found: dict[str, Sample] = {}
-        for sample in self._renamed:
-            with suppress(OSError):
-                found.setdefault(sha256_of(sample.path), sample)
-        return found
+        return {content_hash(sample): sample for sample in reversed(self._renamed)}
 
     def find_all(self) -> dict[str, Sample | str]:
         """All training images by name; else why one isn't there."""

@@ -6,7 +6,7 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from anomaly.calibration.rates import percent, supported_rate
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, first_of, some
 from anomaly.evaluation.recalibrate import sources, tested_of
-from anomaly.files.writing import sha256_of
+from anomaly.evaluation.splits import content_hash
 from anomaly.imaging.array_input import ArrayFormat, ImageLike
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -86,24 +86,24 @@ def verdict_changes(
     before = both[0]
     with Decoders(min(workers, len(samples)), Task(before.loading)) as decoders:
         for start in range(0, len(samples), _AT_ONCE):
-            some = samples[start : start + _AT_ONCE]
-            images = {i: sample.source for i, sample in enumerate(some)}
+            batch = samples[start : start + _AT_ONCE]
+            images = {i: sample.source for i, sample in enumerate(batch)}
             cache = FeatureCache(before, fitter_of(before.config), decoders, scratch)
             with closing(cache):
                 features = cache.build(images, turned=False)
-                found = [scores_of(detector, features, features.views) for detector in both]
-            for i in sorted(found[0]):
-                pair = found[0][i][0], found[1][i][0]
+                scores = [scores_of(detector, features, features.views) for detector in both]
+            for i in sorted(scores[0]):
+                pair = scores[0][i][0], scores[1][i][0]
                 first, second = (
                     verdict(
                         score, detector.thresholds, detector.review_reason(features.statistics[i])
                     )
                     for detector, score in zip(both, pair, strict=True)
                 )
-                yield Compared(some[i].name, first, second, pair)
+                yield Compared(batch[i].name, first, second, pair)
             for refused in features.refused:
                 log.warning("skipped: %s", refused.reason)
-            progress(start + len(some), len(samples))
+            progress(start + len(batch), len(samples))
 
 
 _LISTED = 10  # changed verdicts of a kind
@@ -131,7 +131,7 @@ class Update:
     @property
     def escapes(self) -> list[str]:
         """The confirmed defects that were caught, and would pass."""
-        return [one.name for one in self.compared.get(DEFECTS, ()) if one.escapes]
+        return [image.name for image in self.compared.get(DEFECTS, ()) if image.escapes]
 
     def keep(self, source: Path, output: Path, *, overwrite: bool = False) -> str:
         """Write the new run: model, where its data set is, and golden parts with today's scores.
@@ -148,11 +148,11 @@ class Update:
             OutputError: an earlier run is there, or there is no room.
         """
         parts = golden_of(find_model(source))
-        said = {
-            one.name: {"image_score": one.scores[1], "verdict": one.after}
-            for one in self.compared.get(GOLDEN_PARTS, ())
+        scores = {
+            part.name: {"image_score": part.scores[1], "verdict": part.after}
+            for part in self.compared.get(GOLDEN_PARTS, ())
         }
-        golden = None if parts is None else (parts, said)
+        golden = None if parts is None else (parts, scores)
         return keep_run(self.detector, output, [source], golden=golden, overwrite=overwrite)
 
     @property
@@ -194,11 +194,11 @@ class Update:
 
     def _changed(self) -> Iterator[str]:
         for kind, images in self.compared.items():
-            changed = [one for one in images if one.before != one.after]
+            changed = [image for image in images if image.before != image.after]
             yield f"{kind}: {len(changed)} of {len(images)} verdicts change"
             # What passes first.
-            changed.sort(key=lambda one: (not one.escapes, one.name))
-            yield from (f"  {one}" for one in first_of([*map(str, changed)], most=_LISTED))
+            changed.sort(key=lambda image: (not image.escapes, image.name))
+            yield from (f"  {image}" for image in first_of([*map(str, changed)], most=_LISTED))
 
 
 DEFECTS, GOLDEN_PARTS = "confirmed defects", "golden parts"
@@ -252,13 +252,13 @@ def update(
             if images
         }
     assert detector.thresholds is not None  # learn has asked for some
-    found = [one.after != "good" for one in compared.get(DEFECTS, ())]
+    caught = [defect.after != "good" for defect in compared.get(DEFECTS, ())]
     made = change(
         {"updated": {"include_suspects": include_suspects}},
         detector.thresholds,
         learned.detector.thresholds,
         {"learned": learned.hashes},
-        {"not called good": sum(found), "images": len(found)} if found else None,
+        {"not called good": sum(caught), "images": len(caught)} if caught else None,
     )
     changes = (*detector.changes, made | {"model_before": detector.model_id})
     return Update(
@@ -282,10 +282,10 @@ def _fresh(
         DataError: one is a defect, or of the test split; or none is left.
     """
     met = set(detector.manifest["training_images"].values())
-    bad = {_hash(sample) for sample in defects} - {""}
+    bad = {content_hash(sample) for sample in defects} - {""}
     kept = []
     for sample in good:
-        sha256 = _hash(sample)
+        sha256 = content_hash(sample)
         if sha256 in bad:
             raise DataError(f"{sample.path} is given as good and as a defect; give it once")
         if sha256 in tested:
@@ -307,14 +307,8 @@ def _distinct(samples: Sequence[Sample]) -> list[Sample]:
     """Each image once, by its content; those that can't be read stay, to be told."""
     first: dict[str, Sample] = {}
     for i, sample in enumerate(samples):
-        first.setdefault(_hash(sample) or str(i), sample)
+        first.setdefault(content_hash(sample) or str(i), sample)
     return list(first.values())
-
-
-def _hash(sample: Sample) -> str:
-    with suppress(OSError):
-        return sample.image.sha256 if sample.image else sha256_of(sample.path)
-    return ""
 
 
 def _verdicts(thresholds: Thresholds, scores: Sequence[float]) -> str:
@@ -326,17 +320,17 @@ def _verdicts(thresholds: Thresholds, scores: Sequence[float]) -> str:
 def updated(
     detector: Model,
     good: str | Path | Iterable[ImageLike],
-    given: ArrayFormat,
+    array_format: ArrayFormat,
     *,
     defects: str | Path | Iterable[ImageLike] | None,
     include_suspects: bool,
     force: bool,
 ) -> Model:
     """A detector that has learned more; see `AnomalyDetector.update`."""
-    bad = {} if defects is None else {DEFECTS: _samples(sources(defects, given, "defects"))}
+    bad = {} if defects is None else {DEFECTS: _samples(sources(defects, array_format, "defects"))}
     made = update(
         detector,
-        _samples(sources(good, given)),
+        _samples(sources(good, array_format)),
         compare=bad,
         tested=tested_of(detector),
         include_suspects=include_suspects,
@@ -366,8 +360,8 @@ def refusal(escapes: Sequence[str]) -> str:
 
 def _samples(images: Iterable[Path | Image]) -> list[Sample]:
     return [
-        Sample(one, one.name)
-        if isinstance(one, Path)
-        else Sample(Path(described(i)), described(i), image=one)
-        for i, one in enumerate(images)
+        Sample(image, image.name)
+        if isinstance(image, Path)
+        else Sample(Path(described(i)), described(i), image=image)
+        for i, image in enumerate(images)
     ]

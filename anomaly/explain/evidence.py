@@ -82,16 +82,16 @@ def worst_patches(
         (row, column) of each, each once.
     """
     counted = np.nan_to_num(scores, nan=-np.inf)
-    found: dict[tuple[int, int], None] = {}
+    worst: dict[tuple[int, int], None] = {}
     for flaw in flaws[:_FLAWS]:
         rows = _within(centres[0], flaw.y, flaw.height, flaw.peak_y)
         columns = _within(centres[1], flaw.x, flaw.width, flaw.peak_x)
         best = np.unravel_index(counted[np.ix_(rows, columns)].argmax(), (len(rows), len(columns)))
-        found[int(rows[best[0]]), int(columns[best[1]])] = None
-    if not found:
+        worst[int(rows[best[0]]), int(columns[best[1]])] = None
+    if not worst:
         row, column = np.unravel_index(counted.argmax(), scores.shape)
-        found[int(row), int(column)] = None
-    return list(found)
+        worst[int(row), int(column)] = None
+    return list(worst)
 
 
 def _within(centres: NDArray[np.float64], start: int, size: int, peak: int) -> NDArray[np.intp]:

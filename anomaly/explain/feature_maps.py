@@ -60,6 +60,19 @@ def map_of(output: Tensor, size: Sequence[int]) -> Tensor:
     return layout.map_of(output, size) if layout else output
 
 
+def check_map(shape: Sequence[int], layer: str) -> None:
+    """See that a layer's output is a feature map of one image.
+
+    Raises:
+        LayerError: it has another number of axes.
+    """
+    if len(shape) != 4:
+        raise LayerError(
+            f"{layer!r} puts out shape {tuple(shape)}, not a feature map (1, C, h, w): "
+            "choose a layer before the pooling"
+        )
+
+
 def check_eval(model: nn.Module) -> None:
     """See that a pass leaves a network as it is: in train mode batch norms learn from each one.
 
@@ -118,13 +131,14 @@ def feature_map_pictures(
             layer: layout.map_of(outputs[layer], image.shape[1:])
             for layer, layout in zip(layers, layouts, strict=True)
         }
-    maps = {layer: output.float().cpu().numpy() for layer, output in outputs.items()}
+    for layer, output in outputs.items():
+        check_map(output.shape, layer)
     shown = picture
     if picture is None and len(image) in (1, 3):
         shown = _stretched(image.detach().expand(3, -1, -1).cpu().float().numpy())
     return {
-        layer: feature_map_picture(_one_map(values, layer), layer, shown, n_channels)
-        for layer, values in maps.items()
+        layer: feature_map_picture(output[0].float().cpu().numpy(), layer, shown, n_channels)
+        for layer, output in outputs.items()
     }
 
 
@@ -195,16 +209,6 @@ def pca_rgb(values: NDArray[Any]) -> RgbImage:
 def _sign(component: NDArray[np.float64]) -> float:
     """A component's sign is arbitrary; this makes it the same each time."""
     return 1.0 if component[np.abs(component).argmax()] >= 0 else -1.0
-
-
-def _one_map(values: NDArray[Any], layer: str) -> NDArray[Any]:
-    if values.ndim != 4:
-        raise LayerError(
-            f"{layer!r} puts out shape {values.shape}, not a feature map (1, C, h, w): "
-            "choose a layer before the pooling"
-        )
-    one: NDArray[Any] = values[0]
-    return one
 
 
 def _stretched(image: NDArray[np.float32]) -> RgbImage:

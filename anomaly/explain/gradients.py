@@ -190,7 +190,7 @@ def _measured(gradient: Tensor) -> Tensor:
 def _trainable(
     model: nn.Module, layers: Selector | Sequence[Selector]
 ) -> dict[str, list[nn.Parameter]]:
-    found: dict[str, list[nn.Parameter]] = {}
+    trainable: dict[str, list[nn.Parameter]] = {}
     # Hooks on parameters are called in compiled and scripted code, too, where those on layers
     # aren't, which `select` refuses.
     patterns = [layers] if isinstance(layers, str | type) else layers
@@ -200,13 +200,13 @@ def _trainable(
         if any(map(is_lazy, parameters)):
             raise LayerError(f"{path!r} has no weights before its first pass: run the network once")
         if parameters:
-            found[path] = parameters
-    if not found:
+            trainable[path] = parameters
+    if not trainable:
         raise LayerError(
             f"no layer of {type(model).__name__} matching {layers!r} holds a "
             "parameter with requires_grad: name others, or unfreeze them"
         )
-    return found
+    return trainable
 
 
 def _panel(cells: RgbImage) -> RgbImage:

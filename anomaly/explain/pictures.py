@@ -294,6 +294,6 @@ def save_explanation(
     clear(folder, claim_folder(folder, overwrite=overwrite))
     for name, picture in pictures.items():
         write(folder / name, encode_png(picture))
-    said = {**facts, "pictures": list(pictures), "not_shown": list(notes)}
-    write(folder / _FACTS, as_json(said))
-    return said
+    written = {**facts, "pictures": list(pictures), "not_shown": list(notes)}
+    write(folder / _FACTS, as_json(written))
+    return written

@@ -17,7 +17,13 @@ from torch.nn import functional
 from anomaly.backbones.layer_table import last_map, layer_table, side_multiple, stages, token_layer
 from anomaly.backbones.registry import backbone_of, build, full_network, normalisation
 from anomaly.errors import AnomalyError, ImageError, LayerError
-from anomaly.explain.feature_maps import batch_of, check_eval, feature_map_pictures, map_of
+from anomaly.explain.feature_maps import (
+    batch_of,
+    check_eval,
+    check_map,
+    feature_map_pictures,
+    map_of,
+)
 from anomaly.explain.pictures import (
     RgbImage,
     beside,
@@ -156,20 +162,16 @@ def grad_cam(
         batch = batch.detach().clone().requires_grad_()
         with capture(model, layer, grad=True) as captured:
             score = _class_score(captured.run(batch), target_class)
-            found = captured.pop()
-            if len(found) != 1:
+            outputs = captured.pop()
+            if len(outputs) != 1:
                 raise LayerError(
-                    f"Grad-CAM looks at one map, and {layer!r} names {len(found)}: "
-                    f"{', '.join(found)}"
+                    f"Grad-CAM looks at one map, and {layer!r} names {len(outputs)}: "
+                    f"{', '.join(outputs)}"
                 )
-            ((path, maps),) = found.items()
+            ((path, maps),) = outputs.items()
         (gradients,) = torch.autograd.grad(score, maps, materialize_grads=True)
-    maps, gradients = (map_of(one, image.shape[1:]) for one in (maps, gradients))
-    if maps.ndim != 4:
-        raise LayerError(
-            f"{path!r} puts out shape {tuple(maps.shape)}, not a feature map (1, C, h, w): "
-            "choose a layer before the pooling"
-        )
+    maps, gradients = (map_of(values, image.shape[1:]) for values in (maps, gradients))
+    check_map(maps.shape, path)
     weights = gradients.mean(dim=(2, 3), keepdim=True)  # eq. 1
     evidence = functional.relu((weights * maps).sum(dim=1, keepdim=True)).detach()  # eq. 2
     cam = functional.interpolate(evidence.float(), image.shape[1:], mode="bilinear")[0, 0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -61,8 +60,15 @@ class Journal:
         self._lines: GrowingFile | None = None
         self._end = 0
         if file.exists():
-            with _reading(file), file.open("rb") as stream:
-                self._read(stream)
+            try:
+                with file.open("rb") as stream:
+                    self._read(stream)
+            except OSError as error:
+                raise OutputError(f"{file} can't be read: {error.strerror}") from None
+            except (ValueError, KeyError, TypeError) as error:
+                raise OutputError(
+                    f"{file} is damaged ({why(error)}); start again with --overwrite"
+                ) from None
 
     def __enter__(self) -> Self:
         self._lines = GrowingFile(self.file, self._end)
@@ -117,14 +123,14 @@ class RunJournal(Journal):
         Raises:
             OutputError: no room.
         """
-        self.commit({"images": [asdict(one) for one in batch]})
-        self.done |= {one.index: one for one in batch}
+        self.commit({"images": [asdict(image) for image in batch]})
+        self.done |= {image.index: image for image in batch}
 
     def take(self, line: dict[str, Any]) -> None:
         """Remember a batch."""
-        for one in line["images"]:
-            regions = tuple(MarkedRegion(**region) for region in one["regions"])
-            self.done[one["index"]] = Finished(one["index"], Row(**one["row"]), regions)
+        for image in line["images"]:
+            regions = tuple(MarkedRegion(**region) for region in image["regions"])
+            self.done[image["index"]] = Finished(image["index"], Row(**image["row"]), regions)
 
     def in_order(self) -> list[Finished]:
         """All that is finished, in order of the files."""
@@ -132,7 +138,7 @@ class RunJournal(Journal):
 
     def rows(self) -> list[Row]:
         """All rows, in order of the files."""
-        return [one.row for one in self.in_order()]
+        return [image.row for image in self.in_order()]
 
     def finish(self, done: Path, exit_code: int, more: Mapping[str, object] | None = None) -> None:
         """The run is complete: another file says of what, and this one goes.
@@ -160,8 +166,8 @@ def exit_code_of(done: Path, about: Mapping[str, object]) -> int:
         OutputError: it was another run, or nothing says which one it was.
     """
     try:
-        said = json.loads(done.read_bytes())
-        found, code = dict(said["about"]), int(said["exit_code"])
+        record = json.loads(done.read_bytes())
+        found, code = dict(record["about"]), int(record["exit_code"])
     except (OSError, ValueError, KeyError, TypeError):
         raise OutputError(
             f"{done.parent} holds results, but {done.name}, which says what of, is missing "
@@ -194,20 +200,3 @@ def check_same(
             f"{output} holds a run with another {other or 'program'}, which can't be "
             f"continued with this one; {remedy}"
         )
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """Say what is wrong with the journal that is read inside.
-
-    Raises:
-        OutputError: it can't be read, or holds something else.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(f"{file} can't be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise OutputError(
-            f"{file} is damaged ({why(error)}); start again with --overwrite"
-        ) from None

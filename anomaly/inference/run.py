@@ -6,8 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from anomaly.datasets.inputs import Found, picture_names
 from anomaly.errors import OutputError
@@ -140,52 +141,48 @@ def infer_files(
 
 def _broken_off(failure: OutputError, done: int, total: int) -> OutputError:
     """What to tell of a run that couldn't write."""
-    told = OutputError(
+    error = OutputError(
         f"{failure}; {done} of {total} images are done and kept: once that is mended, go on with "
         "--resume"
     )
-    told.exit_code = 3 if done else 2
-    return told
+    error.exit_code = 3 if done else 2
+    return error
 
 
+# A score, what its pictures show, and the pictures on their way.
+_Scored: TypeAlias = tuple[Prediction, RenderOptions, Future[RenderResult | UnusableImage]]
+
+
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        model: AnyModel,
-        inputs: Inputs,
-        record: Record,
-        decoders: Decoders,
-        stopped: Callable[[], bool],
-        thumbnails: Thumbnails | None,
-    ) -> None:
-        self._stopped = stopped
-        self._thumbnails = thumbnails
-        self._model = model
-        self._inputs = inputs
-        self._record = record
-        self._decoders = decoders
-        # The index of each batch's last image, and how many images it has.
-        self._batches: dict[int, int] = {}
-        # In the batches' order: results whose pictures may still be on their way, if they have any,
-        # and what is finished of the batch that the first of them belongs to.
-        self._behind: deque[
-            tuple[Prediction, RenderOptions, Future[RenderResult | UnusableImage]] | UnusableImage
-        ] = deque()
-        self._finished: list[Finished] = []
-        self._begun: dict[int, float] = {}
+    """A run under way: its parts as for `infer`, and what is on its way through them."""
+
+    model: AnyModel
+    inputs: Inputs
+    record: Record
+    decoders: Decoders
+    stopped: Callable[[], bool]
+    thumbnails: Thumbnails | None
+    # The index of each batch's last image, and how many images it has.
+    batches: dict[int, int] = field(default_factory=dict)
+    # In the batches' order: results whose pictures may still be on their way, if they have any,
+    # and what is finished of the batch that the first of them belongs to.
+    behind: deque[_Scored | UnusableImage] = field(default_factory=deque)
+    finished: list[Finished] = field(default_factory=list)
+    begun: dict[int, float] = field(default_factory=dict)
 
     def score(self, progress: Progress) -> None:
-        paths, detector = self._inputs.paths, self._model
-        new = [index for index in range(len(paths)) if index not in self._record.done]
-        items = self._inputs.brought((i, self._begin(i)) for i in new)
-        loaded = self._decoders.load_all(items, self._stopped)
+        paths, detector = self.inputs.paths, self.model
+        new = [index for index in range(len(paths)) if index not in self.record.done]
+        items = self.inputs.brought((i, self._begin(i)) for i in new)
+        loaded = self.decoders.load_all(items, self.stopped)
         batches = by_shape(detector.fitting(loaded), detector.batch_size)
         try:
             results = detector.predict_batches(self._noted(batches))
             for done, result in enumerate(results, 1):
                 self._take(result)
                 progress(done, len(new))
-                if result.index in self._batches and self._stopped():
+                if result.index in self.batches and self.stopped():
                     break
         except StoppedError:
             pass
@@ -193,37 +190,37 @@ class _Run:
             self._record_all()
 
     def _begin(self, index: int) -> Path:
-        self._begun[index] = time.perf_counter()
-        return self._inputs.paths[index]
+        self.begun[index] = time.perf_counter()
+        return self.inputs.paths[index]
 
     def _noted(
         self, batches: Iterable[list[NetworkInput] | UnusableImage]
     ) -> Iterator[list[NetworkInput] | UnusableImage]:
         for batch in batches:
             members = [batch] if isinstance(batch, UnusableImage) else batch
-            self._batches[members[-1].index] = len(members)
+            self.batches[members[-1].index] = len(members)
             yield batch
 
     def _take(self, result: Prediction | UnusableImage) -> None:
         if isinstance(result, UnusableImage):
-            self._decoders.forget(result.index)
-            self._behind.append(result)
+            self.decoders.forget(result.index)
+            self.behind.append(result)
         else:
             i, options = result.index, self._render_options(result)
-            path, name = self._inputs.paths[i], self._inputs.pictures[i]
-            drawn = self._decoders.finish(i, path, result.source_map, name, options)
-            self._behind.append((result, options, drawn))
-        if len(self._behind) > _BEHIND:
+            path, name = self.inputs.paths[i], self.inputs.pictures[i]
+            drawn = self.decoders.finish(i, path, result.source_map, name, options)
+            self.behind.append((result, options, drawn))
+        if len(self.behind) > _BEHIND:
             self._record_first()
 
     def _record_all(self) -> None:
         """What is computed isn't thrown away because another one's picture had no room."""
         failure: OutputError | None = None
         end = time.monotonic() + _LAST_SECONDS
-        while self._behind:
-            first = self._behind[0]
+        while self.behind:
+            first = self.behind[0]
             drawing = [] if isinstance(first, UnusableImage) else [first[2]]
-            if self._stopped() and wait(drawing, end - time.monotonic()).not_done:
+            if self.stopped() and wait(drawing, end - time.monotonic()).not_done:
                 break  # the run will score its batch again when it goes on
             try:
                 self._record_first()
@@ -234,42 +231,38 @@ class _Run:
 
     def _record_first(self) -> None:
         """A row counts once its picture is on disk, and those of its batch are."""
-        first = self._behind.popleft()
+        first = self.behind.popleft()
         index = first.index if isinstance(first, UnusableImage) else first[0].index
         try:
-            self._finished.append(self._finish(first))
-            if len(self._finished) == self._batches.get(index):
-                self._record.add(self._finished)
+            self.finished.append(self._finish(first))
+            if len(self.finished) == self.batches.get(index):
+                self.record.add(self.finished)
         finally:
-            if self._batches.pop(index, None):
-                self._finished = []
+            if self.batches.pop(index, None):
+                self.finished = []
 
-    def _finish(
-        self,
-        result: tuple[Prediction, RenderOptions, Future[RenderResult | UnusableImage]]
-        | UnusableImage,
-    ) -> Finished:
+    def _finish(self, result: _Scored | UnusableImage) -> Finished:
         if isinstance(result, UnusableImage):
             return Finished(result.index, self._row(result))
         prediction, options, future = result
         drawn = future.result()
         if isinstance(drawn, UnusableImage):
             return Finished(drawn.index, self._row(drawn))
-        picture = f"{HEATMAPS}/{self._inputs.pictures[prediction.index]}"
+        picture = f"{HEATMAPS}/{self.inputs.pictures[prediction.index]}"
         row = self._row(prediction, picture if options.heatmap else "")
-        if self._thumbnails and drawn.small:
+        if self.thumbnails and drawn.small:
             odd = bool(prediction.reason)
-            self._thumbnails.keep(row.heatmap, odd, prediction.score, drawn.small)
+            self.thumbnails.keep(row.heatmap, odd, prediction.score, drawn.small)
         return Finished(prediction.index, row, drawn.regions)
 
     def _render_options(self, result: Prediction) -> RenderOptions:
         thresholds = result.thresholds
-        verdict, wanted = result.verdict, self._inputs.options.heatmaps
+        verdict, wanted = result.verdict, self.inputs.options.heatmaps
         drawn = wanted == "all" or (wanted == "reject" and verdict != "good")
         times = result.score / thresholds.image if thresholds and thresholds.image else None
         small = 0
-        if self._thumbnails and self._thumbnails.wants(bool(result.reason), result.score):
-            small = self._thumbnails.pixels
+        if self.thumbnails and self.thumbnails.wants(bool(result.reason), result.score):
+            small = self.thumbnails.pixels
         return RenderOptions(
             drawn,
             verdict,
@@ -281,5 +274,5 @@ class _Run:
         )
 
     def _row(self, result: Prediction | UnusableImage, heatmap: str = "") -> Row:
-        begun = self._begun.pop(result.index)
-        return row_of(result, self._model, str(self._inputs.paths[result.index]), begun, heatmap)
+        begun = self.begun.pop(result.index)
+        return row_of(result, self.model, str(self.inputs.paths[result.index]), begun, heatmap)

@@ -18,7 +18,7 @@ from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, Scored, score_test_split
-from anomaly.evaluation.metrics import Confusion
+from anomaly.evaluation.metrics.images import Confusion
 from anomaly.maps.encoding import encoded, jpeg, pixels_for
 from anomaly.maps.heatmap import display, layer, outlines
 from anomaly.maps.regions import predicted_mask

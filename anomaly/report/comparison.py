@@ -118,28 +118,27 @@ def compare(first: Path, second: Path) -> Comparison:
     Raises:
         DataError: a folder doesn't hold an evaluation, or they have no image in common.
     """
-    figures = _read_figures(first), _read_figures(second)
-    rows = _read_rows(first), _read_rows(second)
-    if len(figures[0]) == len(figures[1]) == 1:
-        (name,), (other,) = figures[0], figures[1]
-        figures = figures[0], {name: figures[1][other]}
-        rows = rows[0], {(name, path): row for (_, path), row in rows[1].items()}
-    common = [key for key, row in rows[0].items() if key in rows[1] and _is_same(row, rows[1][key])]
+    (figures_a, rows_a), (figures_b, rows_b) = _read(first), _read(second)
+    if len(figures_a) == len(figures_b) == 1:
+        (name,), (other,) = figures_a, figures_b
+        figures_b = {name: figures_b[other]}
+        rows_b = {(name, path): row for (_, path), row in rows_b.items()}
+    common = [key for key, row in rows_a.items() if key in rows_b and _is_same(row, rows_b[key])]
     if not common:
         raise DataError(f"{first} and {second} have no image in common; compare like with like")
     try:
-        changes = [_change(key, rows[0][key], rows[1][key]) for key in common]
+        changes = [_change(key, rows_a[key], rows_b[key]) for key in common]
     except (ValueError, KeyError) as error:
         raise _no_evaluation(f"{first} or {second}", error) from None
     changes.sort(key=lambda c: (not c.changed, c.better is not False, -abs(c.moved or 0.0)))
-    both = {name: (figures[0][name], figures[1][name]) for name in figures[0] if name in figures[1]}
-    alone = len(rows[0]) - len(common), len(rows[1]) - len(common)
+    both = {name: (figures_a[name], figures_b[name]) for name in figures_a if name in figures_b}
+    alone = len(rows_a) - len(common), len(rows_b) - len(common)
     return Comparison((str(first), str(second)), both, tuple(changes), alone)
 
 
-def _is_same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether two rows are of one image, as far as is known: earlier tables have no hashes."""
-    hashes = one.get("image_sha256"), other.get("image_sha256")
+def _is_same(first: Mapping[str, str], second: Mapping[str, str]) -> bool:
+    """Whether two rows are of first image, as far as is known: earlier tables have no hashes."""
+    hashes = first.get("image_sha256"), second.get("image_sha256")
     return not all(hashes) or hashes[0] == hashes[1]
 
 
@@ -171,21 +170,15 @@ def summary(comparison: Comparison) -> str:
     return text
 
 
-def _read_figures(folder: Path) -> dict[str, dict[str, Any]]:
+def _read(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[tuple[str, str], dict[str, str]]]:
+    """An evaluation's figures by category, and its rows by category and path."""
     try:
-        text = (folder / "metrics.json").read_text("utf-8")
-        return dict(json.loads(text)["categories"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _no_evaluation(folder, error) from None
-
-
-def _read_rows(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
-    try:
+        figures = dict(json.loads((folder / "metrics.json").read_text("utf-8"))["categories"])
         text = (folder / "scores.csv").read_bytes().decode("utf-8", "surrogateescape")
         header, *cells = csv_rows(text)
         rows = [dict(zip(header, row, strict=True)) for row in cells]
-        return {(row["category"], row["path"]): row for row in rows}
-    except (OSError, ValueError, KeyError) as error:
+        return figures, {(row["category"], row["path"]): row for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise _no_evaluation(folder, error) from None
 
 

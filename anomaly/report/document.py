@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.calibration import Thresholds
 from anomaly.datasets import GOOD
-from anomaly.evaluation.metrics import pr_curve, roc_curve
+from anomaly.evaluation.metrics.images import image_curves
 from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.report.page import asset, page
 from anomaly.scoring.build import flatten
@@ -154,7 +154,7 @@ def _image(row: Scored, tile: Tile) -> dict[str, Any]:
         "defect": row.sample.is_defect,
         "score": row.image_score,
         "sha256": row.image_sha256,
-        "odd": row.reason if row.odd else "",
+        "odd": row.reason if row.outlier else "",
         "size": tile.size,
         "source": tile.source,
         "photo": base64.b64encode(tile.photo).decode(),
@@ -186,15 +186,17 @@ def _by_type(category: Category) -> Iterator[dict[str, Any]]:
 
 
 def _curves(category: Category) -> dict[str, Any]:
-    rows = category.evaluation.scored
-    scores = [row.image_score for row in rows if row.image_score is not None]
-    labels = [row.sample.is_defect for row in rows if row.image_score is not None]
-    return {"roc": _points(roc_curve(scores, labels)), "pr": _points(pr_curve(scores, labels))}
+    rows = [
+        (row.image_score, row.sample.is_defect)
+        for row in category.evaluation.scored
+        if row.image_score is not None
+    ]
+    both = image_curves([score for score, _ in rows], [defect for _, defect in rows])
+    roc, pr = map(_points, both) if both else (None, None)
+    return {"roc": roc, "pr": pr}
 
 
-def _points(curve: Curve | None) -> list[list[float]] | None:
-    if curve is None:
-        return None
+def _points(curve: Curve) -> list[list[float]]:
     return [[round(x, 5), round(y, 5)] for x, y in zip(curve.x, curve.y, strict=True)]
 
 

@@ -96,18 +96,18 @@ def write_gallery(
         OutputError: no room, no permission.
     """
     several = len(model.models) > 1
-    for product, one in model.models.items():
+    for product, detector in model.models.items():
         run = Run(
-            name=one.config.name,
-            method=one.method,
-            unit=one.unit,
-            thresholds=one.thresholds,
+            name=detector.config.name,
+            method=detector.method,
+            unit=detector.unit,
+            thresholds=detector.thresholds,
             model=str(folder / product),
-            model_id=one.model_id,
+            model_id=detector.model_id,
             inputs=inputs,
-            settings=to_dict(one.config),
+            settings=to_dict(detector.config),
             facts=facts,
-            learned=frozenset(one.manifest["training_images"].values()),
+            learned=frozenset(detector.manifest["training_images"].values()),
             up="../" if several else "",
         )
         shown = (row for row in rows() if not several or row.product in (product, ""))
@@ -250,7 +250,7 @@ def product_index(products: Iterable[str], inputs: str, rows: Iterable[Row]) -> 
     if missed := total_of(without) - without["ok"]:
         refused = f"{missed} couldn't be scored: each page names them. "
     about = f"<bdi>{escape(inputs)}</bdi> · {escape(say_counts(everything))} · {utc_now()}"
-    rows_of_products = [_product_row(product, found) for product, found in counts.items()]
+    rows_of_products = [_product_row(product, tally) for product, tally in counts.items()]
     content = f"""{table_html(["Product", "Images", *_TITLES.values()], rows_of_products)}
 <p class="soft small">{refused}Scores of several products have no common scale, so that each has
 a page of its own. results.csv has a row for each image.</p>"""

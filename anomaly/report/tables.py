@@ -8,7 +8,7 @@ from typing import Any
 
 from anomaly.calibration.rates import rate_of
 from anomaly.evaluation.evaluate import Evaluation
-from anomaly.evaluation.metrics import Confusion
+from anomaly.evaluation.metrics.images import Confusion
 from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
 from anomaly.files.tables import csv_text
 from anomaly.files.writing import as_json
@@ -85,13 +85,13 @@ def table(evaluations: Sequence[Evaluation]) -> str:
 def at_thresholds(name: str, counts: Confusion) -> str:
     """What a model's own thresholds did to its test images, in one line."""
     good, bad = counts.good, counts.defective
-    said = [f"of {good.total} good ones {good.reject} rejected and {good.review} to review"]
+    clauses = [f"of {good.total} good ones {good.reject} rejected and {good.review} to review"]
     if bad.total:
-        said.append(
+        clauses.append(
             f"of {bad.total} defective ones {bad.reject} rejected, {bad.review} to review, "
             f"{bad.good} taken for good"
         )
-    return f"{name} at its thresholds: {'; '.join(said)}"
+    return f"{name} at its thresholds: {'; '.join(clauses)}"
 
 
 def undefined(evaluations: Sequence[Evaluation]) -> list[str]:

@@ -16,7 +16,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from anomaly.datasets import Sample, open_dataset
 from anomaly.errors import DataError
 from anomaly.evaluation.evaluate import Evaluation, Scored, score_test_split
-from anomaly.evaluation.metrics import Metrics
+from anomaly.evaluation.metrics.curves import Metrics
 from anomaly.imaging.read import read_mask
 from anomaly.report.tables import metrics_json, scores_csv, table
 from anomaly.scoring.prediction import Prediction

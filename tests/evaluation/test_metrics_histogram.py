@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pixel_references import IMAGES, NAMES, flat, measured, smooth_images
+from pixel_references import IMAGES, NAMES, measured, smooth_images
 from sklearn.metrics import f1_score, roc_auc_score
 
-from anomaly.evaluation.metrics import PixelAccumulator
+from anomaly.evaluation.metrics.pixels import PixelAccumulator
 
 
 @given(IMAGES, st.integers(2, 40), st.randoms(use_true_random=False))

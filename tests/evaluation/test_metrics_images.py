@@ -14,15 +14,14 @@ from sklearn.metrics import (
 )
 from sklearn.metrics import roc_curve as sklearn_roc_curve
 
-from anomaly.evaluation.metrics import (
-    Metrics,
+from anomaly.evaluation.metrics.curves import Metrics
+from anomaly.evaluation.metrics.images import (
     confusion,
+    image_curves,
     image_intervals,
     image_metrics,
     metrics_by_type,
-    pr_curve,
     recall_at_false_reject_rates,
-    roc_curve,
 )
 
 # Few distinct values, so that ties are the rule; neighbours in float32, so that a threshold
@@ -218,7 +217,7 @@ def test_curves_are_scikit_learns():
     rng = np.random.default_rng(2)
     labels = rng.random(200) < 0.4
     scores = np.round(rng.normal(labels * 1.0, 1.0), 1)
-    roc, pr = roc_curve(scores, labels, points=10_000), pr_curve(scores, labels, points=10_000)
+    roc, pr = image_curves(scores, labels, points=10_000)
     x, y, _ = sklearn_roc_curve(labels, scores, drop_intermediate=False)
     np.testing.assert_allclose([roc.x, roc.y], [x, y], atol=1e-12)
     precision, recall, _ = precision_recall_curve(labels, scores)
@@ -229,7 +228,7 @@ def test_thinned_curve_keeps_ends_and_true_points():
     rng = np.random.default_rng(2)
     labels = rng.random(3000) < 0.4
     scores = rng.normal(labels * 1.0, 1.0)
-    roc = roc_curve(scores, labels, points=50)
+    roc, _ = image_curves(scores, labels, points=50)
     assert 40 <= len(roc.x) <= 50
     assert (roc.x[0], roc.y[0], roc.x[-1], roc.y[-1]) == (0, 0, 1, 1)
     assert max(np.abs(np.diff(roc.x)).max(), np.abs(np.diff(roc.y)).max()) < 0.06
@@ -239,9 +238,9 @@ def test_thinned_curve_keeps_ends_and_true_points():
 
 
 def test_curves_without_a_class_are_none():
-    assert roc_curve([1.0, 2.0], [True, True]) is None
-    assert pr_curve([1.0, 2.0], [False, False]) is None
-    assert pr_curve([1.0, 2.0], [True, True]) is None
+    assert image_curves([1.0, 2.0], [True, True]) is None
+    assert image_curves([1.0, 2.0], [False, False]) is None
+    assert image_curves([], []) is None
 
 
 def test_confusion_counts_by_type():

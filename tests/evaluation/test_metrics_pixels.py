@@ -8,7 +8,6 @@ from pixel_references import (
     NAMES,
     brute_force_aupimo,
     brute_force_aupro,
-    flat,
     measured,
     published_aupro,
     smooth_images,
@@ -21,7 +20,7 @@ from sklearn.metrics import (
 )
 
 from anomaly.errors import DataError
-from anomaly.evaluation.metrics import PixelAccumulator
+from anomaly.evaluation.metrics.pixels import PixelAccumulator
 
 
 def assert_classification(got, images):
@@ -216,21 +215,3 @@ def test_unusable_maps_are_refused():
         accumulator.update(np.zeros((4, 6)), np.zeros((4, 5), bool))
     with pytest.raises(ValueError, match="infinite"):
         accumulator.update(np.full((4, 6), np.inf), np.zeros((4, 6), bool))
-
-
-def test_curves_for_plots():
-    images = smooth_images(np.random.default_rng(5), shape=(160, 160))
-    scores, labels = flat(images)
-    accumulator = PixelAccumulator(1 << 16)
-    assert accumulator.roc_curve() is None
-    assert accumulator.pr_curve() is None
-    for image in images:
-        accumulator.update(*image)
-    roc, pr = accumulator.roc_curve(60), accumulator.pr_curve(60)
-    assert max(len(roc.x), len(pr.x)) <= 60
-    for x, y, threshold in zip(roc.x, roc.y, roc.thresholds, strict=True):
-        assert x == pytest.approx((scores[~labels] > threshold).mean())
-        assert y == pytest.approx((scores[labels] > threshold).mean())
-    for x, y, threshold in list(zip(pr.x, pr.y, pr.thresholds, strict=True))[1:]:
-        assert x == pytest.approx((scores[labels] > threshold).mean())
-        assert y == pytest.approx(labels[scores > threshold].mean())

@@ -14,7 +14,7 @@ from pixel_map import pixel_map
 from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand
 from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import Evaluation, Scored
-from anomaly.evaluation.metrics import image_intervals, image_metrics, metrics_by_type
+from anomaly.evaluation.metrics.images import image_intervals, image_metrics, metrics_by_type
 from anomaly.imaging.read import Image
 from anomaly.report.category import Category, Tile, Tiles
 
@@ -97,7 +97,7 @@ def with_odd(category: Category, places: Sequence[int], reason: str) -> Category
     """The same, but some images aren't like the training images at all."""
     rows = list(category.evaluation.scored)
     for i in places:
-        rows[i] = replace(rows[i], reason=reason, odd=True)
+        rows[i] = replace(rows[i], reason=reason)
     return replace(category, evaluation=replace(category.evaluation, scored=tuple(rows)))
 
 

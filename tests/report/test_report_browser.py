@@ -19,7 +19,7 @@ from report_cases import HOSTILE, LIMIT, case, limits, picture, with_odd
 
 from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import Scored
-from anomaly.evaluation.metrics import confusion
+from anomaly.evaluation.metrics.images import confusion
 from anomaly.imaging.read import Image
 from anomaly.report.category import Category, Tile, Tiles
 from anomaly.report.comparison import Change, Comparison, comparison_html
@@ -58,7 +58,7 @@ def verdict(score: float, review: float, reject: float) -> str:
 def expected(category: Category, review: float, reject: float) -> dict[str, Any]:
     rows = category.evaluation.scored
     verdicts = [
-        "review" if row.odd else verdict(row.image_score or 0.0, review, reject) for row in rows
+        "review" if row.outlier else verdict(row.image_score or 0.0, review, reject) for row in rows
     ]
     counts = confusion(
         verdicts, [r.sample.is_defect for r in rows], [r.sample.defect_type for r in rows]

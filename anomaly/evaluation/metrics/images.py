@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,10 +37,8 @@ def image_metrics(scores: ArrayLike, labels: ArrayLike) -> Metrics:
     """
     names = ("image_auroc", "image_ap", "image_f1_max", "image_f1_max_threshold")
     tally = _tally(scores, labels)
-    if tally is None or not tally.weights[1].any():
-        return Metrics.undefined(names, NO_DEFECTS)
-    if not tally.weights[0].any():
-        return Metrics.undefined(names, NO_GOOD)
+    if missing := _missing_class(tally):
+        return Metrics.undefined(names, missing)
     good, defect = tally.weights
     f1 = curves.f1_scores(good, defect)
     best = int(np.argmax(f1))
@@ -78,14 +76,12 @@ def recall_at_false_reject_rates(
         raise ValueError(f"false-reject rates must be from 0 to 1, not {list(rates)}")
     names = _recall_names(rates)
     tally = _tally(scores, labels)
-    if tally is None or not tally.weights[1].any():
-        return Metrics.undefined(names, NO_DEFECTS)
-    if not tally.weights[0].any():
-        return Metrics.undefined(names, NO_GOOD)
+    if missing := _missing_class(tally):
+        return Metrics.undefined(names, missing)
     good, defect = tally.weights
     # A little slack: 0.07 of 100 images is seven, though 0.07 · 100 > 7 in floating point.
-    found = [float(_recall(good, defect, np.floor(r * good.sum() + 1e-9))) for r in rates]
-    return Metrics(dict(zip(names, found, strict=True)))
+    recalls = [float(_recall(good, defect, np.floor(r * good.sum() + 1e-9))) for r in rates]
+    return Metrics(dict(zip(names, recalls, strict=True)))
 
 
 def metrics_by_type(
@@ -105,12 +101,14 @@ def metrics_by_type(
         ValueError: shapes differ, or a score isn't finite.
     """
     values, defective, named = np.asarray(scores), np.asarray(labels, bool), np.array(types, object)
-    found = {}
+    by_type = {}
     for name in dict.fromkeys(named[defective]):
-        some = ~defective | (named == name)
-        auroc = image_metrics(values[some], defective[some]).only("image_auroc")
-        found[name] = auroc | recall_at_false_reject_rates(values[some], defective[some])
-    return found
+        chosen = ~defective | (named == name)
+        pair = values[chosen], defective[chosen]
+        by_type[name] = image_metrics(*pair).only("image_auroc") | recall_at_false_reject_rates(
+            *pair
+        )
+    return by_type
 
 
 def _recall_names(rates: Sequence[float]) -> tuple[str, ...]:
@@ -157,7 +155,7 @@ def image_intervals(
     """
     names = ("image_auroc", "image_ap", "image_f1_max", *_recall_names(FALSE_REJECT_RATES))
     tally = _tally(scores, labels)
-    if tally is None or not tally.weights.any(axis=1).all():
+    if _missing_class(tally):
         return dict.fromkeys(names)
     rng = np.random.default_rng(seed)
     best = int(np.argmax(curves.f1_scores(*tally.weights)))
@@ -185,14 +183,14 @@ def _drawn_figures(weights: Floats, best: int, count: int, rng: np.random.Genera
         parts = [(good_rest, good, nothing), (nothing, defect, defect_rest)]
         if not low:
             parts = [(nothing, good, good_rest), (defect_rest, defect, nothing)]
-        flagged, found = (np.concatenate(part, axis=1) for part in parts)
-        f1 = curves.f1_scores(flagged, found)
+        flagged, caught = (np.concatenate(part, axis=1) for part in parts)
+        f1 = curves.f1_scores(flagged, caught)
         ends.append(
             [
-                curves.auroc(flagged, found),
-                curves.average_precision(flagged, found),
+                curves.auroc(flagged, caught),
+                curves.average_precision(flagged, caught),
                 f1[:, best + 1] if low else f1.max(axis=-1),
-                *(_recall(flagged, found, rate * weights[0].sum()) for rate in FALSE_REJECT_RATES),
+                *(_recall(flagged, caught, rate * weights[0].sum()) for rate in FALSE_REJECT_RATES),
             ]
         )
     return np.array(ends)
@@ -208,45 +206,45 @@ def _pieces(weights: Floats, count: int, rng: np.random.Generator) -> tuple[Floa
     return pieces[:, :-1], pieces[:, -1:]
 
 
-def roc_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve | None:
-    """Recall over the rate of false rejects, for a plot; None without both classes.
+def image_curves(
+    scores: ArrayLike, labels: ArrayLike, points: int = 500
+) -> tuple[Curve, Curve] | None:
+    """Recall over the rate of false rejects, and precision over recall, for plots.
 
     Args:
         scores: (n,) finite, higher is more anomalous.
         labels: (n,) bool, whether each image is defective.
-        points: of the curve, at most.
+        points: of each curve, at most.
+
+    Returns:
+        None without good or without defective images.
     """
     tally = _tally(scores, labels)
-    if tally is None or not tally.weights.any(axis=1).all():
+    if _missing_class(tally):
         return None
-    return curves.roc(tally.weights[0], tally.weights[1], tally.thresholds()).thinned(points)
-
-
-def pr_curve(scores: ArrayLike, labels: ArrayLike, points: int = 500) -> Curve | None:
-    """Precision over recall, for a plot; None without both classes.
-
-    Args:
-        scores: (n,) finite, higher is more anomalous.
-        labels: (n,) bool, whether each image is defective.
-        points: of the curve, at most.
-    """
-    tally = _tally(scores, labels)
-    if tally is None or not tally.weights.any(axis=1).all():
-        return None
-    return curves.precision_recall(tally.weights[0], tally.weights[1], tally.thresholds()).thinned(
-        points
+    (good, defect), thresholds = tally.weights, tally.thresholds()
+    return (
+        curves.roc(good, defect, thresholds).thinned(points),
+        curves.precision_recall(good, defect, thresholds).thinned(points),
     )
 
 
-def _tally(scores: ArrayLike, labels: ArrayLike) -> Tally | None:
-    """Good and defective images at each score; None for no images at all."""
-    values = np.asarray(scores)
+def _tally(scores: ArrayLike, labels: ArrayLike) -> Tally:
+    """Good and defective images at each score."""
+    values = np.asarray(scores, np.float64)
     defective: NDArray[np.bool_] = np.asarray(labels, dtype=bool)
     if values.ndim != 1 or values.shape != defective.shape:
         raise ValueError(f"scores {values.shape} and labels {defective.shape} must be (n,) both")
     if not np.isfinite(values).all():
         raise ValueError("every image score must be finite")
-    return Tally.of(values, [~defective, defective]) if len(values) else None
+    return Tally.of(values, [~defective, defective])
+
+
+def _missing_class(tally: Tally) -> str:
+    """Why image figures are undefined; empty where there are good and defective images."""
+    if not tally.weights[1].any():
+        return NO_DEFECTS
+    return "" if tally.weights[0].any() else NO_GOOD
 
 
 @dataclass(frozen=True)
@@ -305,19 +303,16 @@ def confusion(
     unknown = sorted(set(verdicts) - {"good", "review", "reject"})
     if unknown:
         raise ValueError(f"a verdict is 'good', 'review' or 'reject', not {unknown[0]!r}")
-    counts = Counter(zip(map(bool, labels), defect_types, verdicts, strict=True))
+    rows = list(zip(map(bool, labels), defect_types, verdicts, strict=True))
+
+    def counted(chosen: Iterable[str]) -> VerdictCounts:
+        return VerdictCounts(**Counter(chosen))
+
     return Confusion(
-        good=_counted({key: n for key, n in counts.items() if not key[0]}),
-        defective=_counted({key: n for key, n in counts.items() if key[0]}),
+        good=counted(verdict for defect, _, verdict in rows if not defect),
+        defective=counted(verdict for defect, _, verdict in rows if defect),
         by_type={
-            name: _counted({key: n for key, n in counts.items() if key[1] == name})
+            name: counted(verdict for _, kind, verdict in rows if kind == name)
             for name in dict.fromkeys(defect_types)
         },
     )
-
-
-def _counted(counts: dict[tuple[bool, str, str], int]) -> VerdictCounts:
-    by_verdict: Counter[str] = Counter()
-    for (_, _, verdict), n in counts.items():
-        by_verdict[verdict] += n
-    return VerdictCounts(**by_verdict)

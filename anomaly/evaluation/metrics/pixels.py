@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from anomaly.errors import DataError
 from anomaly.evaluation.metrics import curves
-from anomaly.evaluation.metrics.curves import Curve, Floats, Metrics, Tally
+from anomaly.evaluation.metrics.curves import Floats, Metrics, Tally
 
 _SIGN = np.uint32(1 << 31)
 # The keys of the lowest and the highest finite float32.
@@ -92,33 +92,6 @@ class ScoreHistogram:
         self._shift, self._first, self._weights = shift, first, widened
 
 
-class ExactScores:
-    """Weights by score, unbinned, every score kept: for sets that fit into memory.
-
-    Args:
-        rows: how many kinds of weight to keep.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._scores: list[NDArray[np.float32]] = []
-        self._weights: list[Floats] = []
-
-    def add(self, scores: NDArray[np.float32], weights: Mapping[int, float | Floats]) -> None:
-        """Add scores (n,) to some of the rows."""
-        spread = np.zeros((self._rows, len(scores)))
-        for row, weight in weights.items():
-            spread[row] = weight
-        self._scores.append(scores.copy())
-        self._weights.append(spread)
-
-    def tally(self) -> Tally:
-        """The distinct scores."""
-        if not self._scores:
-            return Tally.of([], np.zeros((self._rows, 0)))
-        return Tally.of(np.concatenate(self._scores), np.concatenate(self._weights, axis=1))
-
-
 def _ordered_keys(scores: NDArray[np.float32]) -> NDArray[np.uint32]:
     """Integers in the order of the scores; both zeros get the same."""
     bits = (scores + np.float32(0)).view(np.uint32)
@@ -157,13 +130,11 @@ class PixelAccumulator:
     """Pixel AUROC, average precision and best F1, AUPRO and AUPIMO, streamed.
 
     Args:
-        max_bins: the most bins of scores to keep; memory is 40 bytes a bin. None keeps every
-            pixel instead, for exact figures of sets that fit into memory.
+        max_bins: the most bins of scores to keep; memory is 40 bytes a bin.
     """
 
-    def __init__(self, max_bins: int | None = 1 << 20) -> None:
-        rows = len(Weight)
-        self._scores = ExactScores(rows) if max_bins is None else ScoreHistogram(rows, max_bins)
+    def __init__(self, max_bins: int = 1 << 20) -> None:
+        self._scores = ScoreHistogram(len(Weight), max_bins)
         self._images = 0
         self._good_image_pixels = 0
         self._defect_pixels = 0
@@ -205,19 +176,19 @@ class PixelAccumulator:
     def _add_defective(self, scores: NDArray[np.float32], defect: NDArray[np.bool_]) -> None:
         seen = ~np.isnan(scores)
         self._scores.add(scores[seen & ~defect], {Weight.GOOD: 1.0})
-        found = seen & defect
-        n_found = int(found.sum())
+        inspected = seen & defect
+        n_inspected = int(inspected.sum())
         self._defect_pixels += int(defect.sum())
-        self._lost_defect_pixels += int(defect.sum()) - n_found
+        self._lost_defect_pixels += int(defect.sum()) - n_inspected
         # 8-connected, over the whole mask: a region cut in two by a crop is still one region.
         _, regions = cv2.connectedComponents(defect.astype(np.uint8), connectivity=8)
-        region = regions[found]
+        region = regions[inspected]
         weights: dict[int, float | Floats] = {
             Weight.DEFECT: 1.0,
             Weight.REGION: 1.0 / np.bincount(region)[region],
-            Weight.DEFECT_IMAGE: 1.0 / max(n_found, 1),
+            Weight.DEFECT_IMAGE: 1.0 / max(n_inspected, 1),
         }
-        self._scores.add(scores[found], weights)
+        self._scores.add(scores[inspected], weights)
 
     def result(self) -> Metrics:
         """The figures over all images added so far.
@@ -228,28 +199,15 @@ class PixelAccumulator:
             nothing was inspected. All but the threshold are in [0, 1].
         """
         tally = self._scores.tally()
-        metrics = _classification(tally) | _aupro(tally) | self._aupimo(tally) | self._lost()
+        lost = Metrics(
+            {"lost_defect_share": self._lost_defect_pixels / max(self._defect_pixels, 1)}
+        )
+        metrics = _classification(tally) | _aupro(tally) | self._aupimo(tally) | lost
         if self._defect_pixels:
             return metrics
         return Metrics.undefined(
             tuple(metrics.values), NO_DEFECT_MASKS if self._images else NO_MASKS
         )
-
-    def roc_curve(self, points: int = 500) -> Curve | None:
-        """Recall over false-positive rate of pixels, for a plot; None without both classes."""
-        tally = self._scores.tally()
-        good, defect = tally.weights[Weight.GOOD], tally.weights[Weight.DEFECT]
-        if not (good.any() and defect.any()):
-            return None
-        return curves.roc(good, defect, tally.thresholds()).thinned(points)
-
-    def pr_curve(self, points: int = 500) -> Curve | None:
-        """Precision over recall of pixels, for a plot; None without defect pixels."""
-        tally = self._scores.tally()
-        good, defect = tally.weights[Weight.GOOD], tally.weights[Weight.DEFECT]
-        if not defect.any():
-            return None
-        return curves.precision_recall(good, defect, tally.thresholds()).thinned(points)
 
     def _aupimo(self, tally: Tally) -> Metrics:
         if not self._good_image_pixels:
@@ -263,10 +221,6 @@ class PixelAccumulator:
             )
             return Metrics.undefined(("aupimo",), reason)
         return _aupimo(tally)
-
-    def _lost(self) -> Metrics:
-        share = self._lost_defect_pixels / max(self._defect_pixels, 1)
-        return Metrics({"lost_defect_share": share})
 
 
 def _classification(tally: Tally) -> Metrics:
@@ -324,15 +278,15 @@ def _aupimo(tally: Tally) -> Metrics:
     low, high = map(math.log, AUPIMO_RANGE)
     rate = curves.cumulative_share(tally.weights[Weight.GOOD_IMAGE])
     recall = curves.cumulative_share(tally.weights[Weight.DEFECT_IMAGE])
-    some = int(np.searchsorted(rate, 0.0, side="right"))
-    log_rate = np.log(rate[some:])
+    first = int(np.searchsorted(rate, 0.0, side="right"))
+    log_rate = np.log(rate[first:])
     start = min(low, float(log_rate[0]))
     x = np.concatenate([[start, log_rate[0]], log_rate])
-    y = np.concatenate([[recall[some - 1]] * 2, recall[some:]])
+    y = np.concatenate([[recall[first - 1]] * 2, recall[first:]])
     value = float(curves.area(x, y, low, high)) / (high - low)
     if tally.exact:
         return Metrics({"aupimo": value})
     # The first group of good scores may hold any path, up to its own recall.
-    jump = (min(float(log_rate[0]), high) - start) * float(recall[some] - recall[some - 1])
+    jump = (min(float(log_rate[0]), high) - start) * float(recall[first] - recall[first - 1])
     error = (curves.area_error(x, y, low, high) + max(jump, 0.0)) / (high - low)
     return Metrics({"aupimo": value}, {}, {"aupimo": error})
