@@ -172,7 +172,7 @@ def _run(options: argparse.Namespace) -> int:
             if cluster is None:
                 _one_by_one(options, take)
             else:
-                machine.annex("cli.evaluate_ray").run(options, cluster, take)
+                machine.annex("cluster.evaluate").run(options, cluster, take)
     finally:
         # Whatever stopped the run, what was evaluated has its index.
         if categories:

@@ -139,9 +139,7 @@ def run(options: argparse.Namespace) -> int:
     elif len(products) == 1:
         log.log(NOTE, "%s holds one run, %s, which scores all images", options.model, *products)
     if options.manifest is not None:
-        machine.annex("cli.infer_shard").check(options)
-        way = "cli.infer_shard" if options.ray is None else "cli.infer_ray"
-        return int(machine.annex(way).run(options))
+        return int(machine.annex("cluster.infer").run(options))
     if given := [f"--{n}" for n in ("shard", "ray", "workers") if getattr(options, n) is not None]:
         raise DataError(f"{given[0]} is about chunks of a manifest: give --manifest")
     options.output = Path(options.output)

@@ -43,9 +43,7 @@ def run(options: argparse.Namespace) -> int:
         with machine.cluster(options) as cluster:
             calibrate, overwrite = not options.no_calibrate, options.overwrite
             shared = (
-                None
-                if cluster is None
-                else machine.annex("model.cluster_cache").computed_by(cluster)
+                None if cluster is None else machine.annex("cluster.cache").computed_by(cluster)
             )
             how = TrainOptions(device, threads, calibrate, overwrite, shared)
             if isinstance(data.category, tuple):

@@ -140,7 +140,7 @@ def _images(
 
     good, past, defects = named("good"), [], named("defects")
     if options.feedback is not None:
-        record = machine.annex("service.confirmed")
+        record = machine.annex("line.feedback")
         said = record.confirmed_parts(options.feedback, lineage(model), scratch)
         if said.lost:
             log.warning(

@@ -120,12 +120,10 @@ class Merged:
     Attributes:
         images: its rows.
         counts: of statuses and verdicts.
-        job: what the rows depend on.
     """
 
     images: int
     counts: Counter[str]
-    job: Mapping[str, Any]
 
 
 def merge(
@@ -160,7 +158,7 @@ def merge(
             counts.update(part.column("verdict").to_pylist())
             add(part.select(_COLUMNS).replace_schema_metadata(None))
             progress(chunk + 1, len(manifest.sizes))
-    return Merged(manifest.images, counts, job)
+    return Merged(manifest.images, counts)
 
 
 def _job_of(manifest: ImageManifest, dest: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import binascii
 import hmac
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from email.message import Message
 from ipaddress import ip_address
 from typing import Any
@@ -16,6 +15,8 @@ from urllib.parse import urlsplit
 
 from fastapi import HTTPException, Request
 from starlette.requests import ClientDisconnect
+
+from anomaly.line.slot import Limits
 
 Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -113,28 +114,6 @@ def is_loopback(host: str) -> bool:
 
 LONGEST_NAME = 255
 _LINGER_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What requests may take.
-
-    Attributes:
-        body_bytes: of one image file.
-        held_bytes: of all that are received, or wait to be scored.
-        receive_seconds: until a body is there.
-        answer_seconds: until a part is answered.
-    """
-
-    body_bytes: int = 64_000_000
-    held_bytes: int = 512_000_000
-    receive_seconds: float = 30.0
-    answer_seconds: float = 60.0
-
-    @classmethod
-    def of(cls, body_bytes: int) -> Limits:
-        """Limits with which an image file of so many bytes is taken, and another may wait."""
-        return cls(body_bytes, held_bytes=max(cls.held_bytes, 2 * body_bytes))
 
 
 class Bodies:

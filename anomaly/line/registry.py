@@ -22,7 +22,7 @@ from anomaly.imaging.listing import list_images
 from anomaly.imaging.process_limits import resident_bytes
 from anomaly.imaging.read import Image
 from anomaly.line.engine import Engine, Recorder
-from anomaly.line.slot import ModelSlot, Version
+from anomaly.line.slot import Limits, ModelSlot, Version
 from anomaly.runtime.devices import release_memory
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import EXPORT, check_run_folder, model_id
@@ -55,8 +55,7 @@ class ModelRegistry:
         recorder: writes answers down.
         device: where the networks are.
         workers: decoding processes of each model.
-        most_waiting: parts of each model that may be on their way at once.
-        memory: bytes that the models in memory may take together; None for no limit.
+        limits: of parts that wait, and of memory.
     """
 
     def __init__(
@@ -66,18 +65,19 @@ class ModelRegistry:
         *,
         device: torch.device,
         workers: int,
-        most_waiting: int = 64,
-        memory: int | None = None,
+        limits: Limits | None = None,
     ) -> None:
+        self._limits = limits or Limits()
+        waiting = self._limits.waiting_parts
         self._awake = threading.Event()
         self.models = {
-            name: ModelSlot(name, folder, most_waiting=most_waiting, wake=self._awake.set)
+            name: ModelSlot(name, folder, most_waiting=waiting, wake=self._awake.set)
             for name, folder in folders.items()
         }
         self._recorder = recorder
         self._device = device
-        self._workers, self._most_waiting = workers, most_waiting
-        self._memory = memory
+        self._workers = workers
+        self._memory = self._limits.memory
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="load models", daemon=True)
 
@@ -177,7 +177,7 @@ class ModelRegistry:
                     model,
                     self._recorder,
                     workers=self._workers,
-                    most_waiting=self._most_waiting,
+                    most_waiting=self._limits.waiting_parts,
                 )
             )
             if not passed:

@@ -20,6 +20,32 @@ _AGAIN_SECONDS = 5  # after which to ask for a model that can't be used
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What requests and models may take.
+
+    Attributes:
+        body_bytes: of one image file.
+        held_bytes: of all that are received, or wait to be scored.
+        receive_seconds: until a body is there.
+        answer_seconds: until a part is answered.
+        waiting_parts: of each model, that may be on their way at once.
+        memory: bytes that the models in memory may take together; None for no limit.
+    """
+
+    body_bytes: int = 64_000_000
+    held_bytes: int = 512_000_000
+    receive_seconds: float = 30.0
+    answer_seconds: float = 60.0
+    waiting_parts: int = 64
+    memory: int | None = None
+
+    @classmethod
+    def of(cls, body_bytes: int) -> Limits:
+        """Limits with which an image file of so many bytes is taken, and another may wait."""
+        return cls(body_bytes, held_bytes=max(cls.held_bytes, 2 * body_bytes))
+
+
+@dataclass(frozen=True)
 class Version:
     """What was let in, and is known of it even while it isn't in memory.
 

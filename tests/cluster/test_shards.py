@@ -597,7 +597,7 @@ def test_a_worker_of_a_cluster_leaves_no_folder_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is ended without a word, and can't delete anything then."""
-    from anomaly.cluster.ray_workers import RayJob, _Scorer
+    from anomaly.cluster.infer import RayJob, _Scorer
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     destinations = [str(tmp_path / "out"), "memory://worker/out"]

@@ -7,18 +7,17 @@ import io
 import logging
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import common_options as machine
 from anomaly.cli.config_runs import made
 from anomaly.cli.config_runs import sources as sources_of
 from anomaly.cli.logging_setup import ProgressLine, is_quiet, spoken
-from anomaly.cluster.actors import dispatch, then
+from anomaly.cluster.actors import Work, dispatch
 from anomaly.errors import AnomalyError
 
 if TYPE_CHECKING:
@@ -46,8 +45,19 @@ def run(
     options.threads = cluster.threads
     options.folder, options.quiet = Path.cwd(), is_quiet()
 
-    def hire() -> _Worker:
-        return _Worker(cluster.start(_Evaluator, options), sources, outcomes)
+    def evaluate(actor: Actor, number: int, lost: Mapping[int, str]) -> Future[Any]:
+        if not lost:
+            return actor.ask("evaluate", sources[number])
+        given_up: Future[tuple[Outcome, Said]] = Future()
+        error = AnomalyError(
+            f"{sources[number]}: training or evaluating it took down the processes that did, "
+            "whichever they were (out of memory?)"
+        )
+        given_up.set_result((error, ("", "")))
+        return given_up
+
+    def probe(actor: Actor, number: int, images: Sequence[int]) -> Future[Any]:
+        return actor.ask("evaluate", sources[number] if images else None)
 
     with ProgressLine() as progress:
 
@@ -62,8 +72,11 @@ def run(
                 taken += 1
 
         remedy = "start it again: what is trained is kept"
+        work = Work(
+            lambda: cluster.start(_Evaluator, options), evaluate, probe, outcomes.__setitem__
+        )
         each = [1] * len(sources)
-        dispatch(range(len(sources)), each, hire, cluster.room, progress=done, remedy=remedy)
+        dispatch(range(len(sources)), each, work, cluster.room, progress=done, remedy=remedy)
 
 
 class _Evaluator:
@@ -91,38 +104,3 @@ class _Evaluator:
             except AnomalyError as error:
                 outcome = AnomalyError(str(error))
         return outcome, (out.getvalue(), err.getvalue())
-
-
-class _Worker:
-    def __init__(
-        self,
-        actor: Actor,
-        sources: Sequence[Source],
-        outcomes: dict[int, tuple[Outcome, Said]],
-    ) -> None:
-        self._actor = actor
-        self._sources = sources
-        self._outcomes = outcomes
-        self.stop = actor.stop
-
-    def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
-        """Have the actor evaluate a source; one that takes down its workers is given up."""
-        if lost:
-            error = AnomalyError(
-                f"{self._sources[chunk]}: training or evaluating it took down the processes that "
-                "did, whichever they were (out of memory?)"
-            )
-            self._outcomes[chunk] = error, ("", "")
-            nothing: Future[Counter[str]] = Future()
-            nothing.set_result(Counter())
-            return nothing
-
-        def kept(outcome: tuple[Outcome, Said]) -> Counter[str]:
-            self._outcomes[chunk] = outcome
-            return Counter()
-
-        return then(self._actor.ask("evaluate", self._sources[chunk]), kept)
-
-    def probe(self, chunk: int, images: Sequence[int]) -> Future[Counter[str]]:
-        """Have the actor evaluate a source, to see whether it survives that."""
-        return self._actor.ask("evaluate", self._sources[chunk] if images else None)
