@@ -70,10 +70,10 @@ class Actor:
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method; the future raises `WorkerDied`, or what the method has raised."""
-        told: Future[Any] = Future()
+        answer: Future[Any] = Future()
         reference = getattr(self._handle, method).remote(*arguments)
-        reference.future().add_done_callback(partial(_tell, told))
-        return told
+        reference.future().add_done_callback(partial(_pass_on, answer))
+        return answer
 
     def stop(self) -> None:
         """End it."""
@@ -82,23 +82,24 @@ class Actor:
             ray.kill(self._handle)
 
 
-def _tell(told: Future[Any], found: Future[Any]) -> None:
-    ray, error = _ray(), found.exception()
+def _pass_on(answer: Future[Any], rays: Future[Any]) -> None:
+    """Make Ray's answer ours: what the method raised, or why the worker is gone."""
+    ray, error = _ray(), rays.exception()
     if error is None:
-        told.set_result(found.result())
+        answer.set_result(rays.result())
     elif isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         if isinstance(cause, ModuleNotFoundError):
             cause = DataError(
                 f"a machine of the cluster lacks {cause.name}; install anomaly there as it is here"
             )
-        told.set_exception(cause)
+        answer.set_exception(cause)
     elif "No module named 'anomaly" in str(error):
-        told.set_exception(
+        answer.set_exception(
             DataError("a machine of the cluster lacks anomaly; install it there as it is here")
         )
     else:
-        told.set_exception(WorkerDied(type(error).__name__))
+        answer.set_exception(WorkerDied(type(error).__name__))
 
 
 def _ray() -> Any:

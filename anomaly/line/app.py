@@ -96,14 +96,14 @@ async def _misunderstood(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     if first["type"] in ("json_invalid", "model_attributes_type"):
-        said = "the body isn't a JSON object; send one with Content-Type: application/json"
-        return JSONResponse({"detail": said}, 400)
+        message = "the body isn't a JSON object; send one with Content-Type: application/json"
+        return JSONResponse({"detail": message}, 400)
     where = ".".join(map(str, first["loc"][1:])) or "the body"
     legal = first.get("ctx", {}).get("expected")
-    said = {"missing": "is missing", "extra_forbidden": "isn't known"}.get(
+    fault = {"missing": "is missing", "extra_forbidden": "isn't known"}.get(
         first["type"], f"can't be {str(first.get('input'))[:40]!r}"
     )
-    return JSONResponse({"detail": f"{where} {said}" + (f"; give {legal}" if legal else "")}, 400)
+    return JSONResponse({"detail": f"{where} {fault}" + (f"; give {legal}" if legal else "")}, 400)
 
 
 async def _in_trouble(request: Request, error: Exception) -> Response:
@@ -125,8 +125,8 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
         if not (slot.now and slot.now.marks) and (wanted.mask or wanted.regions):
             raise HTTPException(400, f"{name} has no thresholds, so nothing says what is marked")
         with service.bodies.holding() as body:
-            data, called = await body.image(request)
-            scored = await _answered(service, partial(slot.submit, data, called, wanted))
+            data, filename = await body.image(request)
+            scored = await _answered(service, partial(slot.submit, data, filename, wanted))
         return JSONResponse(
             _answer(scored, wanted), 200 if scored.answer.row.status == "ok" else 422
         )
@@ -164,8 +164,8 @@ def _answer(scored: Scored, wanted: PictureRequest) -> dict[str, Any]:
 
 def _taking(service: InspectionService, name: str) -> ModelSlot:
     slot = _slot(service, name)
-    if said := "the service is stopping" if service.stopping else slot.unusable:
-        raise HTTPException(503, said, {"Retry-After": "5"})
+    if reason := "the service is stopping" if service.stopping else slot.unusable:
+        raise HTTPException(503, reason, {"Retry-After": "5"})
     return slot
 
 
@@ -216,10 +216,9 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.get("/v1/parts/{number}", summary="One part")
     def part(number: Number) -> dict[str, Any]:
-        found = service.part(number)
-        if found is None:
+        if (row := service.part(number)) is None:
             raise HTTPException(404, f"there is no part {number}")
-        return found
+        return row
 
     @app.get(
         "/v1/parts/{number}/heatmap",
@@ -236,16 +235,16 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.post("/v1/parts/{number}/feedback", summary="Say what a part really is")
     def feedback(
-        number: Number, said: Annotated[Feedback, Body()], request: Request
+        number: Number, judgement: Annotated[Feedback, Body()], request: Request
     ) -> dict[str, Any]:
         user = credentials(request.headers.get("authorization", ""))[0]
         try:
             service.record.add_feedback(
-                said.verdict,
-                who=shown_name(said.who or user),
+                judgement.verdict,
+                who=shown_name(judgement.who or user),
                 part=number,
-                defect_type=said.defect_type,
-                note=said.note,
+                defect_type=judgement.defect_type,
+                note=judgement.note,
             )
         except DataError as error:
             raise HTTPException(409, str(error)) from None

@@ -120,16 +120,16 @@ def _drift(options: argparse.Namespace) -> int:
     drift = Drift(levels, keep=True).add_all(stream.scores)
     for line in stream.notes:
         log.log(NOTE, line)
-    said = [
+    lines = [
         *drift.lines(),
         f"{HORIZON} parts that are as promised raise an alarm with a chance of at most "
         f"{percent(options.false_alarms)}; {percent(options.defects)} of parts are taken to be "
         f"defective, {thresholds.images} good images stand behind the levels",
     ]
-    print("\n".join(said))
+    print("\n".join(lines))
     if options.output is not None:
         facts = f"{drift.parts} parts of {options.rows}, {options.model}"
-        write(options.output, drift_html(drift, stream.scores, said, facts))
+        write(options.output, drift_html(drift, stream.scores, lines, facts))
         print(f"charts in {options.output}")
     alarm = drift.alarm
     if alarm is None:
@@ -212,10 +212,10 @@ def _feedback(options: argparse.Namespace) -> int:
     record = Record(options.record)
     try:
         if options.verdict is None:
-            for one in record.feedback():
-                print(json.dumps(one))
+            for entry in record.feedback():
+                print(json.dumps(entry))
             return 0
-        said: dict[str, Any] = {
+        judgement: dict[str, Any] = {
             "who": _text(options.who or _user()),
             "defect_type": _text(options.type),
             "note": _text(options.note),
@@ -223,10 +223,10 @@ def _feedback(options: argparse.Namespace) -> int:
         for part in options.parts:
             record.check_part(part)  # before anything is noted
         for part in options.parts:
-            record.add_feedback(options.verdict, part=part, **said)
+            record.add_feedback(options.verdict, part=part, **judgement)
             print(f"part {part}: {options.verdict}")
         for file, sha256 in hashes:
-            number = record.add_feedback(options.verdict, sha256=sha256, **said)
+            number = record.add_feedback(options.verdict, sha256=sha256, **judgement)
             known = "not scored here so far" if number is None else f"part {number}"
             print(f"{file} ({known}): {options.verdict}")
         print(f"written to {options.record}")

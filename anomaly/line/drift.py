@@ -16,9 +16,7 @@ from __future__ import annotations
 import html
 import json
 import math
-import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +29,7 @@ from anomaly.calibration.rates import percent, rate_of
 from anomaly.errors import DataError, why
 from anomaly.files.tables import read_rows
 from anomaly.inference.rows import Row
+from anomaly.line.record import open_to_read
 from anomaly.report.page import page, utc_now
 
 HORIZON = 2000  # parts that the false-alarm rate is stated for
@@ -88,14 +87,14 @@ def levels_of(
     for name, value in values.items():
         distinct.setdefault(value, name)
     each = false_alarms / 2 / len(distinct)
-    found = []
+    levels = []
     for value, name in distinct.items():
         above = int((good > value).sum())
         share = rate_of(above, len(good), above / len(good), 1 - each).at_most
         promised = share + defects * (1 - share)
         if promised < 1:
-            found.append(Level(name, value, promised, _limit(promised, each)))
-    return sorted(found, key=lambda level: -level.value)
+            levels.append(Level(name, value, promised, _limit(promised, each)))
+    return sorted(levels, key=lambda level: -level.value)
 
 
 def _gains(promised: float) -> tuple[float, float]:
@@ -204,17 +203,17 @@ class Drift:
 
     def lines(self) -> list[str]:
         """What was seen, for people."""
-        said = []
+        lines = []
         for one in self.watched:
             share = percent(one.above / self.parts) if self.parts else "–"
-            told = (
+            line = (
                 f"above the {one.level.name} ({one.level.value:.4g}): {share} of {self.parts} "
                 f"parts; up to {percent(one.level.promised)} is as promised"
             )
             if one.alarm is not None:
-                told += f"; alarm at part {one.alarm + 1}, more since part {one.since + 1}"
-            said.append(told)
-        return said
+                line += f"; alarm at part {one.alarm + 1}, more since part {one.since + 1}"
+            lines.append(line)
+        return lines
 
 
 _WIDTH, _HEIGHT = 1000, 200
@@ -224,13 +223,13 @@ _POINTS = 500  # of a line on the chart
 _STEPS = 60  # stretches of parts that shares are counted over
 
 
-def drift_html(drift: Drift, scores: Sequence[float], said: Sequence[str], facts: str) -> str:
+def drift_html(drift: Drift, scores: Sequence[float], lines: Sequence[str], facts: str) -> str:
     """The page.
 
     Args:
         drift: has taken all parts and kept the sums.
         scores: the parts' scores, in the same order.
-        said: what to say of it, a line each.
+        lines: what was seen, a line each.
         facts: which model and which parts, in words.
     """
     alarm = drift.alarm
@@ -240,7 +239,7 @@ def drift_html(drift: Drift, scores: Sequence[float], said: Sequence[str], facts
         else f"The parts have drifted: alarm at part {(alarm.alarm or 0) + 1}."
     )
     state = "" if alarm is None else " alarm"
-    listed = "".join(f"<li>{html.escape(line)}</li>" for line in said)
+    listed = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     charts = "".join(_chart(one, np.asarray(scores)) for one in drift.watched)
     body = (
         f'<main class="drift"><h1>Drift</h1><p class="verdict{state}">{html.escape(verdict)}</p>'
@@ -300,18 +299,18 @@ def _horizontal(y: float, name: str, label: str) -> str:
 
 def _axes(top: str, parts: int) -> str:
     """A chart's frame: from 0 up to a value, and the numbers of the parts, counted from 1."""
-    found = (
+    drawn = (
         f'<path class="axis" d="M0 0V{_HEIGHT}H{_WIDTH}"/><text x="-8" y="6">{html.escape(top)}'
         f'</text><text x="-8" y="{_HEIGHT}">0</text>'
     )
     numbers = {1 + round(share * (max(parts, 1) - 1)): share for share in _TICKS}
     for number, share in numbers.items():
         x, label = round(_WIDTH * share, 1), f"part {number}" if number == 1 else f"{number:,}"
-        found += (
+        drawn += (
             f'<path class="axis" d="M{x} {_HEIGHT}v6"/>'
             f'<text class="below" x="{x}" y="{_HEIGHT + 24}">{label}</text>'
         )
-    return found
+    return drawn
 
 
 def _svg(content: str) -> str:
@@ -386,7 +385,8 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
         with file.open("rb") as stream:
             head = stream.read(len(_SQLITE))
         if head == _SQLITE:
-            yield from _recorded(file)
+            with open_to_read(file) as db:
+                yield from (json.loads(line) for (line,) in db.execute(_RECORDED))
         elif file.suffix.lower() == ".jsonl":
             with file.open(encoding="utf-8") as lines:
                 yield from _json_lines(lines, file)
@@ -396,15 +396,6 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
                 yield row
     except (OSError, UnicodeError) as error:
         raise DataError(f"{file} can't be read: {why(error)}") from None
-
-
-def _recorded(file: Path) -> Iterator[Mapping[str, Any]]:
-    try:
-        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as record:
-            for (line,) in record.execute(_RECORDED):
-                yield json.loads(line)
-    except sqlite3.Error:
-        raise DataError(f"{file} can't be read as a record of serve") from None
 
 
 def _json_lines(lines: Iterable[str], file: Path) -> Iterator[Mapping[str, Any]]:

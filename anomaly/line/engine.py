@@ -122,7 +122,7 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         for part in list(self._parts.values()):
-            _settled(part.done)
+            part.done.exception()  # waits until it is answered, whichever way
         self._ready.put(None)
         self._thread.join()
         self._decoders.__exit__()
@@ -285,12 +285,8 @@ class Engine:
             part.done.set_result(Scored(number, answer, drawn, mm))
 
 
-def _settled(future: Future[Any]) -> None:
-    """Wait until a part is answered, whichever way."""
-    future.exception()
-
-
 _MOST_AT_ONCE = 64  # answers in one transaction
+_Then = Callable[[int | OutputError], object]  # takes a part's number, or what was in the way
 
 
 class Recorder:
@@ -300,14 +296,14 @@ class Recorder:
 
     Args:
         record: where to.
-        told: called with each part that was written, in order; an exception that it raises is
+        written: called with each part that was written, in order; an exception that it raises is
             logged.
     """
 
-    def __init__(self, record: Record, told: Callable[[int, Answer], object]) -> None:
+    def __init__(self, record: Record, written: Callable[[int, Answer], object]) -> None:
         self._record = record
-        self._told = told
-        self._waiting: queue.SimpleQueue[_Unwritten | None] = queue.SimpleQueue()
+        self._written = written
+        self._waiting: queue.SimpleQueue[tuple[Answer, _Then] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="record", daemon=True)
 
     def __enter__(self) -> Recorder:
@@ -318,7 +314,7 @@ class Recorder:
         self._waiting.put(None)
         self._thread.join()
 
-    def put(self, answer: Answer, then: Callable[[int | OutputError], object]) -> None:
+    def put(self, answer: Answer, then: _Then) -> None:
         """Have an answer written down.
 
         Args:
@@ -326,7 +322,7 @@ class Recorder:
             then: called with the part's number, or with what was in the way; an exception that it
                 raises is logged.
         """
-        self._waiting.put(_Unwritten(answer, then))
+        self._waiting.put((answer, then))
 
     def _work(self) -> None:
         going = True
@@ -340,18 +336,18 @@ class Recorder:
             going = items[-1] is not None
             self._write([item for item in items if item is not None])
 
-    def _write(self, items: Sequence[_Unwritten]) -> None:
+    def _write(self, items: Sequence[tuple[Answer, _Then]]) -> None:
         if not items:
             return
         numbers: Sequence[int | OutputError]
         try:
-            numbers = self._record.add([item.answer for item in items])
+            numbers = self._record.add([answer for answer, _ in items])
         except OutputError as error:
             numbers = [error] * len(items)
-        for item, number in zip(items, numbers, strict=True):
+        for (answer, then), number in zip(items, numbers, strict=True):
             if isinstance(number, int):
-                _call(self._told, number, item.answer)
-            _call(item.then, number)
+                _call(self._written, number, answer)
+            _call(then, number)
 
 
 def _call(callback: Callable[..., object], *arguments: object) -> None:
@@ -360,14 +356,6 @@ def _call(callback: Callable[..., object], *arguments: object) -> None:
         callback(*arguments)
     except Exception:
         log.exception("handing an answer on failed")
-
-
-@dataclass(frozen=True)
-class _Unwritten:
-    """An answer that is to be written down."""
-
-    answer: Answer
-    then: Callable[[int | OutputError], object]
 
 
 SMALL_PIXELS = 480_000

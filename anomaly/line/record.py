@@ -17,7 +17,7 @@ import random
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -196,11 +196,11 @@ class Record:
 
     def check_part(self, number: int) -> str:
         """The sha256 of a part's image; a DataError where nobody can have seen it."""
-        found = self.read("SELECT sha256, status FROM parts WHERE id = ?", (number,))
-        if not found or found[0][1] != "ok":
-            what = "has no image that could be read" if found else "doesn't exist"
+        parts = self.read("SELECT sha256, status FROM parts WHERE id = ?", (number,))
+        if not parts or parts[0][1] != "ok":
+            what = "has no image that could be read" if parts else "doesn't exist"
             raise DataError(f"part {number} {what}; nothing is noted")
-        return str(found[0][0])
+        return str(parts[0][0])
 
     def parts(
         self, before: int | None = None, verdict: str = "", limit: int = 60
@@ -217,10 +217,10 @@ class Record:
             and what a person said last (`feedback`).
         """
         wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict}
-        given = {condition: value for condition, value in wanted.items() if value}
-        where = f"WHERE {' AND '.join(given)} " if given else ""
+        conditions = {condition: value for condition, value in wanted.items() if value}
+        where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
         rows = self.read(
-            f"{_PARTS} {where}ORDER BY parts.id DESC LIMIT ?", (*given.values(), limit)
+            f"{_PARTS} {where}ORDER BY parts.id DESC LIMIT ?", (*conditions.values(), limit)
         )
         return [_part(*row) for row in rows]
 
@@ -237,11 +237,11 @@ class Record:
     def counts(self, since: str) -> dict[str, int]:
         """How many parts there were since a time (ISO 8601, UTC), by verdict; else by status."""
         rows = self.read(
-            "SELECT CASE WHEN status = 'ok' THEN verdict ELSE status END AS said, COUNT (*)"
-            " FROM parts WHERE time >= ? GROUP BY said",
+            "SELECT CASE WHEN status = 'ok' THEN verdict ELSE status END AS outcome, COUNT (*)"
+            " FROM parts WHERE time >= ? GROUP BY outcome",
             (since,),
         )
-        return {said or "no verdict": count for said, count in rows}
+        return {outcome or "no verdict": count for outcome, count in rows}
 
     def feedback(self) -> Iterator[dict[str, Any]]:
         """All that people have said, in order."""
@@ -275,6 +275,20 @@ class Record:
             raise OutputError(f"{self.file} can't be used as a record: {_why(error)}") from None
 
 
+@contextmanager
+def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
+    """A record that somebody else may be writing to.
+
+    Raises:
+        DataError: it can't be read, or is something else.
+    """
+    try:
+        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            yield db
+    except sqlite3.Error:
+        raise DataError(f"{file} can't be read as a record of serve") from None
+
+
 def _why(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or "it can't be reached"
@@ -287,17 +301,19 @@ def _why(error: Exception) -> str:
         "SQLITE_CORRUPT": "it is damaged",
     }
     code = str(getattr(error, "sqlite_errorname", ""))
-    return next((said for name, said in known.items() if code.startswith(name)), "SQLite fails")
+    return next((text for name, text in known.items() if code.startswith(name)), "SQLite fails")
 
 
 def _part(
     number: int, model: str, line: str, picture: int, verdict: str | None, *more: str
 ) -> dict[str, Any]:
-    said = None
+    feedback = None
     if verdict is not None:
-        said = dict(zip(("verdict", "defect_type", "note", "who"), (verdict, *more), strict=True))
+        feedback = dict(
+            zip(("verdict", "defect_type", "note", "who"), (verdict, *more), strict=True)
+        )
     row = {**json.loads(line), "id": number, "model": model, "picture": bool(picture)}
-    return {**row, "feedback": said}
+    return {**row, "feedback": feedback}
 
 
 def now() -> str:

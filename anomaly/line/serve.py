@@ -193,12 +193,12 @@ def _check_open(options: argparse.Namespace, token: str) -> None:
 
 def _sinks(options: argparse.Namespace) -> list[Sink]:
     webhook, mqtt = (os.environ.get(name, "").strip() for name in SINK_VARIABLES)
-    found: list[Sink] = []
+    sinks: list[Sink] = []
     if url := options.webhook or webhook:
-        found.append(Webhook(url))
+        sinks.append(Webhook(url))
     if url := options.mqtt or mqtt:
-        found.append(Mqtt(url))
-    return found
+        sinks.append(Mqtt(url))
+    return sinks
 
 
 def _record(options: argparse.Namespace) -> Path:
