@@ -122,7 +122,7 @@ def _drift(options: argparse.Namespace) -> int:
         log.log(NOTE, line)
     lines = [
         *drift.lines(),
-        f"{HORIZON} parts that are as promised raise an alarm with a chance of at most "
+        f"{HORIZON} parts as expected raise an alarm with a chance of at most "
         f"{percent(options.false_alarms)}; {percent(options.defects)} of parts are taken to be "
         f"defective, {thresholds.images} good images stand behind the levels",
     ]

@@ -208,10 +208,10 @@ class Drift:
             share = percent(one.above / self.parts) if self.parts else "–"
             line = (
                 f"above the {one.level.name} ({one.level.value:.4g}): {share} of {self.parts} "
-                f"parts; up to {percent(one.level.promised)} is as promised"
+                f"parts; expected: at most {percent(one.level.promised)}"
             )
             if one.alarm is not None:
-                line += f"; alarm at part {one.alarm + 1}, more since part {one.since + 1}"
+                line += f". Alarm at part {one.alarm + 1}; the rise began at part {one.since + 1}"
             lines.append(line)
         return lines
 

@@ -63,7 +63,7 @@ def test_the_sum_is_that_of_the_definition() -> None:
     alarm = drift.alarm
     assert alarm is not None
     assert (alarm.alarm, alarm.since, alarm.above) == (6, 1, 6)
-    assert "alarm at part 7, more since part 2" in drift.lines()[0]
+    assert "Alarm at part 7; the rise began at part 2" in drift.lines()[0]
 
 
 def test_a_change_is_seen_and_none_is_not() -> None:
