@@ -2,7 +2,6 @@
 
 import argparse
 import csv
-import importlib
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ import pytest
 from conftest import REPOSITORY, RUNS, Command, train_arguments, write_part, write_product
 from picture_files import lossless_forms, written
 
+from anomaly import cli
 from anomaly.cli import COMMANDS
 
 
@@ -473,7 +473,7 @@ def test_help_is_quick_and_bare_call_explains() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_option_that_takes_several_values_may_be_repeated(name: str) -> None:
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"anomaly.cli.{name.replace('-', '_')}").add_arguments(parser)
+    cli._module(name).add_arguments(parser)
     for action in parser._actions:
         if action.nargs in ("+", "*") and action.option_strings:
             both = [action.option_strings[0], "1", action.option_strings[0], "2"]
