@@ -13,10 +13,12 @@ after the process was killed. Imports no torch.
 from __future__ import annotations
 
 import json
+import logging
+import queue
 import random
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -27,7 +29,12 @@ from typing import Any
 from anomaly.errors import DataError, OutputError
 from anomaly.inference.rows import Row
 
+log = logging.getLogger(__name__)
+
 _FORMAT = 1
+_MOST_AT_ONCE = 64  # answers in one transaction
+# Takes a part's number, or what was in the way.
+_Then = Callable[[int | OutputError], object]
 _STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
 # Of each part what was said last. Rows are ordered by the newest part first.
 _PARTS = """
@@ -190,7 +197,7 @@ class Record:
             self._db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (part, sha256, who, verdict, defect_type, note, now()),
+                (part, sha256, who, verdict, defect_type, note, _now()),
             )
         return part
 
@@ -275,6 +282,75 @@ class Record:
             raise OutputError(f"{self.file} can't be used as a record: {_why(error)}") from None
 
 
+class Recorder:
+    """Writes answers down in a thread of its own, all that wait in one transaction.
+
+    Used in a `with` statement, which writes what is left.
+
+    Args:
+        record: where to.
+        written: called with each part that was written, in order; an exception that it raises is
+            logged.
+    """
+
+    def __init__(self, record: Record, written: Callable[[int, Answer], object]) -> None:
+        self._record = record
+        self._written = written
+        self._waiting: queue.SimpleQueue[tuple[Answer, _Then] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="record", daemon=True)
+
+    def __enter__(self) -> Recorder:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    def put(self, answer: Answer, then: _Then) -> None:
+        """Have an answer written down.
+
+        Args:
+            answer: what was said.
+            then: called with the part's number, or with what was in the way; an exception that it
+                raises is logged.
+        """
+        self._waiting.put((answer, then))
+
+    def _work(self) -> None:
+        going = True
+        while going:
+            items = [self._waiting.get()]
+            while items[-1] is not None and len(items) < _MOST_AT_ONCE:
+                try:
+                    items.append(self._waiting.get_nowait())
+                except queue.Empty:
+                    break
+            going = items[-1] is not None
+            self._write([item for item in items if item is not None])
+
+    def _write(self, items: Sequence[tuple[Answer, _Then]]) -> None:
+        if not items:
+            return
+        numbers: Sequence[int | OutputError]
+        try:
+            numbers = self._record.add([answer for answer, _ in items])
+        except OutputError as error:
+            numbers = [error] * len(items)
+        for (answer, then), number in zip(items, numbers, strict=True):
+            if isinstance(number, int):
+                _call(self._written, number, answer)
+            _call(then, number)
+
+
+def _call(callback: Callable[..., object], *arguments: object) -> None:
+    """Call back; a mistake there mustn't keep the next parts from being written down."""
+    try:
+        callback(*arguments)
+    except Exception:
+        log.exception("handing an answer on failed")
+
+
 @contextmanager
 def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
     """A record that somebody else may be writing to.
@@ -316,7 +392,7 @@ def _part(
     return {**row, "feedback": feedback}
 
 
-def now() -> str:
+def _now() -> str:
     """The time now."""
     return _in_milliseconds(datetime.now(UTC))
 

@@ -21,7 +21,8 @@ from anomaly.files.writing import draft_of
 from anomaly.imaging.listing import list_images
 from anomaly.imaging.process_limits import resident_bytes
 from anomaly.imaging.read import Image
-from anomaly.line.engine import Engine, Recorder
+from anomaly.line.engine import Engine
+from anomaly.line.record import Recorder
 from anomaly.line.slot import Limits, ModelSlot, Version
 from anomaly.runtime.devices import release_memory
 from anomaly.scoring.pipeline import Model

@@ -15,8 +15,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from anomaly.line.bodies import Bodies
-from anomaly.line.engine import Recorder
-from anomaly.line.record import Answer, Record
+from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
 from anomaly.line.slot import Limits, ModelSlot

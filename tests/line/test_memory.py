@@ -19,7 +19,8 @@ import anomaly
 from anomaly.inference.rows import Row
 from anomaly.line import slot as models
 from anomaly.line.drift import Drift
-from anomaly.line.engine import BusyError, PictureRequest, Recorder
+from anomaly.line.engine import BusyError, PictureRequest
+from anomaly.line.record import Recorder
 from anomaly.line.registry import ModelRegistry, back, deploy
 from anomaly.line.slot import Limits
 from anomaly.storage.folder import model_id
