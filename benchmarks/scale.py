@@ -58,7 +58,7 @@ def list_images(folder: Path, lines: int) -> None:
 
 def share_out(folder: Path) -> None:
     """What `infer --ray --resume` does beside its workers."""
-    from anomaly.cluster.actors import dispatch
+    from anomaly.cluster.actors import Work, dispatch
     from anomaly.cluster.parts import begin_job, chunks_done
     from anomaly.datasets.image_manifest import read_manifest
 
@@ -66,7 +66,8 @@ def share_out(folder: Path) -> None:
     begin_job(str(folder / "job"), {"list of images": manifest.id})
     done = chunks_done(dest)
     left = (chunk for chunk in range(len(manifest.sizes)) if chunk not in done)
-    dispatch(left, manifest.sizes, _Idler, lambda: 64)
+    work = Work(_Idler, _Idler.score, _Idler.probe, lambda chunk, counts: None)
+    dispatch(left, manifest.sizes, work, lambda: 64)
 
 
 class _Idler:

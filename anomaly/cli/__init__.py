@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import ModuleType
+from typing import Any
 
 from anomaly.cli.logging_setup import add_logging, log_to_file, log_to_terminal
 from anomaly.cli.stopping import Interrupted, Stopping
@@ -49,7 +49,7 @@ COMMANDS = {
     "completion": "print a shell script that completes commands and options",
 }
 
-# The annexes' commands, and where their modules lie.
+# The commands of the annexes, each of which has them in its module `commands`.
 _ANNEXES = {
     "line": ("serve", "deploy", "drift", "feedback"),
     "cluster": ("manifest", "merge-results"),
@@ -73,7 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = nearest(arguments[0], COMMANDS)
         print(f"error: there is no command {arguments[0]!r}; {hint}", file=sys.stderr)
         return 2
-    options = _parse(command, arguments or ["--help"])
+    try:
+        options = _parse(command, arguments or ["--help"])
+    except AnomalyError as error:  # its annex isn't installed
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every file name can be shown
     started = time.monotonic()
@@ -219,11 +223,11 @@ def options_of(command: str) -> list[str]:
     return [name for action in parser._actions for name in action.option_strings if name[1] == "-"]
 
 
-def _module(command: str) -> ModuleType:
+def _module(command: str) -> Any:
+    """What has the functions `add_arguments` and `run` of a command."""
     room, name = _HOMES.get(command), command.replace("-", "_")
     if room is None:
         return importlib.import_module(f"anomaly.cli.{name}")
     from anomaly.cli.common_options import annex  # as above
 
-    module: ModuleType = annex(f"{room}.cli.{name}")
-    return module
+    return annex(f"{room}.commands").COMMANDS[command]

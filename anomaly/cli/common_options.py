@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,9 @@ log = logging.getLogger(__name__)
 
 
 def annex(name: str) -> Any:
-    """A module of `line`, `cluster` or `export`, which the core doesn't import.
+    """A module of an annex: of `line`, `cluster`, `export` or `sample_data`.
+
+    The core runs without them, so that it imports none at its top.
 
     Args:
         name: below `anomaly`.
@@ -39,7 +42,23 @@ def annex(name: str) -> Any:
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("anomaly."):
             raise
-        raise AnomalyError(f"this installation has no anomaly.{name}; install all of it") from None
+        room = name.partition(".")[0]
+        raise AnomalyError(
+            f"this installation has no anomaly.{room}, which this needs; install all of anomaly"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of an annex; those of the core are modules with these two functions.
+
+    Attributes:
+        add_arguments: declares the options.
+        run: does the work; returns the exit code.
+    """
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 def add_paths(

@@ -175,7 +175,7 @@ def _run(options: argparse.Namespace) -> int:
                 for source in sources(options):
                     take(source, evaluate_source(source, options, device, threads))
             else:
-                annex("cluster.cli.evaluate").run(options, cluster, take)
+                annex("cluster.evaluate").run(options, cluster, take)
     finally:
         # Whatever stopped the run, what was evaluated has its index.
         if categories:

@@ -153,9 +153,7 @@ def run(options: argparse.Namespace) -> int:
     elif len(products) == 1:
         log.log(NOTE, "%s holds one run, %s, which scores all images", options.model, *products)
     if options.manifest is not None:
-        annex("cluster.cli.infer_shard").check(options)
-        way = "infer_shard" if options.ray is None else "infer_ray"
-        return int(annex(f"cluster.cli.{way}").run(options, _output_options(options)))
+        return int(annex("cluster.infer").run(options, _output_options(options)))
     if given := [f"--{n}" for n in ("shard", "ray", "workers") if getattr(options, n) is not None]:
         raise DataError(f"{given[0]} is about chunks of a manifest: give --manifest")
     options.output = Path(options.output)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from anomaly.errors import AnomalyError, DataError, OutputError
 from anomaly.runtime.threads import cores
@@ -18,8 +18,6 @@ from anomaly.runtime.threads import cores
 log = logging.getLogger(__name__)
 
 _LOCAL = "local"
-
-Result = TypeVar("Result")
 
 
 class Cluster:
@@ -72,10 +70,10 @@ class Actor:
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method; the future raises `WorkerDied`, or what the method has raised."""
-        told: Future[Any] = Future()
+        answer: Future[Any] = Future()
         reference = getattr(self._handle, method).remote(*arguments)
-        reference.future().add_done_callback(partial(_tell, told))
-        return told
+        reference.future().add_done_callback(partial(_pass_on, answer))
+        return answer
 
     def stop(self) -> None:
         """End it."""
@@ -84,47 +82,24 @@ class Actor:
             ray.kill(self._handle)
 
 
-def then(asked: Future[Any], after: Callable[[Any], Result]) -> Future[Result]:
-    """What a function makes of an answer to come.
-
-    Args:
-        asked: the answer to come.
-        after: called with it, in the thread that it comes in.
-
-    Returns:
-        What `after` returns; raises what it or `asked` raises.
-    """
-    made: Future[Result] = Future()
-
-    def tell(found: Future[Any]) -> None:
-        try:
-            result = after(found.result())
-        except BaseException as error:  # whoever waits has to be told
-            made.set_exception(error)
-        else:
-            made.set_result(result)
-
-    asked.add_done_callback(tell)
-    return made
-
-
-def _tell(told: Future[Any], found: Future[Any]) -> None:
-    ray, error = _ray(), found.exception()
+def _pass_on(answer: Future[Any], rays: Future[Any]) -> None:
+    """Make Ray's answer ours: what the method raised, or why the worker is gone."""
+    ray, error = _ray(), rays.exception()
     if error is None:
-        told.set_result(found.result())
+        answer.set_result(rays.result())
     elif isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         if isinstance(cause, ModuleNotFoundError):
             cause = DataError(
                 f"a machine of the cluster lacks {cause.name}; install anomaly there as it is here"
             )
-        told.set_exception(cause)
+        answer.set_exception(cause)
     elif "No module named 'anomaly" in str(error):
-        told.set_exception(
+        answer.set_exception(
             DataError("a machine of the cluster lacks anomaly; install it there as it is here")
         )
     else:
-        told.set_exception(WorkerDied(type(error).__name__))
+        answer.set_exception(WorkerDied(type(error).__name__))
 
 
 def _ray() -> Any:
@@ -197,23 +172,25 @@ class WorkerDied(Exception):  # noqa: N818, no mistake of anybody's
     """The worker's process, or its machine, is gone."""
 
 
-class Worker(Protocol):
-    """A process somewhere that has a model and does one thing at a time.
+@dataclass(frozen=True)
+class Work:
+    """How workers do something with chunks of images; a worker does one thing at a time.
 
     Futures raise `WorkerDied`, or the `AnomalyError` that the worker has met.
+
+    Attributes:
+        hire: starts a worker, which needn't be ready yet.
+        score: has a worker do a chunk, but for lost images: by index, with why they are lost.
+        probe: has it read some images of a chunk and keep nothing: to see whether they kill it.
+        take: called with each chunk and what `score` made of it.
+        release: called with a worker that isn't needed any more.
     """
 
-    def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
-        """Score a chunk and write its part; `lost` images are failed, and why.
-
-        The counts are those of statuses and verdicts.
-        """
-
-    def probe(self, chunk: int, images: Sequence[int]) -> Future[Counter[str]]:
-        """Score some images of a chunk and write nothing: to see whether they kill it."""
-
-    def stop(self) -> None:
-        """End it."""
+    hire: Callable[[], Any]
+    score: Callable[[Any, int, Mapping[int, str]], Future[Any]]
+    probe: Callable[[Any, int, Sequence[int]], Future[Any]]
+    take: Callable[[int, Any], object]
+    release: Callable[[Any], object] = lambda worker: worker.stop()
 
 
 @dataclass
@@ -238,11 +215,11 @@ class _Chunk:
     probed: Sequence[int] = ()
     fruitless: int = 0
 
-    def begin(self, worker: Worker) -> Future[Counter[str]]:
+    def begin(self, work: Work, worker: Any) -> Future[Any]:
         """Give a worker the next thing that is to be done with this chunk."""
         if self.suspects is None:
-            return worker.score(self.number, self.lost)
-        return worker.probe(self.number, self.probed)
+            return work.score(worker, self.number, self.lost)
+        return work.probe(worker, self.number, self.probed)
 
     def died(self, size: int) -> None:
         """A worker has died at it."""
@@ -289,61 +266,61 @@ class _Chunk:
 def dispatch(
     chunks: Iterable[int],
     sizes: Sequence[int],
-    hire: Callable[[], Worker],
+    work: Work,
     room: Callable[[], int],
     *,
     stopped: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
     remedy: str = "go on with --resume",
-) -> Counter[str]:
-    """Have chunks scored by as many workers as there is room for.
+) -> None:
+    """Have chunks done by as many workers as there is room for.
 
     Args:
         chunks: their numbers.
         sizes: images in each chunk of the manifest.
-        hire: starts a worker; it needn't be ready yet.
+        work: what is to be done.
         room: how many workers there may be now, which may change all the time.
         stopped: asked all the time; what is in hand is then given up.
         progress: called with images done, and how many there are to do.
         remedy: what to do once it is mended that workers die.
 
-    Returns:
-        Counts of statuses and verdicts of the chunks that were finished.
-
     Raises:
-        AnomalyError: a worker has met it, or workers die whatever they are given; the parts that
-            exist remain.
+        AnomalyError: a worker has met it, or workers die whatever they are given; what was taken
+            remains.
     """
     waiting = deque(_Chunk(chunk, remedy) for chunk in chunks)
     total, done = sum(sizes[chunk.number] for chunk in waiting), 0
-    idle: list[Worker] = []
-    busy: dict[Future[Counter[str]], tuple[Worker, _Chunk]] = {}
-    counts: Counter[str] = Counter()
+    idle: list[Any] = []
+    busy: dict[Future[Any], tuple[Any, _Chunk]] = {}
     try:
         while (waiting or busy) and not stopped():
             while waiting and (idle or len(busy) < max(1, room())):
-                worker, chunk = idle.pop() if idle else hire(), waiting.popleft()
-                busy[chunk.begin(worker)] = worker, chunk
-            while idle and not waiting:  # one that waits for its place gets it
-                idle.pop().stop()
+                worker, chunk = idle.pop() if idle else work.hire(), waiting.popleft()
+                busy[chunk.begin(work, worker)] = worker, chunk
+            while idle and not waiting:  # a worker that waits for its place gets it
+                work.release(idle.pop())
             for future in wait(busy, _WAIT, FIRST_COMPLETED).done:
                 worker, chunk = busy.pop(future)
-                idle.append(worker)
                 try:
-                    found = future.result()
+                    result = future.result()
                 except WorkerDied:
-                    idle.pop().stop()
+                    worker.stop()
                     chunk.died(sizes[chunk.number])
                     waiting.appendleft(chunk)
                     continue
+                except BaseException:
+                    worker.stop()
+                    raise
+                idle.append(worker)
                 if chunk.suspects is not None:
                     chunk.survived()
                     waiting.appendleft(chunk)
                     continue
-                counts += found
+                work.take(chunk.number, result)
                 done += sizes[chunk.number]
                 progress(done, total)
     finally:
-        for worker in [*idle, *(worker for worker, _ in busy.values())]:
+        for worker in idle:
+            work.release(worker)
+        for worker, _ in busy.values():
             worker.stop()
-    return counts

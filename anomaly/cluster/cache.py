@@ -10,25 +10,33 @@ order. So a model doesn't depend on there being a cluster.
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from anomaly.cluster.actors import Actor, Cluster, Worker, dispatch, then
-from anomaly.cluster.shard_worker import ShardJob, ShardWorker
-from anomaly.errors import AnomalyError
+import cv2
+
+from anomaly.cluster.actors import Actor, Cluster, Work, dispatch
+from anomaly.errors import AnomalyError, DataError
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image
-from anomaly.methods.base import PatchSet, Progress, Result
+from anomaly.methods.base import PatchSet, Progress, Result, Scorer
+from anomaly.runtime.devices import device_of
+from anomaly.runtime.threads import use_threads
+from anomaly.scoring.build import loading_of
 from anomaly.scoring.pipeline import Model
-from anomaly.training.cross_fitting import Suspects
-from anomaly.training.feature_cache import CachedFeatures, joined_features
+from anomaly.training.cross_fitting import Suspect, Suspects, scores_of
+from anomaly.training.feature_cache import CachedFeatures, FeatureCache, joined_features
 from anomaly.training.fit import SharedFeaturesOf, TrainingSetup
 
 # Images of a shard, in whole batches, so that these are as one machine's; fewer where that leaves
@@ -183,47 +191,123 @@ class ClusterCache:
         """What workers say of each of several units of work."""
         results: dict[int, Any] = {}
 
-        def hire() -> Worker:
-            start = self._cluster.start
-            actor = self._idle.pop() if self._idle else start(ShardWorker, self._job)
-            return _ShardWorker(actor, ask, attempt, results, self._idle)
+        def hire() -> Actor:
+            return self._idle.pop() if self._idle else self._cluster.start(ShardWorker, self._job)
 
+        # An actor outlives a pass: its decoders are started, and the next pass goes on with it.
+        work = Work(hire, ask, attempt, results.__setitem__, self._idle.append)
         units, room = range(len(sizes)), self._cluster.room
-        dispatch(units, sizes, hire, room, progress=progress, remedy="train again")
+        dispatch(units, sizes, work, room, progress=progress, remedy="train again")
         return [results[unit] for unit in units]
 
 
-class _ShardWorker:
-    """A worker of one pass, whose actor outlives it."""
+@dataclass(frozen=True)
+class ShardJob:
+    """What every worker of a training has to know.
 
-    def __init__(
-        self, actor: Actor, ask: _Ask, attempt: _Ask, results: dict[int, Any], idle: list[Actor]
-    ) -> None:
-        self._actor = actor
-        self._ask = ask
-        self._attempt = attempt
-        self._results = results
-        self._idle = idle
-        self._last: Future[Counter[str]] = Future()
+    Attributes:
+        model: before it has learned; of its device, a worker's own of that type is meant.
+        images: all training images, by number.
+        shard: how many of them make a shard.
+        threads: of each worker.
+        scratch: a folder for feature maps that all machines see.
+        folder: the working folder, where relative paths begin.
+    """
 
-    def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
-        """Have the actor compute a chunk, and keep what it answers; nothing is counted."""
+    model: TrainingSetup
+    images: Mapping[int, Path | Image]
+    shard: int
+    threads: int
+    scratch: Path
+    folder: Path = field(default_factory=Path.cwd)
 
-        def kept(result: Any) -> Counter[str]:
-            self._results[chunk] = result
-            return Counter()
+    def shards(self) -> list[range]:
+        """The numbers of each shard's images."""
+        count = len(self.images)
+        return [range(i, min(i + self.shard, count)) for i in range(0, count, self.shard)]
 
-        self._last = then(self._ask(self._actor, chunk, lost), kept)
-        return self._last
 
-    def probe(self, chunk: int, images: Sequence[int]) -> Future[Counter[str]]:
-        """Have the actor read some images of a chunk, to see whether it survives them."""
-        self._last = then(self._attempt(self._actor, chunk, images), lambda _: Counter())
-        return self._last
+class ShardWorker:
+    """The actor. Nothing is made before the first call, so that errors come back as they are."""
 
-    def stop(self) -> None:
-        """Leave the actor to the next pass, unless it has died or is busy."""
-        if self._last.done() and self._last.exception() is None:
-            self._idle.append(self._actor)
-        else:
-            self._actor.stop()
+    def __init__(self, job: ShardJob) -> None:
+        self._job = job
+        self._decoders: Any = None
+
+    def learn(self, chunk: int, lost: Mapping[int, str]) -> CachedFeatures:
+        """Compute and keep a shard's features, and what a bank is selected from.
+
+        Args:
+            chunk: which shard.
+            lost: its images that aren't touched, by place.
+
+        Raises:
+            DataError: none of the images is there.
+        """
+        self._begin()
+        shard = self._job.shards()[chunk]
+        self._check_there(shard)
+        # The first shard stands for all of them where it is asked whether the disk has room.
+        expected = len(self._job.images) if chunk == 0 else None
+        return self._build([i for place, i in enumerate(shard) if place not in lost], expected)
+
+    def _check_there(self, shard: Sequence[int]) -> None:
+        """See that this machine has the images' disk."""
+        files = [file for i in shard if isinstance(file := self._job.images[i], Path)]
+        if files and not any(file.exists() for file in files):
+            raise DataError(
+                f"the worker on {socket.gethostname()} sees no {files[0]}, nor any of "
+                f"{len(files)} images; with --ray, all machines need the same paths"
+            )
+
+    def try_images(self, chunk: int, places: Sequence[int]) -> None:
+        """Compute features of some of a shard's images, and keep nothing."""
+        self._begin()
+        shard = self._job.shards()[chunk]
+        self._build([shard[place] for place in places])
+
+    def score(
+        self, features: CachedFeatures, images: Container[int], scorer: Scorer
+    ) -> tuple[dict[int, tuple[float, float]], tuple[Suspect, ...]]:
+        """Scores of some images by a scorer that hasn't seen them; see `scores_of`."""
+        self._begin()
+        detector = self._model.detector(scorer.to(self._model.device))
+        suspects = Suspects(features.views)
+        scores = scores_of(detector, features.only(images), features.views, suspects=suspects)
+        return scores, suspects.worst()
+
+    def apply(
+        self,
+        features: CachedFeatures,
+        images: Container[int],
+        function: Callable[[PatchSet], Result],
+    ) -> Result:
+        """What a function makes of some images."""
+        self._begin()
+        return function(features.only(images))
+
+    def _build(self, images: Sequence[int], expected: int | None = None) -> CachedFeatures:
+        model, job = self._model, self._job
+        chosen = {i: job.images[i] for i in images}
+        cache = FeatureCache(model, model.fitter, self._decoders, job.scratch)
+        with closing(cache):
+            return cache.build(chosen, among=expected or len(images))
+
+    def _begin(self) -> None:
+        if self._decoders is not None:
+            return
+        job = self._job
+        if not job.scratch.is_dir():
+            raise DataError(
+                f"the worker on {socket.gethostname()} sees no {job.scratch.parent}; with --ray, "
+                "the run's folder has to be on a disk that all machines share (--output)"
+            )
+        with suppress(OSError):
+            os.chdir(job.folder)
+        use_threads(job.threads)
+        cv2.setNumThreads(1)
+        model = job.model
+        self._model = replace(model, device=device_of(model.device.type))
+        stride, patch = model.extractor.coarsest_stride, model.extractor.patch
+        loading = loading_of(model.config, stride, model.region, model.aspect, patch)
+        self._decoders = Decoders(job.threads, Task(loading)).__enter__()

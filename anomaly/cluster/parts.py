@@ -120,12 +120,10 @@ class Merged:
     Attributes:
         images: its rows.
         counts: of statuses and verdicts.
-        job: what the rows depend on.
     """
 
     images: int
     counts: Counter[str]
-    job: Mapping[str, Any]
 
 
 def merge(
@@ -160,7 +158,7 @@ def merge(
             counts.update(part.column("verdict").to_pylist())
             add(part.select(_COLUMNS).replace_schema_metadata(None))
             progress(chunk + 1, len(manifest.sizes))
-    return Merged(manifest.images, counts, job)
+    return Merged(manifest.images, counts)
 
 
 def _job_of(manifest: ImageManifest, dest: str) -> dict[str, Any]:
@@ -220,13 +218,13 @@ def _check_rows(wanted: list[str], found: list[str], dest: str, chunk: int) -> N
     if wanted == found:
         return
     more, less = Counter(found) - Counter(wanted), Counter(wanted) - Counter(found)
-    said = [
+    faults = [
         *_named("no row for", less),
         *_named("more than one row for", (path for path in more if path in wanted)),
         *_named("a row that the manifest doesn't know:", more.keys() - set(wanted)),
     ]
     raise DataError(
-        f"{part_of(dest, chunk)}: {'; '.join(said) or 'its rows are in another order'}; delete "
+        f"{part_of(dest, chunk)}: {'; '.join(faults) or 'its rows are in another order'}; delete "
         "it, and run its shard again with --resume"
     )
 

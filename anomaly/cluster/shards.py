@@ -15,8 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -60,107 +60,110 @@ def shard_outputs(options: OutputOptions, model: AnyModel, dest: str, folder: Pa
     return Outputs(storage.local(dest) or folder, options)
 
 
-def infer_shard(
-    model: AnyModel,
-    manifest: ImageManifest,
-    chunks: Sequence[int],
-    dest: str,
-    outputs: Outputs,
-    about: Mapping[str, object],
-    decoders: Decoders,
-    *,
-    lost: Mapping[int, str] = MappingProxyType({}),
-    stopped: Callable[[], bool] = lambda: False,
-    progress: Progress = lambda done, total: None,
-) -> Counter[str]:
-    """Score chunks of a manifest, each into a part.
+@dataclass(frozen=True)
+class ChunkScorer:
+    """Scores chunks of a manifest, each into a part.
 
-    Args:
+    Attributes:
         model: says what is good.
         manifest: names the images.
-        chunks: those to score, in order.
         dest: where parts and pictures go; `begin_job` has seen to it.
         outputs: what is drawn. Its folder is `dest` if that is local, else a temporary one, from
             which pictures are sent to `dest`.
         about: what the rows depend on.
         decoders: started.
-        lost: images of the only chunk that aren't touched, by index: their rows say `failed`, and
-            why.
-        stopped: asked all the time; the chunk in hand is then given up.
-        progress: called with images done, and how many there are to do.
-
-    Returns:
-        Counts of statuses and verdicts.
-
-    Raises:
-        OutputError: a part or a picture can't be written; the parts that exist remain.
-        DataError: the storage of the images, or of the manifest, doesn't answer.
     """
-    decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
-    outputs.write_scale(model)
-    counts: Counter[str] = Counter()
-    total, before = sum(manifest.sizes[chunk] for chunk in chunks), 0
+
+    model: AnyModel
+    manifest: ImageManifest
+    dest: str
+    outputs: Outputs
+    about: Mapping[str, object]
+    decoders: Decoders
+
+    def score(
+        self,
+        chunks: Sequence[int],
+        *,
+        lost: Mapping[int, str] = MappingProxyType({}),
+        stopped: Callable[[], bool] = lambda: False,
+        progress: Progress = lambda done, total: None,
+    ) -> Counter[str]:
+        """Score chunks and write their parts.
+
+        Args:
+            chunks: those to score, in order.
+            lost: images of the only chunk that aren't touched, by index: their rows say `failed`,
+                and why.
+            stopped: asked all the time; the chunk in hand is then given up.
+            progress: called with images done, and how many there are to do.
+
+        Returns:
+            Counts of statuses and verdicts.
+
+        Raises:
+            OutputError: a part or a picture can't be written; the parts that exist remain.
+            DataError: the storage of the images, or of the manifest, doesn't answer.
+        """
+        model, folder = self.model, self.outputs.folder
+        self.decoders.begin(Task(model.reference_model.loading, self.outputs.pictures(model)))
+        self.outputs.write_scale(model)
+        counts: Counter[str] = Counter()
+        total, before = sum(self.manifest.sizes[chunk] for chunk in chunks), 0
+        with _fetching(stopped, model) as fetched:
+            for chunk in chunks:
+                images = fetched(self.manifest.chunk(chunk))
+                for i, reason in lost.items():
+                    unusable = UnusableImage(i, "failed", f"{images.names[i]}: {reason}")
+                    images.rows[i] = row_of(unusable, model, images.names[i], time.perf_counter())
+                _remove_drafts(folder, chunk)
+                pictures = [f"{_name(chunk)}/{i:06}.png" for i in range(len(images.names))]
+                inputs = Inputs(images.paths, pictures, self.outputs.options, images.brought)
+
+                def report(done: int, _: int, before: int = before) -> None:
+                    progress(before + done, total)
+
+                infer(model, inputs, images, self.decoders, stopped=stopped, progress=report)
+                if len(images.rows) < len(images.names):
+                    break
+                images.check(chunk)
+                _remove_drafts(folder, chunk)
+                _send_pictures(folder, self.dest, images.threads)
+                rows = [images.rows[i] for i in range(len(images.names))]
+                notes = {"anomaly": json.dumps({"job": self.about, "chunk": chunk})}
+                storage.put(part_of(self.dest, chunk), as_parquet(rows, notes))
+                counts += counts_of(rows)
+                before += len(rows)
+        return counts
+
+    def probe(self, chunk: int, wanted: Sequence[int]) -> None:
+        """Score some images of a chunk, and keep nothing: to see whether the process survives it.
+
+        Raises:
+            DataError: the storage of the images doesn't answer.
+        """
+        with _fetching(lambda: False, self.model) as fetched:
+            names = self.manifest.chunk(chunk)
+            images = fetched([names[i] for i in wanted])
+            options = OutputOptions(heatmaps="none")
+            nothing = Outputs(self.outputs.folder, options).pictures(self.model)
+            self.decoders.begin(Task(self.model.reference_model.loading, nothing))
+            pictures = [f"{i}.png" for i in wanted]
+            inputs = Inputs(images.paths, pictures, options, images.brought)
+            infer(self.model, inputs, images, self.decoders)
+
+
+@contextmanager
+def _fetching(
+    stopped: Callable[[], bool], model: AnyModel
+) -> Iterator[Callable[[Sequence[str]], _Images]]:
+    """What brings the images of a chunk here, from wherever their names lead."""
     with (
         tempfile.TemporaryDirectory(prefix="anomaly-shard-") as spool,
         ThreadPoolExecutor(_FETCHING, "fetch") as threads,
     ):
         limit = most_bytes(model.reference_model.loading.max_pixels)
-        for chunk in chunks:
-            images = _Images(manifest.chunk(chunk), Path(spool), threads, limit, stopped)
-            for i, reason in lost.items():
-                unusable = UnusableImage(i, "failed", f"{images.names[i]}: {reason}")
-                images.rows[i] = row_of(unusable, model, images.names[i], time.perf_counter())
-            _remove_drafts(outputs.folder, chunk)
-            pictures = [f"{_name(chunk)}/{i:06}.png" for i in range(len(images.names))]
-            inputs = Inputs(images.paths, pictures, outputs.options, images.brought)
-
-            def said(done: int, _: int, before: int = before) -> None:
-                progress(before + done, total)
-
-            infer(model, inputs, images, decoders, stopped=stopped, progress=said)
-            if len(images.rows) < len(images.names):
-                break
-            images.check(chunk)
-            _remove_drafts(outputs.folder, chunk)
-            _send_pictures(outputs.folder, dest, threads)
-            rows = [images.rows[i] for i in range(len(images.names))]
-            notes = {"anomaly": json.dumps({"job": about, "chunk": chunk})}
-            storage.put(part_of(dest, chunk), as_parquet(rows, notes))
-            counts += counts_of(rows)
-            before += len(rows)
-    return counts
-
-
-def probe(
-    model: AnyModel,
-    manifest: ImageManifest,
-    chunk: int,
-    wanted: Sequence[int],
-    decoders: Decoders,
-) -> None:
-    """Score some images of a chunk, and keep nothing: to see whether the process survives it.
-
-    Args:
-        model: says what is good.
-        manifest: names the images.
-        chunk: their chunk.
-        wanted: which of its images.
-        decoders: started.
-
-    Raises:
-        DataError: the storage of the images doesn't answer.
-    """
-    with (
-        tempfile.TemporaryDirectory(prefix="anomaly-shard-") as spool,
-        ThreadPoolExecutor(_FETCHING, "fetch") as threads,
-    ):
-        options = OutputOptions(heatmaps="none")
-        nothing = Outputs(Path(spool), options)
-        decoders.begin(Task(model.reference_model.loading, nothing.pictures(model)))
-        names, limit = manifest.chunk(chunk), most_bytes(model.reference_model.loading.max_pixels)
-        images = _Images([names[i] for i in wanted], Path(spool), threads, limit, lambda: False)
-        pictures = [f"{i}.png" for i in wanted]
-        infer(model, Inputs(images.paths, pictures, options, images.brought), images, decoders)
+        yield lambda names: _Images(names, Path(spool), threads, limit, stopped)
 
 
 def _name(chunk: int) -> str:
@@ -193,6 +196,7 @@ class _Images:
         names: as the manifest has them.
         paths: where they are, or will be, on this machine.
         rows: by index.
+        threads: fetch and send files.
     """
 
     def __init__(
@@ -208,7 +212,7 @@ class _Images:
         self._remote = {i for i, path in enumerate(found) if path is None}
         self.paths = [path or spool / f"{i:06}" for i, path in enumerate(found)]
         self.rows: dict[int, Row] = {}
-        self._threads = threads
+        self.threads = threads
         self._limit = limit
         self._stopped = stopped
         self._denied: dict[int, str] = {}
@@ -265,7 +269,7 @@ class _Images:
 
     def _bring(self, item: tuple[int, Path]) -> Future[tuple[int, Path]]:
         if item[0] in self._remote:
-            return self._threads.submit(self._fetch, *item)
+            return self.threads.submit(self._fetch, *item)
         future: Future[tuple[int, Path]] = Future()
         future.set_result(item)
         return future

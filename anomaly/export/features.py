@@ -137,15 +137,29 @@ def from_backbone(
     return Source(network, axes, loading, normalisation(name), settings)
 
 
+@dataclass(frozen=True)
+class Computing:
+    """How features are computed.
+
+    Attributes:
+        device: where to compute.
+        pool: over the positions of a map; `none` keeps the whole map.
+        batch_size: images at once.
+        workers: decoding processes.
+    """
+
+    device: torch.device
+    pool: Pooling = "mean"
+    batch_size: int = 8
+    workers: int = 2
+
+
 def save_features(
     source: Source,
     paths: Sequence[Path],
     writer: FeatureWriter,
+    how: Computing,
     *,
-    pool: Pooling = "mean",
-    batch_size: int = 8,
-    device: torch.device,
-    workers: int = 2,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> list[tuple[str, str, str]]:
     """Save what a network makes of images, but for those that are saved already.
@@ -154,10 +168,7 @@ def save_features(
         source: the network.
         paths: image files.
         writer: of a folder whose settings are the source's.
-        pool: over the positions of a map; `none` keeps the whole map.
-        batch_size: images at once.
-        device: where to compute.
-        workers: decoding processes.
+        how: device, pooling, batches and processes.
         progress: called with (stage, images done, all of them).
 
     Returns:
@@ -166,18 +177,9 @@ def save_features(
     Raises:
         OutputError: a file has changed since it was saved, or there is no room.
     """
-    todo = _todo(paths, writer.done, workers, progress)
+    todo = _todo(paths, writer.done, how.workers, progress)
     with writer:
-        refused = _save(
-            source,
-            todo,
-            writer,
-            pool=pool,
-            batch_size=batch_size,
-            device=device,
-            threads=workers,
-            progress=progress,
-        )
+        refused = _save(source, todo, writer, how, progress)
     rows = sorted((str(todo[r.index]), r.status, r.reason) for r in refused)
     writer.skipped(rows)
     return rows
@@ -240,31 +242,27 @@ def _save(
     source: Source,
     todo: Sequence[Path],
     writer: FeatureWriter,
-    *,
-    pool: Pooling,
-    batch_size: int,
-    device: torch.device,
-    threads: int,
+    how: Computing,
     progress: StageProgress,
 ) -> list[UnusableImage]:
     """Run the network over files and hand what it makes to the writer; returns refused files."""
-    network = source.network.to(device).to(memory_format=torch.channels_last)
+    network = source.network.to(how.device).to(memory_format=torch.channels_last)
     refused: list[UnusableImage] = []
     count = 0
-    with Decoders(min(threads, len(todo)), Task(source.loading)) as decoders:
-        for batch in by_shape(decoders.load_all(enumerate(todo)), batch_size):
+    with Decoders(min(how.workers, len(todo)), Task(source.loading)) as decoders:
+        for batch in by_shape(decoders.load_all(enumerate(todo)), how.batch_size):
             if isinstance(batch, UnusableImage):
                 refused.append(batch)
             else:
                 pixels = torch.from_numpy(np.stack([item.pixels for item in batch]))
-                images = source.normalise(pixels.permute(0, 3, 1, 2).to(device))
+                images = source.normalise(pixels.permute(0, 3, 1, 2).to(how.device))
                 with (
                     torch.inference_mode(),
                     capture(network, list(source.layers), stop=True) as maps,
                 ):
                     maps.run(images)
                     values = {
-                        layer: pooled(value, source.layers[layer], pool).float().cpu().numpy()
+                        layer: pooled(value, source.layers[layer], how.pool).float().cpu().numpy()
                         for layer, value in maps.pop().items()
                     }
                 for i, item in enumerate(batch):

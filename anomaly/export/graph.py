@@ -317,15 +317,15 @@ def _tidied(
     step = f"; height and width are multiples of {sizing.multiple}"
     if sizing.only is not None:
         sides, grid, step = sizing.only, shapes[0][1:3], ""
-    said: dict[str, tuple[str, list[int | str]]] = {
+    described_as: dict[str, tuple[str, list[int | str]]] = {
         "images": (_IMAGES + step, ["batch", 3, *sides])
     }
     for name, shape in zip(names, shapes, strict=True):
-        said[name] = (_MEANINGS[name], ["batch", *grid, *shape[3:]])
+        described_as[name] = (_MEANINGS[name], ["batch", *grid, *shape[3:]])
     described: list[dict[str, Any]] = []
     for value in (*model.graph.input, *model.graph.output):
         del value.metadata_props[:]
-        kind, (meaning, lengths) = value.type.tensor_type, said[value.name]
+        kind, (meaning, lengths) = value.type.tensor_type, described_as[value.name]
         for axis, length in zip(kind.shape.dim, lengths, strict=True):
             if isinstance(length, str):
                 axis.dim_param = length

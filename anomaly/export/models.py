@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from anomaly.backbones.engine import Graph, check_precision, installed
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, ModelError, OutputError
 from anomaly.export.equality import (
     TOLERANCE,
+    Largest,
     compare,
     compare_patches,
     differences,
     golden_images,
 )
-from anomaly.export.graph import OPSET, write_graph
-from anomaly.export.quantised import quantised, training_images
 from anomaly.files.writing import as_json, like, remove_drafts, write
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.exported import exported_stages, open_network, write_export
@@ -40,24 +38,41 @@ from anomaly.storage.folder import (
     model_id,
 )
 from anomaly.storage.load import load_model
-from anomaly.training.fit import StageProgress
 from anomaly.training.runs import made_of, training_record
 from anomaly.version import __version__
 
+if TYPE_CHECKING:
+    from anomaly.training.fit import StageProgress  # with torch
 
-def check_arguments(
-    source: Path,
-    output: Path,
-    engine: str,
-    *,
-    precision: str,
-    whole: bool,
-    golden: Path | None,
-    data_root: Path | None,
-    further: Sequence[Path],
-    overwrite: bool,
-) -> Path:
-    """See that a model can be exported as somebody wants it; see `export_model`.
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a model is exported.
+
+    Attributes:
+        engine: a key of `anomaly.backbones.engine.ENGINES`.
+        precision: `fp32` or `bf16`, the number format to compute in; `int8` makes another model,
+            which learns again from the training images.
+        whole: whether to write a second graph, on to patch scores, for other programs.
+        golden: a folder of images to compare on; None for some of the training images.
+        data_root: with `int8`, where the data sets are, if they have moved since training.
+        further: with `int8`, folders with training images that aren't in the data set.
+        overwrite: replace an earlier export.
+    """
+
+    engine: str
+    precision: str = "fp32"
+    whole: bool = False
+    golden: Path | None = None
+    data_root: Path | None = None
+    further: Sequence[Path] = ()
+    overwrite: bool = False
+
+
+def check_export(source: Path, output: Path, options: ExportOptions) -> Path:
+    """See that a model can be exported as somebody wants it; imports no torch.
 
     Returns:
         The model folder.
@@ -68,18 +83,19 @@ def check_arguments(
         DataError: there are no images where they are said to be.
         OutputError: something is there already, or the model itself would be written over.
     """
-    folder = find_model(source, exported=False)
-    _check_output(folder, output / "model", overwrite)
-    if precision != "fp32" and whole:
+    folder, precision = find_model(source, exported=False), options.precision
+    _check_output(folder, output / "model", options.overwrite)
+    if precision != "fp32" and options.whole:
         raise ModelError("--whole is for other programs, and exported in fp32 only")
-    if golden is not None:
-        find_inputs([golden], option="--golden")
-    if further:
-        find_inputs(further, option="--training-images")
+    if options.golden is not None:
+        find_inputs([options.golden], option="--golden")
+    if options.further:
+        find_inputs(options.further, option="--training-images")
+    data_root = options.data_root
     if data_root is not None and not data_root.is_dir():
         raise DataError(f"--data-root {data_root} is no folder{like(data_root)}")
-    _check_installed(engine, precision)
-    check_precision(engine, precision, f"--precision {precision} was asked for")
+    _check_installed(options.engine, precision)
+    check_precision(options.engine, precision, f"--precision {precision} was asked for")
     return folder
 
 
@@ -108,21 +124,12 @@ def _check_installed(engine: str, precision: str) -> None:
     installed(engine, "the model is compared in")
 
 
-log = logging.getLogger(__name__)
-
-
 def export_model(
     source: Path,
     output: Path,
-    engine: str,
+    options: ExportOptions,
     *,
-    precision: str = "fp32",
-    whole: bool = False,
-    golden: Path | None = None,
-    data_root: Path | None = None,
-    further: Sequence[Path] = (),
     workers: int = 2,
-    overwrite: bool = False,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
     """Write a model for another engine, once that says the same about golden images.
@@ -130,15 +137,8 @@ def export_model(
     Args:
         source: the run, or its model folder.
         output: a folder that gets `model/`, and what the run remembers of its training.
-        engine: a key of `anomaly.backbones.engine.ENGINES`.
-        precision: `fp32` or `bf16`, the number format to compute in; `int8` makes another model,
-            which learns again from the training images.
-        whole: whether to write a second graph, on to patch scores, for other programs.
-        golden: a folder of images to compare on; by default some of the training images.
-        data_root: with `int8`, where the data sets are, if they have moved since training.
-        further: with `int8`, folders with training images that aren't in the data set.
+        options: engine, number format, and images to compare on and to learn from.
         workers: decoding processes.
-        overwrite: replace an earlier export there.
         progress: called with (stage, done, total).
 
     Returns:
@@ -151,21 +151,17 @@ def export_model(
         OutputError: something is there already, the model itself would be written over, or it
             can't be written.
     """
-    folder = check_arguments(
-        source,
-        output,
-        engine,
-        precision=precision,
-        whole=whole,
-        golden=golden,
-        data_root=data_root,
-        further=further,
-        overwrite=overwrite,
-    )
+    # They import torch: what can't be exported is refused before, in `check_export`.
+    from anomaly.export.graph import OPSET, write_graph
+    from anomaly.export.quantised import quantised, training_images
+
+    folder = check_export(source, output, options)
+    engine, precision = options.engine, options.precision
     remove_drafts(output)
-    parent = load_model(folder, "cpu")
-    samples = training_images(parent, source, data_root, further) if precision == "int8" else {}
-    paths = golden_images(parent, source, golden, [one.path for one in samples.values()])
+    parent, samples = load_model(folder, "cpu"), {}
+    if precision == "int8":
+        samples = training_images(parent, source, options.data_root, options.further)
+    paths = golden_images(parent, source, options.golden, [one.path for one in samples.values()])
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)
         if precision == "int8":
@@ -178,22 +174,35 @@ def export_model(
             _copy_rest(folder, own, draft)
             same = precision == own.extractor.precision
             reference = own if same else load_model(folder, "cpu", precision)
+        whole = write_graph(own, draft, engine, whole=True) if options.whole else None
+        graphs = sorted([*draft.glob("network.*"), *draft.glob("whole.*")])
         values: dict[str, Any] = {
             "source_model_id": parent.model_id,
             "precision": precision,
             "network": entry,
-            "whole": write_graph(own, draft, engine, whole=True) if whole else None,
+            "whole": whole,
             "software_version": __version__,
             "engine": engine,
             "opset": OPSET,
-            "files": _graph_files(draft),
+            "files": {file.name: file_entry(file) for file in graphs},
         }
         progress("writing graphs", 1, 1)
         network = open_network(draft, own.manifest, values)
         exported = replace(own, **exported_stages(network, draft, own.config))
         values["engine_version"] = network.graph.version
-        both = reference, own
-        values["equality"] = _equality(both, exported, draft, values, paths, workers, progress)
+        largest = compare(
+            reference,
+            own,
+            exported,
+            paths,
+            workers=workers,
+            progress=lambda done: progress("comparing", done, len(paths)),
+        )
+        values["equality"] = _equality(largest, precision, len(paths))
+        if whole:
+            graph = Graph(draft / whole["file"], engine, precision, workers)
+            patches = compare_patches(reference, graph, paths, workers=workers)
+            values["equality"]["largest_patch_difference"] = patches
         if own is not parent:
             found = differences(parent, exported, paths, workers=workers)
             values["quantised"] = {"calibrated_on": inputs, **found}
@@ -206,46 +215,17 @@ def export_model(
     return values
 
 
-def _graph_files(draft: Path) -> dict[str, Any]:
-    """Size and hash of each file of the graphs, by name."""
-    files = sorted([*draft.glob("network.*"), *draft.glob("whole.*")])
-    return {file.name: file_entry(file) for file in files}
-
-
-def _equality(
-    both: tuple[Model, Model],
-    exported: Model,
-    draft: Path,
-    values: Mapping[str, Any],
-    paths: Sequence[Path],
-    workers: int,
-    progress: StageProgress,
-) -> dict[str, Any]:
-    """How equal an export is to a model, in its number format and in the model's own.
-
-    Raises:
-        ModelError: not enough.
-    """
-    largest = compare(
-        *both,
-        exported,
-        paths,
-        workers=workers,
-        progress=lambda done: progress("comparing", done, len(paths)),
-    )
-    if left := len(paths) - len(largest.images):
-        log.warning("%d of %d golden images can't be scored, and prove nothing", left, len(paths))
-    patches, precision = None, values["precision"]
-    if values["whole"]:
-        graph = Graph(draft / values["whole"]["file"], values["engine"], precision, workers)
-        patches = compare_patches(both[0], graph, paths, workers=workers)
+def _equality(largest: Largest, precision: str, images: int) -> dict[str, Any]:
+    """How equal an export is to its source, as export.json tells it."""
+    if left := images - len(largest.images):
+        log.warning("%d of %d golden images can't be scored, and prove nothing", left, images)
     return {
-        "compared_with": f"torch {torch.__version__}, {precision}",
+        "compared_with": f"torch {version('torch')}, {precision}",
         "images": largest.images,
         "tolerance": TOLERANCE[precision],
         "largest_difference": largest.share,
         "largest_difference_at": largest.name,
-        "largest_patch_difference": patches,
+        "largest_patch_difference": None,
         "verdicts_changed": 0,
     }
 

@@ -133,16 +133,16 @@ def quantised(
             progress(stage, count, max(count, min(len(samples), CALIBRATED_ON)))
             yield images
 
-    said = write_graph(
+    entry = write_graph(
         parent, draft, engine, quantise=lambda file: quantise(file, inputs, parent.normalise)
     )
     own = parent.extractor
-    graph = Graph(draft / said["file"], engine, "int8", get_threads())
+    graph = Graph(draft / entry["file"], engine, "int8", get_threads())
     _check_embeddings(parent, graph, _inputs(parent, samples, _COMPARED_ON, workers))
     network: Any = _Embedding(graph, own.layers, own.channels, own.strides, own.patch)
     detector = _learned_again(replace(parent, extractor=network), samples, draft, workers, progress)
     save_rest(detector, draft, parent.manifest["files"][BACKBONE])
-    return detector, said, count
+    return detector, entry, count
 
 
 class _Embedding(ExportedNetwork):

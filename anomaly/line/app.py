@@ -96,14 +96,14 @@ async def _misunderstood(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     if first["type"] in ("json_invalid", "model_attributes_type"):
-        said = "the body isn't a JSON object; send one with Content-Type: application/json"
-        return JSONResponse({"detail": said}, 400)
+        message = "the body isn't a JSON object; send one with Content-Type: application/json"
+        return JSONResponse({"detail": message}, 400)
     where = ".".join(map(str, first["loc"][1:])) or "the body"
     legal = first.get("ctx", {}).get("expected")
-    said = {"missing": "is missing", "extra_forbidden": "isn't known"}.get(
+    fault = {"missing": "is missing", "extra_forbidden": "isn't known"}.get(
         first["type"], f"can't be {str(first.get('input'))[:40]!r}"
     )
-    return JSONResponse({"detail": f"{where} {said}" + (f"; give {legal}" if legal else "")}, 400)
+    return JSONResponse({"detail": f"{where} {fault}" + (f"; give {legal}" if legal else "")}, 400)
 
 
 async def _in_trouble(request: Request, error: Exception) -> Response:
@@ -112,12 +112,7 @@ async def _in_trouble(request: Request, error: Exception) -> Response:
 
 
 def _score_routes(app: FastAPI, service: InspectionService) -> None:
-    @app.post(
-        "/v1/models/{name}/score",
-        summary="Score one part",
-        openapi_extra={"requestBody": SCORE_BODY},
-        responses={200: SCORED, 422: REFUSED},
-    )
+    @app.post("/v1/models/{name}/score", summary="Score one part")
     async def score(
         request: Request,
         name: str,
@@ -130,8 +125,8 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
         if not (slot.now and slot.now.marks) and (wanted.mask or wanted.regions):
             raise HTTPException(400, f"{name} has no thresholds, so nothing says what is marked")
         with service.bodies.holding() as body:
-            data, called = await body.image(request)
-            scored = await _answered(service, partial(slot.submit, data, called, wanted))
+            data, filename = await body.image(request)
+            scored = await _answered(service, partial(slot.submit, data, filename, wanted))
         return JSONResponse(
             _answer(scored, wanted), 200 if scored.answer.row.status == "ok" else 422
         )
@@ -169,8 +164,8 @@ def _answer(scored: Scored, wanted: PictureRequest) -> dict[str, Any]:
 
 def _taking(service: InspectionService, name: str) -> ModelSlot:
     slot = _slot(service, name)
-    if said := "the service is stopping" if service.stopping else slot.unusable:
-        raise HTTPException(503, said, {"Retry-After": "5"})
+    if reason := "the service is stopping" if service.stopping else slot.unusable:
+        raise HTTPException(503, reason, {"Retry-After": "5"})
     return slot
 
 
@@ -182,15 +177,11 @@ def _slot(service: InspectionService, name: str) -> ModelSlot:
 
 
 def _model_routes(app: FastAPI, service: InspectionService) -> None:
-    @app.get("/v1/models", summary="The models", responses={200: LISTED})
+    @app.get("/v1/models", summary="The models")
     def models() -> dict[str, Any]:
         return {"models": [slot.short() for slot in service.registry.models.values()]}
 
-    @app.get(
-        "/v1/models/{name}",
-        summary="One model: settings, thresholds and what they promise",
-        responses={200: SERVED},
-    )
+    @app.get("/v1/models/{name}", summary="One model: settings, thresholds and what they promise")
     def model(name: str) -> dict[str, Any]:
         return _slot(service, name).long()
 
@@ -225,10 +216,9 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.get("/v1/parts/{number}", summary="One part")
     def part(number: Number) -> dict[str, Any]:
-        found = service.part(number)
-        if found is None:
+        if (row := service.part(number)) is None:
             raise HTTPException(404, f"there is no part {number}")
-        return found
+        return row
 
     @app.get(
         "/v1/parts/{number}/heatmap",
@@ -245,16 +235,16 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.post("/v1/parts/{number}/feedback", summary="Say what a part really is")
     def feedback(
-        number: Number, said: Annotated[Feedback, Body()], request: Request
+        number: Number, judgement: Annotated[Feedback, Body()], request: Request
     ) -> dict[str, Any]:
         user = credentials(request.headers.get("authorization", ""))[0]
         try:
             service.record.add_feedback(
-                said.verdict,
-                who=shown_name(said.who or user),
+                judgement.verdict,
+                who=shown_name(judgement.who or user),
                 part=number,
-                defect_type=said.defect_type,
-                note=said.note,
+                defect_type=judgement.defect_type,
+                note=judgement.note,
             )
         except DataError as error:
             raise HTTPException(409, str(error)) from None
@@ -287,112 +277,30 @@ async def _events(service: InspectionService) -> AsyncIterator[str]:
 
 def _page_routes(app: FastAPI) -> None:
     for route, (name, kind) in _PAGE.items():
-        app.get(route, include_in_schema=False)(partial(_asset, name, kind))
+        app.get(route, include_in_schema=False)(partial(_page_file, name, kind))
 
 
-def _asset(name: str, kind: str) -> Response:
-    text = files("anomaly.line").joinpath("assets", name).read_text("utf-8")
+def _page_file(name: str, kind: str) -> Response:
+    text = _asset(name)
     if name == "line.css":  # the look of all pages
-        text = files("anomaly.report").joinpath("assets", "base.css").read_text("utf-8") + text
+        text = _asset("base.css", "report") + text
     return Response(text, media_type=kind)
 
 
-_ROW = {
-    "path": "part-0731.png",
-    "image_sha256": "9f2c6b0c8f6d4f6a3d6f2a1d6c5b4a39281706f5e4d3c2b1a09f8e7d6c5b4a39",
-    "status": "ok",
-    "image_score": 3.412,
-    "calibrated_score": 2.6,
-    "review_threshold": 2.31,
-    "threshold": 2.75,
-    "verdict": "reject",
-    "heatmap": "",
-    "model_id": "5d1f0c2b7a9e8c64",
-    "software_version": "0.1.0",
-    "threshold_label": "calibrated",
-    "reason": "",
-    "model_name": "plate",
-    "time": "2026-05-04T09:41:07.312+00:00",
-    "milliseconds": 61.4,
-    "engine": "torch",
-    "product": "",
-    "id": 731,
-}
-_NO_SCORE = {
-    "image_sha256": "",
-    "status": "unreadable",
-    "image_score": None,
-    "calibrated_score": None,
-    "verdict": "",
-    "reason": "its data ends too early",
-    "id": 732,
-}
-_MODEL = {
-    "name": "plate",
-    "state": "ready",
-    "refused": False,
-    "reason": "",
-    "model_id": "5d1f0c2b7a9e8c64",
-    "model_name": "plate",
-    "method": "PatchCore",
-    "unit": "distance to the nearest good patch",
-}
-
-
-def _json(description: str, example: Any) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"example": example}}}
-
-
-_FILE = {"type": "string", "format": "binary"}
-_FORM = {"type": "object", "properties": {"image": _FILE}, "required": ["image"]}
-SCORE_BODY: dict[str, Any] = {
-    "description": "an image file: PNG, JPEG, TIFF, BMP or WebP, told apart by content",
-    "required": True,
-    "content": {
-        "application/octet-stream": {"schema": _FILE},
-        "multipart/form-data": {"schema": _FORM},
-    },
-}
-_REGION = {
-    "path": "part-0731.png",
-    "region": 1,
-    "x": 311,
-    "y": 402,
-    "width": 44,
-    "height": 37,
-    "area": 1103,
-    "peak_score": 3.41,
-    "peak_x": 330,
-    "peak_y": 417,
-    "width_uncertainty": 15.63,
-    "height_uncertainty": 15.63,
-    "width_mm": None,
-    "height_mm": None,
-    "area_mm2": None,
-    "width_uncertainty_mm": None,
-    "height_uncertainty_mm": None,
-}
-SCORED = _json("A row of results.jsonl, and what was asked for", {**_ROW, "regions": [_REGION]})
-REFUSED = _json("The image can't be used: status and reason say why", {**_ROW, **_NO_SCORE})
-LISTED = _json("All models", {"models": [_MODEL]})
-SERVED = _json(
-    "One model",
-    {
-        **_MODEL,
-        "checked": "every file's hash, and 12 golden parts, which score as recorded",
-        "drift": {"alarm": False, "lines": []},
-        "config": {"name": "plate", "backbone": {"name": "wide_resnet50_2"}},
-        "thresholds": {"label": "calibrated", "reject": {"value": 2.75}, "pixel": 2.75},
-        "calibration": ["thresholds calibrated on 209 training images"],
-        "training_images": 209,
-    },
-)
+def _asset(name: str, room: str = "line") -> str:
+    return files(f"anomaly.{room}").joinpath("assets", name).read_text("utf-8")
 
 
 def described(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI description, with what is null in an example, which FastAPI leaves out."""
+    """The OpenAPI description, with examples of bodies and answers.
+
+    They are put in here: FastAPI leaves out what is null in an example that a route gives it.
+    """
     if app.openapi_schema is None:
-        description = FastAPI.openapi(app)
-        score = description["paths"]["/v1/models/{name}/score"]["post"]["responses"]
-        score["200"], score["422"] = SCORED, REFUSED
-    return app.openapi_schema or description
+        paths = FastAPI.openapi(app)["paths"]
+        for path, methods in json.loads(_asset("openapi.json")).items():
+            for method, described in methods.items():
+                operation = paths[path][method]
+                responses = operation["responses"] | described["responses"]
+                operation |= described | {"responses": responses}
+    return app.openapi_schema or {}

@@ -8,7 +8,6 @@ import binascii
 import hmac
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from email.message import Message
 from ipaddress import ip_address
 from typing import Any
@@ -16,6 +15,8 @@ from urllib.parse import urlsplit
 
 from fastapi import HTTPException, Request
 from starlette.requests import ClientDisconnect
+
+from anomaly.line.slot import Limits
 
 Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -66,16 +67,16 @@ class Guard:
             ask = (b"www-authenticate", b'Basic realm="anomaly", charset="UTF-8"')
             return 401, "the token is missing or wrong", [ask]
         if scope["method"] not in ("GET", "HEAD") and not scope["path"].endswith("/score"):
-            told = headers.get(b"content-length", "")
-            if not told.isdecimal():
+            length = headers.get(b"content-length", "")
+            if not length.isdecimal():
                 return 411, "the length of the body has to be said", []
-            if int(told) > _SHORT_BYTES:
+            if int(length) > _SHORT_BYTES:
                 return 413, f"the body is longer than {_SHORT_BYTES} bytes, which is the limit", []
         return None
 
     def _may(self, headers: Mapping[bytes, str]) -> bool:
-        given = credentials(headers.get(b"authorization", ""))[1]
-        return hmac.compare_digest(given.encode(), self._token.encode())
+        token = credentials(headers.get(b"authorization", ""))[1]
+        return hmac.compare_digest(token.encode(), self._token.encode())
 
 
 def credentials(authorization: str) -> tuple[str, str]:
@@ -113,28 +114,6 @@ def is_loopback(host: str) -> bool:
 
 LONGEST_NAME = 255
 _LINGER_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What requests may take.
-
-    Attributes:
-        body_bytes: of one image file.
-        held_bytes: of all that are received, or wait to be scored.
-        receive_seconds: until a body is there.
-        answer_seconds: until a part is answered.
-    """
-
-    body_bytes: int = 64_000_000
-    held_bytes: int = 512_000_000
-    receive_seconds: float = 30.0
-    answer_seconds: float = 60.0
-
-    @classmethod
-    def of(cls, body_bytes: int) -> Limits:
-        """Limits with which an image file of so many bytes is taken, and another may wait."""
-        return cls(body_bytes, held_bytes=max(cls.held_bytes, 2 * body_bytes))
 
 
 class Bodies:
@@ -183,8 +162,8 @@ class Body:
 
     async def _received(self, request: Request) -> bytes:
         most = self._limits.body_bytes
-        told = request.headers.get("content-length", "")
-        if told.isdecimal() and int(told) > most:
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > most:
             await _linger(request)
             raise _too_long(most)
         chunks = []
@@ -249,8 +228,8 @@ def file_in_form(content_type: str, body: bytes) -> tuple[bytes, str]:
         for piece in pieces[1:]:
             if piece.startswith(b"--"):
                 break
-            told, blank, content = piece.partition(b"\r\n\r\n")
-            field, name = _file_names(told)
+            head, blank, content = piece.partition(b"\r\n\r\n")
+            field, name = _file_names(head)
             if blank and name is not None:
                 files.append((field, content, name))
     meant = [file for file in files if file[0] == "image"] or files
@@ -263,16 +242,16 @@ def file_in_form(content_type: str, body: bytes) -> tuple[bytes, str]:
     raise HTTPException(400, "the form holds no file; send one as -F image=@part.png, or the bytes")
 
 
-def _file_names(told: bytes) -> tuple[str, str | None]:
+def _file_names(head: bytes) -> tuple[str, str | None]:
     """The field and the file name in a part's headers; None where the part is no file."""
-    for line in told.decode("utf-8", "replace").split("\r\n"):
+    for line in head.decode("utf-8", "replace").split("\r\n"):
         name, _, value = line.partition(":")
         if name.strip().lower() == "content-disposition":
             header = Message()
             header["Content-Disposition"] = " ".join(value.split())
             field = header.get_param("name", "", "content-disposition")
-            found = header.get_filename()
-            return str(field), None if found is None else str(found)
+            filename = header.get_filename()
+            return str(field), None if filename is None else str(filename)
     return "", None
 
 

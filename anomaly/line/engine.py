@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
 from anomaly.imaging.read import Image
 from anomaly.inference.rows import row_of
-from anomaly.line.record import Answer, Record
+from anomaly.line.record import Answer, Recorder
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.encoding import thumbnail
 from anomaly.maps.heatmap import encode_png, heatmap
@@ -122,7 +122,7 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         for part in list(self._parts.values()):
-            _settled(part.done)
+            part.done.exception()  # waits until it is answered, whichever way
         self._ready.put(None)
         self._thread.join()
         self._decoders.__exit__()
@@ -283,91 +283,6 @@ class Engine:
         else:
             mm = self.model.config.image.mm_per_pixel
             part.done.set_result(Scored(number, answer, drawn, mm))
-
-
-def _settled(future: Future[Any]) -> None:
-    """Wait until a part is answered, whichever way."""
-    future.exception()
-
-
-_MOST_AT_ONCE = 64  # answers in one transaction
-
-
-class Recorder:
-    """Writes answers down in a thread of its own, all that wait in one transaction.
-
-    Used in a `with` statement, which writes what is left.
-
-    Args:
-        record: where to.
-        told: called with each part that was written, in order; an exception that it raises is
-            logged.
-    """
-
-    def __init__(self, record: Record, told: Callable[[int, Answer], object]) -> None:
-        self._record = record
-        self._told = told
-        self._waiting: queue.SimpleQueue[_Unwritten | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="record", daemon=True)
-
-    def __enter__(self) -> Recorder:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._waiting.put(None)
-        self._thread.join()
-
-    def put(self, answer: Answer, then: Callable[[int | OutputError], object]) -> None:
-        """Have an answer written down.
-
-        Args:
-            answer: what was said.
-            then: called with the part's number, or with what was in the way; an exception that it
-                raises is logged.
-        """
-        self._waiting.put(_Unwritten(answer, then))
-
-    def _work(self) -> None:
-        going = True
-        while going:
-            items = [self._waiting.get()]
-            while items[-1] is not None and len(items) < _MOST_AT_ONCE:
-                try:
-                    items.append(self._waiting.get_nowait())
-                except queue.Empty:
-                    break
-            going = items[-1] is not None
-            self._write([item for item in items if item is not None])
-
-    def _write(self, items: Sequence[_Unwritten]) -> None:
-        if not items:
-            return
-        numbers: Sequence[int | OutputError]
-        try:
-            numbers = self._record.add([item.answer for item in items])
-        except OutputError as error:
-            numbers = [error] * len(items)
-        for item, number in zip(items, numbers, strict=True):
-            if isinstance(number, int):
-                _call(self._told, number, item.answer)
-            _call(item.then, number)
-
-
-def _call(callback: Callable[..., object], *arguments: object) -> None:
-    """Call back; a mistake there mustn't keep the next parts from being written down."""
-    try:
-        callback(*arguments)
-    except Exception:
-        log.exception("handing an answer on failed")
-
-
-@dataclass(frozen=True)
-class _Unwritten:
-    """An answer that is to be written down."""
-
-    answer: Answer
-    then: Callable[[int | OutputError], object]
 
 
 SMALL_PIXELS = 480_000

@@ -13,11 +13,13 @@ after the process was killed. Imports no torch.
 from __future__ import annotations
 
 import json
+import logging
+import queue
 import random
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -27,7 +29,12 @@ from typing import Any
 from anomaly.errors import DataError, OutputError
 from anomaly.inference.rows import Row
 
+log = logging.getLogger(__name__)
+
 _FORMAT = 1
+_MOST_AT_ONCE = 64  # answers in one transaction
+# Takes a part's number, or what was in the way.
+_Then = Callable[[int | OutputError], object]
 _STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
 # Of each part what was said last. Rows are ordered by the newest part first.
 _PARTS = """
@@ -190,17 +197,17 @@ class Record:
             self._db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (part, sha256, who, verdict, defect_type, note, now()),
+                (part, sha256, who, verdict, defect_type, note, _now()),
             )
         return part
 
     def check_part(self, number: int) -> str:
         """The sha256 of a part's image; a DataError where nobody can have seen it."""
-        found = self.read("SELECT sha256, status FROM parts WHERE id = ?", (number,))
-        if not found or found[0][1] != "ok":
-            what = "has no image that could be read" if found else "doesn't exist"
+        parts = self.read("SELECT sha256, status FROM parts WHERE id = ?", (number,))
+        if not parts or parts[0][1] != "ok":
+            what = "has no image that could be read" if parts else "doesn't exist"
             raise DataError(f"part {number} {what}; nothing is noted")
-        return str(found[0][0])
+        return str(parts[0][0])
 
     def parts(
         self, before: int | None = None, verdict: str = "", limit: int = 60
@@ -217,10 +224,10 @@ class Record:
             and what a person said last (`feedback`).
         """
         wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict}
-        given = {condition: value for condition, value in wanted.items() if value}
-        where = f"WHERE {' AND '.join(given)} " if given else ""
+        conditions = {condition: value for condition, value in wanted.items() if value}
+        where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
         rows = self.read(
-            f"{_PARTS} {where}ORDER BY parts.id DESC LIMIT ?", (*given.values(), limit)
+            f"{_PARTS} {where}ORDER BY parts.id DESC LIMIT ?", (*conditions.values(), limit)
         )
         return [_part(*row) for row in rows]
 
@@ -237,11 +244,11 @@ class Record:
     def counts(self, since: str) -> dict[str, int]:
         """How many parts there were since a time (ISO 8601, UTC), by verdict; else by status."""
         rows = self.read(
-            "SELECT CASE WHEN status = 'ok' THEN verdict ELSE status END AS said, COUNT (*)"
-            " FROM parts WHERE time >= ? GROUP BY said",
+            "SELECT CASE WHEN status = 'ok' THEN verdict ELSE status END AS outcome, COUNT (*)"
+            " FROM parts WHERE time >= ? GROUP BY outcome",
             (since,),
         )
-        return {said or "no verdict": count for said, count in rows}
+        return {outcome or "no verdict": count for outcome, count in rows}
 
     def feedback(self) -> Iterator[dict[str, Any]]:
         """All that people have said, in order."""
@@ -275,6 +282,89 @@ class Record:
             raise OutputError(f"{self.file} can't be used as a record: {_why(error)}") from None
 
 
+class Recorder:
+    """Writes answers down in a thread of its own, all that wait in one transaction.
+
+    Used in a `with` statement, which writes what is left.
+
+    Args:
+        record: where to.
+        written: called with each part that was written, in order; an exception that it raises is
+            logged.
+    """
+
+    def __init__(self, record: Record, written: Callable[[int, Answer], object]) -> None:
+        self._record = record
+        self._written = written
+        self._waiting: queue.SimpleQueue[tuple[Answer, _Then] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="record", daemon=True)
+
+    def __enter__(self) -> Recorder:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    def put(self, answer: Answer, then: _Then) -> None:
+        """Have an answer written down.
+
+        Args:
+            answer: what was said.
+            then: called with the part's number, or with what was in the way; an exception that it
+                raises is logged.
+        """
+        self._waiting.put((answer, then))
+
+    def _work(self) -> None:
+        going = True
+        while going:
+            items = [self._waiting.get()]
+            while items[-1] is not None and len(items) < _MOST_AT_ONCE:
+                try:
+                    items.append(self._waiting.get_nowait())
+                except queue.Empty:
+                    break
+            going = items[-1] is not None
+            self._write([item for item in items if item is not None])
+
+    def _write(self, items: Sequence[tuple[Answer, _Then]]) -> None:
+        if not items:
+            return
+        numbers: Sequence[int | OutputError]
+        try:
+            numbers = self._record.add([answer for answer, _ in items])
+        except OutputError as error:
+            numbers = [error] * len(items)
+        for (answer, then), number in zip(items, numbers, strict=True):
+            if isinstance(number, int):
+                _call(self._written, number, answer)
+            _call(then, number)
+
+
+def _call(callback: Callable[..., object], *arguments: object) -> None:
+    """Call back; a mistake there mustn't keep the next parts from being written down."""
+    try:
+        callback(*arguments)
+    except Exception:
+        log.exception("handing an answer on failed")
+
+
+@contextmanager
+def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
+    """A record that somebody else may be writing to.
+
+    Raises:
+        DataError: it can't be read, or is something else.
+    """
+    try:
+        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            yield db
+    except sqlite3.Error:
+        raise DataError(f"{file} can't be read as a record of serve") from None
+
+
 def _why(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or "it can't be reached"
@@ -287,20 +377,22 @@ def _why(error: Exception) -> str:
         "SQLITE_CORRUPT": "it is damaged",
     }
     code = str(getattr(error, "sqlite_errorname", ""))
-    return next((said for name, said in known.items() if code.startswith(name)), "SQLite fails")
+    return next((text for name, text in known.items() if code.startswith(name)), "SQLite fails")
 
 
 def _part(
     number: int, model: str, line: str, picture: int, verdict: str | None, *more: str
 ) -> dict[str, Any]:
-    said = None
+    feedback = None
     if verdict is not None:
-        said = dict(zip(("verdict", "defect_type", "note", "who"), (verdict, *more), strict=True))
+        feedback = dict(
+            zip(("verdict", "defect_type", "note", "who"), (verdict, *more), strict=True)
+        )
     row = {**json.loads(line), "id": number, "model": model, "picture": bool(picture)}
-    return {**row, "feedback": said}
+    return {**row, "feedback": feedback}
 
 
-def now() -> str:
+def _now() -> str:
     """The time now."""
     return _in_milliseconds(datetime.now(UTC))
 

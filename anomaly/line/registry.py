@@ -21,8 +21,9 @@ from anomaly.files.writing import draft_of
 from anomaly.imaging.decoder_pool import resident_bytes
 from anomaly.imaging.listing import list_images
 from anomaly.imaging.read import Image
-from anomaly.line.engine import Engine, Recorder
-from anomaly.line.slot import ModelSlot, Version
+from anomaly.line.engine import Engine
+from anomaly.line.record import Recorder
+from anomaly.line.slot import Limits, ModelSlot, Version
 from anomaly.runtime.devices import release_memory
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import EXPORT, MANIFEST, check_run_folder, model_id
@@ -54,8 +55,7 @@ class ModelRegistry:
         recorder: writes answers down.
         device: where the networks are.
         workers: decoding processes of each model.
-        most_waiting: parts of each model that may be on their way at once.
-        memory: bytes that the models in memory may take together; None for no limit.
+        limits: of parts that wait, and of memory.
     """
 
     def __init__(
@@ -65,18 +65,19 @@ class ModelRegistry:
         *,
         device: torch.device,
         workers: int,
-        most_waiting: int = 64,
-        memory: int | None = None,
+        limits: Limits | None = None,
     ) -> None:
+        self._limits = limits or Limits()
+        waiting = self._limits.waiting_parts
         self._awake = threading.Event()
         self.models = {
-            name: ModelSlot(name, folder, most_waiting=most_waiting, wake=self._awake.set)
+            name: ModelSlot(name, folder, most_waiting=waiting, wake=self._awake.set)
             for name, folder in folders.items()
         }
         self._recorder = recorder
         self._device = device
-        self._workers, self._most_waiting = workers, most_waiting
-        self._memory = memory
+        self._workers = workers
+        self._memory = self._limits.memory
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="load models", daemon=True)
 
@@ -176,7 +177,7 @@ class ModelRegistry:
                     model,
                     self._recorder,
                     workers=self._workers,
-                    most_waiting=self._most_waiting,
+                    most_waiting=self._limits.waiting_parts,
                 )
             )
             if not passed:
@@ -250,26 +251,29 @@ def check(model: Model, folder: Path, workers: int) -> str:
         list(model.score_all([grey], workers=1))
         return "every file's hash; no golden parts are recorded beside the model"
     recorded = read_record(golden)["images"]
-    found = score_golden(model, list_images(golden), golden, workers)
-    moved = moved_since(recorded, found, _TOLERANCE)
+    scores = score_golden(model, list_images(golden), golden, workers)
+    moved = moved_since(recorded, scores, _TOLERANCE)
     if moved:
-        said = some([f"{name}: {change}" for name, change in moved.items()], "; ")
-        raise ModelError(f"its golden parts aren't scored as recorded in {golden}: {said}")
-    return f"every file's hash, and {len(found)} golden parts, which score as recorded"
+        changes = some([f"{name}: {change}" for name, change in moved.items()], "; ")
+        raise ModelError(f"its golden parts aren't scored as recorded in {golden}: {changes}")
+    return f"every file's hash, and {len(scores)} golden parts, which score as recorded"
 
 
 def stamp_of(folder: Path) -> tuple[object, ...]:
-    """What tells whether a model folder's files or its golden parts were written since."""
+    """Places, times and sizes of a model folder's files and of its golden parts.
+
+    Two that differ say that something was written in between.
+    """
     golden = folder.parent / "golden" if folder.name == "model" else folder / "golden"
-    found: list[object] = []
+    stamp: list[object] = []
     for place in (folder, golden):
         try:
             for file in sorted(place.rglob("*")):
-                said = file.stat()
-                found.append((str(file), said.st_mtime_ns, said.st_size, said.st_ino))
+                stat = file.stat()
+                stamp.append((str(file), stat.st_mtime_ns, stat.st_size, stat.st_ino))
         except OSError:  # being replaced right now
-            found.append(place)
-    return tuple(found)
+            stamp.append(place)
+    return tuple(stamp)
 
 
 def deploy(new: Path, run: Path) -> bool:
@@ -337,11 +341,11 @@ def _id(run: Path, name: str = "model") -> str:
 def _holds(old: Path, new: Path) -> bool:
     """Whether two model folders are of one model in one engine; an export keeps its model's id."""
 
-    def told(folder: Path) -> list[bytes]:
+    def identity(folder: Path) -> list[bytes]:
         files = [folder / MANIFEST, folder / EXPORT]
         return [file.read_bytes() if file.is_file() else b"" for file in files]
 
-    return told(old) == told(new)
+    return identity(old) == identity(new)
 
 
 def _kept(run: Path, kind: str) -> list[Path]:

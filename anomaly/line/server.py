@@ -33,9 +33,9 @@ def listening(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(kind[4])
     except (OSError, UnicodeError, OverflowError) as error:
-        said = getattr(error, "strerror", None) or "it makes no sense"
+        reason = getattr(error, "strerror", None) or "it makes no sense"
         raise AnomalyError(
-            f"nothing can listen at {host}, port {port} ({said}); give another --host or --port"
+            f"nothing can listen at {host}, port {port} ({reason}); give another --host or --port"
         ) from None
     return listener
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from anomaly.line.bodies import Bodies, Limits
-from anomaly.line.engine import Recorder
-from anomaly.line.record import Answer, Keeping, Record
+from anomaly.line.bodies import Bodies
+from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
-from anomaly.line.slot import ModelSlot
+from anomaly.line.slot import Limits, ModelSlot
 
 if TYPE_CHECKING:
     import torch
@@ -36,43 +34,32 @@ class InspectionService:
 
     Args:
         folders: the models' folders by name.
-        record: where answers are written down.
+        record: where answers are written down; closed at the end.
         device: where the networks are.
         workers: decoding processes of each model.
-        keeping: which pictures are kept.
-        limits: what requests may take.
-        most_waiting: parts of each model that may be on their way at once.
-        memory: bytes that the models in memory may take together; None for no limit.
+        limits: what requests and models may take.
         sinks: where answers are sent on to.
     """
 
     def __init__(
         self,
         folders: dict[str, Path],
-        record: Path,
+        record: Record,
         *,
         device: torch.device,
         workers: int = 2,
-        keeping: Keeping | None = None,
         limits: Limits | None = None,
-        most_waiting: int = 64,
-        memory: int | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
         self.limits = limits or Limits()
         self.bodies = Bodies(self.limits)
-        self.record = Record(record, keeping)
+        self.record = record
         self._outboxes = [Outbox(self.record, sink) for sink in sinks]
         self._recorder = Recorder(self.record, self._told)
         self.registry = ModelRegistry(
-            folders,
-            self._recorder,
-            device=device,
-            workers=workers,
-            most_waiting=most_waiting,
-            memory=memory,
+            folders, self._recorder, device=device, workers=workers, limits=self.limits
         )
-        self.metrics = Metrics(self._gauges(), lambda: self.bodies.held)
+        self.metrics = Metrics(self.registry.models, self._outboxes, self.bodies)
         self.stopping = False
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._followers: set[_Follower] = set()
@@ -157,28 +144,6 @@ class InspectionService:
         for follower in list(self._followers):
             follower.put(event)
 
-    def _gauges(self) -> list[Gauge]:
-        def of_models(value: Callable[[ModelSlot], float]) -> Callable[[], dict[str, float]]:
-            return lambda: {one.name: value(one) for one in self.registry.models.values()}
-
-        def of_outboxes(which: int) -> Callable[[], dict[str, float]]:
-            return lambda: {outbox.name: outbox.state()[which] for outbox in self._outboxes}
-
-        waiting = of_models(lambda one: one.waiting)
-        loaded = of_models(lambda one: one.engine is not None)
-        memory = of_models(lambda one: one.memory if one.engine else 0)
-        drifted = of_models(lambda one: one.drifted()["alarm"])
-        refused = of_models(lambda one: one.refused)
-        return [
-            Gauge("waiting_parts", "Parts that were taken and aren't answered", "model", waiting),
-            Gauge("model_loaded", "1 while a model is in memory", "model", loaded),
-            Gauge("model_bytes", "Memory that a model takes", "model", memory),
-            Gauge("drift_alarm", "1 once a model's parts have drifted", "model", drifted),
-            Gauge("version_refused", "1 while a model's new version is refused", "model", refused),
-            Gauge("unsent_parts", "Parts that wait for a receiver", "receiver", of_outboxes(0)),
-            Gauge("refused_parts", "Parts that a receiver won't take", "receiver", of_outboxes(1)),
-        ]
-
 
 class _Follower:
     """Somebody who follows along, on an event loop."""
@@ -202,56 +167,69 @@ class _Follower:
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _QUANTILES = (0.5, 0.9, 0.99)
 _LATEST = 1000  # scores of each model that the quantiles are of
-
-
-@dataclass(frozen=True)
-class Gauge:
-    """A figure that is looked up when it is asked for.
-
-    Attributes:
-        name: in Prometheus, behind `anomaly_`.
-        text: what it is.
-        label: what its values differ in.
-        values: gives them, by that label's value.
-    """
-
-    name: str
-    text: str
-    label: str
-    values: Callable[[], Mapping[str, float]]
+_OF_MODELS: tuple[tuple[str, str, Callable[[ModelSlot], float]], ...] = (
+    ("waiting_parts", "Parts that were taken and aren't answered", lambda slot: slot.waiting),
+    ("model_loaded", "1 while a model is in memory", lambda slot: slot.engine is not None),
+    ("model_bytes", "Memory that a model takes", lambda slot: slot.memory if slot.engine else 0),
+    ("drift_alarm", "1 once a model's parts have drifted", lambda slot: slot.drifted()["alarm"]),
+    ("version_refused", "1 while a model's new version is refused", lambda slot: slot.refused),
+)
+_OF_OUTBOXES: tuple[tuple[str, str, Callable[[Outbox], float]], ...] = (
+    ("unsent_parts", "Parts that wait for a receiver", lambda outbox: outbox.state()[0]),
+    ("refused_parts", "Parts that a receiver won't take", lambda outbox: outbox.state()[1]),
+)
 
 
 class Metrics:
     """The service's figures, in a registry of their own.
 
     Args:
-        gauges: what is looked up.
-        bytes_held: gives the bytes of images that wait.
+        models: by name.
+        outboxes: of the receivers.
+        bodies: of the images that wait.
     """
 
-    def __init__(self, gauges: Sequence[Gauge], bytes_held: Callable[[], int]) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(
+        self, models: Mapping[str, ModelSlot], outboxes: Sequence[Outbox], bodies: Bodies
+    ) -> None:
+        registry = self._registry = CollectorRegistry()
         self._scores: dict[str, deque[float]] = {}
         self.parts = Counter(
             "anomaly_parts_total",
             "Parts that were answered and written down",
             ("model", "status", "verdict"),
-            registry=self._registry,
+            registry=registry,
         )
         self.seconds = Histogram(
             "anomaly_part_seconds",
             "From when a part was taken until its row was made",
             ("model",),
             buckets=_SECONDS,
-            registry=self._registry,
+            registry=registry,
         )
         self.answers = Counter(
             "anomaly_http_answers_total",
             "Answers of the service by status code",
             ("code",),
-            registry=self._registry,
+            registry=registry,
         )
-        self._registry.register(_Now(gauges, bytes_held, self._scores))
+        self._quantiles = Gauge(
+            "anomaly_score",
+            f"Quantiles of the last {_LATEST} scores",
+            ("model", "quantile"),
+            registry=registry,
+        )
+        held = Gauge("anomaly_held_bytes", "Bytes of images that wait", registry=registry)
+        held.set_function(lambda: bodies.held)
+        # These are looked up when they are asked for.
+        for name, text, of_model in _OF_MODELS:
+            gauge = Gauge(f"anomaly_{name}", text, ("model",), registry=registry)
+            for slot in models.values():
+                gauge.labels(slot.name).set_function(partial(of_model, slot))
+        for name, text, of_outbox in _OF_OUTBOXES:
+            gauge = Gauge(f"anomaly_{name}", text, ("receiver",), registry=registry)
+            for outbox in outboxes:
+                gauge.labels(outbox.name).set_function(partial(of_outbox, outbox))
 
     def note(self, answer: Answer) -> None:
         """Count a part that was answered."""
@@ -264,35 +242,8 @@ class Metrics:
 
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""
-        return generate_latest(self._registry)
-
-
-class _Now(Collector):
-    """Figures that are looked up when they are asked for."""
-
-    def __init__(
-        self,
-        gauges: Sequence[Gauge],
-        bytes_held: Callable[[], int],
-        scores: dict[str, deque[float]],
-    ) -> None:
-        self._gauges, self._bytes_held, self._scores = gauges, bytes_held, scores
-
-    def collect(self) -> Iterator[Metric]:
-        for gauge in self._gauges:
-            family = GaugeMetricFamily(f"anomaly_{gauge.name}", gauge.text, labels=[gauge.label])
-            for name, value in gauge.values().items():
-                family.add_metric([name], value)
-            yield family
-        yield GaugeMetricFamily(
-            "anomaly_held_bytes", "Bytes of images that wait", value=self._bytes_held()
-        )
-        quantiles = GaugeMetricFamily(
-            "anomaly_score", f"Quantiles of the last {_LATEST} scores", labels=["model", "quantile"]
-        )
         for model, scores in list(self._scores.items()):
-            for quantile, value in zip(
-                _QUANTILES, np.quantile(list(scores), _QUANTILES), strict=True
-            ):
-                quantiles.add_metric([model, str(quantile)], float(value))
-        yield quantiles
+            values = np.quantile(list(scores), _QUANTILES).tolist()
+            for quantile, value in zip(_QUANTILES, values, strict=True):
+                self._quantiles.labels(model, str(quantile)).set(value)
+        return generate_latest(self._registry)

@@ -89,8 +89,8 @@ class Webhook:
             "User-Agent": f"anomaly/{__version__}",
         }
         if parts.username is not None:
-            given = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            basic = base64.b64encode(given.encode()).decode()
+            login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            basic = base64.b64encode(login.encode()).decode()
             self._headers["Authorization"] = f"Basic {basic}"
         self._open: http.client.HTTPConnection | None = None
 
@@ -166,9 +166,9 @@ class Mqtt:
         """Deliver a row; see `Sink`."""
         try:
             self._client = self._client or self._connected()
-            said = self._client.publish(self._topic, message, qos=1)
-            said.wait_for_publish(_SECONDS)
-            if not said.is_published():
+            published = self._client.publish(self._topic, message, qos=1)
+            published.wait_for_publish(_SECONDS)
+            if not published.is_published():
                 raise NotTakenError("it doesn't confirm a message")
         except (OSError, RuntimeError, ValueError) as error:
             self.close()
@@ -200,8 +200,8 @@ class Mqtt:
         client.connect_timeout = _SECONDS
         if self._parts.username is not None:
             password = self._parts.password
-            given = None if password is None else unquote(password)
-            client.username_pw_set(unquote(self._parts.username), given)
+            password = None if password is None else unquote(password)
+            client.username_pw_set(unquote(self._parts.username), password)
         if self._parts.scheme == "mqtts":
             client.tls_set_context(ssl.create_default_context())
         client.connect(str(self._parts.hostname), self._port, keepalive=30)

@@ -20,6 +20,32 @@ _AGAIN_SECONDS = 5  # after which to ask for a model that can't be used
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What requests and models may take.
+
+    Attributes:
+        body_bytes: of one image file.
+        held_bytes: of all that are received, or wait to be scored.
+        receive_seconds: until a body is there.
+        answer_seconds: until a part is answered.
+        waiting_parts: of each model, that may be on their way at once.
+        memory: bytes that the models in memory may take together; None for no limit.
+    """
+
+    body_bytes: int = 64_000_000
+    held_bytes: int = 512_000_000
+    receive_seconds: float = 30.0
+    answer_seconds: float = 60.0
+    waiting_parts: int = 64
+    memory: int | None = None
+
+    @classmethod
+    def of(cls, body_bytes: int) -> Limits:
+        """Limits with which an image file of so many bytes is taken, and another may wait."""
+        return cls(body_bytes, held_bytes=max(cls.held_bytes, 2 * body_bytes))
+
+
+@dataclass(frozen=True)
 class Version:
     """What was let in, and is known of it even while it isn't in memory.
 
@@ -61,7 +87,7 @@ class _Waiting:
 
     since: float
     done: Future[Scored]
-    part: tuple[bytes, str, PictureRequest]
+    arguments: tuple[bytes, str, PictureRequest]
 
 
 @dataclass
@@ -112,8 +138,8 @@ class ModelSlot:
     @property
     def unusable(self) -> str:
         """Why no parts are taken; empty where they are, at once or once it is in memory."""
-        said = {"failed": self.trouble, "loading": "it is still being loaded"}.get(self.state)
-        return f"{self.name} can't be used: {said}" if said else ""
+        reason = {"failed": self.trouble, "loading": "it is still being loaded"}.get(self.state)
+        return f"{self.name} can't be used: {reason}" if reason else ""
 
     @property
     def refused(self) -> bool:
@@ -171,8 +197,8 @@ class ModelSlot:
         with self._changing:
             last, self.engine = self.engine, engine
             self.now, self.trouble, self.asked = version, "", time.monotonic()
-            for one in self._waiting:
-                engine.submit(*one.part, one.done)
+            for part in self._waiting:
+                engine.submit(*part.arguments, part.done)
             self._waiting = []
         if last is not None:
             last.__exit__()
@@ -194,8 +220,8 @@ class ModelSlot:
         with self._changing:
             self.trouble = reason if stays else self.trouble
             waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            one.done.set_exception(
+        for part in waiting:
+            part.done.set_exception(
                 BusyError(f"{self.name} can't be used: {reason}", _AGAIN_SECONDS)
             )
 
@@ -207,15 +233,15 @@ class ModelSlot:
     def short(self) -> dict[str, Any]:
         """What a list of models says of it."""
         with self._changing:
-            said: dict[str, Any] = {"name": self.name, "state": self.state}
-            said |= {"refused": self.refused, "reason": self.trouble}
-            return said | (self.now.short if self.now else {})
+            short: dict[str, Any] = {"name": self.name, "state": self.state}
+            short |= {"refused": self.refused, "reason": self.trouble}
+            return short | (self.now.short if self.now else {})
 
     def long(self) -> dict[str, Any]:
         """All that can be asked of it: settings, thresholds, and what they were found with."""
         now = self.now
-        said = {"checked": now.checked if now else "", "drift": self.drifted()}
-        return {**self.short(), **said, **(now.long if now else {})}
+        state = {"checked": now.checked if now else "", "drift": self.drifted()}
+        return {**self.short(), **state, **(now.long if now else {})}
 
     def note(self, row: Row) -> None:
         """A part was answered: see whether parts drift."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,11 +17,11 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from anomaly.errors import ConfigError, OutputError, nearest, why
+from anomaly.errors import ConfigError, OutputError, nearest
+from anomaly.files.writing import write
 from anomaly.sample_data import brushed_plate, woven_fabric
-from anomaly.sample_data import brushed_plate as brushed_plate_defects
-from anomaly.sample_data import woven_fabric as woven_fabric_defects
 from anomaly.sample_data.camera import Camera, Field, scene_side, visible_change
+from anomaly.storage.folder import appearing
 
 Scene = TypeVar("Scene")
 
@@ -50,13 +48,13 @@ CATALOGUE: dict[str, Product[Any]] = {
         title="a brushed steel plate with a slot and four socket screws",
         draw=brushed_plate.draw,
         shade=brushed_plate.shade,
-        defects=brushed_plate_defects.DEFECTS,
+        defects=brushed_plate.DEFECTS,
     ),
     "woven_fabric": Product(
         title="a plain-woven cotton cloth",
         draw=woven_fabric.draw,
         shade=woven_fabric.shade,
-        defects=woven_fabric_defects.DEFECTS,
+        defects=woven_fabric.DEFECTS,
     ),
 }
 
@@ -185,15 +183,14 @@ def write_sample_data(
         _refuse_existing(folder, overwrite)
     shots = {product: _shots(product, n_train, n_good, n_defect) for product in folders}
     total, done = sum(map(len, shots.values())), 0
-    with _writing_to(root) as scratch, ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        for product, folder in folders.items():
-            fresh = scratch / product
-            _prepare(fresh, shots[product], _readme(product, seed, size, shots[product]))
-            for _ in pool.map(partial(_write_shot, fresh, seed, size), shots[product]):
+    for product, folder in folders.items():
+        # The threads end before their draft does, also on an error.
+        with appearing(folder) as draft, ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+            write(draft / "readme.txt", _readme(product, seed, size, shots[product]))
+            for _ in pool.map(partial(_write_shot, draft, seed, size), shots[product]):
                 done += 1
                 if progress:
                     progress(done, total)
-            _publish(fresh, folder, scratch / f"old-{product}")
 
 
 def _check(seed: int, size: int, products: Sequence[str], counts: Sequence[int]) -> None:
@@ -230,38 +227,6 @@ def _shots(product: str, n_train: int, n_good: int, n_defect: int) -> list[Shot]
     ]
 
 
-@contextmanager
-def _writing_to(root: Path) -> Iterator[Path]:
-    """A scratch folder inside `root`, gone at the end; what the disk refuses is an OutputError."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        # Inside root: a rename within one file system can't stop half-way.
-        with tempfile.TemporaryDirectory(prefix=".sample-data-", dir=root) as scratch:
-            yield Path(scratch)
-    except OSError as error:
-        raise OutputError(
-            f"the sample data can't be written to {root}: {why(error)}; "
-            "name a folder that you may write to, on a disk with space"
-        ) from error
-
-
-def _image_path(folder: Path, shot: Shot) -> Path:
-    return folder / shot.split / shot.kind / f"{shot.index:03d}.png"
-
-
-def _mask_path(folder: Path, shot: Shot) -> Path:
-    return folder / "ground_truth" / shot.kind / f"{shot.index:03d}_mask.png"
-
-
-def _prepare(folder: Path, shots: Sequence[Shot], readme: str) -> None:
-    folder.mkdir()
-    (folder / "readme.txt").write_text(readme, encoding="utf-8", newline="\n")
-    for shot in shots:
-        _image_path(folder, shot).parent.mkdir(parents=True, exist_ok=True)
-        if shot.kind != "good":
-            _mask_path(folder, shot).parent.mkdir(parents=True, exist_ok=True)
-
-
 def _readme(product: str, seed: int, size: int, shots: Sequence[Shot]) -> str:
     count = Counter((shot.split, shot.kind == "good") for shot in shots)
     return _README.format(
@@ -278,18 +243,13 @@ def _readme(product: str, seed: int, size: int, shots: Sequence[Shot]) -> str:
 
 def _write_shot(folder: Path, seed: int, size: int, shot: Shot) -> None:
     image, mask = take(shot, seed, size)
-    _write_png(_image_path(folder, shot), image[..., ::-1])
+    name = f"{shot.index:03d}"
+    _write_png(folder / shot.split / shot.kind / f"{name}.png", image[..., ::-1])
     if mask is not None:
-        _write_png(_mask_path(folder, shot), mask)
+        _write_png(folder / "ground_truth" / shot.kind / f"{name}_mask.png", mask)
 
 
 def _write_png(path: Path, pixels: NDArray[np.uint8]) -> None:
     # Not cv2.imwrite, which reports a full disk only by its return value.
     _, png = cv2.imencode(".png", pixels, _PNG)
-    path.write_bytes(png.tobytes())
-
-
-def _publish(fresh: Path, folder: Path, old: Path) -> None:
-    if folder.exists():
-        folder.rename(old)
-    fresh.rename(folder)
+    write(path, png.tobytes())

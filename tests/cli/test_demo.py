@@ -9,7 +9,7 @@ import pytest
 
 from anomaly import cli
 from anomaly.cli import main
-from anomaly.sample_data.cli import demo
+from anomaly.sample_data import commands
 
 
 def test_each_step_is_a_command_and_a_failing_one_ends_it(
@@ -24,7 +24,7 @@ def test_each_step_is_a_command_and_a_failing_one_ends_it(
         steps.append(arguments)
         return next(codes)
 
-    monkeypatch.setattr(demo, "execute", execute)
+    monkeypatch.setattr(commands, "execute", execute)
     assert main(["demo", "--output", "all", "--set", "image.area=128", "--device", "cpu"]) == 0
     order = ["sample-data", "train", "train", "infer", "infer", "evaluate"]
     assert [step[0] for step in steps] == order

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Semaphore
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from anomaly.cluster import actors
-from anomaly.cluster.actors import WorkerDied, dispatch, then
+from anomaly.cluster.actors import Work, WorkerDied, dispatch
 from anomaly.errors import AnomalyError, DataError, OutputError
 
 _SIZE = 17
@@ -57,19 +58,27 @@ class _Machines:
         self.stopped += 1
 
 
-def _run(machines: _Machines, chunks: Sequence[int]) -> Counter[str]:
-    return dispatch(chunks, [_SIZE] * 50, machines.hire, machines.room)
+def _run(machines: _Machines, chunks: Sequence[int], **more: Any) -> Counter[str]:
+    return _counted(machines.hire, chunks, machines.room, **more)
+
+
+def _counted(
+    hire: Callable[[], Any], chunks: Sequence[int], room: Callable[[], int], **more: Any
+) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    work = Work(
+        hire,
+        score=lambda worker, chunk, lost: worker.score(chunk, lost),
+        probe=lambda worker, chunk, images: worker.probe(chunk, images),
+        take=lambda chunk, found: counts.update(found),
+    )
+    dispatch(chunks, [_SIZE] * 50, work, room, **more)
+    return +counts  # without what is counted 0 times
 
 
 def test_each_chunk_is_scored_once_by_no_more_workers_than_there_is_room_for() -> None:
     machines, seen = _Machines(lambda *_: False), []
-    counts = dispatch(
-        range(2, 40),
-        [_SIZE] * 50,
-        machines.hire,
-        machines.room,
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    counts = _run(machines, range(2, 40), progress=lambda done, total: seen.append((done, total)))
     assert counts == {"ok": 38 * _SIZE}
     assert machines.scored == dict.fromkeys(range(2, 40), 1)
     assert machines.hired == machines.stopped == 3
@@ -137,36 +146,16 @@ def test_workers_come_and_go_with_the_room_for_them() -> None:
     def progress(done: int, total: int) -> None:
         machines.at_most = 4 if done > total // 2 else 0
 
-    dispatch(range(20), [_SIZE] * 50, machines.hire, machines.room, progress=progress)
+    _run(machines, range(20), progress=progress)
     assert machines.scored == dict.fromkeys(range(20), 1)
     assert 2 <= machines.hired <= 4
 
 
 def test_it_stops_when_it_is_told_to() -> None:
     machines = _Machines(lambda *_: False, at_most=1)
-    counts = dispatch(
-        range(40),
-        [_SIZE] * 50,
-        machines.hire,
-        machines.room,
-        stopped=lambda: len(machines.scored) >= 3,
-    )
+    counts = _run(machines, range(40), stopped=lambda: len(machines.scored) >= 3)
     assert 2 * _SIZE <= counts["ok"] <= 4 * _SIZE
     assert machines.stopped == machines.hired
-
-
-def test_what_follows_on_an_answer_fails_and_nobody_waits_for_ever() -> None:
-    asked: Future[int] = Future()
-    divided, more = then(asked, lambda value: 1 // value), then(asked, lambda value: value + 1)
-    asked.set_result(0)
-    assert more.result(1) == 1
-    with pytest.raises(ZeroDivisionError):
-        divided.result(1)
-    lost: Future[int] = Future()
-    passed = then(lost, lambda value: value)
-    lost.set_exception(WorkerDied())
-    with pytest.raises(WorkerDied):
-        passed.result(1)
 
 
 def test_workers_that_wait_for_a_place_get_it_once_nothing_is_left_for_others() -> None:
@@ -192,7 +181,7 @@ def test_workers_that_wait_for_a_place_get_it_once_nothing_is_left_for_others() 
             if self._has_place:
                 places.release()
 
-    assert dispatch(chunks, [_SIZE] * 6, Waiting, lambda: 4) == {"ok": 6 * _SIZE}
+    assert _counted(Waiting, chunks, lambda: 4) == {"ok": 6 * _SIZE}
 
 
 @pytest.mark.parametrize(

@@ -597,8 +597,7 @@ def test_a_worker_of_a_cluster_leaves_no_folder_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is ended without a word, and can't delete anything then."""
-    from anomaly.cluster.ray_workers import RayJob, _Scorer
-    from anomaly.inference.outputs import OutputOptions
+    from anomaly.cluster.infer import RayJob, _Scorer
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     destinations = [str(tmp_path / "out"), "memory://worker/out"]
@@ -606,8 +605,7 @@ def test_a_worker_of_a_cluster_leaves_no_folder_behind(
     # Which images a chunk holds depends on their folder's name: not each has one to draw.
     drawn = min((one / "heatmaps").iterdir())
     for dest in destinations:
-        outputs = OutputOptions(heatmaps=None)
-        worker = _Scorer(RayJob(str(run_folder), str(manifest), dest, outputs, device="cpu"))
+        worker = _Scorer(RayJob(str(run_folder), str(manifest), dest, device="cpu"))
         assert sum(worker.score(int(drawn.name), worker.about(), {}).values())
         worker._decoders.__exit__()
     names = [f"{drawn.name}/{file.name}" for file in drawn.iterdir()]

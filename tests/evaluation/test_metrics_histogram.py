@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pixel_references import IMAGES, NAMES, measured, smooth_images
+from pixel_references import IMAGES, NAMES, flat, measured, smooth_images
 from sklearn.metrics import f1_score, roc_auc_score
 
 from anomaly.evaluation.metrics.pixels import PixelAccumulator

@@ -8,6 +8,7 @@ from pixel_references import (
     NAMES,
     brute_force_aupimo,
     brute_force_aupro,
+    flat,
     measured,
     published_aupro,
     smooth_images,

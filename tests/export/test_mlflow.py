@@ -11,6 +11,7 @@ from conftest import Command
 
 import anomaly
 from anomaly.errors import DataError
+from anomaly.export import commands
 from anomaly.export.mlflow_model import ScoringModel
 from anomaly.scoring.prediction import Prediction
 
@@ -100,9 +101,7 @@ def test_a_store_that_is_not_there(run_folder: Path, command: Command) -> None:
 def test_mlflow_is_asked_for_where_it_is_missing(
     run_folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anomaly.export.cli import register
-
-    monkeypatch.setattr(register, "find_spec", lambda name: None)
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
     code, _, err = command("register", ["--model", run_folder])
     assert (code, "needs mlflow, pandas" in err) == (2, True)
     assert "pip install 'anomaly[mlflow]'" in err

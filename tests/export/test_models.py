@@ -33,7 +33,6 @@ from anomaly.cli.common_options import device_and_threads
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
-from anomaly.export import models
 from anomaly.export.equality import compare, golden_images
 from anomaly.export.graph import write_graph
 from anomaly.files.writing import as_json, sha256_of
@@ -232,7 +231,7 @@ def test_an_export_that_says_something_else_is_not_there(
         onnx.save(graph, folder / said["file"])
         return dict(said)
 
-    monkeypatch.setattr(models, "write_graph", write_another)
+    monkeypatch.setattr(graph_module, "write_graph", write_another)
     output = tmp_path / "e"
     code, _, err = command("export", ["--model", run_folder, "--to", "onnx", "--output", output])
     assert code == 2

@@ -18,8 +18,7 @@ from anomaly.calibration.model_thresholds import Thresholds, thresholds_from
 from anomaly.calibration.scores import GoodScores
 from anomaly.errors import DataError
 from anomaly.inference.rows import Row, as_csv, as_jsonl
-from anomaly.line.drift import HORIZON, Drift, Level, _gains, _limit, levels_of
-from anomaly.line.drift_page import read_scores
+from anomaly.line.drift import HORIZON, Drift, Level, _gains, _limit, levels_of, read_scores
 from anomaly.line.record import Answer, Record
 from anomaly.storage.folder import model_id
 

@@ -5,8 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from anomaly.line.drift import Drift, Level
-from anomaly.line.drift_page import drift_html
+from anomaly.line.drift import Drift, Level, drift_html
 
 
 @pytest.mark.parametrize(

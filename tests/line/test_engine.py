@@ -19,10 +19,11 @@ from fastapi import HTTPException, Request
 
 from anomaly.errors import OutputError
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.line.bodies import Bodies, Guard, Limits, file_in_form, is_loopback, shown_name
-from anomaly.line.engine import BusyError, Engine, Recorder
-from anomaly.line.record import Answer, Record
+from anomaly.line.bodies import Bodies, Guard, file_in_form, is_loopback, shown_name
+from anomaly.line.engine import BusyError, Engine
+from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
+from anomaly.line.slot import Limits
 from anomaly.storage.folder import find_models
 from anomaly.storage.load import load_model
 

@@ -19,8 +19,10 @@ import anomaly
 from anomaly.inference.rows import Row
 from anomaly.line import slot as models
 from anomaly.line.drift import Drift
-from anomaly.line.engine import BusyError, PictureRequest, Recorder
+from anomaly.line.engine import BusyError, PictureRequest
+from anomaly.line.record import Recorder
 from anomaly.line.registry import ModelRegistry, back, deploy
+from anomaly.line.slot import Limits
 from anomaly.storage.folder import model_id
 
 NAMES = ("bank", "gaussian")
@@ -102,7 +104,9 @@ def _measured(line: Path) -> dict[str, int]:
     folders = {name: line / name / "model" for name in NAMES}
     recorder = Recorder(cast(Any, None), print)
     device = torch.device("cpu")
-    with ModelRegistry(folders, recorder, device=device, workers=1, memory=10**12) as registry:
+    with ModelRegistry(
+        folders, recorder, device=device, workers=1, limits=Limits(memory=10**12)
+    ) as registry:
         _until(lambda: registry.ready)
         assert all(one.engine for one in registry.models.values())
         return {name: one.memory for name, one in registry.models.items()}
@@ -127,7 +131,9 @@ def test_a_model_that_fits_nowhere_is_refused(line: Path, tmp_path: Path, memory
         memory = min(memory, files - 1)
     recorder = Recorder(cast(Any, None), print)
     device = torch.device("cpu")
-    registry = ModelRegistry({"bank": folder}, recorder, device=device, workers=1, memory=memory)
+    registry = ModelRegistry(
+        {"bank": folder}, recorder, device=device, workers=1, limits=Limits(memory=memory)
+    )
     with registry:
         (one,) = registry.models.values()
         _until(lambda: one.state != "loading")
@@ -217,7 +223,7 @@ def test_the_idle_leave_first_and_of_these_the_one_asked_for_longest_ago(
     names = ("second", "first", "third", "new")  # in the folder, not in time
     folders = {name: tmp_path / name for name in names}
     recorder, device = Recorder(cast(Any, None), print), torch.device("cpu")
-    registry = ModelRegistry(folders, recorder, device=device, workers=1, memory=400)
+    registry = ModelRegistry(folders, recorder, device=device, workers=1, limits=Limits(memory=400))
     for i, name in enumerate(("first", "second", "third")):
         engine = SimpleNamespace(resident=100, waiting=waiting[i], __exit__=lambda: None)
         registry.models[name].engine, registry.models[name].asked = cast(Any, engine), float(i)

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from anomaly.line import server
-from anomaly.line.bodies import Limits
+from anomaly.line.record import Record
 from anomaly.line.service import InspectionService
-from anomaly.line.slot import ModelSlot, Version
+from anomaly.line.slot import Limits, ModelSlot, Version
 
 TOKEN = "0123456789abcdef"
 ASKED = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -34,7 +34,7 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
     listener = server.listening("127.0.0.1", 0)
     limits = Limits(body_bytes=1_000_000)
     with InspectionService(
-        {}, tmp_path / "l.sqlite", device=torch.device("cpu"), limits=limits
+        {}, Record(tmp_path / "l.sqlite"), device=torch.device("cpu"), limits=limits
     ) as line:
         # A model that is never asked: what is sent to it is refused before.
         engine = cast(Any, SimpleNamespace(resident=0, __exit__=lambda: None))

@@ -7,17 +7,17 @@ import io
 import logging
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anomaly.cli.common_options import device_and_threads
-from anomaly.cli.evaluate import evaluate_source, sources
+from anomaly.cli.evaluate import evaluate_source
+from anomaly.cli.evaluate import sources as sources_of
 from anomaly.cli.logging_setup import ProgressLine, is_quiet, log_to_terminal
-from anomaly.cluster.actors import dispatch, then
+from anomaly.cluster.actors import Work, dispatch
 from anomaly.errors import AnomalyError
 
 if TYPE_CHECKING:
@@ -39,14 +39,25 @@ def run(
         cluster: where the workers are.
         take: called with each model, in order, and with what came of it.
     """
-    models = sources(options)
+    sources = sources_of(options)
     outcomes: dict[int, tuple[Outcome, Said]] = {}
     taken = 0
     options.threads = cluster.threads
     options.folder, options.quiet = Path.cwd(), is_quiet()
 
-    def hire() -> _Worker:
-        return _Worker(cluster.start(_Evaluator, options), models, outcomes)
+    def evaluate(actor: Actor, number: int, lost: Mapping[int, str]) -> Future[Any]:
+        if not lost:
+            return actor.ask("evaluate", sources[number])
+        given_up: Future[tuple[Outcome, Said]] = Future()
+        error = AnomalyError(
+            f"{sources[number]}: training or evaluating it took down the processes that did, "
+            "whichever they were (out of memory?)"
+        )
+        given_up.set_result((error, ("", "")))
+        return given_up
+
+    def probe(actor: Actor, number: int, images: Sequence[int]) -> Future[Any]:
+        return actor.ask("evaluate", sources[number] if images else None)
 
     with ProgressLine() as progress:
 
@@ -57,12 +68,15 @@ def run(
                 outcome, (out, err) = outcomes.pop(taken)
                 print(out, end="")
                 print(err, end="", file=sys.stderr)
-                take(models[taken], outcome)
+                take(sources[taken], outcome)
                 taken += 1
 
         remedy = "start it again: what is trained is kept"
-        each = [1] * len(models)
-        dispatch(range(len(models)), each, hire, cluster.room, progress=done, remedy=remedy)
+        work = Work(
+            lambda: cluster.start(_Evaluator, options), evaluate, probe, outcomes.__setitem__
+        )
+        each = [1] * len(sources)
+        dispatch(range(len(sources)), each, work, cluster.room, progress=done, remedy=remedy)
 
 
 class _Evaluator:
@@ -85,42 +99,8 @@ class _Evaluator:
             log_to_terminal(quiet=self._options.quiet),
         ):
             device, threads = device_and_threads(self._options)
-            outcome = evaluate_source(source, self._options, device, threads)
-            if isinstance(outcome, AnomalyError):
-                outcome = AnomalyError(str(outcome))  # others may not be picklable
+            try:
+                outcome = evaluate_source(source, self._options, device, threads)
+            except AnomalyError as error:
+                outcome = AnomalyError(str(error))
         return outcome, (out.getvalue(), err.getvalue())
-
-
-class _Worker:
-    def __init__(
-        self,
-        actor: Actor,
-        sources: Sequence[Source],
-        outcomes: dict[int, tuple[Outcome, Said]],
-    ) -> None:
-        self._actor = actor
-        self._sources = sources
-        self._outcomes = outcomes
-        self.stop = actor.stop
-
-    def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
-        """Have the actor evaluate a source; one that takes down its workers is given up."""
-        if lost:
-            error = AnomalyError(
-                f"{self._sources[chunk]}: training or evaluating it took down the processes that "
-                "did, whichever they were (out of memory?)"
-            )
-            self._outcomes[chunk] = error, ("", "")
-            nothing: Future[Counter[str]] = Future()
-            nothing.set_result(Counter())
-            return nothing
-
-        def kept(outcome: tuple[Outcome, Said]) -> Counter[str]:
-            self._outcomes[chunk] = outcome
-            return Counter()
-
-        return then(self._actor.ask("evaluate", self._sources[chunk]), kept)
-
-    def probe(self, chunk: int, images: Sequence[int]) -> Future[Counter[str]]:
-        """Have the actor evaluate a source, to see whether it survives that."""
-        return self._actor.ask("evaluate", self._sources[chunk] if images else None)

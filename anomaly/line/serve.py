@@ -6,21 +6,18 @@ import argparse
 import importlib.util
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from anomaly.cli.common_options import add_device, device_and_threads, number
 from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.errors import AnomalyError, OutputError
 from anomaly.files.outputs import locked_file
-from anomaly.line.bodies import is_loopback
-from anomaly.line.record import Keeping
-from anomaly.line.sinks import Mqtt, Webhook
+from anomaly.line.record import Keeping, Record
+from anomaly.line.sinks import Mqtt, Sink, Webhook
+from anomaly.line.slot import Limits
 from anomaly.storage.folder import find_models, product_folders
-
-if TYPE_CHECKING:
-    from anomaly.line.sinks import Sink
 
 TOKEN_VARIABLE = "ANOMALY_TOKEN"
 SINK_VARIABLES = ("ANOMALY_WEBHOOK", "ANOMALY_MQTT")
@@ -104,21 +101,23 @@ def run(options: argparse.Namespace) -> int:
             options.models / name,
         )
     with locked_file(record), Stopping() as stop:
-        from anomaly.line.bodies import Limits
+        # FastAPI and uvicorn are optional: `_check` has seen that they are there.
         from anomaly.line.server import listening, serve
         from anomaly.line.service import InspectionService
 
         device, threads = device_and_threads(options, list(folders.values()))
         listener = listening(options.host, options.port)
+        limits = replace(
+            Limits.of(round(options.max_body * 1e6)),
+            waiting_parts=options.queue,
+            memory=None if options.memory is None else round(options.memory * 1e6),
+        )
         service = InspectionService(
             folders,
-            record,
+            Record(record, Keeping(options.keep_good, options.keep_pictures)),
             device=device,
             workers=threads,
-            keeping=Keeping(options.keep_good, options.keep_pictures),
-            limits=Limits.of(round(options.max_body * 1e6)),
-            most_waiting=options.queue,
-            memory=None if options.memory is None else round(options.memory * 1e6),
+            limits=limits,
             sinks=sinks,
         )
         with service:
@@ -177,6 +176,8 @@ def _token(options: argparse.Namespace) -> str:
 
 
 def _check_open(options: argparse.Namespace, token: str) -> None:
+    from anomaly.line.bodies import is_loopback  # with FastAPI, which is optional
+
     if not token and not is_loopback(options.host):
         raise AnomalyError(
             f"--host {options.host} lets other machines ask, for which a token has to be set: "
@@ -192,12 +193,12 @@ def _check_open(options: argparse.Namespace, token: str) -> None:
 
 def _sinks(options: argparse.Namespace) -> list[Sink]:
     webhook, mqtt = (os.environ.get(name, "").strip() for name in SINK_VARIABLES)
-    found: list[Sink] = []
+    sinks: list[Sink] = []
     if url := options.webhook or webhook:
-        found.append(Webhook(url))
+        sinks.append(Webhook(url))
     if url := options.mqtt or mqtt:
-        found.append(Mqtt(url))
-    return found
+        sinks.append(Mqtt(url))
+    return sinks
 
 
 def _record(options: argparse.Namespace) -> Path:

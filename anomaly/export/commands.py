@@ -1,0 +1,270 @@
+"""`anomaly export`, `features` and `register`: models and features for other programs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from anomaly.backbones.weights import check_weights
+from anomaly.cli.common_options import Command, add_device, device_and_threads
+from anomaly.cli.logging_setup import ProgressLine
+from anomaly.datasets.inputs import find_inputs
+from anomaly.errors import AnomalyError, ConfigError, first_of
+from anomaly.export.feature_files import FeatureWriter
+from anomaly.export.mlflow_model import register
+from anomaly.export.models import ExportOptions, check_export, export_model
+from anomaly.files.outputs import locked
+from anomaly.storage.exported import check_layers
+
+log = logging.getLogger(__name__)
+
+_AGREES = 0.9  # correlation of two models' scores of good images
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
+    parser.add_argument(
+        "--to", choices=("onnx", "openvino"), required=True, help="the engine that will compute"
+    )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="write a second graph, from images to patch scores, for programs other than this one",
+    )
+    parser.add_argument(
+        "--golden",
+        type=Path,
+        metavar="FOLDER",
+        help="images that both have to score alike (default: some of the training images)",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="gets the folder model/")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "int8"),
+        default="fp32",
+        help="compute in this number format (fp32); bf16 only with openvino, where the processor "
+        "has it; int8 makes another model, which learns again from the training images",
+    )
+    parser.add_argument(
+        "--data-root",
+        type=Path,
+        help="with int8: the data sets' folder, where it has moved since training",
+    )
+    parser.add_argument(
+        "--training-images",
+        type=Path,
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="with int8: folders with training images that aren't in the data set",
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="processor threads")
+
+
+def _export(options: argparse.Namespace) -> int:
+    """Export, or say why the export isn't equal."""
+    if (options.data_root or options.training_images) and options.precision != "int8":
+        raise ConfigError("--data-root and --training-images need --precision int8, which learns")
+    wanted = ExportOptions(
+        options.to,
+        precision=options.precision,
+        whole=options.whole,
+        golden=options.golden,
+        data_root=options.data_root,
+        further=options.training_images,
+        overwrite=options.overwrite,
+    )
+    check_export(options.model, options.output, wanted)  # before torch is imported
+    with locked(options.output):
+        options.device = "cpu"
+        _, threads = device_and_threads(options)
+        with ProgressLine() as progress:
+            exported = export_model(
+                options.model, options.output, wanted, workers=threads, progress=progress
+            )
+    _print_export(exported, options.output / "model")
+    return 0
+
+
+def _print_export(values: dict[str, Any], folder: Path) -> None:
+    """What export.json says, for people."""
+    equal, quantised = values["equality"], values.get("quantised")
+    by = f"{values['engine']} {values['engine_version']} in {values['precision']}"
+    print(f"model {values['model_id']} for {by}: {folder}")
+    if quantised is None:
+        count = len(equal["images"])
+        images = "1 golden image has the same verdict"
+        if count != 1:
+            images = f"{count} golden images have the same verdicts"
+        print(f"{images}, and scores within {equal['largest_difference']:.1g} of torch's")
+        return
+    changed, correlation = quantised["verdicts_changed"], quantised["correlation"]
+    print(
+        f"it is another model than {values['source_model_id']}, whose training images it has "
+        "learned again, and has thresholds of its own"
+    )
+    print(
+        f"on {quantised['golden_images']} golden images {len(changed)} verdicts differ; scores are "
+        f"{100 * quantised['shift']:+.1f} % apart in the median"
+        + ("" if correlation is None else f", correlation {correlation:.3f}")
+    )
+    if correlation is not None and correlation < _AGREES:
+        log.warning(
+            "the two see these images differently: evaluate both on images with defects before "
+            "the quantised one is used"
+        )
+    for one in changed:
+        before, after = one["scores"]
+        what = f"{one['before']} -> {one['after']} ({before:.4g} -> {after:.4g})"
+        print(f"  {one['image']}: {what}")
+    print(
+        "`anomaly evaluate` of both, and --compare of these, shows what changed on the test split"
+    )
+
+
+def _add_features(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--backbone", metavar="NAME", help="any torchvision classification network")
+    which.add_argument(
+        "--model", type=Path, help="a run, or its model/ folder: its network and size"
+    )
+    parser.add_argument(
+        "--layers",
+        action="extend",
+        nargs="+",
+        metavar="LAYER",
+        help="see `anomaly layers`; default: the hooked ones",
+    )
+    parser.add_argument(
+        "--input",
+        type=Path,
+        action="extend",
+        nargs="+",
+        required=True,
+        help="image files and folders of them",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="where the features go")
+    parser.add_argument(
+        "--pool",
+        choices=("mean", "max", "none"),
+        default="mean",
+        help="over the positions of a map, or all tokens of a transformer: mean (default), max, or "
+        "none to keep the whole map",
+    )
+    parser.add_argument("--format", choices=("safetensors", "npy"), default="safetensors")
+    parser.add_argument(
+        "--weights",
+        help="of --backbone: imagenet (default), random, or a .safetensors or .pth file",
+    )
+    parser.add_argument(
+        "--input-size",
+        type=int,
+        metavar="N",
+        help="of --backbone: images keep their aspect, at the area of a square of side N (224)",
+    )
+    parser.add_argument(
+        "--square",
+        action="store_true",
+        help="of --backbone: squash images to N×N instead, as vision transformers need",
+    )
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N")
+    parser.add_argument("--shard-size", type=int, default=1024, metavar="N", help="images a shard")
+    parser.add_argument("--overwrite", action="store_true", help="begin anew instead of going on")
+    add_device(parser)
+
+
+def _features(options: argparse.Namespace) -> int:
+    """Save features; a second run goes on where the first one ended."""
+    for name in ("input_size", "batch_size", "shard_size"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise AnomalyError(f"--{name.replace('_', '-')} must be 1 or more")
+    if "" in (options.layers or ()):
+        raise AnomalyError("--layers has an empty name; name layers, such as layer3")
+    if options.model is None:
+        options.weights = options.weights or "imagenet"
+        options.input_size = options.input_size or 224
+        check_weights(options.weights)
+    else:
+        for name in ("weights", "input_size", "square"):
+            if getattr(options, name):
+                option = f"--{name.replace('_', '-')}"
+                raise AnomalyError(f"{option} is for --backbone; a model brings its own")
+        check_layers(options.model)
+    paths = find_inputs(options.input).paths
+    with locked(options.output):
+        return _save_features(options, paths)
+
+
+def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
+    # With torch, which takes seconds: options that can't be are refused before.
+    from anomaly.export.features import Computing, from_backbone, from_model, save_features
+
+    device, threads = device_and_threads(options)
+    if options.model is None:
+        source = from_backbone(
+            options.backbone,
+            options.weights,
+            options.input_size,
+            square=options.square,
+            layers=options.layers,
+        )
+    else:
+        source = from_model(options.model, options.layers)
+    settings = source.settings | {"pool": options.pool, "format": options.format}
+    writer = FeatureWriter(
+        options.output, settings, options.shard_size, overwrite=options.overwrite
+    )
+    before = len(writer.done)
+    with ProgressLine() as progress:
+        how = Computing(device, options.pool, options.batch_size, threads)
+        refused = save_features(source, paths, writer, how, progress=progress)
+    new = len(writer.done) - before
+    present = f", {before} were there already" if before else ""
+    print(f"{new} {'image' if new == 1 else 'images'} saved{present}")
+    reasons = [f"{status}: {reason}" for _, status, reason in refused]
+    for line in first_of(reasons, ", all in skipped.csv"):
+        print(f"  {line}")
+    index = options.output / "index.csv"
+    print(f"layers {', '.join(source.layers)}; which row is which file: {index}")
+    saved = len({str(path) for path in paths} & writer.done.keys())
+    return 0 if saved == len(paths) else 3 if saved else 2
+
+
+def _add_register(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
+    parser.add_argument("--name", help="of the registered model (the name in the model's config)")
+    parser.add_argument(
+        "--store",
+        metavar="ADDRESS",
+        help="of MLflow's tracking server ($MLFLOW_TRACKING_URI)",
+    )
+
+
+def _register(options: argparse.Namespace) -> int:
+    """Log, register, and say how it is loaded."""
+    missing = [name for name in ("mlflow", "pandas") if find_spec(name) is None]
+    if missing:
+        raise AnomalyError(
+            f"register needs {', '.join(missing)}, which aren't installed: "
+            "pip install 'anomaly[mlflow]'"
+        )
+    address = register(options.model, options.name, options.store)
+    print(f"registered as {address}")
+    print(f"load it: mlflow.pyfunc.load_model({address!r}).predict(['part.png'])")
+    return 0
+
+
+COMMANDS = {
+    "export": Command(_add_export, _export),
+    "features": Command(_add_features, _features),
+    "register": Command(_add_register, _register),
+}

@@ -1,0 +1,268 @@
+"""The commands of a line beside `serve`: `deploy`, `drift` and `feedback`."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from anomaly.calibration import Thresholds
+from anomaly.calibration.rates import percent
+from anomaly.cli.common_options import Command, add_device, device_and_threads, number
+from anomaly.cli.logging_setup import NOTE
+from anomaly.errors import AnomalyError, DataError, why
+from anomaly.files.writing import like, sha256_of, write
+from anomaly.line import serve
+from anomaly.line.drift import HORIZON, Drift, drift_html, levels_of, read_scores
+from anomaly.line.feedback import save_pictures
+from anomaly.line.record import Record
+from anomaly.line.registry import back, check, deploy
+from anomaly.storage.exported import files_of, read_export
+from anomaly.storage.folder import EXPORT, check_files, find_model, model_id, read_manifest
+from anomaly.storage.load import load_model
+from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
+from anomaly.training.runs import training_record
+
+log = logging.getLogger(__name__)
+
+
+def _add_deploy(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--model", type=Path, help="the new version: a run or a model folder")
+    parser.add_argument(
+        "--to", type=Path, required=True, metavar="RUN", help="the run that is to hold it"
+    )
+    parser.add_argument(
+        "--back", action="store_true", help="put the version before in use again instead"
+    )
+    add_device(parser)
+
+
+def _deploy(options: argparse.Namespace) -> int:
+    """Check the new version, and put it in its place; or put the old one back."""
+    if options.back == (options.model is not None):
+        raise AnomalyError("give either --model, the new version, or --back")
+    if options.back:
+        print(f"{options.to} holds model {back(options.to)} again")
+    else:
+        folder = find_model(options.model)
+        device, threads = device_and_threads(options)
+        model = load_model(folder, device)
+        print(f"checked: {check(model, folder, threads)}")
+        before = training_record(options.to).get("name")
+        replaced = deploy(folder, options.to)
+        print(f"{options.to} holds model {model.model_id} now")
+        if before and before != model.config.name:
+            log.warning(
+                "%s was called %s, the version before %s: is it of the same product?",
+                options.model,
+                model.config.name,
+                before,
+            )
+        if replaced:
+            log.info(f"back: anomaly deploy --to {options.to} --back")
+    log.info("a service that runs takes it over once it has passed the checks there, too")
+    return 0
+
+
+def _add_drift(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="results.csv or results.jsonl of infer, or the record of serve (line.sqlite)",
+    )
+    parser.add_argument(
+        "--defects",
+        type=number,
+        default=0.01,
+        metavar="SHARE",
+        help="share of parts that are usually defective (0.01)",
+    )
+    parser.add_argument(
+        "--false-alarms",
+        type=number,
+        default=0.05,
+        metavar="SHARE",
+        help="chance of an alarm in 2,000 parts that haven't changed (0.05)",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="a page of charts, replaced each time"
+    )
+
+
+def _drift(options: argparse.Namespace) -> int:
+    """Look at a stream.
+
+    Returns:
+        0 nothing has changed as far as is seen, 1 an alarm.
+    """
+    thresholds = _thresholds(options)
+    folder = find_model(options.model)
+    if options.rows.is_dir():  # the output of infer
+        options.rows /= "results.csv"
+    stream = read_scores(options.rows, {model_id(folder), *thresholds_alone_differ(folder)})
+    try:
+        levels = levels_of(thresholds, defects=options.defects, false_alarms=options.false_alarms)
+    except ValueError:
+        raise DataError(
+            f"--defects is {options.defects:g} and --false-alarms {options.false_alarms:g}; they "
+            "must be 0 to 0.5, and between 0 and 1"
+        ) from None
+    drift = Drift(levels, keep=True).add_all(stream.scores)
+    for line in stream.notes:
+        log.log(NOTE, line)
+    lines = [
+        *drift.lines(),
+        f"{HORIZON} parts as expected raise an alarm with a chance of at most "
+        f"{percent(options.false_alarms)}; {percent(options.defects)} of parts are taken to be "
+        f"defective, {thresholds.images} good images stand behind the levels",
+    ]
+    print("\n".join(lines))
+    if options.output is not None:
+        facts = f"{drift.parts} parts of {options.rows}, {options.model}"
+        write(options.output, drift_html(drift, stream.scores, lines, facts))
+        print(f"charts in {options.output}")
+    alarm = drift.alarm
+    if alarm is None:
+        print("no drift is seen")
+        return 0
+    when = stream.times[alarm.alarm or 0]
+    at = f" ({when})" if when else ""
+    print(f"alarm: the parts have drifted, seen at part {(alarm.alarm or 0) + 1}{at}")
+    return 1
+
+
+def _thresholds(options: argparse.Namespace) -> Thresholds:
+    folder = find_model(options.model)
+    manifest, export = read_manifest(folder), read_export(folder)
+    check_files(folder, files_of(manifest, export), [EXPORT] if export else [])
+    thresholds = read_thresholds(folder)
+    if thresholds is None:
+        raise DataError(
+            f"{options.model} has no thresholds, so nothing is promised that could be broken; "
+            "find some with anomaly calibrate"
+        )
+    return thresholds
+
+
+def _add_feedback(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--record", type=Path, required=True, metavar="FILE", help="the record of serve"
+    )
+    parser.add_argument(
+        "--verdict",
+        choices=("good", "defect"),
+        help="what the parts really were; without it and --pictures, all that was said is listed, "
+        "a line of JSON each",
+    )
+    parser.add_argument(
+        "--images",
+        type=Path,
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="image files, told by hash",
+    )
+    parser.add_argument(
+        "--parts",
+        type=_part_number,
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="numbers of parts",
+    )
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="FOLDER",
+        help="write the pictures of all parts that were judged there, as good/ and defect/TYPE/ in "
+        "a folder for each model",
+    )
+    parser.add_argument("--type", default="", help="kind of defect")
+    parser.add_argument("--note", default="", help="anything else")
+    parser.add_argument("--who", help="who says so (the user's name)")
+
+
+def _feedback(options: argparse.Namespace) -> int:
+    """Write down, or list."""
+    if not options.record.is_file():
+        raise DataError(f"there is no record {options.record}{like(options.record)}")
+    if (options.verdict is None) != (not options.images and not options.parts):
+        raise AnomalyError("--verdict goes with --images or --parts, and these with --verdict")
+    if options.pictures is not None:
+        if options.verdict is not None:
+            raise AnomalyError("--verdict notes something, and --pictures writes it out; give one")
+        return _save(options.record, options.pictures)
+    try:
+        hashes = [(file, sha256_of(file)) for file in options.images]
+    except OSError as error:
+        raise DataError(f"{error.filename} can't be read: {why(error)}") from None
+    record = Record(options.record)
+    try:
+        if options.verdict is None:
+            for entry in record.feedback():
+                print(json.dumps(entry))
+            return 0
+        judgement: dict[str, Any] = {
+            "who": _text(options.who or _user()),
+            "defect_type": _text(options.type),
+            "note": _text(options.note),
+        }
+        for part in options.parts:
+            record.check_part(part)  # before anything is noted
+        for part in options.parts:
+            record.add_feedback(options.verdict, part=part, **judgement)
+            print(f"part {part}: {options.verdict}")
+        for file, sha256 in hashes:
+            number = record.add_feedback(options.verdict, sha256=sha256, **judgement)
+            known = "not scored here so far" if number is None else f"part {number}"
+            print(f"{file} ({known}): {options.verdict}")
+        print(f"written to {options.record}")
+    finally:
+        record.close()
+    return 0
+
+
+def _save(record: Path, folder: Path) -> int:
+    for model, counts in save_pictures(record, folder).items():
+        lost = f", {counts['lost']} more without a picture" if counts["lost"] else ""
+        place = folder / model
+        print(f"{model}: {counts['good']} good, {counts['defect']} defective{lost}; in {place}")
+    return 0
+
+
+def _part_number(text: str) -> int:
+    """The number of a part, as the record can have it."""
+    if text.isdecimal() and len(text) < 20 and 1 <= int(text) < 2**63:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} can't be the number of a part, which are 1, 2, 3 …")
+
+
+def _text(given: str) -> str:
+    """A text without bytes that are none, which a command line may hold."""
+    return given.encode("utf-8", "backslashreplace").decode()
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in some containers
+        return ""
+
+
+COMMANDS = {
+    "serve": Command(serve.add_arguments, serve.run),
+    "deploy": Command(_add_deploy, _deploy),
+    "drift": Command(_add_drift, _drift),
+    "feedback": Command(_add_feedback, _feedback),
+}

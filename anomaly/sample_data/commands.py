@@ -1,0 +1,74 @@
+"""`anomaly sample-data`: two generated products; `anomaly demo`: everything once, on these."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from anomaly.cli import execute
+from anomaly.cli.common_options import Command, add_device, add_settings, passed_on
+from anomaly.cli.logging_setup import ProgressLine
+from anomaly.files.outputs import locked
+from anomaly.sample_data import PRODUCTS, write_sample_data
+
+_DATA = Path("data/sample")
+# What the demo calls its runs.
+_RUNS = {"plate": "brushed_plate", "fabric": "woven_fabric"}
+
+
+def _add_sample_data(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--output", type=Path, default=_DATA, help="where the products go")
+    parser.add_argument("--seed", type=int, default=0, help="another seed gives other images")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier set there")
+
+
+def _sample_data(options: argparse.Namespace) -> int:
+    """Generate the data set."""
+    with locked(options.output), ProgressLine() as progress:
+        write_sample_data(
+            options.output,
+            seed=options.seed,
+            overwrite=options.overwrite,
+            progress=lambda done, total: progress("images", done, total),
+        )
+    print(f"{', '.join(PRODUCTS)} in {options.output}")
+    return 0
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/demo"), help="for the models and their results"
+    )
+    add_settings(parser, "a setting to train with; may be repeated")
+    add_device(parser)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    """Generate, train, infer, evaluate; what an earlier demo left behind is replaced."""
+    output: Path = options.output
+    runs = {name: str(output / name) for name in _RUNS}
+    settings, computes = passed_on(options)
+    steps = [["sample-data", "--output", str(_DATA)]]
+    for name, product in _RUNS.items():
+        config = ["--config", f"sample_{product}.yaml", *settings]
+        steps.append(["train", *config, "--output", runs[name], *computes])
+    for name, product in _RUNS.items():
+        where = ["--input", str(_DATA / product / "test"), "--output", f"{runs[name]}/results"]
+        steps.append(["infer", "--model", runs[name], *where, *computes])
+    evaluation = output / "evaluation"
+    steps.append(["evaluate", "--model", *runs.values(), "--output", str(evaluation), *computes])
+    for step in steps:
+        if code := execute([*step, "--overwrite"]):
+            return code
+    results = f"{output}/{{{','.join(_RUNS)}}}/results"
+    print(f"\nLook at {(evaluation / 'index.html').absolute()},")
+    print(f"the heatmaps in {results}/heatmaps, the verdicts in {results}/results.csv.")
+    return 0
+
+
+COMMANDS = {
+    "sample-data": Command(_add_sample_data, _sample_data),
+    "demo": Command(_add_demo, _demo),
+}
