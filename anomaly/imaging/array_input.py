@@ -107,20 +107,20 @@ class ArrayFormat:
         except MemoryError:
             raise unsupported("there isn't enough memory for a copy of it") from None
 
-    def _image(self, given: Any) -> Image:
-        if _is(given, "PIL.Image", "Image"):
-            values, orientation = _from_pil(given)
+    def _image(self, image: Any) -> Image:
+        if _is(image, "PIL.Image", "Image"):
+            values, orientation = _from_pil(image)
             pixels = turned_upright(self._rgb(values, "HWC", "rgb"), orientation)
         else:
             layout = self.layout
-            if _is(given, "torch", "Tensor"):
-                given = _from_torch(given, layout)
-            elif not isinstance(given, np.ndarray):
+            if _is(image, "torch", "Tensor"):
+                image = _from_torch(image, layout)
+            elif not isinstance(image, np.ndarray):
                 raise unsupported(
-                    f"{type(given).__name__} can't be used as an image; give a path, a NumPy array "
+                    f"{type(image).__name__} can't be used as an image; give a path, a NumPy array "
                     "(H, W) or (H, W, 3), a PIL image or a torch tensor"
                 )
-            pixels = self._rgb(given, layout, self.channels)
+            pixels = self._rgb(image, layout, self.channels)
         full_scale = self._full_scale(pixels)
         check_size((pixels.shape[0], pixels.shape[1]), self.max_pixels)
         check_range(pixels, full_scale, in_memory=True)
@@ -163,12 +163,12 @@ class ArrayFormat:
 
 
 def sources(
-    images: Iterable[ImageLike], given: ArrayFormat
+    images: Iterable[ImageLike], array_format: ArrayFormat
 ) -> Iterator[tuple[int, Path | Image | UnusableImage]]:
     """The place of each image, and its file, its pixels, or why it can't be used."""
     for index, image in enumerate(images):
         try:
-            yield index, given.source(image)
+            yield index, array_format.source(image)
         except ImageError as error:
             yield index, UnusableImage(index, error.status, f"{described(index)}: {error}")
 

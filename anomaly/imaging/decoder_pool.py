@@ -63,7 +63,7 @@ class Decoders:
     """
 
     def __init__(self, count: int, task: Task | None = None) -> None:
-        _memory_limit()  # a setting that is wrong is said here
+        _memory_limit()  # a wrong setting is reported here, not by each process
         self._processes = [_DecoderProcess() for _ in range(max(1, count))]
         self._of: dict[int, _DecoderProcess] = {}
         self._task = task
@@ -356,8 +356,8 @@ class _DecoderProcess:
         self, request: _Request, task: Task | None, name: str, arguments: tuple[Any, ...]
     ) -> tuple[bool, Any]:
         assert self._child is not None
-        said = f"took more than {CLOCK_SECONDS:.0f} s, the limit for a file"
-        watchdog = threading.Timer(CLOCK_SECONDS, self._end, (request, said))
+        over = f"took more than {CLOCK_SECONDS:.0f} s, the limit for a file"
+        watchdog = threading.Timer(CLOCK_SECONDS, self._end, (request, over))
         watchdog.daemon = True
         self._request = request
         if request.reads:

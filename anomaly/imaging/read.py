@@ -209,8 +209,8 @@ def read_header(source: Path | bytes, *, max_pixels: int = MAX_PIXELS) -> ImageH
         raise ImageError(_named(source, str(error)), error.status) from None
 
 
-def _named(source: Path | bytes, said: str) -> str:
-    return said if isinstance(source, bytes) else f"{source}: {said}"
+def _named(source: Path | bytes, what: str) -> str:
+    return what if isinstance(source, bytes) else f"{source}: {what}"
 
 
 def read_mask(path: Path, *, above: int = 0) -> NDArray[np.bool_]:

@@ -40,13 +40,13 @@ class Polygons:
             DataError: a corner in pixels lies outside the image.
         """
         top, bottom, _ = strip.indices(size[0])
-        found = np.zeros((bottom - top, size[1]), dtype=bool)
+        mask = np.zeros((bottom - top, size[1]), dtype=bool)
         scale = np.array((size[1], size[0]) if self.relative else (1, 1), dtype=np.float64)
         for polygon in self.corners:
             points = np.asarray(polygon, dtype=np.float64) * scale
             self._check(points, size)
-            found |= _filled(points, slice(top, bottom), size[1])
-        return found
+            mask |= _filled(points, slice(top, bottom), size[1])
+        return mask
 
     @staticmethod
     def _check(points: NDArray[np.float64], size: tuple[int, int]) -> None:
@@ -115,10 +115,10 @@ class Region:
         """
         top, bottom, _ = strip.indices(size[0])
         if self.look is None:
-            found = np.ones((bottom - top, size[1]), dtype=bool)
+            mask = np.ones((bottom - top, size[1]), dtype=bool)
         else:
-            found = self.look.inside(size, strip)
-        return found if self.ignore is None else found & ~self.ignore.inside(size, strip)
+            mask = self.look.inside(size, strip)
+        return mask if self.ignore is None else mask & ~self.ignore.inside(size, strip)
 
     def patches(self, layout: AnyView, grid: tuple[int, int]) -> Mask:
         """Which patches count: those at least half of whose original pixels do.

@@ -67,10 +67,10 @@ class SourceMap:
         """
         if self.values is not None:
             return self.values if strip is None else self.values[strip]
-        found = source_map(self._shown, self.view, self.smoothing, strip)
+        values = source_map(self._shown, self.view, self.smoothing, strip)
         if self.region is not None:
-            found[~self.region.inside(self.view.source, strip or slice(None))] = np.nan
-        return found
+            values[~self.region.inside(self.view.source, strip or slice(None))] = np.nan
+        return values
 
     def held(self) -> SourceMap:
         """The same map, made once for being read several times, unless it is very large."""

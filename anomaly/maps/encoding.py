@@ -130,19 +130,19 @@ class Thumbnails:
         self._ranked: list[tuple[bool, float, int, str]] = []
         self._number = itertools.count()
 
-    def wants(self, odd: bool, score: float) -> bool:
+    def wants(self, flagged: bool, score: float) -> bool:
         """Whether an image may be on the page.
 
         Args:
-            odd: a person has to look at it, whatever its score.
+            flagged: a person has to look at it, whatever its score.
             score: of the image.
         """
-        return len(self._ranked) < SHOWN or (odd, score) > self._ranked[0][:2]
+        return len(self._ranked) < SHOWN or (flagged, score) > self._ranked[0][:2]
 
-    def keep(self, heatmap: str, odd: bool, score: float, small: Thumbnail) -> None:
+    def keep(self, heatmap: str, flagged: bool, score: float, small: Thumbnail) -> None:
         """Take the small picture of a heatmap, and drop one that now matters less."""
         self._of[heatmap] = small
-        heapq.heappush(self._ranked, (odd, score, -next(self._number), heatmap))
+        heapq.heappush(self._ranked, (flagged, score, -next(self._number), heatmap))
         if len(self._ranked) > SHOWN:
             self._of.pop(heapq.heappop(self._ranked)[-1], None)
 

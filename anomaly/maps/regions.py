@@ -55,34 +55,34 @@ def strips(size: tuple[int, int]) -> Iterator[slice]:
         yield slice(top, min(top + rows, size[0]))
 
 
-def predicted_mask(found: SourceMap, threshold: float) -> NDArray[np.uint8]:
+def predicted_mask(anomaly_map: SourceMap, threshold: float) -> NDArray[np.uint8]:
     """Mark the defects: each reaches from its peak down to `SourceMap.level`.
 
     Args:
-        found: the anomaly map; NaN isn't marked.
+        anomaly_map: the anomaly map; NaN isn't marked.
         threshold: that a defect's peak is above, in score units.
 
     Returns:
         (H0, W0): 255 where marked, else 0.
     """
-    if highest(found) <= threshold:
-        return np.zeros(found.view.source, np.uint8)
-    (mask,) = _masks(found, [threshold])
+    if highest(anomaly_map) <= threshold:
+        return np.zeros(anomaly_map.view.source, np.uint8)
+    (mask,) = _masks(anomaly_map, [threshold])
     return mask
 
 
-def highest(found: SourceMap) -> float:
+def highest(anomaly_map: SourceMap) -> float:
     """A map's highest value; 0 where nothing is higher."""
-    rows = strips(found.view.source)
-    return max(float(np.fmax.reduce(found(s), axis=None, initial=0)) for s in rows)
+    rows = strips(anomaly_map.view.source)
+    return max(float(np.fmax.reduce(anomaly_map(s), axis=None, initial=0)) for s in rows)
 
 
-def _masks(found: SourceMap, thresholds: Sequence[float]) -> list[NDArray[np.uint8]]:
+def _masks(anomaly_map: SourceMap, thresholds: Sequence[float]) -> list[NDArray[np.uint8]]:
     """The predicted mask of each threshold, from one pass over the map."""
-    levels = [found.level(threshold) for threshold in thresholds]
-    masks = [np.zeros(found.view.source, np.uint8) for _ in thresholds]
-    for strip in strips(found.view.source):
-        values = found(strip)
+    levels = [anomaly_map.level(threshold) for threshold in thresholds]
+    masks = [np.zeros(anomaly_map.view.source, np.uint8) for _ in thresholds]
+    for strip in strips(anomaly_map.view.source):
+        values = anomaly_map(strip)
         for mask, level, threshold in zip(masks, levels, thresholds, strict=True):
             if (values > level.scores.min()).any():  # else the strip's level needn't be made
                 mask[strip] = np.where(values > level(strip), 1 + (values > threshold), 0)
@@ -102,12 +102,12 @@ def _keep_with_peaks(mask: NDArray[np.uint8]) -> None:
 
 
 def outlined_areas(
-    found: SourceMap, threshold: float, review: float | None = None, *, rejected: bool = False
+    anomaly_map: SourceMap, threshold: float, review: float | None = None, *, rejected: bool = False
 ) -> NDArray[np.uint8]:
     """What a heatmap outlines.
 
     Args:
-        found: the anomaly map.
+        anomaly_map: the anomaly map.
         threshold: that a marked defect's peak is above.
         review: a lower value, that a fainter outline's is above; None for none.
         rejected: whether the image is rejected, which hangs on all of its highest places together.
@@ -118,23 +118,23 @@ def outlined_areas(
         around, else 0.
     """
     threshold = max(threshold, _LEAST)
-    peak, lowest = highest(found), threshold if review is None else min(review, threshold)
+    peak, lowest = highest(anomaly_map), threshold if review is None else min(review, threshold)
     if rejected and peak <= lowest:
         lowest = _NEAR_HIGHEST * peak
     both = dict.fromkeys((threshold, max(lowest, _LEAST)))
     limits = [limit for limit in both if limit < peak]
-    areas = np.zeros(found.view.source, np.uint8)
-    for limit, mask in zip(limits, _masks(found, limits) if limits else (), strict=True):
+    areas = np.zeros(anomaly_map.view.source, np.uint8)
+    for limit, mask in zip(limits, _masks(anomaly_map, limits) if limits else (), strict=True):
         areas |= mask & np.uint8(MARKED if limit == threshold else FAINT)
     return areas
 
 
-def marked_regions(mask: NDArray[np.uint8], found: SourceMap) -> tuple[MarkedRegion, ...]:
+def marked_regions(mask: NDArray[np.uint8], anomaly_map: SourceMap) -> tuple[MarkedRegion, ...]:
     """The 8-connected regions of a predicted mask, the one with the highest peak first.
 
     Args:
         mask: (H0, W0) uint8, 0 where nothing is marked.
-        found: the map that was marked, in score units.
+        anomaly_map: the map that was marked, in score units.
     """
     rows = np.flatnonzero(mask.any(axis=1))
     if not len(rows):
@@ -142,8 +142,8 @@ def marked_regions(mask: NDArray[np.uint8], found: SourceMap) -> tuple[MarkedReg
     top, bottom = int(rows[0]), int(rows[-1]) + 1
     count, labelled, boxes, _ = cv2.connectedComponentsWithStats(mask[top:bottom], connectivity=8)
     labels = np.asarray(labelled, np.int32)
-    peaks, places = _peaks(labels, top, found, mask.shape, count)
-    patch_height, patch_width = (round(side, 2) for side in found.patch_size)
+    peaks, places = _peaks(labels, top, anomaly_map, mask.shape, count)
+    patch_height, patch_width = (round(side, 2) for side in anomaly_map.patch_size)
     regions = [
         MarkedRegion(
             x,

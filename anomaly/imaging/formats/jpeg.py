@@ -131,18 +131,18 @@ def _without_padding(data: bytes) -> bytes:
 
 
 def _read(data: bytes) -> _Segments:
-    found = _Segments()
+    segments = _Segments()
     for marker, start, end in _walk(data):
-        found.end = end
+        segments.end = end
         if marker in _METADATA:
-            found.metadata.append((start, end))
+            segments.metadata.append((start, end))
         try:
-            _note(found, marker, data[start + 4 : end])
+            _note(segments, marker, data[start + 4 : end])
         except (struct.error, IndexError, KeyError):
             raise damaged("its JPEG headers contradict each other") from None
-    if not found.frame:
+    if not segments.frame:
         raise damaged("it is cut short: the JPEG header is missing")
-    return found
+    return segments
 
 
 def _walk(data: bytes) -> Iterator[tuple[int, int, int]]:
@@ -177,29 +177,29 @@ def _walk(data: bytes) -> Iterator[tuple[int, int, int]]:
     yield _EOI, len(data), len(data)
 
 
-def _note(found: _Segments, marker: int, content: bytes) -> None:
-    if marker in _FRAMES and not found.frame:
-        found.frame = marker
-        found.precision, height, width, count = struct.unpack_from(">BHHB", content)
-        found.size = (height, width)
-        found.components = tuple(content[6 + 3 * i] for i in range(count))
-        found.missing_bits = {c: np.full(64, 255, np.uint8) for c in found.components}
+def _note(segments: _Segments, marker: int, content: bytes) -> None:
+    if marker in _FRAMES and not segments.frame:
+        segments.frame = marker
+        segments.precision, height, width, count = struct.unpack_from(">BHHB", content)
+        segments.size = (height, width)
+        segments.components = tuple(content[6 + 3 * i] for i in range(count))
+        segments.missing_bits = {c: np.full(64, 255, np.uint8) for c in segments.components}
     elif marker == _SOS:
-        _note_scan(found, content)
+        _note_scan(segments, content)
     elif marker == _APP14 and content.startswith(b"Adobe"):
-        found.adobe = True
-    elif marker == _APP1 and content.startswith(b"Exif\0\0") and not found.exif:
-        found.exif = content
+        segments.adobe = True
+    elif marker == _APP1 and content.startswith(b"Exif\0\0") and not segments.exif:
+        segments.exif = content
 
 
-def _note_scan(found: _Segments, content: bytes) -> None:
-    found.scans += 1
-    if found.scans > _MOST_SCANS:
+def _note_scan(segments: _Segments, content: bytes) -> None:
+    segments.scans += 1
+    if segments.scans > _MOST_SCANS:
         raise unsupported(f"it is a JPEG of over {_MOST_SCANS} scans; save it as PNG")
     count = content[0]
     first, last, bits = struct.unpack_from(">BBB", content, 1 + 2 * count)
     for component in content[1 : 1 + 2 * count : 2]:
-        if found.frame in _PROGRESSIVE:
-            found.missing_bits[component][first : last + 1] = bits & 15
+        if segments.frame in _PROGRESSIVE:
+            segments.missing_bits[component][first : last + 1] = bits & 15
         else:
-            found.missing_bits[component][:] = 0
+            segments.missing_bits[component][:] = 0

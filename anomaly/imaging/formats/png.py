@@ -112,7 +112,7 @@ def decode(data: bytes) -> Pixels:
 
 def _chunks(data: bytes) -> dict[bytes, list[memoryview]]:
     """Contents of the chunks in use, up to IEND; raises unless all are whole and unchanged."""
-    found: dict[bytes, list[memoryview]] = {}
+    chunks: dict[bytes, list[memoryview]] = {}
     view, at = memoryview(data), len(_SIGNATURE)
     for _ in range(_MOST_CHUNKS):
         if at + 12 > len(data):
@@ -126,9 +126,9 @@ def _chunks(data: bytes) -> dict[bytes, list[memoryview]]:
         if kind[0] < 0x60 and kind not in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
             raise unsupported(f"it needs the PNG extension {_name(kind)}")
         if kind in _USED:
-            found.setdefault(kind, []).append(view[at + 8 : end - 4])
+            chunks.setdefault(kind, []).append(view[at + 8 : end - 4])
         if kind == b"IEND":
-            return found
+            return chunks
         at = end
     raise damaged(f"it is in over {_MOST_CHUNKS} chunks")
 

@@ -58,18 +58,18 @@ def _chunks(data: bytes) -> dict[bytes, memoryview]:
     end = 8 + int.from_bytes(data[4:8], "little")
     if end > len(data):
         raise damaged(f"it is cut short: {len(data)} of {end} bytes are there")
-    found: dict[bytes, memoryview] = {}
+    chunks: dict[bytes, memoryview] = {}
     at = 12
     for _ in range(_MOST_CHUNKS):
         if at >= end:  # by 1 where padding is missing
-            return found
+            return chunks
         if at + 8 > end:
             raise damaged("the lengths of its WebP chunks don't add up")
         kind, length = struct.unpack_from("<4sI", data, at)
         at += 8
         if at + length > end:
             raise damaged("it is cut short inside a WebP chunk")
-        found.setdefault(kind, memoryview(data)[at : at + length])
+        chunks.setdefault(kind, memoryview(data)[at : at + length])
         at += length + length % 2
     raise damaged(f"it is in over {_MOST_CHUNKS} chunks")
 
