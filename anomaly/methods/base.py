@@ -93,7 +93,7 @@ class PatchSet(Protocol):
 def check_tensors(
     tensors: Mapping[str, Array], wanted: Mapping[str, tuple[object, tuple[int, ...]]]
 ) -> None:
-    """See that saved tensors are those of a scorer.
+    """Check that saved tensors are those of a scorer.
 
     Args:
         tensors: by name; arrays, too.
@@ -102,8 +102,8 @@ def check_tensors(
     Raises:
         ModelError: one is missing, unknown, of another dtype or shape, or holds NaN or infinity.
     """
-    if odd := sorted(tensors.keys() ^ wanted.keys()):
-        raise ModelError(f"the scorer's tensors {', '.join(odd)} are missing or unknown")
+    if unexpected := sorted(tensors.keys() ^ wanted.keys()):
+        raise ModelError(f"the scorer's tensors {', '.join(unexpected)} are missing or unknown")
     for name, (dtype, shape) in wanted.items():
         tensor = tensors[name]
         same = _name(tensor.dtype) == _name(dtype)
