@@ -137,7 +137,7 @@ def test_lists_are_recognised(tmp_path: Path) -> None:
     [
         ([], "no images in"),
         (["bottle/train/good", "cable/train/good"], "several data sets: bottle, cable"),
-        (["defect", "photos"], "none by whose name it holds good images"),
+        (["defect", "photos"], "none that is named as good"),
         (["Juni", "Risse"], r"don't say which images are good \(Juni, Risse\)"),
     ],
 )
