@@ -68,7 +68,7 @@ class Layout:
 
 
 def layout_of(shape: Sequence[int], size: Sequence[int]) -> Layout | None:
-    """How a layer's output lies, told by that of one image; None where it is no grid of positions.
+    """How a layer's output for one image lies; None where it is no grid of positions.
 
     What may be both is taken for a map (B, C, h, w): of a square image, as many channels as rows.
 

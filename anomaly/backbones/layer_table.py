@@ -31,7 +31,7 @@ class Layer:
             products and attention.
         share: that, as a share of the whole pass.
         finished: how many layers had ended before it; None where it isn't run.
-        runs: how often it runs in one pass. One that runs several times isn't told by its path.
+        runs: how often it runs in one pass. A path doesn't say which run is meant.
     """
 
     path: str

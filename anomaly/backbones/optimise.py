@@ -30,9 +30,9 @@ _NORMS = ("BatchNorm2d", "BatchNormAct2d")
 
 
 def foldable(network: nn.Module, layers: Sequence[str], image: Tensor) -> tuple[Pair, ...]:
-    """Find the convolutions whose output goes into a batch norm and nowhere else.
+    """The convolutions whose output goes into a batch norm and nowhere else.
 
-    A dry run tells, so that it doesn't matter how a network names or nests its modules.
+    A dry run shows them, so that it doesn't matter how a network names or nests its modules.
 
     Args:
         network: on the meta device, in eval mode.
@@ -104,9 +104,8 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def folded(network: nn.Module, pairs: Sequence[Pair], dtype: torch.dtype) -> nn.Module:
     """A copy for inference: batch norms folded, in the memory format that convolutions like best.
 
-    Measured on ResNet-50 at 256 px (two cores): folding takes
-    a fifth off float32 and a third off bfloat16. Modules keep their paths, so layers are hooked as
-    before.
+    Measured on ResNet-50 at 256 px (two cores): folding takes a fifth off float32 and a third off
+    bfloat16. Modules keep their paths, so layers are hooked as before.
 
     Args:
         network: in eval mode, with its weights.

@@ -125,7 +125,7 @@ class _Counts:
     """Numbers of threads that hold for the whole process.
 
     Attributes:
-        program: what the program was told to compute with; 0 for as many as there are cores.
+        program: what `use_threads` has set; 0 for as many as there are cores.
         single: how many `single_threaded` blocks are open.
         before: how many threads there were before the first of them.
     """
