@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from anomaly.calibration import Thresholds
 from anomaly.config.schema import Config
-from anomaly.errors import ImageError
+from anomaly.errors import ImageError, needs_training
 from anomaly.evaluation.recalibrate import recalibrated
 from anomaly.imaging.array_input import AxisOrder, Channels, ImageLike, is_one
 from anomaly.scoring import predictor
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
     from anomaly.explain.score import Explanation
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def _extra_train(what: str) -> Iterator[None]:
+    """Import what needs torch, which may be absent where exported models are scored."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise needs_training(what, error) from None
 
 
 class _Scoring:
@@ -281,7 +291,8 @@ class AnomalyDetector(_Scoring):
             ModelError: an exported model, or a method that can't learn more.
             ImageError: an array can't be used as an image.
         """
-        from anomaly.evaluation.update import updated  # needs torch, as above
+        with _extra_train("AnomalyDetector.update"):
+            from anomaly.evaluation.update import updated
 
         return AnomalyDetector(
             updated(
@@ -316,7 +327,8 @@ class AnomalyDetector(_Scoring):
         Raises:
             ImageError: it can't be used; says why.
         """
-        from anomaly.explain.score import explained  # needs torch, which exports do without
+        with _extra_train("AnomalyDetector.explain"):
+            from anomaly.explain.score import explained
 
         given = self.model.array_format(channels, full_scale, layout)
         return explained(self.model, given.source(image), *([] if good is None else [good]))
