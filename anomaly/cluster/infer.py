@@ -124,7 +124,7 @@ class RayJob:
     precision: str | None = None
     product: str | None = None
     threads: int = 1
-    outputs: OutputOptions = field(default_factory=OutputOptions)
+    outputs: OutputOptions = field(default_factory=lambda: OutputOptions(heatmaps=None))
 
 
 def _run_on_ray(options: argparse.Namespace, wanted: OutputOptions) -> int:

@@ -40,7 +40,7 @@ from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.loading import load as load_image
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.storage.folder import read_manifest, sealed, write_manifest
+from anomaly.storage.folder import sealed
 from anomaly.storage.load import load_model
 from anomaly.storage.save import save
 
@@ -372,24 +372,6 @@ def test_files_of_two_models_are_not_mixed(
     assert code == 2
     assert "mixes files of two models: export.json belongs to another one than manifest" in err
     assert str(copied) in err
-
-
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_exports_that_do_not_name_their_model_have_the_source_to_go_by(
-    precision: str, copied: Path
-) -> None:
-    """As those that were made before had."""
-    source = load_model(copied).model_id
-    if precision == "int8":
-        manifest = read_manifest(copied)
-        write_manifest(copied, manifest | {"parents": [source]})
-        with pytest.raises(ModelError, match="mixes files of two models"):
-            load_model(copied)
-    edited(copied, precision=precision, model_id=None)
-    assert load_model(copied).model_id == sha256_of(copied / "manifest.json")[:16]
-    edited(copied, precision=precision, model_id=None, source_model_id="0" * 16)
-    with pytest.raises(ModelError, match="mixes files of two models"):
-        load_model(copied)
 
 
 def test_a_graph_that_the_engine_cannot_compute_here_ends_in_one_line(

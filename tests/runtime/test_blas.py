@@ -71,6 +71,7 @@ def test_blocks_that_overlap_end_with_the_last() -> None:
 def test_passes_side_by_side_and_maps_leave_numpys_threads_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("anomaly.runtime.parallel.get_threads", lambda: 2)
     assert parallel_map(lambda _: threads(), [1, 2], CPU) == [{1}, {1}]
     assert list(in_parallel(lambda _: threads(), [1, 2, 3], CPU)) == [{1}] * 3
     seen: list[set[int]] = []

@@ -23,6 +23,7 @@ from torch import Tensor
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
 from anomaly.imaging.loading import UnusableImage
+from anomaly.scoring.build import scorer_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
@@ -214,17 +215,17 @@ def tampered(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor
 
 
 def test_each_tensor_of_the_scorer(model: Path) -> None:
-    kind = type(load_model(model).scorer)
+    config = load_model(model).config
     whole = load_file(model / "scorer.safetensors")
     save_file(whole | {"another": torch.zeros(3)}, model / "scorer.safetensors")
     vouch_for(model, "scorer.safetensors")
     assert attempt(model) is None
-    kind.from_tensors(whole)  # type: ignore[attr-defined]
+    scorer_of(config, whole, torch.device("cpu"))
     for what, tensors in tampered(whole):
         if what == "spacing missing":  # asked for where the settings want it: test_memory_bank
             continue
         with pytest.raises(ModelError):
-            kind.from_tensors(tensors)  # type: ignore[attr-defined]
+            scorer_of(config, tensors, torch.device("cpu"))
 
 
 def test_each_tensor_of_the_training_images_look(bank: Path) -> None:

@@ -22,8 +22,8 @@ SETTINGS = {
     "precision": "fp32",
     "batch_size": 2,
 }
-# Feature maps of 64 × 64 pixels: 24 channels of 8 × 8 and 32 of 4 × 4, in float32.
-BYTES = 4 * (24 * 64 + 32 * 16 + 64 * 56)  # two layers, and projected patches
+# Feature maps of 64 × 64 pixels: 128 channels of 8 × 8 and 256 of 4 × 4, in float32.
+BYTES = 4 * (128 * 64 + 256 * 16 + 64 * 128)  # two layers, and projected patches
 
 
 def _train(count: int, **model: object) -> list[str]:

@@ -83,7 +83,8 @@ def test_copies_belong_to_their_image() -> None:
     assert len(more.manifest["training_images"]) == 6
     # Other images' copies can only bring a bank nearer, and an own copy would bring scores to 0.
     for mine, theirs in zip(more.thresholds.good.image, plain.thresholds.good.image, strict=True):
-        assert 0.3 * theirs < mine <= theirs * 1.001
+        # But for how far vectors lie apart, which copies change a little.
+        assert 0.3 * theirs < mine <= theirs * 1.01
     vectors = plain.model.scorer.tensors()["vectors"]
     assert len(more.model.scorer.tensors()["vectors"]) == 4 * len(vectors)
 

@@ -21,6 +21,7 @@ from anomaly.methods.base import (
     check_fits,
     check_tensors,
 )
+from anomaly.methods.patchcore import ADAPTIVE_DIMENSIONS
 from anomaly.methods.patchcore.search import NearestNeighbors
 from anomaly.runtime.parallel import locked_cached_property
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-ADAPTIVE_DIMENSIONS = 1024  # of embeddings, with `model.embedding: adaptive`
 # Bank vectors that a graph compares patches with at once: 16 MiB for an image of 1024 patches.
 _BLOCK = 4096
 

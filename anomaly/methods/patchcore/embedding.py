@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anomaly.methods.patchcore.bank import ADAPTIVE_DIMENSIONS
+from anomaly.methods.patchcore import ADAPTIVE_DIMENSIONS
 
 # Of a map, against 9/16 of its mean over 3×3: the centre then has half of all weight.
 _CENTRE = 7 / 16
