@@ -26,7 +26,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import UnusableImage, by_shape
 from anomaly.methods.patchcore.embedding import patchcore_concat
-from anomaly.runtime.threads import cores
+from anomaly.runtime.parallel import cores
 from anomaly.scoring.build import backbone, loading_of
 
 

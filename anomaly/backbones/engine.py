@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import ModelError
 from anomaly.imaging.loading import NetworkInput
-from anomaly.runtime.threads import get_threads
+from anomaly.runtime.parallel import get_threads
 
 Array: TypeAlias = NDArray[Any]
 # Images (B, 3, H, W) float32 -> the graph's outputs.

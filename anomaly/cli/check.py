@@ -17,7 +17,7 @@ from anomaly.config.schema import by_product
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import Reading, Severity, check
 from anomaly.errors import first_of
-from anomaly.runtime.threads import cores
+from anomaly.runtime.parallel import cores
 from anomaly.scoring.build import region_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.runtime.devices import CPU, device_of
-from anomaly.runtime.threads import cores, use_threads
+from anomaly.runtime.parallel import cores, use_threads
 from anomaly.storage.exported import is_exported
 from anomaly.storage.folder import find_products
 

@@ -24,7 +24,7 @@ from anomaly.datasets.recognise import chosen, recognise
 from anomaly.errors import OutputError
 from anomaly.files.outputs import locked
 from anomaly.files.writing import at_home, claim, write
-from anomaly.runtime.threads import cores
+from anomaly.runtime.parallel import cores
 from anomaly.storage.folder import check_run_folder
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from anomaly.errors import AnomalyError, DataError, OutputError
-from anomaly.runtime.threads import cores
+from anomaly.runtime.parallel import cores
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image
 from anomaly.methods.base import PatchSet, Progress, Result, Scorer
 from anomaly.runtime.devices import device_of
-from anomaly.runtime.threads import use_threads
+from anomaly.runtime.parallel import use_threads
 from anomaly.scoring.build import loading_of
 from anomaly.scoring.pipeline import Model
 from anomaly.training.cross_fitting import Suspect, Suspects, scores_of

@@ -32,7 +32,7 @@ from anomaly.files import storage
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.inference.outputs import OutputOptions
 from anomaly.inference.rows import say_counts, total_of
-from anomaly.runtime.threads import use_threads
+from anomaly.runtime.parallel import use_threads
 from anomaly.storage.load import load
 
 _OTHERS = ("input", "list", "watch", "overwrite", "regions", "parquet")

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from anomaly.backbones.registry import Normalisation
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.export.graph import quiet
-from anomaly.runtime.threads import get_threads
+from anomaly.runtime.parallel import get_threads
 
 # Computed in int8 beside a convolution; attention and the method's alignment stay in fp32.
 _OPERATORS = ["Conv", "Add", "Clip", "MaxPool", "Relu"]

@@ -35,7 +35,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape, tile_by_tile
 from anomaly.methods.base import Fitter
-from anomaly.runtime.threads import get_threads
+from anomaly.runtime.parallel import get_threads
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model

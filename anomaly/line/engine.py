@@ -31,7 +31,7 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.encoding import thumbnail
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_areas
-from anomaly.runtime.threads import get_threads
+from anomaly.runtime.parallel import get_threads
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from anomaly.arrays import Array, module_of
 from anomaly.imaging.geometry import AnyView, Axis, AxisView, Tiling
 from anomaly.imaging.region import Region
-from anomaly.runtime.threads import one_blas_thread
+from anomaly.runtime.parallel import one_blas_thread
 
 # Farther than the blur reaches from every patch that counts, there is nothing to show.
 _LEAST_WEIGHT = 1e-4

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from anomaly.errors import AnomalyError
-from anomaly.runtime.threads import imported_torch, wanted_threads
+from anomaly.runtime.parallel import imported_torch, wanted_threads
 
 if TYPE_CHECKING:
     import torch

@@ -25,8 +25,7 @@ from anomaly.imaging.loading import (
     to_unusable,
 )
 from anomaly.imaging.read import Image
-from anomaly.runtime.parallel import in_parallel
-from anomaly.runtime.threads import apply_thread_limit
+from anomaly.runtime.parallel import apply_thread_limit, in_parallel
 from anomaly.scoring.image_statistics import ImageStatistics, nearest
 from anomaly.scoring.prediction import Patches, Prediction
 

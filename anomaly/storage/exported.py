@@ -24,7 +24,7 @@ from anomaly.config.schema import Config
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
 from anomaly.runtime.devices import CPU
-from anomaly.runtime.threads import get_threads
+from anomaly.runtime.parallel import get_threads
 from anomaly.scoring.build import array_scorer_of
 from anomaly.storage.folder import (
     AGAIN,

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file as save_numpy
 
 from anomaly.files.writing import share
 from anomaly.imaging.region import DrawnMask, Region
-from anomaly.runtime.threads import get_threads
+from anomaly.runtime.parallel import get_threads
 from anomaly.scoring.build import MASKS, to_dict
 from anomaly.storage.folder import (
     BACKBONE,

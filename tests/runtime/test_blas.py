@@ -10,8 +10,7 @@ from threadpoolctl import ThreadpoolController, threadpool_limits
 from anomaly.imaging.geometry import AxisView, View
 from anomaly.maps import anomaly_map
 from anomaly.runtime.devices import CPU
-from anomaly.runtime.parallel import in_parallel, parallel_map
-from anomaly.runtime.threads import one_blas_thread
+from anomaly.runtime.parallel import in_parallel, one_blas_thread, parallel_map
 
 
 def threads() -> set[int]:

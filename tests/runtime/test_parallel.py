@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 
-from anomaly.runtime.parallel import parallel_map, parallel_pool
-from anomaly.runtime.threads import apply_thread_limit
+from anomaly.runtime.parallel import apply_thread_limit, parallel_map, parallel_pool
 
 CPU = torch.device("cpu")
 

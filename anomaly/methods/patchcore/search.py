@@ -30,8 +30,7 @@ from anomaly.methods.patchcore.distances import (
     squared_norms,
 )
 from anomaly.runtime.devices import has_bf16
-from anomaly.runtime.parallel import parallel_map
-from anomaly.runtime.threads import get_threads, one_blas_thread
+from anomaly.runtime.parallel import get_threads, one_blas_thread, parallel_map
 
 METHODS = ("exact", "faiss", "ivf")
 # Numbers of one product, queries × bank: 16 MiB stay in a CPU's cache; a GPU wants few launches.
