@@ -113,11 +113,11 @@ def _opened(place: str) -> ImageManifest:
     try:
         with storage.opened(place) as stream:
             about = pyarrow.parquet.read_metadata(stream)
-        said = json.loads((about.metadata or {})[_KEY])
-        if said["format"] != _FORMAT:
+        header = json.loads((about.metadata or {})[_KEY])
+        if header["format"] != _FORMAT:
             raise KeyError
         sizes = (about.row_group(i).num_rows for i in range(about.num_row_groups))
-        return ImageManifest(place, str(said["id"]), tuple(sizes))
+        return ImageManifest(place, str(header["id"]), tuple(sizes))
     except (pyarrow.ArrowException, KeyError, ValueError, TypeError):
         raise DataError(
             f"{place} isn't a manifest of images; make one with: anomaly manifest"
@@ -164,8 +164,8 @@ def write_manifest(names: Iterable[str], place: str, chunk: int = CHUNK) -> tupl
             count += len(lines)
         if not count:
             raise DataError("there are no images to list")
-        said = {"format": _FORMAT, "id": digest.hexdigest()[:32]}
-        writer.add_key_value_metadata({_KEY: json.dumps(said)})
+        header = {"format": _FORMAT, "id": digest.hexdigest()[:32]}
+        writer.add_key_value_metadata({_KEY: json.dumps(header)})
     return count, sorter.taken - count
 
 

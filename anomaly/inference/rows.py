@@ -313,11 +313,11 @@ def say_counts(counts: Counter[str], total: int | None = None) -> str:
         counts: see `counts_of`.
         total: how many images there are, where not all have a row.
     """
-    said = f"{counts['ok']} of {total_of(counts) if total is None else total} images scored"
+    summary = f"{counts['ok']} of {total_of(counts) if total is None else total} images scored"
     without = "no verdicts, for the model has no thresholds" if counts["ok"] else ""
     unusable = [f"{counts[status]} {status}" for status in _UNUSABLE if counts[status]]
     found = ", ".join([word for word in (say_verdicts(counts) or without, *unusable) if word])
-    return f"{said}: {found}" if found else said
+    return f"{summary}: {found}" if found else summary
 
 
 def say_verdicts(counts: Counter[str]) -> str:

@@ -231,7 +231,7 @@ def watch(
         OutputError: results can't be written.
     """
     arrivals = Arrivals(folders, journal.earlier, settle)
-    complaint = told = ""
+    complaint = reported = ""
     numbers: dict[str, int] = {}  # of names that come again
     while not stopped():
         looking()
@@ -243,9 +243,9 @@ def watch(
             ready = {}
             before, complaint = complaint, str(error)
         # A folder that goes while it is being listed is no trouble yet.
-        if complaint == before != told:
+        if complaint == before != reported:
             trouble(complaint or "the folders can be listed again")
-            told = complaint
+            reported = complaint
         polled = time.monotonic()
         if ready:
             paths = list(ready)
