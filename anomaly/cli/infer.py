@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--product",
         metavar="NAME",
-        help="of a folder of runs: what all images show (default: each is told by how it looks)",
+        help="of a folder of runs: what all images show (default: recognised by its looks)",
     )
     parser.add_argument(
         "--input",

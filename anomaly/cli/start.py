@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("folder", type=Path, help="your images, or a CSV list of them")
     parser.add_argument(
-        "--format", help="how the folder is laid out, where that can't be told: mvtec, folder, …"
+        "--format", help="how the folder is laid out, where it isn't recognised: mvtec, folder, …"
     )
     parser.add_argument("--name", help="of the product (default: the folder's)")
     parser.add_argument("--output", type=Path, help="where everything goes (runs/<name>)")

@@ -87,9 +87,9 @@ def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:
 
 
 def not_learned(model: Model, name: object, named: Sequence[Sample]) -> list[Sample]:
-    """The images that the model hasn't learned from; those that can't be read stay, to be told.
+    """The images that the model hasn't learned from; unreadable files stay and are reported later.
 
-    What is among the good ones and among the defects is told in a warning.
+    A warning says how many good images and defects it has learned from.
 
     Args:
         model: what learned.

@@ -107,7 +107,7 @@ def verdict_changes(
 
 
 _LISTED = 10  # changed verdicts of a kind
-_FAR = 1.1  # times the reject threshold so far, from which on a new one is told to be higher
+_FAR = 1.1  # times the reject threshold so far, above which a new one is reported as higher
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +276,7 @@ def _fresh(
     defects: Sequence[Sample],
     tested: Collection[str],
 ) -> list[Sample]:
-    """The good images that aren't known yet, each once; those that can't be read stay, to be told.
+    """The good images that aren't known yet, each once; unreadable files stay, to be reported.
 
     Raises:
         DataError: one is a defect, or of the test split; or none is left.
@@ -304,7 +304,7 @@ def _fresh(
 
 
 def _distinct(samples: Sequence[Sample]) -> list[Sample]:
-    """Each image once, by its content; those that can't be read stay, to be told."""
+    """Each image once, by its content; unreadable files stay, to be reported."""
     first: dict[str, Sample] = {}
     for i, sample in enumerate(samples):
         first.setdefault(content_hash(sample) or str(i), sample)

@@ -107,7 +107,7 @@ def feature_map_pictures(
         image: (3, H, W), normalised as the network wants it, on the network's device.
         layers: paths of layers that put out feature maps, see `anomaly.hooks.match`.
         n_channels: how many channels are shown, the most active first.
-        layouts: how each layer's output becomes a feature map; told by its shape if not given.
+        layouts: how each layer's output becomes a feature map; by its shape if None.
         picture: the image before it was normalised, (H, W, 3) uint8 RGB, for the first tile; by
             default the normalised one, stretched, whose colours aren't the image's (none where it
             has neither 1 nor 3 channels).

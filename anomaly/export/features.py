@@ -274,7 +274,7 @@ def _save(
 
 
 def channel_axis(shape: Sequence[int]) -> int:
-    """Which axis of a layer's output holds the channels, told by one square image.
+    """Which axis of a layer's output holds the channels, by what one square image gives.
 
     Args:
         shape: (1, C, h, h) is a feature map, (1, h, h, C) Swin's form of one, (1, tokens, C) a

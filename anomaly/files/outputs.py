@@ -1,6 +1,6 @@
 """The folder that a command writes into: what lies there, and one run at a time.
 
-What this program has written is told by its tell-tale files, and is never an input.
+What this program has written is recognised by its file names, and is never an input.
 
 Who writes a model, or anything else of a run, holds the lock of the run's folder: `train`, `start`,
 `update`, `merge`, `calibrate`, `deploy` and `export`. (For a model folder that lies in no run it is
@@ -99,8 +99,8 @@ def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
 def foreign(folder: Path, name: str) -> Path | None:
     """A file in one of a run's folders that the run hasn't written; None where there is none.
 
-    Files are told by their suffixes, and a folder that its run wasn't to write holds foreign ones
-    only. What file managers leave (hidden files, and `Thumbs.db`) isn't counted.
+    Files are recognised by their suffixes; a folder that its run wasn't to write holds foreign
+    ones only. What file managers leave (hidden files, and `Thumbs.db`) isn't counted.
 
     Args:
         folder: a run's.

@@ -135,7 +135,7 @@ def exists(place: str) -> bool:
     """Whether there is a file of this name.
 
     Raises:
-        DataError: that can't be told.
+        DataError: the storage doesn't answer, or refuses access.
     """
     path = local(place)
     if path is not None:

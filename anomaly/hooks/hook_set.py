@@ -322,7 +322,7 @@ def _check_tensor(value: object) -> None:
 def _check_call(
     hook: Hook, shown: Sequence[str], extra: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    """See that a hook can be called; in the middle of a pass it would be told with a traceback.
+    """Check that a hook can be called: in the middle of a pass it would end in a traceback.
 
     Raises:
         LayerError: it takes other arguments.

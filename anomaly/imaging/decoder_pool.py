@@ -265,7 +265,7 @@ class _DecoderProcess:
     """One process as the one that has started it sees it, asked one thing at a time by a thread."""
 
     def __init__(self) -> None:
-        self._sent: Task | None = None  # what it was told last
+        self._sent: Task | None = None  # what it was set to last
         self._asked = self._answered = 0
         self._lock = threading.Lock()
         self._request: _Request | None = None
@@ -403,7 +403,7 @@ class _DecoderProcess:
         code = child.wait()
         for stream in (child.stdin, child.stdout):
             if stream is not None:
-                with suppress(OSError):  # what it wasn't told any more
+                with suppress(OSError):  # what it couldn't be sent any more
                     stream.close()
         return code
 

@@ -37,7 +37,7 @@ def is_folder(path: Path) -> bool:
     """Whether there is a folder of this name.
 
     Raises:
-        DataError: that can't be told: no permission, or a name that is too long.
+        DataError: it can't be looked at: no permission, or a name that is too long.
     """
     try:
         return stat.S_ISDIR(path.stat().st_mode)

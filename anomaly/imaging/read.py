@@ -161,7 +161,7 @@ class Image:
 def read_image(
     source: Path | bytes, *, max_pixels: int = MAX_PIXELS, bit_depth: int | None = None
 ) -> Image:
-    """Read one image of any supported format, told by its content.
+    """Read one image; its content says which of the supported formats it has.
 
     Args:
         source: the file, or its bytes.

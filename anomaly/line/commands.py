@@ -170,7 +170,7 @@ def _add_feedback(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="image files, told by hash",
+        help="image files, found in the record by their hash",
     )
     parser.add_argument(
         "--parts",

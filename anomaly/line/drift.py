@@ -110,7 +110,7 @@ def _limit(promised: float, chance: float) -> float:
     # The sum that starts anew at each part is a martingale, and there are as many as parts (Ville).
     highest = math.log(HORIZON / chance)
     # A cell of the chain is a fraction of `down`, one by which `up` is little more than a number of
-    # cells: that is rounded up, so that the chance is never told too small.
+    # cells: that is rounded up, so that the stated chance is never too small.
     least = math.ceil(max(-down * _CELLS / highest, -down * _LEAST_JUMP / up))
     steps = min(range(least, 2 * least), key=lambda n: math.ceil(up * n / -down) / n)
     cell = -down / steps

@@ -258,7 +258,7 @@ WHERE id > (SELECT sent FROM outboxes WHERE sink = ?) ORDER BY id LIMIT ?
 _AT_ONCE = 100  # rows that are looked up together
 _TRIES = 5  # for a row that the receiver won't take
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.5, 60.0  # between tries; each pause is twice the one before
-_LOOK_SECONDS = 5.0  # after which rows are looked for that nobody has told of
+_LOOK_SECONDS = 5.0  # between two looks for rows that nobody has announced
 _LAST_SECONDS = 1.0  # for what is left when the service ends
 
 

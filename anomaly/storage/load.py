@@ -280,26 +280,12 @@ def load(
     precision: str | None = None,
     product: str | None = None,
 ) -> AnyModel:
-    """Read a model folder, or a folder that holds a run for each of several products.
-
-    Every file is checked against its manifest.
-
-    Args:
-        folder: the model folder, the run that holds it as `model/`, or the folder of the runs.
-        device: where the network and the scorer go: `auto` (the GPU where there is one), `cpu`,
-            `cuda`, or a torch device.
-        precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
-        product: that all images show, one of several; None recognises each image's.
-
-    Returns:
-        An `AnomalyDetector` of one model; a `ProductSet` of several, with the same methods.
+    """A folder's `Model`, or the `ProductSet` of a folder of runs; `anomaly.load` says more.
 
     Raises:
-        AnomalyError: a GPU was asked for and isn't there; or the model isn't an exported one, and
-            torch isn't installed.
-        ModelError: no model there, made by something else, or a file is missing, changed or
-            doesn't belong; there is no such product; or the products' models can't share one
-            network, or nothing shows which image is of which.
+        AnomalyError: the device, or torch, which the model needs, isn't there.
+        ModelError: no whole model of this version is there, there is no such product, or the
+            products' models can't share one network.
     """
     folder = Path(folder)
     products = find_products(folder)

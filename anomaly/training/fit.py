@@ -190,7 +190,7 @@ def fit_detector(
         setup: all stages but the scorer.
         features: of all samples.
         samples: good images.
-        stages: told of progress and of the end of a stage.
+        stages: called with progress, and at the end of a stage.
         calibrate: whether to find thresholds.
         score: see `cross_fit`.
     """

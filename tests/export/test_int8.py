@@ -23,8 +23,7 @@ from anomaly.cli import main
 from anomaly.datasets import Sample
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import DataError
-from anomaly.export import models as export_arguments
-from anomaly.export import quantised
+from anomaly.export import models, quantised
 from anomaly.files.writing import sha256_of
 from anomaly.imaging.loading import NetworkInput, turned_corner
 from anomaly.imaging.loading import load as load_image
@@ -273,10 +272,8 @@ def test_what_int8_needs_and_lacks(
     code, _, err = command("export", arguments(int8, "onnx", output))
     assert code == 2
     assert "exported" in err
-    found = export_arguments.find_spec
-    monkeypatch.setattr(
-        export_arguments, "find_spec", lambda n: None if n == "onnxruntime" else found(n)
-    )
+    found = models.find_spec
+    monkeypatch.setattr(models, "find_spec", lambda n: None if n == "onnxruntime" else found(n))
     code, _, err = command("export", arguments(run_folder, "openvino", output))
     assert code == 2
     assert "exporting needs onnxruntime: pip install 'anomaly[export,openvino]'" in err

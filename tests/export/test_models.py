@@ -217,23 +217,23 @@ def test_what_needs_a_network_is_refused_and_names_the_source(
 
 
 def test_an_export_that_says_something_else_is_not_there(
-    run_folder: Path, bank_export: Path, tmp_path: Path, command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    said = json.loads((bank_export / "model" / "export.json").read_text())["network"]
+    resnet_folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_graph = graph_module.write_graph
 
     def write_another(detector: Model, folder: Path, engine: str) -> dict[str, Any]:
-        """The graph with a tenth more of one weight."""
-        graph = onnx.load(bank_export / "model" / said["file"])
+        """The graph with a thousandth more of one weight."""
+        entry = write_graph(detector, folder, engine)
+        graph = onnx.load(folder / entry["file"])
         weights = max(graph.graph.initializer, key=lambda one: len(one.raw_data))
-        values = onnx.numpy_helper.to_array(weights) * np.float32(1.1)
+        values = onnx.numpy_helper.to_array(weights) * np.float32(1.001)
         weights.raw_data = values.tobytes()
-        onnx.save(graph, folder / said["file"])
-        return dict(said)
+        onnx.save(graph, folder / entry["file"])
+        return entry
 
     monkeypatch.setattr(graph_module, "write_graph", write_another)
     output = tmp_path / "e"
-    code, _, err = command("export", ["--model", run_folder, "--to", "onnx", "--output", output])
+    code, _, err = command("export", ["--model", resnet_folder, "--to", "onnx", "--output", output])
     assert code == 2
     assert "doesn't say the same" in err
     assert str(Path("train", "good")) in err

@@ -39,8 +39,9 @@ def _parts(count: int) -> list[np.ndarray]:
     return parts
 
 
-def _settings(copies: str, kind: str = "patchcore") -> dict[str, object]:
-    return SETTINGS | {"model": {"kind": kind, "turned_copies": copies, "coreset_ratio": 1.0}}
+def _settings(copies: str, kind: str = "patchcore", **model: object) -> dict[str, object]:
+    chosen = {"kind": kind, "turned_copies": copies, "coreset_ratio": 1.0}
+    return SETTINGS | {"model": chosen | model}
 
 
 def _trained(copies: str, kind: str = "patchcore") -> anomaly.AnomalyDetector:
@@ -76,15 +77,18 @@ def test_a_turned_part_is_as_good(kind: str, copies: str, known: tuple[int, ...]
 
 def test_copies_belong_to_their_image() -> None:
     """Each image is scored once, by a bank without its copies."""
-    plain, more = _trained("none"), _trained("quarter_turns")
+    # How far bank vectors lie apart, which copies change, is left out of the scores here.
+    plain, more = (
+        anomaly.fit(_parts(6), _settings(copies, spacing_neighbours=0), device="cpu")
+        for copies in ("none", "quarter_turns")
+    )
     assert plain.thresholds is not None
     assert more.thresholds is not None
     assert len(more.thresholds.good.image) == 6
     assert len(more.manifest["training_images"]) == 6
     # Other images' copies can only bring a bank nearer, and an own copy would bring scores to 0.
     for mine, theirs in zip(more.thresholds.good.image, plain.thresholds.good.image, strict=True):
-        # But for how far vectors lie apart, which copies change a little.
-        assert 0.3 * theirs < mine <= theirs * 1.01
+        assert 0.3 * theirs < mine <= theirs * 1.001
     vectors = plain.model.scorer.tensors()["vectors"]
     assert len(more.model.scorer.tensors()["vectors"]) == 4 * len(vectors)
 

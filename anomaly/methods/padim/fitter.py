@@ -99,7 +99,7 @@ class LeaveOneOut(Whitening):
     ) -> Array:
         """The same, without the difference of 1 and a leverage that is almost 1.
 
-        A training residual lies in the span of the samples, so it is told by its shares v² in
+        A training residual lies in the span of the samples, so it is given by its shares v² in
         their N − 1 directions, which sum to (N−1)/N. With ε' = ε(N−2)/(N−1) the squared distance
         without it is N(N−2)/(N−1) · Σ v²λ/(λ+ε') / Σ v²ε'/(λ+ε').
         """
