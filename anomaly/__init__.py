@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from anomaly.evaluating import evaluate
     from anomaly.fitting import fit
     from anomaly.scoring.prediction import Prediction
+    from anomaly.tuning.tune import tune
 
 _HOME = {
     "AnomalyDetector": "detector",
@@ -32,6 +33,7 @@ _HOME = {
     "load": "detector",
     "load_config": "config.load",
     "open_dataset": "datasets",
+    "tune": "tuning.tune",
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "load",
     "load_config",
     "open_dataset",
+    "tune",
 ]
 
 

@@ -371,10 +371,15 @@ def _url(name: str) -> str:
 
 def _other_on_disk(name: str) -> str | None:
     """The best network but this one whose official weights are on disk; None if there is none."""
-    for other in _BEST:
-        if other != name:
-            with suppress(WeightsError):
-                official_file(_url(other), download=False)
-                return other
+    return next((other for other in networks_on_disk() if other != name), None)
+
+
+def networks_on_disk() -> list[str]:
+    """The networks that are good at anomalies and whose weights are on disk, the best first."""
+    found = []
+    for name in _BEST:
+        with suppress(WeightsError):
+            official_file(_url(name), download=False)
+            found.append(name)
     package = PACKAGES.get(INSTALLED)
-    return INSTALLED if package and package.path() else None
+    return [*found, INSTALLED] if package and package.path() else found

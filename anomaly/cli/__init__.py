@@ -28,6 +28,7 @@ COMMANDS = {
     "region": "draw where to look in an image, for a config",
     "check": "look at a data set before training: counts, sizes, faults",
     "train": "learn what good looks like from a folder of good images",
+    "tune": "try settings and keep those that catch more of the known defects",
     "calibrate": "choose a trained model's thresholds, without training it again",
     "infer": "score images: verdicts in results.csv, heatmaps beside them",
     "manifest": "list the images of a large job, for many machines to share",

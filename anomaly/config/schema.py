@@ -391,6 +391,11 @@ class Config(_Section):
     """Images that go through the network at once: on a CPU 4 at most, 2 where exported."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Same seed, machine and threads: the same model, byte for byte."""
+    chosen_by: tuple[str, ...] = ()
+    """Images that chose these settings, by the first 16 digits of their files' sha256.
+
+    `anomaly tune` writes them. `evaluate` says where it measures on such images.
+    """
 
     @property
     def image_score_in_force(self) -> str:

@@ -208,6 +208,8 @@ def to_dict(config: Config) -> dict[str, Any]:
     """A config as plain values, without what belongs to one machine or one place."""
     values = config.model_dump(mode="json")
     del values["data"]["root"]
+    if not config.chosen_by:
+        del values["chosen_by"]
     if config.backbone.weights not in ("imagenet", "random"):
         values["backbone"]["weights"] = Path(config.backbone.weights).name
     for part, name in MASKS.items():

@@ -266,9 +266,21 @@ class Model(Predictor):
             where no patch counts, which only a tile can have, and NaN where the score of one that
             counts isn't a finite number.
         """
+        return self.image_scores_of(self.scorer.score(embeddings), embeddings, layout, inside)
+
+    def image_scores_of(
+        self, patches: PatchScores, embeddings: Array, layout: AnyView, inside: Array | None = None
+    ) -> tuple[PatchScores, Array]:
+        """What `score_patches` gives, of patch scores that are known; these take the longest.
+
+        Args:
+            patches: as the scorer gave them.
+            embeddings: (B, h, w, D), those that were scored.
+            layout: how the image was turned into the network's inputs that they come from.
+            inside: (B, h, w) bool, the patches that count; None for all.
+        """
         model, xp = self.config.model, module_of(embeddings)
         how = self.config.image_score_in_force
-        patches = self.scorer.score(embeddings)
         shown, broken = patches, ~xp.isfinite(patches.scores)
         values = self.scorer.weighted(patches)
         if layout.whole:  # the borders of tiles lie amid the image

@@ -411,12 +411,12 @@ def train(
         refused={samples[r.index].name: r.reason for r in features.refused},
         patches=features.only(frozenset(fit.images)).count,
         seconds=stages.seconds,
-        patch_pixels=_patch_pixels(features, min(setup.extractor.strides)),
+        patch_pixels=patch_pixels_of(features, min(setup.extractor.strides)),
         outliers=tuple(samples[fit.images[place]].name for place in outliers_among(statistics)),
     )
 
 
-def _patch_pixels(features: CachedFeatures, stride: int) -> tuple[float, float]:
+def patch_pixels_of(features: CachedFeatures, stride: int) -> tuple[float, float]:
     """Original pixels that one patch is high and wide."""
     axes = [[pieces[0] for pieces in view.axes] for view in features.views.values()]
     height, width = (

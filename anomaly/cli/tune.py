@@ -1,0 +1,112 @@
+"""`anomaly tune`: settings tried on known defects, and a config of those that catch more."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import shlex
+from pathlib import Path
+
+from anomaly.cli.common_options import add_config, add_device, add_paths, device_and_threads
+from anomaly.cli.logging_setup import ProgressLine
+from anomaly.config.load import FOLDERS, find_config, load_config
+from anomaly.datasets import open_dataset, open_test_images
+from anomaly.errors import AnomalyError, OutputError
+
+log = logging.getLogger(__name__)
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def duration(text: str) -> float:
+    """Seconds of an option such as `10m`, for `argparse`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip())
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 10m or 1h, say")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_config(parser)
+    add_paths(
+        parser,
+        "--defects",
+        "known defects in these folders (default: those of the data set's test split)",
+        "FOLDER",
+    )
+    add_paths(
+        parser,
+        "--good",
+        "good images in these folders that nothing is learned from (default: the test split's)",
+        "FOLDER",
+    )
+    parser.add_argument(
+        "--budget",
+        type=duration,
+        default="10m",
+        metavar="TIME",
+        help="how long to try: 90s, 10m, 1h (10m); what won't fit isn't tried",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the config to write (default: <config>_tuned.yaml beside the config); all figures go "
+        "into a .json beside it",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier one")
+    add_device(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Try, show, and write what was chosen."""
+    config = load_config(options.config, options.overrides)
+    output = _output(options)
+    dataset = open_dataset(config.data.format, config.data.root, config.data.category)
+    named = open_test_images(options.good, options.defects, None) if _named(options) else ()
+    device, threads = device_and_threads(options)
+    from anomaly.tuning.tune import tune
+
+    with ProgressLine() as progress:
+        tuning = tune(
+            config,
+            dataset,
+            defects=[s for s in named if s.is_defect] if options.defects else None,
+            good=[s for s in named if not s.is_defect] if options.good else None,
+            budget=options.budget,
+            device=device,
+            workers=threads,
+            say=log.info,
+            progress=progress,
+        )
+    print("\n".join(tuning.lines()))
+    tuning.write(output)
+    print(f"\nthe settings are in {output}, all figures in {output.with_suffix('.json')}")
+    print(f"Train with them: anomaly train --config {shlex.quote(str(output))}")
+    return 0
+
+
+def _named(options: argparse.Namespace) -> bool:
+    return bool(options.defects or options.good)
+
+
+def _output(options: argparse.Namespace) -> Path:
+    """The config to write.
+
+    Raises:
+        OutputError: it is there already, or is no YAML file.
+        AnomalyError: there is no such config.
+    """
+    file: Path | None = options.output
+    if file is None:
+        given = find_config(options.config, FOLDERS)
+        ours = any(given.is_relative_to(folder) for folder in FOLDERS[1:])
+        file = (Path() if ours else given.parent) / f"{given.stem}_tuned.yaml"
+    if file.suffix not in (".yaml", ".yml"):
+        raise AnomalyError(f"--output {file} is to be a config; give a name that ends in .yaml")
+    for each in (file, file.with_suffix(".json")):
+        if each.exists() and not options.overwrite:
+            raise OutputError(f"{each} exists already; give another --output or add --overwrite")
+    return file

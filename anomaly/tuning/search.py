@@ -1,0 +1,213 @@
+"""Settings tried within a budget, cheapest first: alone, then what has helped together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from anomaly.backbones.networks import networks_on_disk
+from anomaly.config.schema import Config
+from anomaly.errors import AnomalyError
+from anomaly.training.fit import StageProgress
+from anomaly.tuning.candidates import (
+    SCORE,
+    TURNS,
+    Change,
+    changed,
+    image_scores,
+    shares_features,
+    steps,
+    work,
+)
+from anomaly.tuning.judging import LEAST_DEFECTS, Floats, Scores, worth
+from anomaly.tuning.trials import Features, Images, Trial
+
+log = logging.getLogger(__name__)
+
+_NETWORK = 2.0  # times as long as the first one: a guess, on the safe side
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """Settings that were tried, and what came of them.
+
+    Attributes:
+        changes: from the settings that were there; none for these themselves.
+        trial: what came of them.
+    """
+
+    changes: tuple[Change, ...]
+    trial: Trial
+
+    @property
+    def step(self) -> tuple[Change, ...]:
+        """The changes of what has to be computed anew."""
+        return tuple(change for change in self.changes if change.axis != SCORE)
+
+
+def aligned(tried: Sequence[Tried], rate: float) -> list[Scores]:
+    """Their scores of the images that all of them score.
+
+    Args:
+        tried: at least one.
+        rate: of false rejects; other good images that are too few to tell it are left out.
+    """
+    groups = [np.stack(each) for each in zip(*(_groups(t.trial) for t in tried), strict=True)]
+    kept = [group[:, ~np.isnan(group).any(0)] for group in groups]
+    if kept[2].shape[1] + 1 < 1 / rate:
+        kept[2] = kept[2][:, :0]
+    return [Scores(*scores) for scores in zip(*kept, strict=True)]
+
+
+def _groups(trial: Trial) -> tuple[Floats, Floats, Floats]:
+    return trial.held_out, trial.defects, trial.good
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Settings that weren't tried.
+
+    Attributes:
+        changes: from the settings that were there.
+        why: the budget, or an error.
+    """
+
+    changes: tuple[Change, ...]
+    why: str
+
+
+@dataclass(eq=False)
+class Search:
+    """Tries settings; used once.
+
+    Args:
+        config: the settings that are there.
+        images: what they are tried on.
+        budget: seconds.
+        device: where the network and the scorer run.
+        scratch: an existing folder for temporary files.
+        workers: decoding processes.
+        say: called with what is worth knowing on the way.
+        progress: called with (stage, done, total).
+
+    Attributes:
+        tried: in the order in which they were, those that are there first.
+        hashes: sha256 of the known images that can be used, see `Features.hashes`.
+        skipped: and why.
+    """
+
+    config: Config
+    images: Images
+    budget: float
+    device: torch.device
+    scratch: Path
+    workers: int
+    say: Callable[[str], None]
+    progress: StageProgress
+    tried: list[Tried] = field(default_factory=list)
+    hashes: dict[int, str] = field(default_factory=dict)
+    skipped: list[Skipped] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Try all that fits.
+
+        Raises:
+            AnomalyError: the settings that are there can't be trained.
+        """
+        self._began = time.monotonic()
+        planned = steps(self.config, networks_on_disk())
+        if len(self.images.defects) < LEAST_DEFECTS:  # only what good images can tell
+            planned = [step for step in planned if step.axis == TURNS]
+        with closing(self._features(())) as features:
+            self._try((), features)
+            self.hashes = features.hashes
+            took = self.tried[0].trial.seconds
+            self.say(f"your settings took {sum(took.values()):.0f} s")
+            planned.sort(key=lambda step: self._estimate((step,)))
+            here = [step for step in planned if self._shares((step,))]
+            for step in here:
+                self._try_if_it_fits((step,), features)
+        for step in planned:
+            if step not in here:
+                self._try_if_it_fits((step,))
+        if len(self.images.defects) >= LEAST_DEFECTS:
+            self._try_together()
+
+    def _try_together(self) -> None:
+        """Try the best change of each axis that has helped with those of the others."""
+        worths: dict[tuple[Change, ...], float] = {}
+        rate = self.config.calibration.review_rate
+        for tried, scores in zip(self.tried, aligned(self.tried, rate), strict=True):
+            value = float(worth(scores, rate).sum())
+            worths[tried.step] = max(value, worths.get(tried.step, 0.0))
+        best: dict[str, Change] = {}
+        for (step,) in sorted((s for s in worths if s), key=worths.__getitem__, reverse=True):
+            if worths[step,] > worths[()]:
+                best.setdefault(step.axis, step)
+        helped = list(best.values())  # the most helpful one first
+        for count in range(len(helped), 1, -1):  # all of them, or as many as fit
+            if self._try_if_it_fits(tuple(helped[:count])):
+                return
+
+    def _try_if_it_fits(
+        self, changes: tuple[Change, ...], features: Features | None = None
+    ) -> bool:
+        expected = self._estimate(changes)
+        left = self.budget - (time.monotonic() - self._began)
+        name = " and ".join(map(str, changes))
+        if expected > left:
+            why = f"takes about {_minutes(expected)}, and {_minutes(left)} are left"
+            self.skipped.append(Skipped(changes, why))
+            self.say(f"left out: {name}, which {why}")
+            return False
+        self.say(f"next: {name}, {changes[-1].reason} (about {_minutes(expected)})")
+        try:
+            if features is not None:
+                self._try(changes, features)
+            else:
+                with closing(self._features(changes)) as own:
+                    self._try(changes, own)
+        except AnomalyError as error:
+            self.skipped.append(Skipped(changes, str(error)))
+            self.say(f"left out: {name}: {error}")
+        return True
+
+    def _try(self, changes: tuple[Change, ...], features: Features) -> None:
+        config = changed(self.config, changes)
+        ways = [changes, *((*changes, score) for score in image_scores(config))]
+        trials = features.trials([changed(self.config, way) for way in ways])
+        self.tried += map(Tried, ways, trials)
+
+    def _features(self, changes: tuple[Change, ...]) -> Features:
+        return Features(
+            changed(self.config, changes),
+            self.images,
+            device=self.device,
+            scratch=self.scratch,
+            workers=self.workers,
+            progress=self.progress,
+        )
+
+    def _shares(self, changes: tuple[Change, ...]) -> bool:
+        return shares_features(changed(self.config, changes), self.config)
+
+    def _estimate(self, changes: tuple[Change, ...]) -> float:
+        """Seconds that a step takes, by what the first one took."""
+        seconds = self.tried[0].trial.seconds
+        before, after = work(self.config), work(changed(self.config, changes))
+        features = 0.0 if self._shares(changes) else seconds["features"] * after[0] / before[0]
+        if any(change.axis == "network" for change in changes):
+            features *= _NETWORK
+        rest = (seconds["learning"] + seconds["scoring"]) * after[1] / before[1]
+        return features + rest
+
+
+def _minutes(seconds: float) -> str:
+    return f"{max(seconds, 0):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

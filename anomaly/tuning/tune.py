@@ -1,0 +1,326 @@
+"""Data set and settings -> the settings that catch more of the known defects. `anomaly tune`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from anomaly.calibration.rates import Rate, percent, rate_of
+from anomaly.config.schema import Config
+from anomaly.datasets import Dataset, Sample, open_dataset
+from anomaly.errors import DataError
+from anomaly.files.writing import as_json, write
+from anomaly.runtime.devices import device_of
+from anomaly.scoring.build import flatten, to_dict
+from anomaly.training.fit import StageProgress
+from anomaly.tuning.candidates import TURNS, Change, changed, expense
+from anomaly.tuning.judging import LEAST_DEFECTS, Floats, Judgement, Scores, judge, worth
+from anomaly.tuning.search import Search, Skipped, Tried, aligned
+from anomaly.tuning.trials import Images
+
+_HEAD = ("settings", "defects caught", "", "good flagged", "spread", "ms", "MB")
+_NAMED_DIGITS = 16  # of an image's hash, in a config
+
+
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """What `anomaly.tune` returns.
+
+    Attributes:
+        base: the settings that were there.
+        tried: all settings that were tried, these first.
+        skipped: those that weren't, and why.
+        scores: of each that was tried, of the images that all of them score.
+        judgement: which of them, and what is to be expected of them.
+        images: sha256 of the images that chose, by name.
+    """
+
+    base: Config
+    tried: tuple[Tried, ...]
+    skipped: tuple[Skipped, ...]
+    scores: tuple[Scores, ...]
+    judgement: Judgement
+    images: dict[str, str]
+
+    @property
+    def config(self) -> Config:
+        """The chosen settings, to train with; they name the images that chose them."""
+        known = tuple(sorted(sha256[:_NAMED_DIGITS] for sha256 in self.images.values()))
+        config = changed(self.base, self.tried[self.judgement.index].changes)
+        named: dict[str, Any] = {"name": f"{self.base.name}_tuned"}
+        if known:
+            named["chosen_by"] = known
+        return config.model_copy(update=named)
+
+    @property
+    def reason(self) -> str:
+        """Why these, in a sentence or two."""
+        defects = len(self.scores[0].defects)
+        if not defects:
+            return self._without_defects()
+        if defects < LEAST_DEFECTS:
+            return (
+                f"your settings stay: {_count(defects, 'known defect')} can't tell settings apart; "
+                f"that takes {LEAST_DEFECTS} at least, and 20 to be of much use"
+            )
+        first, chosen = self.caught(0), self.caught(self.judgement.index)
+        if self.judgement.better:
+            return (
+                f"{self.name(self.judgement.index)}: catches {chosen.count} of {defects} known "
+                f"defects where your settings catch {first.count}; settings that are alike differ "
+                f"so much {_chance(self.judgement.chance)}"
+            )
+        best = self._best()
+        if best == 0:
+            return "your settings stay: none of the others catches more"
+        return (
+            f"your settings stay: the best of the others, {self.name(best)}, catches "
+            f"{self.caught(best).count} of {defects} known defects where yours catch "
+            f"{first.count}, which may be chance"
+        )
+
+    def lines(self) -> list[str]:
+        """The table, the choice and what to expect of it, for people."""
+        rate = percent(self.base.calibration.review_rate)
+        lines = _table(self._rows())
+        if len(self.tried[0].trial.defects):
+            lines.append(
+                f"defects caught where {rate} of good images are flagged, the training's and the "
+                "others'; good flagged: others, by the threshold that training finds"
+            )
+        if self.skipped:
+            lines += [f"not tried: {self._told(s.changes)}: {s.why}" for s in self.skipped]
+        lines += ["", self.reason]
+        if self.judgement.better:
+            caught, flagged = self.judgement.caught, self.judgement.flagged
+            lines.append(
+                f"counted on images that didn't choose: {caught.count} of {caught.images} defects "
+                f"caught ({_interval(caught)}), {flagged.count} of {flagged.images} good images "
+                f"flagged ({_interval(flagged)}; 95 % confidence)"
+            )
+        return lines
+
+    def name(self, index: int) -> str:
+        """What differs in settings that were tried, for people."""
+        return self._told(self.tried[index].changes)
+
+    def caught(self, index: int) -> Rate:
+        """Known defects that settings catch at the promised rate of good parts for review."""
+        scores = self.scores[index]
+        return _share(scores.defects, scores.limit(self.base.calibration.review_rate))
+
+    def write(self, file: Path) -> None:
+        """Write the chosen settings as YAML, and all figures as JSON beside it.
+
+        Raises:
+            OutputError: there is no room, or no right to.
+        """
+        config = self.config
+        values = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        head = "".join(f"# {line}\n" for line in ("Written by `anomaly tune`.", self.reason))
+        body = yaml.safe_dump(values, allow_unicode=True, sort_keys=False, width=100)
+        write(file, head + body)
+        write(file.with_suffix(".json"), as_json(self.to_json()))
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures as plain values."""
+        return {
+            "chosen": self.name(self.judgement.index),
+            "reason": self.reason,
+            "better": self.judgement.better,
+            "chance": self.judgement.chance,
+            "cross_fitted": {
+                "caught": vars(self.judgement.caught),
+                "flagged": vars(self.judgement.flagged),
+            },
+            "tried": [
+                {
+                    "changes": self._differences(tried.changes),
+                    "caught": vars(self.caught(i)),
+                    "worth": float(worth(self.scores[i], self.base.calibration.review_rate).sum()),
+                    "review_threshold": tried.trial.thresholds.review.value,
+                    "reject_threshold": tried.trial.thresholds.reject.value,
+                    "held_out": self.scores[i].held_out.tolist(),
+                    "defects": self.scores[i].defects.tolist(),
+                    "good": tried.trial.good[~np.isnan(tried.trial.good)].tolist(),
+                    "seconds": dict(tried.trial.seconds),
+                    "image_milliseconds": 1000 * tried.trial.image_seconds,
+                    "model_bytes": tried.trial.bank_bytes,
+                }
+                for i, tried in enumerate(self.tried)
+            ],
+            "not_tried": {self._told(s.changes): s.why for s in self.skipped},
+            "images": self.images,
+        }
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """The head, the settings that were there, and the best image score of each step."""
+        rate = self.base.calibration.review_rate
+        best: dict[tuple[Change, ...], tuple[float, int]] = {}
+        for i, tried in enumerate(self.tried):
+            value = float(worth(self.scores[i], rate).sum()) if self.images else 0.0
+            if tried.step not in best or value > best[tried.step][0]:
+                best[tried.step] = value, i
+        shown = dict.fromkeys([0, *(i for _, i in best.values()), self.judgement.index])
+        rows: list[tuple[str, ...]] = [
+            ("settings", "caught", "", "rejected", "good flagged", "spread", "ms", "MB")
+        ]
+        for i in shown:
+            trial, caught = self.tried[i].trial, self.caught(i)
+            flagged = int((trial.good > trial.thresholds.review.value).sum())
+            rows.append(
+                (
+                    self.name(i),
+                    f"{caught.count} of {caught.images}" if caught.images else "",
+                    f"({_interval(caught)})" if caught.images else "",
+                    f"{flagged} of {len(trial.good)}" if len(trial.good) else "",
+                    f"{spread(self.scores[i]):.2f}",
+                    f"{1000 * trial.image_seconds:.0f}",
+                    f"{trial.bank_bytes / 1e6:.1f}",
+                )
+            )
+        return rows
+
+    def _without_defects(self) -> str:
+        height, width = self.tried[0].trial.patch_pixels
+        turned = [i for i, t in enumerate(self.tried) if any(c.axis == TURNS for c in t.changes)]
+        narrowest = min(turned, key=lambda i: spread(self.scores[i]), default=0)
+        before, after = spread(self.scores[0]), spread(self.scores[narrowest])
+        poses = (
+            f" Good images differ less with {self.name(narrowest)} (spread {after:.2f} for "
+            f"{before:.2f}): parts lie in ways that too few training images show."
+            if after < 0.9 * before
+            else ""
+        )
+        return (
+            "your settings stay: without a known defect nothing tells which settings catch more. "
+            f"Good images say this: one patch covers {height:.0f} × {width:.0f} pixels, and "
+            f"smaller defects may not be seen; 5 % of good images score {before:.2f} times the "
+            f"median or more.{poses} Give known defects with --defects FOLDER"
+        )
+
+    def _best(self) -> int:
+        rate = self.base.calibration.review_rate
+        values = [(worth(s, rate).mean(), self.caught(i).count) for i, s in enumerate(self.scores)]
+        return max(range(len(values)), key=values.__getitem__)
+
+    def _differences(self, changes: Sequence[Change]) -> dict[str, Any]:
+        before = dict(flatten(to_dict(self.base)))
+        after = dict(flatten(to_dict(changed(self.base, changes))))
+        return {key: value for key, value in after.items() if value != before.get(key)}
+
+    def _told(self, changes: Sequence[Change]) -> str:
+        different = self._differences(changes)
+        return ", ".join(f"{key}={value}" for key, value in different.items()) or "your settings"
+
+
+def spread(scores: Scores) -> float:
+    """How much odder than the median the oddest 5 % of good images are; 1 if all are alike."""
+    return float(np.quantile(scores.held_out, 0.95) / max(np.median(scores.held_out), 1e-30))
+
+
+def tune(
+    config: Config,
+    data: Dataset | None = None,
+    *,
+    defects: Sequence[Sample] | None = None,
+    good: Sequence[Sample] | None = None,
+    budget: float = 600.0,
+    device: str | torch.device = "auto",
+    workers: int = 2,
+    say: Callable[[str], None] = lambda text: None,
+    progress: StageProgress = lambda stage, done, total: None,
+) -> Tuning:
+    """Try settings that matter, and choose those that catch more of the known defects.
+
+    Each is trained on the training images, with thresholds as `fit` finds them. Settings replace
+    those that are there only where they catch more beyond chance; of those that can't be told
+    apart, the cheapest. The chosen config names the images that chose it.
+
+    Args:
+        config: the settings that are there.
+        data: what to learn from, and known defects and other good images in its test split; by
+            default the data set that `config.data` names.
+        defects: known defects, in place of the data set's.
+        good: good images that aren't learned from, in place of the data set's.
+        budget: seconds; what won't fit isn't tried. The settings that are there are tried in any
+            case.
+        device: `auto` (the GPU where there is one), `cpu`, `cuda`, or a torch device.
+        workers: decoding processes.
+        say: called with what is worth knowing on the way.
+        progress: called with (stage, done, total).
+
+    Raises:
+        DataError: there are too few training images, or the config lists several products.
+        AnomalyError: the settings that are there can't be trained.
+    """
+    if data is None:
+        data = open_dataset(config.data.format, config.data.root, config.data.category)
+    tested = [*data.test, *data.validation]
+    images = Images(
+        tuple(data.train),
+        tuple([s for s in tested if s.is_defect] if defects is None else defects),
+        tuple([s for s in tested if not s.is_defect] if good is None else good),
+    )
+    with tempfile.TemporaryDirectory(prefix="anomaly-") as scratch:
+        search = Search(
+            config, images, budget, device_of(device), Path(scratch), workers, say, progress
+        )
+        search.run()
+    known = [*images.defects, *images.good]
+    rate = config.calibration.review_rate
+    scores = tuple(aligned(search.tried, rate))
+    if images.defects and not len(scores[0].defects):
+        raise DataError("none of the known defects can be used; `anomaly check` says why")
+    costs = [_cost(config, tried) for tried in search.tried]
+    return Tuning(
+        config,
+        tuple(search.tried),
+        tuple(search.skipped),
+        scores,
+        judge(scores, costs, rate, config.seed),
+        {known[i].name: sha256 for i, sha256 in search.hashes.items()},
+    )
+
+
+def _cost(base: Config, tried: Tried) -> float:
+    """How dear settings are, and a trifle for each value that differs."""
+    values = sum(len(change.values) for change in tried.changes)
+    return expense(tried.trial.config, base) + 0.001 * values
+
+
+def _share(scores: Floats, limit: float) -> Rate:
+    count, images = int((scores > limit).sum()), len(scores)
+    return rate_of(count, images, count / max(images, 1))
+
+
+def _interval(rate: Rate) -> str:
+    return f"{100 * rate.low:.0f} to {percent(rate.high)}"
+
+
+def _chance(chance: float) -> str:
+    return "by chance less than once in 1,000" if chance < 0.001 else f"by a chance of {chance:.3f}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows with columns of even width; those that are empty all along are left out."""
+    columns = [c for c in zip(*rows, strict=True) if any(c[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in zip(*columns, strict=True)
+    ]

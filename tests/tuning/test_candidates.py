@@ -1,0 +1,75 @@
+"""What is tried for which settings."""
+
+from typing import Any
+
+import pytest
+
+from anomaly.config.load import parse_config
+from anomaly.config.schema import Config
+from anomaly.tuning.candidates import changed, expense, image_scores, shares_features, steps, work
+
+
+def config(**values: Any) -> Config:
+    return parse_config(values, "a test")
+
+
+def axes(given: Config) -> set[str]:
+    return {step.axis for step in steps(given, ["resnet50"])}
+
+
+def test_what_is_tried_depends_on_what_is_there() -> None:
+    assert axes(config(model={"coreset_ratio": 0.02})) == {"bank", "size", "turns", "network"}
+    assert "bank" not in axes(config(model={"coreset_ratio": 0.5}))
+    assert "bank" not in axes(config(model={"coreset_ratio": 0.02, "kind": "subspace"}))
+    assert axes(config(model={"kind": "padim"})) == {"size", "network"}
+    assert "turns" not in axes(config(model={"turned_copies": "quarter_turns"}))
+    assert "size" not in axes(config(image={"resize": 256}))
+    assert "network" not in axes(config(backbone={"name": "resnet50"}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"model": {"kind": "padim"}},
+        {"model": {"kind": "subspace", "image_score": "max"}},
+        {"image": {"tile": 1024, "overlap": 100}},
+        {"image": {"area": 64}},
+        {"image": {"resize": 256, "crop": 224}},
+        {"model": {"coreset_size": 5000}},
+    ],
+)
+def test_every_candidate_is_a_valid_config_that_differs(values: dict[str, Any]) -> None:
+    base = config(**values)
+    for change in [*steps(base, ["resnet50"]), *image_scores(base)]:
+        assert changed(base, [change]) != base
+        assert change.reason
+
+
+def test_all_changes_of_one_axis_are_tried_with_those_of_another() -> None:
+    base = config(model={"coreset_ratio": 0.02}, image={"area": 256})
+    both = [step for step in steps(base, []) if step.values.get("image.area", 0) == 384]
+    both += [step for step in steps(base, []) if step.axis == "bank"]
+    settled = changed(base, both)
+    assert (settled.image.area, settled.model.coreset_ratio) == (384, 0.1)
+
+
+def test_turned_copies_keep_the_bank_as_large_as_it_was() -> None:
+    base = config(model={"coreset_ratio": 0.04})
+    turned = [step for step in steps(base, []) if step.axis == "turns"]
+    for step, copies in zip(turned, (4, 8), strict=True):
+        settled = changed(base, [step])
+        assert settled.model.coreset_ratio == pytest.approx(0.04 / copies, rel=1e-2)
+        assert expense(settled, base) == pytest.approx(1.0, rel=1e-2)
+        assert work(settled)[0] == copies * work(base)[0]
+
+
+def test_features_are_shared_where_only_the_bank_or_the_score_differs() -> None:
+    base = config(model={"coreset_ratio": 0.02})
+    shared = {
+        step.axis
+        for step in steps(base, ["resnet50"])
+        if shares_features(changed(base, [step]), base)
+    }
+    assert shared == {"bank"}
+    assert all(shares_features(changed(base, [score]), base) for score in image_scores(base))

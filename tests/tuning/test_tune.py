@@ -1,0 +1,126 @@
+"""Settings tried on known defects: from a config to one that catches more."""
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import yaml
+from conftest import FAST, Command
+
+import anomaly
+from anomaly.config.load import load_config
+from anomaly.tuning import search
+
+
+@pytest.fixture(autouse=True)
+def no_other_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real one takes seconds, and whether its weights are here differs."""
+    monkeypatch.setattr(search, "networks_on_disk", list)
+
+
+def settings(*more: str) -> list[str]:
+    fast = [*FAST, "data.format=mvtec", *more]
+    return [part for setting in fast for part in ("--set", setting)]
+
+
+def write_angle(file: Path, seed: int, turns: int, mark: bool) -> None:
+    """An angle iron that lies in one of four ways; a mark is a notch in its corner."""
+    draw = np.random.default_rng(seed)
+    picture = np.full((64, 64), 60, np.uint8)
+    cv2.rectangle(picture, (14, 14), (26, 50), 170, -1)
+    cv2.rectangle(picture, (14, 38), (50, 50), 220, -1)
+    if mark:
+        cv2.circle(picture, (32 + seed % 8, 44), 4, 90, -1)
+    picture = np.rot90(picture, turns) + draw.normal(0, 4, (64, 64))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    cv2.imwrite(str(file), np.clip(picture, 0, 255).astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def angles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Parts that lie one way where they are learned, and four ways later."""
+    root = tmp_path_factory.mktemp("angles")
+    for i in range(20):
+        write_angle(root / "train" / "good" / f"{i:02}.png", i, 0, mark=False)
+        write_angle(root / "test" / "good" / f"{i:02}.png", 100 + i, i % 4, mark=False)
+        if i < 12:
+            write_angle(root / "test" / "notch" / f"{i:02}.png", 200 + i, i % 4, mark=True)
+    return root
+
+
+def test_parts_that_lie_any_way_are_learned_so(
+    angles: Path, command: Command, tmp_path: Path
+) -> None:
+    config = tmp_path / "angle.yaml"
+    config.write_text(yaml.safe_dump({"data": {"root": str(angles)}}))
+    asked = ["--config", config, "--budget", "1h", *settings("image.area=64")]
+    code, out, err = command("tune", asked)
+    assert code == 0, err
+    assert "turned_copies=quarter_turns" in out.split("\n\n")[-2]
+    written = tmp_path / "angle_tuned.yaml"
+    tuned = load_config(written)
+    assert tuned.name == "angle_tuned"
+    assert tuned.model.turned_copies != "none"
+    assert len(tuned.chosen_by) == 32
+    figures = json.loads(written.with_suffix(".json").read_text())
+    assert figures["better"]
+    assert figures["cross_fitted"]["caught"]["count"] > figures["tried"][0]["caught"]["count"]
+    assert f"anomaly train --config {written}" in out
+
+    code, _, err = command("tune", asked)
+    assert (code, "exists already" in err) == (2, True)
+    code, _, err = command("train", ["--config", written, "--output", tmp_path / "run"])
+    assert code == 0, err
+
+
+def test_three_defects_are_too_few(product: Path, command: Command, tmp_path: Path) -> None:
+    output = tmp_path / "tuned.yaml"
+    asked = ["--config", "folder.yaml", *settings(f"data.root={product}"), "--output", output]
+    code, out, err = command("tune", asked)
+    assert code == 0, err
+    assert "3 known defects can't tell settings apart" in out
+    base = load_config("folder.yaml", [*FAST, "data.format=mvtec", f"data.root={product}"])
+    tuned = load_config(output)
+    assert (tuned.model, tuned.image, tuned.backbone) == (base.model, base.image, base.backbone)
+
+
+def test_without_defects_only_what_good_images_tell_is_said(
+    product: Path, command: Command, tmp_path: Path
+) -> None:
+    output = tmp_path / "tuned.yaml"
+    good = product / "train" / "good"
+    asked = ["--config", "folder.yaml", *settings("data.format=folder", f"data.root={good}")]
+    code, out, err = command("tune", [*asked, "--output", output])
+    assert code == 0, err
+    assert "without a known defect nothing tells which settings catch more" in out
+    assert "one patch covers" in out
+    assert "chosen_by" not in output.read_text()
+
+
+def test_defects_may_lie_elsewhere_and_what_does_not_fit_is_left_out(
+    product: Path, command: Command, tmp_path: Path
+) -> None:
+    good, spots = product / "train" / "good", product / "test" / "spot"
+    output = tmp_path / "tuned.yaml"
+    asked = ["--config", "folder.yaml", *settings("data.format=folder", f"data.root={good}")]
+    asked += ["--defects", spots, "--budget", "0.001s", "--output", output]
+    code, out, err = command("tune", asked)
+    assert code == 0, err
+    assert "left out: model.turned_copies=quarter_turns, which takes about" in out
+    assert len(load_config(output).chosen_by) == 3
+
+
+@pytest.mark.parametrize("budget", ["10", "0m", "ten minutes", "-5m"])
+def test_a_budget_is_a_time(budget: str, command: Command) -> None:
+    code, _, err = command("tune", ["--config", "folder.yaml", f"--budget={budget}"])
+    assert (code, "is no time; write 90s, 10m or 1h" in err) == (2, True)
+
+
+def test_from_python(product: Path) -> None:
+    config = load_config("folder.yaml", [*FAST, "data.format=mvtec", f"data.root={product}"])
+    tuning = anomaly.tune(config, budget=0.001, device="cpu")
+    assert not tuning.judgement.better
+    assert tuning.config.model == config.model
+    assert tuning.caught(0).images == 3
