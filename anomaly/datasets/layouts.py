@@ -20,6 +20,7 @@ from anomaly.datasets.samples import (
 )
 from anomaly.errors import DataError, nearest
 from anomaly.files.outputs import own_outputs
+from anomaly.files.storage import named
 from anomaly.files.tables import Rows, read_rows
 from anomaly.files.writing import like
 from anomaly.imaging.listing import is_folder, is_image
@@ -465,7 +466,7 @@ def _dataset(
 
 
 def _sample(row: dict[str, str], folder: Path) -> Sample:
-    path, mask = row["path"].strip(), row.get("mask", "").strip()
+    path, mask = (named(row.get(name, "").strip(), folder) for name in ("path", "mask"))
     return Sample(
         path=folder / path,
         name=Path(path).as_posix(),

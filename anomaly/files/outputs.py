@@ -130,7 +130,7 @@ def _may_have_written(folder: Path, name: str) -> bool:
             return f'href="{PAGES}/'.encode() in (folder / PAGE).read_bytes()
         settings = _SETTINGS.get(name)
         return settings is None or not settings.isdisjoint(_about(folder)["set of outputs"])
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
+    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):
         return True
 
 
@@ -160,7 +160,7 @@ def _head(file: Path) -> bytes:
 def _explained(file: Path) -> list[str]:
     try:
         return [_EXPLANATION, *map(str, json.loads(file.read_bytes())["pictures"])]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []
 
 

@@ -14,7 +14,6 @@ many parts is computed. A smaller share than the promised one only makes it smal
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -28,6 +27,7 @@ from anomaly.calibration.model_thresholds import Thresholds
 from anomaly.calibration.rates import percent, rate_of
 from anomaly.errors import DataError, why
 from anomaly.files.tables import read_rows
+from anomaly.files.writing import from_json
 from anomaly.inference.rows import Row
 from anomaly.line.record import open_to_read
 from anomaly.report.page import page, utc_now
@@ -386,7 +386,7 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
             head = stream.read(len(_SQLITE))
         if head == _SQLITE:
             with open_to_read(file) as db:
-                yield from (json.loads(line) for (line,) in db.execute(_RECORDED))
+                yield from (from_json(line) for (line,) in db.execute(_RECORDED))
         elif file.suffix.lower() == ".jsonl":
             with file.open(encoding="utf-8") as lines:
                 yield from _json_lines(lines, file)
@@ -401,7 +401,7 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
 def _json_lines(lines: Iterable[str], file: Path) -> Iterator[Mapping[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
-            yield dict(json.loads(line))
+            yield dict(from_json(line))
         except (ValueError, TypeError):
             raise DataError(f"{file} line {number} isn't a row of results.jsonl") from None
 
