@@ -59,9 +59,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _start(options: argparse.Namespace, name: str) -> int:
     output: Path = options.output
-    taken = chosen(
-        recognise(options.folder, options.format), input if options.interactive else None
-    )
+    ask = input if options.interactive else None
+    taken = chosen(recognise(options.folder, options.format, ask), ask)
     config = output / f"{name}.yaml"
     check_run_folder(output)
     claim(output, ("model",), overwrite=options.overwrite)
