@@ -141,6 +141,7 @@ class DataConfig(_Section):
         "visa",
         "folder",
         "good_defect",
+        "coco",
         "csv",
     ] = "mvtec"
     """What lies where."""

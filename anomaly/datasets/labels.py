@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from functools import lru_cache
 
+from anomaly.errors import DataError
+
 
 class Label(StrEnum):
     """What a name says."""
@@ -142,6 +144,7 @@ _CAMEL = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|.")
 _ACRONYM = re.compile(r"([A-Z]{2,})([a-z]+)")
 _ACCENTS = re.compile("[\u0300-\u036f\u200b-\u200f\ufeff]")
 _TELLING = (_Kind.GOOD, _Kind.BAD, _Kind.NEGATED)
+_ZERO, _ONE = re.compile(r"(0(\.0*)?)?"), re.compile(r"1(\.0*)?")
 _LONGEST = 40  # letters of a word that is taken apart
 
 
@@ -180,6 +183,24 @@ def label_of(name: str, *, alone: bool = False) -> Label:
         return (Label.GOOD if said == {True} else Label.DEFECTIVE) if sure else Label.UNCLEAR
     aside = found & {_Kind.TEST, _Kind.ASIDE}
     return Label.ASIDE if aside and found <= aside | {_Kind.BESIDE, _Kind.NUMBER} else Label.UNKNOWN
+
+
+def meant_by(label: str, where: str) -> str:
+    """What a label in a list says that an image is: `good`, or a kind of defect.
+
+    Raises:
+        DataError: it says neither, or both.
+    """
+    label = label.strip()
+    if _ZERO.fullmatch(label):
+        return Label.GOOD.value
+    said = label_of(label)
+    if said in (Label.UNCLEAR, Label.ASIDE) or not any(map(str.isalnum, label)):
+        raise DataError(
+            f"{where}: the label {label!r} doesn't tell whether the image is good; write `good` or "
+            "a kind of defect, or remove the line"
+        )
+    return Label.GOOD.value if said is Label.GOOD else "defect" if _ONE.fullmatch(label) else label
 
 
 def only_places(name: str) -> bool:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from anomaly.datasets.labels import Label, by_file_names, label_of, only_places, says_masks
+from anomaly.datasets.exports import annotations_in, coco_samples, manifest_rows
+from anomaly.datasets.labels import (
+    Label,
+    by_file_names,
+    label_of,
+    meant_by,
+    only_places,
+    says_masks,
+)
 from anomaly.datasets.samples import (
     GOOD,
     Dataset,
@@ -30,7 +37,6 @@ log = logging.getLogger(__name__)
 # Columns and splits of a list of one's own.
 COLUMNS = ("path", "label", "mask", "split", "group")
 _SPLITS = ("train", "validation", "test")
-_ZERO, _ONE = re.compile(r"(0(\.0*)?)?"), re.compile(r"1(\.0*)?")
 _CLEAR = {Label.GOOD, Label.DEFECTIVE}
 _VISA_LIST = Path("split_csv") / "1cls.csv"
 
@@ -177,6 +183,12 @@ class _FolderLayout:
 
 
 def _good_only(folder: Path) -> Dataset:
+    if told := annotations_in(folder):
+        layout, root, what = told
+        raise DataError(
+            f"{folder} has {what}, which says which images are good: use --set "
+            f"data.format={layout} {_root(root)}"
+        )
     train = listed(folder, folder)
     if not train:
         raise DataError(f"no images in {folder}; data.root must hold good images to learn from")
@@ -294,6 +306,11 @@ def _good_and_defect(folder: Path) -> Dataset:
     """
     hint = "Put good images in good/, defective ones in defect/ or defect/<type>/."
     return _in_splits(folder, sorted_by_names(folder), hint)
+
+
+def _annotated(folder: Path) -> Dataset:
+    """Images with annotations in COCO's form, as Roboflow exports them."""
+    return _in_splits(folder, coco_samples(folder), "Images without annotations are the good ones.")
 
 
 def open_test_images(
@@ -538,6 +555,8 @@ def folders_in(folder: Path) -> list[str]:
 def open_list(file: Path) -> Dataset:
     """A CSV file with a header: `path`, and where there are any `label, mask, split, group`.
 
+    Or a manifest of SageMaker, which has paths and labels.
+
     Paths are taken from the list's own folder. A label is `good` (or another word for it, or `0`)
     or a kind of defect; where no row has one, all are good, unless their folders' names say
     otherwise. Without a column `split`, good images are learned from, but for
@@ -637,24 +656,6 @@ def _sample(row: dict[str, str], folder: Path, where: str) -> Sample:
     )
 
 
-def meant_by(label: str, where: str) -> str:
-    """What a label in a list says that an image is: `good`, or a kind of defect.
-
-    Raises:
-        DataError: it says neither, or both.
-    """
-    label = label.strip()
-    if _ZERO.fullmatch(label):
-        return GOOD
-    said = label_of(label)
-    if said in (Label.UNCLEAR, Label.ASIDE) or not any(map(str.isalnum, label)):
-        raise DataError(
-            f"{where}: the label {label!r} doesn't tell whether the image is good; write `good` or "
-            "a kind of defect, or remove the line"
-        )
-    return GOOD if said is Label.GOOD else "defect" if _ONE.fullmatch(label) else label
-
-
 def _split_of(row: dict[str, str], sample: Sample, where: str) -> str:
     """The split that a row names; empty where it names none."""
     split = row.get("split", "").strip()
@@ -675,6 +676,8 @@ def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Row
         raise DataError(f"there is no list {file}{like(file)}; correct data.root") from None
     except OSError as error:
         raise DataError(f"{file} can't be read ({error.strerror})") from None
+    if data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+        return manifest_rows(data, file)
     return read_rows(data, str(file), columns, needed or columns)
 
 
@@ -685,6 +688,7 @@ FORMATS: dict[str, Callable[[Path], Dataset]] = {
     "mvtec_3d": _FolderLayout("MVTec 3D AD", images="rgb"),
     "btad": _FolderLayout("BTAD", train="train/ok", validation="validation/ok", good="ok"),
     "folder": _good_only,
+    "coco": _annotated,
     "good_defect": _good_and_defect,
     "visa": open_visa,
     "csv": open_list,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from anomaly.datasets.exports import annotations_in
 from anomaly.datasets.labels import Label, by_file_names, label_of
 from anomaly.datasets.layouts import (
     KNOWN_LAYOUTS,
@@ -23,6 +24,9 @@ from anomaly.errors import DataError, nearest, some
 from anomaly.files.outputs import left_by_system
 from anomaly.files.writing import at_home, like
 from anomaly.imaging.listing import is_folder, list_images
+
+# Lists of images, as CSV or as a manifest of SageMaker.
+LIST_SUFFIXES = (".csv", ".manifest", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,14 @@ def recognise(
     if layout is not None:
         return (Recognised(layout, place, "as you say"),)
     if not is_folder(place):
-        if place.suffix.lower() != ".csv":
-            raise DataError(f"{place} is a file; give the folder that it is in, or a CSV list")
+        if place.suffix.lower() not in LIST_SUFFIXES:
+            raise DataError(
+                f"{place} is a file; give the folder that it is in, or a list ("
+                f"{', '.join(LIST_SUFFIXES)})"
+            )
         return (Recognised("csv", place, "a list of images"),)
+    if told := annotations_in(place):
+        return (Recognised(*told),)
     known = [Recognised(k.name, place, k.reason) for k in KNOWN_LAYOUTS if k.fits(place)]
     if known and known[0].layout != "good_defect":
         return tuple(known)
@@ -111,8 +120,12 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
         return None
     open_ = [i for i, label in labels.items() if label in (Label.UNKNOWN, Label.UNCLEAR)]
     answers: dict[Path, Label] = {}
-    if ask is not None:  # once for all folders in one whose name says nothing
-        outer = {i: Path(*i.parts[:1]) if labels[i] is Label.UNKNOWN else i for i in open_}
+    if ask is not None:
+        known = {p for i in labels.keys() - set(open_) for p in (i, *i.parents)}
+        # Once for all folders in one that holds none of a clear name.
+        outer = {
+            i: next((p for p in (*reversed(i.parents), i) if p not in known), i) for i in open_
+        }
         told = {top: _answer(place / top, ask) for top in dict.fromkeys(outer.values())}
         answers = {inner: told[top] for inner, top in outer.items()}
     good = [inner for inner, label in (labels | answers).items() if label is Label.GOOD]
@@ -123,7 +136,7 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
     others = dict.fromkeys(
         s.path.parent.relative_to(place).as_posix() for _, s in samples if s.is_defect
     )
-    reason = f"good images in {some([i.as_posix() for i in good], most=8)}"
+    reason = f"{_exporter(place)}good images in {some([i.as_posix() for i in good], most=8)}"
     if others:
         reason += f", others in {some(list(others), most=8)}"
     if any(sample.mask_path for _, sample in samples):
@@ -135,6 +148,13 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
         root = place / tops.pop() if len(tops) == 1 else place
         return Recognised("folder", root, reason)
     return Recognised("good_defect", place, reason)
+
+
+def _exporter(place: Path) -> str:
+    """The product that exports such folders, for people; empty where it isn't known."""
+    if all(is_folder(place / "train" / name) for name in ("normal", "anomaly")):
+        return "AWS Lookout for Vision, "
+    return "Roboflow, " if list(place.glob("README.roboflow.txt")) else ""
 
 
 def _answer(folder: Path, ask: Callable[[str], str]) -> Label:
@@ -162,8 +182,9 @@ def _listing(samples: Sequence[tuple[str, Sample]]) -> str:
     rows.writerow(("path", "label", "mask", "split"))
     for split, sample in samples:
         kind = sample.defect_type
-        if sample.is_defect and label_of(kind) is not Label.DEFECTIVE:  # `0`
-            kind = f"defect {kind}"
+        if sample.is_defect:  # `0`, and what somebody has said is one
+            kinds = (kind, f"defect {kind}", "defect")
+            kind = next(k for k in kinds if label_of(k) is Label.DEFECTIVE)
         rows.writerow((sample.path, kind, sample.mask_path or "", split))
     return "\ufeff" + text.getvalue()
 
