@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import unicodedata
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -113,6 +114,23 @@ def some(names: Sequence[str], separator: str = ", ", most: int = 3) -> str:
     """The first few of several names, and how many more there are, as a phrase for a message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
+
+
+_CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode's categories
+_JOINERS = "\u200c\u200d"  # spelling needs them
+
+
+def visible(text: str) -> str:
+    """A text in which nothing controls a terminal, breaks a line or turns the writing direction.
+
+    Such characters, and bytes of file names that are no text, stand as JSON writes them: `\\u001b`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        json.dumps(c)[1:-1] if unicodedata.category(c) in _CONTROLS and c not in _JOINERS else c
+        for c in text
+    )
 
 
 def first_of(lines: Sequence[str], rest: str = "", most: int | None = 5) -> list[str]:

@@ -17,7 +17,7 @@ from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import passed_over, say_passed_over
 from anomaly.errors import DataError, OutputError
-from anomaly.files.outputs import FOLDERS, INFER, JOURNAL, WATCHED
+from anomaly.files.outputs import FOLDERS, INFER, JOURNAL, WATCHED, left_by_system
 from anomaly.files.writing import claim, from_json, remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -175,9 +175,9 @@ def _outermost(folders: Sequence[Path]) -> list[Path]:
 
 
 def _is_within(place: Path, other: Path) -> bool:
-    """Whether who follows one folder sees what is in another; hidden ones are passed over."""
+    """Whether who follows one folder sees what is in another; a system's are passed over."""
     return place.is_relative_to(other) and not any(
-        part.startswith(".") for part in place.relative_to(other).parts
+        map(left_by_system, place.relative_to(other).parts)
     )
 
 

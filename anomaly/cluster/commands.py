@@ -17,6 +17,7 @@ from anomaly.datasets.image_manifest import check_parquet, checked, read_manifes
 from anomaly.datasets.inputs import is_table, say_passed_over
 from anomaly.errors import DataError, OutputError
 from anomaly.files import storage
+from anomaly.files.outputs import matched
 from anomaly.files.tables import header_of, marked_encoding, rows_of
 from anomaly.files.writing import looked_in
 from anomaly.imaging.listing import each_file, is_folder, is_image
@@ -170,7 +171,9 @@ class Listing:
             yield str(path)  # as its folder would give it
         elif has_magic(str(path)):
             found = map(Path, iglob(str(path), recursive=True))  # noqa: PTH207, takes absolute ones
-            yield from (str(file) for file in found if file.is_file())
+            yield from (
+                str(f) for f in found if matched(f.as_posix(), path.as_posix()) and f.is_file()
+            )
         else:
             raise DataError(f"--input {given} doesn't exist{looked_in(path)}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import itertools
+import logging
 import os
 import re
 import sys
@@ -14,10 +15,13 @@ from pathlib import Path
 
 from anomaly.datasets.layouts import COLUMNS
 from anomaly.errors import DataError
+from anomaly.files.outputs import left_by_system
 from anomaly.files.storage import named
 from anomaly.files.tables import header_of, marked_encoding, read_rows, text_of
 from anomaly.files.writing import looked_in, short_name
 from anomaly.imaging.listing import is_folder, is_image, list_files
+
+log = logging.getLogger(__name__)
 
 _COLUMNS = ("path", "group")
 
@@ -71,7 +75,9 @@ def find_inputs(
     paths: dict[Path, None] = {}
     others: set[Path] = set()
     for given in inputs:
-        if is_folder(given):
+        if len(inputs) > 1 and left_by_system(given.name) and not given.name.startswith("."):
+            log.warning("passed over, as what the system keeps beside your files: %s", given)
+        elif is_folder(given):
             files = list_files(given)
             paths.update(dict.fromkeys(filter(is_image, files)))
             others.update(itertools.filterfalse(is_image, files))
