@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
@@ -136,12 +138,28 @@ def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
     )
 
 
+# How a path begins that isn't one of this system, and what to do about it.
+_FOREIGN = {
+    r"[a-z][a-z0-9+.-]+:/": "; it is a URL, which `anomaly manifest` takes",
+    r"~": "; ~ stands for no folder here, write the path in full",
+    r"[A-Za-z]:|.*\\": "; it is a Windows path, write it as this system has it",
+}
+
+
+def _foreign(error: OSError) -> str:
+    """What to do about a missing file whose path isn't one of this system; else empty."""
+    if not isinstance(error, FileNotFoundError) or os.name == "nt":
+        return ""
+    name = os.fsdecode(error.filename or "")
+    return next((hint for start, hint in _FOREIGN.items() if re.match(start, name)), "")
+
+
 def why(error: BaseException) -> str:
     """Why a file can't be used, in words for the user of a program that a library has failed."""
     if isinstance(error, AnomalyError):
         return str(error)
     if isinstance(error, OSError):
-        return error.strerror or "it can't be reached"
+        return (error.strerror or "it can't be reached") + _foreign(error)
     if isinstance(error, UnicodeError):
         return "it isn't text in UTF-8"
     if isinstance(error, json.JSONDecodeError):

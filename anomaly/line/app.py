@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
@@ -20,23 +20,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from anomaly.errors import AnomalyError, DataError, nearest, visible
 from anomaly.inference.rows import region_rows
-from anomaly.line.bodies import credentials, shown_name
+from anomaly.line.bodies import shown_name
 from anomaly.line.engine import BusyError, PictureRequest, Scored
+from anomaly.line.guard import credentials
 from anomaly.line.record import in_utc
 from anomaly.line.service import InspectionService
 from anomaly.line.slot import ModelSlot
 from anomaly.version import __version__
 
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_SAFE = {
-    "Content-Security-Policy": _POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
 # The page's files by route, with their types.
 _PAGE = {
     "/": ("line.html", "text/html"),
@@ -78,7 +69,6 @@ def make_app(service: InspectionService) -> FastAPI:
         default_response_class=_TextResponse,
     )
     app.openapi = partial(described, app)  # type: ignore[method-assign]
-    app.middleware("http")(_answers(service))
     app.add_exception_handler(RequestValidationError, _misunderstood)
     app.add_exception_handler(AnomalyError, _in_trouble)
     _score_routes(app, service)
@@ -86,19 +76,6 @@ def make_app(service: InspectionService) -> FastAPI:
     _part_routes(app, service)
     _page_routes(app)
     return app
-
-
-def _answers(service: InspectionService) -> Callable[..., Awaitable[Response]]:
-    async def counted(
-        request: Request, following: Callable[[Request], Awaitable[Response]]
-    ) -> Response:
-        response = await following(request)
-        service.metrics.answers.labels(str(response.status_code)).inc()
-        for name, value in _SAFE.items():
-            response.headers.setdefault(name, value)
-        return response
-
-    return counted
 
 
 async def _misunderstood(request: Request, error: Exception) -> Response:
@@ -117,7 +94,7 @@ async def _misunderstood(request: Request, error: Exception) -> Response:
 
 
 async def _in_trouble(request: Request, error: Exception) -> Response:
-    """The record can't be read or written."""
+    """The record can't be read or written, or all places are taken."""
     return _TextResponse({"detail": str(error)}, 503, {"Retry-After": "10"})
 
 
@@ -196,20 +173,21 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
         return _slot(service, name).long()
 
     @app.get("/v2/health/live", summary="Whether the service runs")
-    def live() -> dict[str, bool]:
+    async def live() -> dict[str, bool]:  # no thread, of which all may be busy
         return {"live": True}
 
     @app.get(
         "/v2/health/ready",
         summary="Whether all models can be used, and answers be written down",
     )
-    def ready() -> JSONResponse:
-        health = service.health()
+    async def ready() -> JSONResponse:
+        health = await asyncio.to_thread(service.health)
         return _TextResponse(health, 200 if health["ready"] else 503)
 
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
-    def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+    async def metrics() -> Response:
+        text = await asyncio.to_thread(service.metrics.text)  # beside the routes' threads
+        return Response(text, media_type="text/plain; version=0.0.4")
 
 
 def _part_routes(app: FastAPI, service: InspectionService) -> None:
@@ -275,12 +253,14 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.get("/v1/events", summary="What happens from now on, as server-sent events")
     async def events() -> StreamingResponse:
-        return StreamingResponse(_events(service), media_type="text/event-stream")
+        followed = service.follow()
+        await anext(followed)  # refused where too many follow already
+        return StreamingResponse(_events(followed), media_type="text/event-stream")
 
 
-async def _events(service: InspectionService) -> AsyncIterator[str]:
+async def _events(followed: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[str]:
     yield "retry: 1000\n\n"
-    async for event in service.follow():
+    async for event in followed:
         yield ": nothing new\n\n" if event is None else f"data: {json.dumps(event)}\n\n"
 
 

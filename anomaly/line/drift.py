@@ -14,7 +14,6 @@ many parts is computed. A smaller share than the promised one only makes it smal
 from __future__ import annotations
 
 import html
-import json
 import math
 import sqlite3
 import threading
@@ -31,6 +30,7 @@ from anomaly.calibration.model_thresholds import Thresholds
 from anomaly.calibration.rates import percent, rate_of
 from anomaly.errors import DataError, why
 from anomaly.files.tables import read_rows
+from anomaly.files.writing import from_json
 from anomaly.inference.rows import Row
 from anomaly.line.record import is_sqlite, open_to_read
 from anomaly.report.page import page, utc_now
@@ -427,7 +427,7 @@ def _kept(
 
 def _recorded(db: sqlite3.Connection, after: int = 0) -> Iterator[Mapping[str, Any]]:
     for (line,) in db.execute(_RECORDED, (after,)):
-        yield json.loads(line)
+        yield from_json(line)
 
 
 def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
@@ -446,7 +446,7 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
 def _json_lines(lines: Iterable[str], file: Path) -> Iterator[Mapping[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
-            yield dict(json.loads(line))
+            yield dict(from_json(line))
         except (ValueError, TypeError):
             raise DataError(f"{file} line {number} isn't a row of results.jsonl") from None
 

@@ -138,7 +138,9 @@ def named(folders: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    missing = [n for n in ("fastapi", "uvicorn", "prometheus_client") if not _installed(n)]
+    missing = [
+        n for n in ("fastapi", "multipart", "uvicorn", "prometheus_client") if not _installed(n)
+    ]
     if missing:
         raise AnomalyError(
             f"serve needs {', '.join(missing)}, which aren't installed: "
@@ -182,7 +184,7 @@ def _token(options: argparse.Namespace) -> str:
 
 
 def _check_open(options: argparse.Namespace, token: str) -> None:
-    from anomaly.line.bodies import is_loopback  # with FastAPI, which is optional
+    from anomaly.line.guard import is_loopback  # with FastAPI, which is optional
 
     if not token and not is_loopback(options.host):
         raise AnomalyError(

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from anomaly.errors import visible
 from anomaly.line.bodies import Bodies
+from anomaly.line.engine import BusyError
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _RECENT = 120  # parts whose small heatmap is at hand whether it is kept or not
 _BEHIND = 200  # parts that a follower may be behind before it has to ask for them anew
 _SIGN_OF_LIFE_SECONDS = 10.0
+MOST_FOLLOWERS = 64
 
 
 class InspectionService:
@@ -100,15 +102,23 @@ class InspectionService:
             self._tell({"kind": "feedback", "part": part})
 
     async def follow(self) -> AsyncIterator[dict[str, Any] | None]:
-        """What happens from now on; None now and then where nothing does.
+        """What happens from now on; None at once, and now and then where nothing does.
 
         Yields:
             `{"kind": "part" or "feedback", "part": …}`, and `{"kind": "behind"}` for one that
             follows too slowly and has missed some.
+
+        Raises:
+            BusyError: as many as may follow already.
         """
+        if len(self._followers) >= MOST_FOLLOWERS:
+            raise BusyError(
+                f"{MOST_FOLLOWERS} pages follow already, which is the limit; close one of them", 10
+            )
         follower = _Follower(asyncio.get_running_loop())
         self._followers.add(follower)
         try:
+            yield None
             while not self.stopping:
                 try:
                     async with asyncio.timeout(_SIGN_OF_LIFE_SECONDS):

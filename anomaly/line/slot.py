@@ -25,16 +25,21 @@ class Limits:
 
     Attributes:
         body_bytes: of one image file.
+        short_bytes: of any other body.
         held_bytes: of all that are received, or wait to be scored.
         receive_seconds: until a body is there.
+        begin_seconds: after which a body has to come at `bytes_a_second` at least.
         answer_seconds: until a part is answered.
         waiting_parts: of each model, that may be on their way at once.
         memory: bytes that the models in memory may take together; None for no limit.
     """
 
     body_bytes: int = 64_000_000
+    short_bytes: int = 64_000
     held_bytes: int = 512_000_000
     receive_seconds: float = 30.0
+    begin_seconds: float = 5.0
+    bytes_a_second: int = 1000
     answer_seconds: float = 60.0
     waiting_parts: int = 64
     memory: int | None = None

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from anomaly.backbones.engine import ExportedNetwork
-from anomaly.config.load import parse_config
+from anomaly.config.load import parse_config, parse_yaml
 from anomaly.config.schema import METHODS, Config
-from anomaly.errors import AnomalyError, ModelError, needs_training, some
+from anomaly.errors import AnomalyError, ConfigError, ModelError, needs_training, some
 from anomaly.methods.base import ArrayScorer
 from anomaly.runtime.devices import CPU, device_of, has_bf16
 from anomaly.scoring.build import (
@@ -227,10 +225,14 @@ def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
     """The settings in a model folder, which repeat some of what its manifest says."""
     file = folder / "config.yaml"
     try:
-        config = parse_config(yaml.safe_load(file.read_text("utf-8")), str(file))
-    except (yaml.YAMLError, ValueError, RecursionError):
+        values = parse_yaml(file.read_text("utf-8"), str(file))
+    except (ConfigError, UnicodeError):
         raise ModelError(f"{file} isn't YAML as this program writes it; {AGAIN}") from None
-    except (OSError, AnomalyError) as error:
+    except OSError as error:
+        raise _unreadable(folder, manifest, error) from None
+    try:
+        config = parse_config(values, str(file))
+    except ConfigError as error:
         raise _unreadable(folder, manifest, error) from None
     made, backbone = manifest["made_with"], manifest["backbone"]
     one_aspect = manifest["aspect"] is not None
