@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import logging
 import os
 import shlex
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from anomaly.cli.logging_setup import add_logging, log_to_file, log_to_terminal
+from anomaly.cli.logging_setup import add_logging, log_to_file, log_to_terminal, plain_output
 from anomaly.cli.stopping import Interrupted, Stopping
 from anomaly.errors import DISK, AnomalyError, WriteError, nearest, needs_training
 from anomaly.version import __version__
@@ -66,7 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 all done, 3 some images couldn't be used, 2 nothing done, 4 results
         couldn't be written to a disk, 130 interrupted (by SIGTERM: 143).
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with plain_output():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(arguments: list[str]) -> int:
     _set_environment()
     command = arguments[0] if arguments and arguments[0] in COMMANDS else None
     if arguments and command is None and not arguments[0].startswith("-"):
@@ -78,8 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AnomalyError as error:  # its annex isn't installed
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # not every file name can be shown
     started = time.monotonic()
     with ExitStack() as listeners:
         listeners.enter_context(log_to_terminal(quiet=options.quiet, verbose=options.verbose))

@@ -16,7 +16,7 @@ from anomaly.cli.common_options import device_and_threads, wanted_threads
 from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import passed_over, say_passed_over
-from anomaly.errors import DataError, OutputError
+from anomaly.errors import DataError, OutputError, visible
 from anomaly.files.outputs import FOLDERS, INFER, JOURNAL, WATCHED, left_by_system
 from anomaly.files.writing import claim, from_json, remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
@@ -160,8 +160,7 @@ def _line(row: Row) -> str:
         text += f" = {row.image_score / row.threshold:.2f} x reject" if row.threshold else ""
         text += f"  {row.product}" if row.product else ""
         text += f"  {row.path}" + (f": {row.reason}" if row.reason else "")
-    printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return f"{row.time[11:19]} UTC  {printable}"
+    return f"{row.time[11:19]} UTC  {visible(text)}"
 
 
 def _outermost(folders: Sequence[Path]) -> list[Path]:
