@@ -172,6 +172,7 @@ def _without_privileges() -> list[str]:
     return ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
 
 
+@pytest.mark.slow
 def test_folders_without_permission(run_folder: Path, tmp_path: Path) -> None:
     prefix = _without_privileges()
     write_part(tmp_path / "inputs" / "a.png", seed=1)
