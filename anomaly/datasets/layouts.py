@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anomaly.datasets.masks import Masks, entries_of, strays
 from anomaly.datasets.samples import (
     GOOD,
     Dataset,
@@ -22,7 +23,7 @@ from anomaly.errors import DataError, nearest
 from anomaly.files.outputs import own_outputs
 from anomaly.files.tables import Rows, read_rows
 from anomaly.files.writing import like
-from anomaly.imaging.listing import is_folder, is_image
+from anomaly.imaging.listing import is_folder
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class _FolderLayout:
         test: holds a folder for each kind of image.
         good: the name that good images' folders have in there.
         masks: holds a folder for each kind of defect: `<stem>_mask.png`, `<stem>.png` or a
-            folder `<stem>` with several masks.
+            folder `<stem>` with several masks, see `Masks`.
     """
 
     name: str
@@ -161,20 +162,21 @@ class _FolderLayout:
                 "good images use --set data.format=folder",
             )
         validation = listed(folder / self.validation, folder)
-        return Dataset(folder, tuple(train), tuple(self._tested(folder)), tuple(validation))
+        finder = Masks()
+        test = self._tested(folder, finder)
+        left = finder.left_in(_masks_in(folder / self.masks))
+        return Dataset(folder, tuple(train), tuple(test), tuple(validation), left)
 
-    def _tested(self, folder: Path) -> list[Sample]:
-        test, masks = folder / self.test, folder / self.masks
+    def _tested(self, folder: Path, finder: Masks) -> list[Sample]:
+        test, masks = folder / self.test, _masks_in(folder / self.masks)
         samples: list[Sample] = []
         for kind in folders_in(test):
-            if kind == self.good:
-                samples += listed(test / kind, folder)
-            elif test / kind != masks:
-                finder = Masks()
-                samples += [
-                    replace(s, mask_path=finder.of(s.path, masks / kind))
-                    for s in listed(test / kind, folder, kind)
-                ]
+            if test / kind == masks:
+                continue
+            is_good = kind == self.good
+            for sample in listed(test / kind, folder, GOOD if is_good else kind):
+                mask = finder.of(sample.path, masks / kind)
+                samples.append(sample if is_good else replace(sample, mask_path=mask))
         return samples
 
 
@@ -192,12 +194,20 @@ def _good_and_defect(folder: Path) -> Dataset:
     if not train:
         hint = "Put good images in good/, defective ones in defect/ or defect/<type>/."
         raise no_training_images(folder / "good", hint)
-    test += _defects_in(folder / "defect", folder, folder / "masks", Masks())
-    return Dataset(folder, tuple(train), tuple(test))
+    masks, finder = _masks_in(folder / "masks"), Masks()
+    test += _defects_in(folder / "defect", folder, masks, finder)
+    for good in (*train, *test):
+        if not good.is_defect:  # its mask, which marks nothing, isn't needed
+            finder.of(good.path, masks / good.path.relative_to(folder).parent)
+    return Dataset(folder, tuple(train), tuple(test), (), finder.left_in(masks))
 
 
 def open_test_images(
-    good: Sequence[Path], defects: Sequence[Path], masks: Path | None = None
+    good: Sequence[Path],
+    defects: Sequence[Path],
+    masks: Path | None = None,
+    *,
+    tell: bool = False,
 ) -> tuple[Sample, ...]:
     """Images to test with from folders of good and of defective ones.
 
@@ -206,6 +216,7 @@ def open_test_images(
         defects: folders of defects; a subfolder names their type, else the folder itself.
         masks: a folder with the defects' masks, under their paths in `defects`, or under these in
             a folder named like the one of `defects`.
+        tell: log a warning that names masks of no image.
 
     Raises:
         DataError: a folder is missing or holds no images, good ones by their folders' names aren't,
@@ -234,6 +245,8 @@ def open_test_images(
             f"none of {len(bad)} defects has a mask in {masks}: that of {bad[0].path} would be "
             f"{wanted}, say; masks are named like their images, with or without _mask behind it"
         )
+    if tell and masks is not None and (unused := strays(finder.left_in(masks))):
+        log.warning("%s", unused)
     return tuple(samples.values())
 
 
@@ -331,49 +344,12 @@ def _plain(path: Path) -> Path:
     return Path(os.path.abspath(path))  # noqa: PTH100, `..` goes and links stay
 
 
-class Masks:
-    """Finds the masks of images in folders: each folder is read once."""
-
-    def __init__(self) -> None:
-        self._listed: dict[Path, dict[str, list[str]]] = {}
-        self._owners: dict[Path, Path] = {}  # each mask is one image's
-
-    def of(self, image: Path, folder: Path) -> Path | None:
-        """`1_mask.png`, `1.png` or a folder `1` with several masks, for `1.jpg`.
-
-        Suffixes are any that can be read; capitals don't matter where nothing has the same ones.
-        """
-        names = self._names_in(folder)
-        for stem in (f"{image.stem}_mask", image.stem):
-            if same := names.get(stem.lower()):
-                exact = [name for name in same if name.startswith(stem)] or same
-                mask = folder / min(exact, key=lambda name: (name != image.name, name))
-                if (owner := self._owners.setdefault(mask, image)) != image:
-                    raise DataError(
-                        f"{mask} would be the mask of {owner} and of {image}; give each its own, "
-                        "of several folders in folders of their names"
-                    )
-                return mask
-        return None
-
-    def _names_in(self, folder: Path) -> dict[str, list[str]]:
-        """Names of pictures and of folders, by their stem in small letters."""
-        if folder not in self._listed:
-            names: dict[str, list[str]] = {}
-            for entry in _inside(folder) if is_folder(folder) else ():
-                if is_image(entry):
-                    names.setdefault(entry.stem.lower(), []).append(entry.name)
-                elif entry.is_dir():
-                    names.setdefault(entry.name.lower(), []).append(entry.name)
-            self._listed[folder] = names
-        return self._listed[folder]
-
-
-def _inside(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError as error:
-        raise DataError(f"{folder}: can't list this folder ({error.strerror})") from None
+def _masks_in(folder: Path) -> Path:
+    """The folder of masks of a layout, or the only one beside it that is named as one."""
+    if is_folder(folder):
+        return folder
+    named = [name for name in folders_in(folder.parent) if says_masks(name)]
+    return folder.parent / named[0] if len(named) == 1 else folder
 
 
 def folders_in(folder: Path) -> list[str]:
@@ -384,9 +360,9 @@ def folders_in(folder: Path) -> list[str]:
     """
     if not is_folder(folder):
         return []
-    inside = _inside(folder)
-    own = own_outputs(folder, [inner.name for inner in inside])
-    return sorted(e.name for e in inside if e.is_dir() and e.name not in own)
+    entries = entries_of(folder)
+    own = own_outputs(folder, [entry.name for entry in entries])
+    return sorted(e.name for e in entries if e.is_dir() and e.name not in own)
 
 
 def open_list(file: Path) -> Dataset:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from anomaly.datasets.layouts import (
     KNOWN_LAYOUTS,
-    Masks,
     folders_in,
     meant_by,
     says_good,
     says_masks,
     says_not_good,
 )
+from anomaly.datasets.masks import Masks, strays
 from anomaly.datasets.samples import GOOD
 from anomaly.errors import DataError, nearest
 from anomaly.files.writing import at_home, like
@@ -109,11 +109,13 @@ def _own_names(place: Path) -> Recognised | None:
                 kind = f"{folder} {kind}" if len(inner.parts) > 1 else f"folder {kind}"
             places = [p for m in masks for p in (place / m / folder, place / m)]
             candidates = (finder.of(image, p / inner.parent) for p in places)
-            mask = None if folder in good else next(filter(None, candidates), None)
-            rows.writerow((image, GOOD if folder in good else kind, mask or ""))
+            mask = next(filter(None, candidates), None)  # that of a good image marks nothing
+            rows.writerow((image, *((GOOD, "") if folder in good else (kind, mask or ""))))
     reason = f"good images in {', '.join(good)}, others in {', '.join(others)}"
     if masks:
         reason += f", their masks in {', '.join(masks)}"
+        if unused := strays([file for m in masks for file in finder.left_in(place / m)]):
+            reason += f" ({unused})"
     # Marked as UTF-8, so that the bytes of names that are none are kept.
     return Recognised("csv", place, reason, "\ufeff" + text.getvalue())
 

@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.errors import DataError
+from anomaly.errors import DataError, ImageError
 from anomaly.imaging.listing import is_folder, list_images
-from anomaly.imaging.read import Image, read_mask
+from anomaly.imaging.read import Image, read_header, read_mask
 
 GOOD = "good"
 _TEST_SHARE = 5  # one good image in five
+# A mask that marks as much of its image is inverted, or has a background that isn't 0.
+_NEARLY_ALL = 0.98
+_UPRIGHT, _SIDEWAYS = 1, 5  # EXIF orientations; from 5 on the sides are swapped
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,14 @@ class Dataset:
         train: good images.
         test: good and defective images.
         validation: further good images, where the data set sets some apart: not learned from.
+        unused_masks: files among the masks that are no image's.
     """
 
     folder: Path
     train: tuple[Sample, ...]
     test: tuple[Sample, ...]
     validation: tuple[Sample, ...] = ()
+    unused_masks: tuple[Path, ...] = ()
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(some)} {name}" for name, some in self.splits.items() if some)
@@ -74,6 +79,19 @@ class Dataset:
     def splits(self) -> dict[str, tuple[Sample, ...]]:
         """The splits by name."""
         return {"train": self.train, "validation": self.validation, "test": self.test}
+
+
+class MaskError(DataError):
+    """A mask contradicts its image.
+
+    Args:
+        message: what is wrong with which mask, and what to do.
+        kind: `mask_size`, `mask_inverted`, `mask_on_good` or `mask_unusable`.
+    """
+
+    def __init__(self, message: str, kind: str = "mask_unusable") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 def ground_truth(sample: Sample, size: tuple[int, int], above: int = 0) -> NDArray[np.bool_]:
@@ -88,25 +106,87 @@ def ground_truth(sample: Sample, size: tuple[int, int], above: int = 0) -> NDArr
         (H0, W0); all False for an image without a mask.
 
     Raises:
-        DataError: a mask has another size than its image, or a folder holds no masks.
+        MaskError: a mask has another size than its image, marks nearly all of it, or a defect on a
+            good image; or a folder holds no masks.
         ImageError: a mask can't be read.
     """
     whole = np.zeros(size, dtype=bool)
     if sample.mask_path is None:
         return whole
-    whole_folder = is_folder(sample.mask_path)
-    files = list_images(sample.mask_path) if whole_folder else [sample.mask_path]
+    files = mask_files(sample.mask_path)
     if not files:
-        raise DataError(f"{sample.mask_path} holds no masks; add them or remove the folder")
+        raise MaskError(f"{sample.mask_path} holds no masks; add them or remove the folder")
     for file in files:
         mask = read_mask(file, above=above)
         if mask.shape != size:
-            raise DataError(
+            raise MaskError(
                 f"mask {file} is {mask.shape[1]}×{mask.shape[0]} pixels, but its image "
-                f"{sample.path} is {size[1]}×{size[0]}; masks must have the size of their images"
+                f"{sample.path} is {size[1]}×{size[0]}; {_fitting_size(sample, size, mask.shape)}",
+                "mask_size",
             )
         whole |= mask
+    if sample.is_defect and (marked := float(whole.mean())) >= _NEARLY_ALL:
+        raise MaskError(
+            f"{sample.mask_path} marks {marked:.1%} of {sample.path} as defect. If the defect is "
+            "black in it, invert it (magick MASK -negate MASK); if its background isn't 0, set "
+            "data.mask_above to the background's value; if all of the part is defective, remove "
+            "the mask",
+            "mask_inverted",
+        )
+    if not sample.is_defect and whole.any():
+        raise MaskError(
+            f"{sample.mask_path} marks a defect, but {sample.path} is said to be good; remove the "
+            "mask, or move the image to the defects",
+            "mask_on_good",
+        )
     return whole
+
+
+def mask_files(mask: Path) -> list[Path]:
+    """A mask's file, or the files of a folder of masks."""
+    return list_images(mask) if is_folder(mask) else [mask]
+
+
+def _fitting_size(sample: Sample, image: tuple[int, int], mask: tuple[int, int]) -> str:
+    """What to do about a mask whose size (H, W) isn't its image's."""
+    height, width = image
+    if mask == (width, height) and _orientation(sample.path) >= _SIDEWAYS:
+        return (
+            "the image is turned by its EXIF orientation, and the mask fits its pixels as they are "
+            "stored. Turn the mask upright as well: draw it on the image as a viewer shows it"
+        )
+    return (
+        "masks must have the size of their images: draw it on the image itself, or scale it "
+        f"(magick MASK -sample {width}x{height}! MASK)"
+    )
+
+
+def maybe_turned(sample: Sample, image: Image) -> str:
+    """That nobody can say whether a mask is upright as its image is; empty where it surely is.
+
+    Args:
+        sample: whose mask, if it has one, is of the size of its image.
+        image: its image.
+    """
+    orientation, (height, width) = image.orientation, image.size
+    told_by_size = orientation >= _SIDEWAYS and height != width
+    if sample.mask_path is None or orientation == _UPRIGHT or told_by_size:
+        return ""
+    if any(_orientation(file) != _UPRIGHT for file in mask_files(sample.mask_path)):
+        return ""
+    return (
+        f"{sample.path} is turned by its EXIF orientation ({orientation}), and its mask "
+        f"{sample.mask_path} says nothing of one: see that it is drawn on the image as a viewer "
+        "shows it, or it marks another place"
+    )
+
+
+def _orientation(path: Path) -> int:
+    """EXIF orientation of a picture, 1 to 8; 1 where it can't be read."""
+    try:
+        return read_header(path).orientation
+    except ImageError:
+        return _UPRIGHT
 
 
 def listed(folder: Path, root: Path, defect_type: str = GOOD) -> list[Sample]:

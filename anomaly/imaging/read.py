@@ -144,6 +144,7 @@ class Image:
             "rgba8", "greyfloat32".
         format: "png", "jpeg", "bmp", "tiff" or "webp"; "array" for pixels that came from memory.
         sha256: hex digest of the file's bytes; of the pixels where there is no file.
+        orientation: EXIF orientation by which the stored pixels were turned, 1 to 8; 1 is upright.
     """
 
     pixels: Pixels
@@ -151,6 +152,7 @@ class Image:
     mode: str
     format: str
     sha256: str
+    orientation: int = 1
 
     @property
     def size(self) -> tuple[int, int]:
@@ -189,7 +191,8 @@ def read_image(
             raise
         raise ImageError(_named(source, out_of_memory()), "unsupported") from None
     sha256 = hashlib.sha256(data).hexdigest()
-    return Image(np.ascontiguousarray(pixels), full_scale, header.mode, header.format, sha256)
+    upright = np.ascontiguousarray(pixels)
+    return Image(upright, full_scale, header.mode, header.format, sha256, header.orientation)
 
 
 def read_header(source: Path | bytes, *, max_pixels: int = MAX_PIXELS) -> ImageHeader:
